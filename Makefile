@@ -1,0 +1,36 @@
+# make run [ARGS="precision=bf16 optimizer.lr=0.05"] · make test · make bench
+# Each sets up .venv by itself first: all it needs is Python 3.11+ and the package registry.
+
+PYTHON ?= python3
+BIN := .venv/bin
+export PYTHONUNBUFFERED = 1
+
+run: .venv/ready
+	@$(BIN)/python -m runner $(ARGS)
+
+test: .venv/ready
+	@echo "lint, types, tests"
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright
+	@$(BIN)/python -m pytest $(ARGS)
+
+bench: .venv/bench
+	@$(BIN)/python -m benchmarks.overhead $(ARGS)
+
+.venv/ready: pyproject.toml constraints.txt
+	@echo "setting up .venv: the versions in constraints.txt (about 5 GB with torch; a minute or two)"
+	@$(PYTHON) -c 'import sys; v = sys.version_info; ok = (3, 11) <= v < (3, 14); sys.exit(0 if ok else f"Python 3.11 to 3.13 is needed, this is {sys.version.split()[0]}: try make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+.venv/bench: .venv/ready
+	@echo "adding the peers that the benchmarks compare with"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
+	@touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache
+
+.PHONY: run test bench clean

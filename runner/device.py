@@ -1,0 +1,78 @@
+"""Which device computes: found by itself, or named, and then it must be there."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+
+from runner.config import check, check_choice, check_range
+
+
+@dataclass
+class Device:
+    """A choice of device. `resolve` turns it into a `torch.device` that exists, or refuses.
+
+    Args:
+        kind: `cpu`, `cuda`, `mps`, or `auto`: the first of cuda, mps and cpu that is there.
+        index: which of several CUDA devices, counted among the visible ones (CUDA_VISIBLE_DEVICES); null: the first.
+        indices: the devices that `parallel=dp` spreads a batch over; empty: all visible.
+        threads: CPU threads that one operation may use; null: one a core.
+    """
+
+    kind: str = "auto"
+    index: int | None = None
+    indices: list[int] = field(default_factory=list)
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice(self, "kind", ("auto", "cpu", "cuda", "mps"))
+        check_range(self, "index", least=0)
+        check_range(self, "threads", least=1, most=1024)
+        check(
+            self.index is None or self.kind in ("auto", "cuda"),
+            "index",
+            self.index,
+            f"device={self.kind} has no numbered devices",
+            "leave it null, or choose device=cuda",
+        )
+
+    def resolve(self) -> torch.device:
+        """The device to compute on.
+
+        Raises:
+            ConfigError: when a device was asked for that is not there.
+        """
+        kind = self.kind if self.kind != "auto" else _best()
+        if kind == "cuda":
+            check(torch.cuda.is_available(), "kind", kind, f"torch finds no CUDA device{_hidden()}", _OTHERWISE)
+            count, index = torch.cuda.device_count(), self.index or 0
+            check(index < count, "index", index, f"{count} CUDA devices are visible{_hidden()}", f"0 to {count - 1}")
+            return torch.device("cuda", index)
+        if kind == "mps":
+            check(torch.backends.mps.is_available(), "kind", kind, "this machine has no Metal device", _OTHERWISE)
+        check(self.index is None, "index", self.index, f"auto found only the {kind}", "leave device.index null")
+        return torch.device(kind)
+
+
+_OTHERWISE = "device=auto takes what is there; `python -m runner.tools.doctor` shows it"
+
+
+def _best() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _hidden() -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done all that was queued on it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

@@ -1,0 +1,189 @@
+"""Arithmetic: which number format the forward pass, the gradients and the update use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runner.config import check
+
+log = logging.getLogger(__name__)
+
+_FULL = nullcontext()
+
+
+@dataclass
+class Precision:
+    """float32 throughout, without TF32: the base that the other precisions change.
+
+    A mode of computing only: parameters and checkpoints stay float32 (float64 under `64`).
+    """
+
+    def prepare(self, device: torch.device) -> None:
+        """Set what is set once a run; refuse a device that cannot do this precision."""
+        _allow_tf32(False)
+
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model in the format that its parameters are kept in."""
+        return model
+
+    def autocast(self) -> AbstractContextManager:
+        """The context of a forward pass."""
+        return _FULL
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of `loss` (scaled, where losses are scaled) to the parameters'."""
+        loss.backward()
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], torch.Tensor] | None) -> torch.Tensor | None:
+        """Unscale, clip, update, and drop the gradients.
+
+        Args:
+            clip: clips the gradients and returns their norm before that; None where neither is wanted.
+
+        Returns:
+            The gradients' norm, a scalar on the device, where it was computed.
+        """
+        norm = clip() if clip is not None else None
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def num_skipped(self) -> int:
+        """How many updates were left out so far, because scaled gradients overflowed."""
+        return 0
+
+    def scalars(self) -> dict[str, torch.Tensor | float]:
+        """What to log beside the metrics."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the state of a run, which another precision may have written."""
+
+
+@dataclass
+class TF32(Precision):
+    """float32 with matrix products in TensorFloat-32 on Ampere and later: 10 bits of mantissa, several times the speed."""
+
+    def prepare(self, device: torch.device) -> None:
+        _allow_tf32(True)
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+            log.warning("precision=tf32: %s has no TF32 units: this is float32 here", device)
+
+
+@dataclass
+class Double(Precision):
+    """float64 throughout: for checking gradients, not for speed."""
+
+    def prepare(self, device: torch.device) -> None:
+        check(device.type != "mps", "_target_", "precision=64", "Metal has no float64", "use device=cpu or precision=32")
+        _allow_tf32(False)
+
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        # Inputs come as float32 from every data set; the model's own border is the one place that all modes pass.
+        model.register_forward_pre_hook(_inputs_to_double)
+        return model.double()
+
+
+@dataclass
+class BFloat16(Precision):
+    """bfloat16 autocast: float32's range in 16 bits, so that no loss scaling is needed."""
+
+    _device_type = "cpu"
+
+    def prepare(self, device: torch.device) -> None:
+        _allow_tf32(False)
+        self._device_type = device.type
+
+    def autocast(self) -> AbstractContextManager:
+        return torch.autocast(self._device_type, torch.bfloat16)
+
+
+@dataclass
+class Float16(BFloat16):
+    """float16 autocast with loss scaling on CUDA (Micikevicius et al., Mixed Precision Training, 2018).
+
+    CPUs have no float16 convolutions (50 times slower here): there, and on Metal, it is bfloat16, and says so. An
+    update whose gradients overflowed is skipped, and the schedule does not advance.
+    """
+
+    init_scale: float = 65536.0
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        self._scaler: torch.amp.GradScaler | None = None
+        self._loaded: dict[str, Any] = {}
+        self._skipped = 0
+        self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    def prepare(self, device: torch.device) -> None:
+        super().prepare(device)
+        if device.type != "cuda":
+            log.warning("precision=16: %s computes in bfloat16, having no fast float16", device.type)
+            return
+        self._scaler = torch.amp.GradScaler("cuda", init_scale=self.init_scale, growth_interval=self.growth_interval)
+
+    def autocast(self) -> AbstractContextManager:
+        return torch.autocast(self._device_type, torch.bfloat16 if self._scaler is None else torch.float16)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], torch.Tensor] | None) -> torch.Tensor | None:
+        if self._scaler is None:
+            return super().step(optimizer, clip)
+        self._scaler.unscale_(optimizer)
+        norm = clip() if clip is not None else _gradient_norm(optimizer)
+        self._scaler.step(optimizer)  # a fused optimizer is told of an overflow on the device: no sync
+        self._scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        self.num_skipped()  # the step before this one, whose flag has long arrived
+        flag = torch.isfinite(norm).to("cpu", non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._pending = flag, event
+        return norm
+
+    def num_skipped(self) -> int:
+        if self._pending is not None:
+            flag, event = self._pending
+            event.synchronize()
+            self._skipped += not bool(flag)
+            self._pending = None
+        return self._skipped
+
+    def scalars(self) -> dict[str, torch.Tensor | float]:
+        if self._scaler is None:
+            return {}
+        return {"train/loss_scale": self._scaler.get_scale(), "train/skipped_steps": float(self.num_skipped())}
+
+    def state_dict(self) -> dict[str, Any]:
+        scaler = {} if self._scaler is None else self._scaler.state_dict()
+        return {"skipped": self.num_skipped(), "scaler": scaler}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._skipped = state.get("skipped", 0)
+        if self._scaler is not None and state.get("scaler"):
+            self._scaler.load_state_dict(state["scaler"])
+
+
+def _allow_tf32(allowed: bool) -> None:
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+def _inputs_to_double(_: torch.nn.Module, inputs: tuple) -> tuple:
+    return tuple(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs)
+
+
+def _gradient_norm(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients)
