@@ -55,6 +55,10 @@ class Clock:
             section = self._sections[name] = Section(self, name)
         return section
 
+    def spent(self, name: str) -> float:
+        """Seconds counted for `name` so far; a section still open counts up to its last switch."""
+        return self._seconds[name]
+
     def seconds(self) -> dict[str, float]:
         """Seconds by section up to now."""
         self.switch(self._current)

@@ -11,11 +11,12 @@ import difflib
 import importlib
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, ConfigValueError, OmegaConfBaseException
@@ -106,7 +107,7 @@ def errors_under(key: str) -> Iterator[None]:
 
 def component_fields(cls: type) -> list[str]:
     """The fields of a component that are components themselves: filled with the root node of the same name."""
-    hints = get_type_hints(cls)
+    hints = field_types(cls)
     return [field.name for field in _init_fields(cls) if dataclasses.is_dataclass(hints[field.name])]
 
 
@@ -114,6 +115,21 @@ def option_fields(cls: type) -> list[str]:
     """The fields of a component that are values in its YAML file."""
     parts = component_fields(cls)
     return [field.name for field in _init_fields(cls) if field.name not in parts]
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """The types of the fields of a component.
+
+    `typing.get_type_hints` would evaluate all annotations, those that only a type checker can follow among them.
+    """
+    names = {field.name for field in _init_fields(cls)}
+    types = {}
+    for base in reversed(cls.__mro__):
+        scope = vars(sys.modules[base.__module__])
+        for name, hint in base.__dict__.get("__annotations__", {}).items():
+            if name in names and not str(hint).startswith("ClassVar"):
+                types[name] = eval(hint, scope) if isinstance(hint, str) else hint
+    return types
 
 
 def load_class(target: object, base: type[Component]) -> type[Component]:
@@ -149,7 +165,7 @@ def load_class(target: object, base: type[Component]) -> type[Component]:
 
 def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
     """`node` merged into the schema that the fields of `cls` declare, converted to their types."""
-    hints = get_type_hints(cls)
+    hints = field_types(cls)
     options = option_fields(cls)
     for name in node:
         check(name in options, name, ABSENT, f"{cls.__name__} has no such option;", did_you_mean(name, options))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -54,6 +56,24 @@ class Device:
             check(torch.backends.mps.is_available(), "kind", kind, "this machine has no Metal device", _OTHERWISE)
         check(self.index is None, "index", self.index, f"auto found only the {kind}", "leave device.index null")
         return torch.device(kind)
+
+    @contextmanager
+    def settings(self, device: torch.device, deterministic: bool) -> Iterator[None]:
+        """torch's global switches for one run; the jobs of a sweep share a process, so they are put back after it."""
+        before = torch.get_num_threads(), torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS documentation: results reproducibility
+        torch.set_num_threads(self.threads or before[0])
+        torch.backends.cudnn.benchmark = device.type == "cuda" and not deterministic
+        torch.use_deterministic_algorithms(deterministic)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before[0])
+            torch.backends.cudnn.benchmark = before[1]
+            torch.use_deterministic_algorithms(before[2])
 
 
 _OTHERWISE = "device=auto takes what is there; `python -m runner.tools.doctor` shows it"

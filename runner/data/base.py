@@ -19,6 +19,17 @@ class Batch(NamedTuple):
     targets: torch.Tensor
 
 
+class DataError(Exception):
+    """Samples cannot be read while a run is under way: what, why not, and what to do."""
+
+    def __init__(self, what: object, why: str, remedy: str):
+        super().__init__(what, why, remedy)
+        self.what, self.why, self.remedy = what, why, remedy
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}\n  {self.remedy}"
+
+
 class Samples:
     """A collection of labelled images that streams batches."""
 

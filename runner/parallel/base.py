@@ -37,6 +37,11 @@ class Parallel:
         return 0
 
     @property
+    def world_size(self) -> int:
+        """How many processes the run has."""
+        return 1
+
+    @property
     def data_shard(self) -> tuple[int, int]:
         """(index, count): which part of every global batch this process trains on; (0, 1) where all see the whole."""
         return (0, 1)
@@ -87,6 +92,9 @@ class Parallel:
     def agree(self, flag: bool) -> bool:
         """Whether any rank says so: all ranks must leave a loop at the same step."""
         return flag
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
 
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Sums, dict[str, Any]]:
         """The mode-free state: plain names, whole tensors, on the CPU.

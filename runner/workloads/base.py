@@ -29,6 +29,9 @@ class Workload:
     best: ClassVar[tuple[str, str]] = ("loss", "min")
     """Which evaluation metric says which checkpoint is best, and whether it should be `min` or `max`."""
 
+    how: ClassVar[tuple[str, ...]] = ()
+    """Options that change how the work is done, not what is computed: they may differ on a resume."""
+
     criterion: ClassVar[Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None] = None
 
     def prepare(self) -> None:

@@ -1,0 +1,172 @@
+"""What the loop costs: the runner beside the bare limit, a plain PyTorch loop, Accelerate and Lightning.
+
+`python -m benchmarks.overhead [--repeats 7] [--steps 3000]`. The network is small enough for overhead to show: two 3×3
+convolutions of 16 and 32 channels with pooling, 64 hidden units, on the 8×8 digits, batch 64, SGD with momentum. The
+runner logs every 50 steps, shows its progress and saves checkpoints; the peers log nothing and save nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.measure import interleave, report, write
+from runner.data.digits import Digits
+from runner.data.memory import TensorSamples
+
+BATCH = 64
+GOALS = {("runner", "limit"): 0.85, ("runner", "plain"): 1.0, ("runner", "lightning"): 1.5, ("runner", "accelerate"): 1.3}
+
+
+def network() -> nn.Module:
+    """The network of the comparison, in plain torch."""
+    torch.manual_seed(0)
+    pool = nn.MaxPool2d(2)
+    convolutions = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), pool, nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), pool]
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+
+
+def digits() -> TensorSamples:
+    samples, _ = Digits(size=8).load()
+    assert isinstance(samples, TensorSamples)
+    return samples
+
+
+def loader() -> torch.utils.data.DataLoader:
+    samples = digits()
+    data = torch.utils.data.TensorDataset(samples.inputs, samples.targets)
+    return torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True, drop_last=True)
+
+
+def endless(batches: torch.utils.data.DataLoader) -> Iterator[list[torch.Tensor]]:
+    while True:
+        yield from batches
+
+
+def limit(steps: int) -> float:
+    """The same batch again and again: nothing but forward, backward and update."""
+    samples, model = digits(), network()
+    optimizer = sgd(model)
+    inputs, targets = samples.inputs[:BATCH].clone(), samples.targets[:BATCH].clone()
+    began = time.perf_counter()
+    for _ in range(steps):
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps / (time.perf_counter() - began)
+
+
+def plain(steps: int) -> float:
+    """The loop of PyTorch's tutorial: a DataLoader, and nothing logged."""
+    model, batches = network(), endless(loader())
+    optimizer = sgd(model)
+    began = time.perf_counter()
+    for _ in range(steps):
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return steps / (time.perf_counter() - began)
+
+
+def accelerate(steps: int) -> float:
+    """Hugging Face Accelerate around the plain loop."""
+    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
+
+    accelerator = Accelerator(cpu=True)
+    model = network()
+    model, optimizer, data = accelerator.prepare(model, sgd(model), loader())
+    batches = endless(data)
+    began = time.perf_counter()
+    for _ in range(steps):
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+    return steps / (time.perf_counter() - began)
+
+
+def lightning(steps: int) -> float:
+    """Lightning's Trainer without logger, progress bar, checkpoints or evaluation."""
+    import lightning as L  # pyright: ignore[reportMissingImports]
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+            self.began = 0.0
+
+        def on_train_start(self) -> None:
+            self.began = time.perf_counter()
+
+        def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return sgd(self)
+
+    module = Module()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    L.Trainer(max_steps=steps, max_epochs=-1, accelerator="cpu", **quiet).fit(module, loader())
+    return steps / (time.perf_counter() - module.began)
+
+
+def ours(steps: int) -> float:
+    """The whole run, its logs, its progress, its checkpoints and its evaluation at the end."""
+    options = ["model=tiny", "data.size=8", "schedule=constant", "optimizer.lr=0.05", "log_every=50", "eval_every=0"]
+    return run([*options, f"batch_size={BATCH}", f"save_every={steps // 3}", f"steps={steps}"], steps)
+
+
+def run(options: list[str], steps: int) -> float:
+    """Steps per second of a run of the runner in this process."""
+    from runner.__main__ import main
+    from runner.directory import read_result
+
+    with tempfile.TemporaryDirectory() as root:
+        sys.argv = ["runner", *options, "device=cpu", f"output_root={root}"]
+        if main():
+            raise SystemExit(1)
+        (result,) = Path(root).glob("*/*/result.json")
+        return steps / read_result(result.parent)["seconds"]
+
+
+CONTENDERS: dict[str, Callable[[int], float]] = {
+    "limit": limit,
+    "plain": plain,
+    "accelerate": accelerate,
+    "lightning": lightning,
+    "runner": ours,
+}
+
+
+def main() -> None:
+    """Measure all contenders, or, with `--run`, one in this process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--run", choices=CONTENDERS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.run:
+        print(CONTENDERS[arguments.run](arguments.steps))
+        return
+    passed = ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
+    rates = interleave("benchmarks.overhead", list(CONTENDERS), arguments.repeats, passed)
+    table = report(f"small network on digits, batch 64, {arguments.threads} thread(s)", "steps/s", rates, GOALS)
+    write("overhead", [table], "python -m benchmarks.overhead " + " ".join([*passed, "--repeats", str(arguments.repeats)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Worker processes that read samples ahead of the training: torch's DataLoader, and a good end to whatever may happen.
+
+Workers are forked from a fork server. Forking this process itself would copy the locks that its threads hold
+(OpenMP, CUDA, TensorBoard) and may deadlock, which Python 3.12 warns of; starting each from nothing would import torch
+in each (1.4 s and 200 MB). The server imports it once, has no other threads, and a worker takes a few hundredths of a
+second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+import torch
+
+from runner.data.base import DataError
+
+METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+
+POLL = 1.0
+"""Seconds after which a wait for the next batch looks at the workers. They are the server's children, not ours: no
+signal tells of their death."""
+
+
+class Fetch(Protocol):
+    """Makes a batch of a job; is sent to the workers once, and called there."""
+
+    def __getitem__(self, job: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Workers:
+    """How batches are read beside the training.
+
+    Args:
+        count: processes; 0 reads in this process.
+        timeout: seconds without a batch after which the run ends with an error.
+        ahead: batches that each worker reads ahead.
+        pin_memory: put batches into page-locked memory, from which they are copied to a CUDA device while it computes.
+    """
+
+    count: int
+    timeout: float = 120
+    ahead: int = 2
+    pin_memory: bool = False
+
+    def read(self, fetch: Fetch, jobs: Iterable[Any]) -> Iterator[Any]:
+        """`fetch[job]` of every job, in order, whatever the number of workers.
+
+        Raises:
+            DataError: when a worker died, or none has brought a batch in time.
+        """
+        options: dict[str, Any] = {}
+        if self.count > 0:
+            start_server()
+            options = {"timeout": POLL, "prefetch_factor": self.ahead, "multiprocessing_context": METHOD}
+        loader = torch.utils.data.DataLoader(
+            fetch,  # pyright: ignore[reportArgumentType]  # all it has to have is __getitem__
+            batch_size=None,  # a job is a whole batch already
+            sampler=jobs,
+            collate_fn=_as_it_is,
+            num_workers=self.count,  # each sets its threads to one by itself
+            worker_init_fn=_end_with_the_run,
+            pin_memory=self.pin_memory,
+            generator=torch.Generator(),  # it would draw a seed from the global one, which belongs to the model
+            **options,
+        )
+        others = set(multiprocessing.active_children())
+        batches = iter(loader)
+        workers = set(multiprocessing.active_children()) - others
+        kill = functools.partial(_kill, workers)
+        atexit.register(kill)  # before multiprocessing's own handler, which would wait for them
+        try:
+            with suppress(StopIteration):
+                while True:
+                    yield _next(batches, workers, self.timeout)
+        finally:
+            del batches  # ends the workers, each after the batch in hand
+            kill()
+            atexit.unregister(kill)
+
+
+def default_count() -> int:
+    """One worker a core that this process may use, less one for the training, and at most eight."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # those of a distributed run share the machine
+    return max(0, min(8, cores // processes - 1))
+
+
+def start_server() -> None:
+    """Have the fork server import torch while this process goes on; nothing where it runs already."""
+    if METHOD != "forkserver":
+        return
+    from multiprocessing import forkserver, resource_tracker
+
+    forkserver.set_forkserver_preload(["torch", "PIL.Image", "runner.data.files"])
+    resource_tracker.ensure_running()  # the server would start it, and that clears the signal mask
+    # A Ctrl-C in the terminal, or a signal to the process group, is the run's to answer: it still wants its batches.
+    # The mask is handed down to the server and to its workers.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _next(batches: Iterator[Any], workers: Collection[BaseProcess], timeout: float) -> Any:
+    """The next batch, however many times it has to be asked for until `timeout`."""
+    waited = 0.0  # in polls, not by the clock: a run that was stopped with Ctrl-Z has not waited
+    while True:
+        try:
+            return next(batches)
+        except StopIteration:
+            raise
+        except Exception as error:
+            problem = _death(workers)
+            if problem is None and "timed out" not in str(error):
+                raise
+            waited += POLL
+            if problem is None and waited >= timeout:
+                problem = _silence(workers, timeout)
+            if problem is not None:
+                _kill(workers)
+                raise problem from None
+
+
+def _death(workers: Collection[BaseProcess]) -> DataError | None:
+    """The error to raise when one of `workers` is dead."""
+    # A broken connection shows a little before the exit code does.
+    multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=0.1)
+    for worker in workers:
+        if not worker.is_alive():
+            code = worker.exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            cause = _CAUSES.get(-code, "")
+            return DataError(f"data worker {worker.pid}", f"it {how}{cause}", "data.workers=0 reads in the run's process")
+    return None
+
+
+_CAUSES = {
+    signal.SIGKILL: ", perhaps because the machine ran out of memory: data.workers, data.prefetch and batch_size need it",
+    getattr(signal, "SIGBUS", 0): ", most likely because shared memory ran out: enlarge /dev/shm (docker: --shm-size)",
+}
+
+
+def _silence(workers: Collection[BaseProcess], timeout: float) -> DataError:
+    """The error to raise when no worker has said anything for `timeout` seconds."""
+    pids = ", ".join(str(worker.pid) for worker in workers)
+    why = f"no batch came for {timeout:g} s: a worker is stopped, or its disk hangs"
+    return DataError(f"data workers {pids}", why, "if reading a batch takes that long, raise data.timeout")
+
+
+def _kill(workers: Collection[BaseProcess]) -> None:
+    """End processes that may be stopped, or in the middle of a read: SIGTERM would not do."""
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
+
+
+def _end_with_the_run(_: int) -> None:
+    """In a worker: exit as soon as the run's process does, were it by kill -9.
+
+    DataLoader's own watchdog looks for the parent, which is the fork server; and that one lives as long as its workers.
+    """
+    run = multiprocessing.parent_process()
+    assert run is not None
+
+    def watch() -> None:
+        run.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

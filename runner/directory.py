@@ -1,0 +1,95 @@
+"""The run directory: made exclusively, never shared, holding all that a run leaves."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from omegaconf import OmegaConf
+
+from runner.config import ConfigError
+
+RESULT = "result.json"
+
+
+def unique_name() -> str:
+    """`<date>_<time>-<id>`: sorts by time; the id tells apart what starts in the same second."""
+    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"
+
+
+def create(parent: Path, name: str | None = None) -> Path:
+    """A new directory under `parent`.
+
+    Raises:
+        ConfigError: when it cannot be made (a read-only or full disk, a file in the way).
+    """
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for _ in range(100):
+            directory = parent / (name or unique_name())
+            try:
+                directory.mkdir()
+                return directory.resolve()
+            except FileExistsError:
+                if name is not None:
+                    raise
+    except OSError as error:
+        why = f"no run directory can be made there ({error.strerror})"
+        raise ConfigError("output_root", str(parent), why, "choose another with output_root=DIR") from None
+    raise AssertionError("a hundred random names were all taken")
+
+
+def job_name(number: int, overrides: list[str]) -> str:
+    """`<job>-<overrides>` of a sweep's job, as a directory name."""
+    label = re.sub(r"[^\w.=,+-]", "_", ",".join(overrides))
+    return f"{number:03d}-{label}"[:120].rstrip(".")
+
+
+def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:
+    """Leave the resolved config, and what the user typed of it."""
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)), encoding="utf-8")
+    (directory / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(overrides)), encoding="utf-8")
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write all or nothing: a reader never sees half a file."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def read_result(directory: Path) -> dict[str, Any]:
+    """What the run left as its result; empty while there is none."""
+    try:
+        return json.loads((directory / RESULT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def lock(directory: Path) -> IO[str] | None:
+    """Take the directory for this process, until the returned file is closed or the process ends, however it ends.
+
+    Returns:
+        None when another process is at work in it.
+    """
+    file = (directory / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
+def free_name(path: Path, suffix: str) -> Path:
+    """`path` with `.suffix` behind it, numbered where that is taken."""
+    number, name = 1, path.with_name(f"{path.name}.{suffix}")
+    while name.exists():
+        number, name = number + 1, path.with_name(f"{path.name}.{suffix}{number}")
+    return name

@@ -1,0 +1,171 @@
+"""`python -m runner.tools.doctor [--json]`: what this machine has, and what will run on it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from runner.config import CONF
+from runner.environment import environment, noted
+from runner.processor import usable_cores
+
+PRECISIONS = ("32", "tf32", "64", "bf16", "16")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Show the machine as tables, or with `--json` as one JSON object."""
+    parser = argparse.ArgumentParser("python -m runner.tools.doctor", description="What will run on this machine.")
+    parser.add_argument("--json", action="store_true", help="the same as JSON, on standard output")
+    options = parser.parse_args(arguments)
+    report = gather()
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        from rich.console import Console  # not above: JSON needs no rich
+
+        from runner.tools.doctor_tables import render
+
+        Console(width=None if sys.stdout.isatty() else 130).print(render(report))
+
+
+def gather() -> dict[str, Any]:
+    """All that the doctor knows, as plain values; what is wrong is told in `findings`, never raised."""
+    report = environment()
+    devices, findings = report["devices"], report["findings"]
+    for device in devices:
+        if device["device"].startswith("cuda"):
+            device |= _cuda_details(int(device["device"].partition(":")[2]), len(devices), findings)
+    report["driver"] = _add_clocks(devices, findings)
+    report["backends"] = _backends(devices, findings)
+    report["precisions"] = _precisions(devices, report["cpu"]["features"])
+    report["parallel"] = _options("parallel")
+    findings += _remarks(report)
+    return report
+
+
+def _cuda_details(index: int, count: int, findings: list[str]) -> dict[str, Any]:
+    """What asking costs more than a look: it opens the device."""
+    properties = torch.cuda.get_device_properties(index)
+    kilohertz = [getattr(properties, name, None) for name in ("clock_rate", "memory_clock_rate")]  # not in every torch
+    details: dict[str, Any] = {
+        "uuid": str(properties.uuid),
+        "free_bytes": None,
+        "current": False,
+        "peers": [],
+        "computes": False,
+        "max_clock_mhz": kilohertz[0] and kilohertz[0] // 1000,
+        "max_memory_clock_mhz": kilohertz[1] and kilohertz[1] // 1000,
+    }
+    with noted(findings, f"cuda:{index}"):
+        details["current"] = torch.cuda.current_device() == index
+        others = (other for other in range(count) if other != index)
+        details["peers"] = [f"cuda:{other}" for other in others if torch.cuda.can_device_access_peer(index, other)]
+        details["free_bytes"] = torch.cuda.mem_get_info(index)[0]
+        details["computes"] = computes(f"cuda:{index}")
+        if not details["computes"]:
+            findings.append(f"cuda:{index}: it adds up numbers wrongly")
+    return details
+
+
+def computes(device: str) -> bool:
+    """Whether a sum on `device` comes out right: a listed device may be busy, broken, or too old for this torch."""
+    return torch.ones(1000, device=device).sum().item() == 1000
+
+
+def _add_clocks(devices: list[dict[str, Any]], findings: list[str]) -> str | None:
+    """Add the clocks of the moment to `devices`, where nvidia-ml-py is installed; returns the driver's version."""
+    driver, clocked = None, [device for device in devices if "uuid" in device]
+    for device in clocked:
+        device |= {"clock_mhz": None, "memory_clock_mhz": None}
+    try:
+        import pynvml  # optional
+    except ImportError:
+        return None
+    with noted(findings if clocked else [], "NVML"):  # without a device its complaint says nothing
+        pynvml.nvmlInit()
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        for device in clocked:  # by UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{device['uuid']}")
+            device["clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+            device["memory_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
+    return driver
+
+
+def _backends(devices: list[dict[str, Any]], findings: list[str]) -> dict[str, Any]:
+    distributed = torch.distributed.is_available()
+    cudnn = None
+    with noted(findings, "cuDNN"):
+        cudnn = torch.backends.cudnn.version()
+    return {
+        "cuda": any("uuid" in device for device in devices),
+        "cudnn": cudnn,
+        "mps": torch.backends.mps.is_available(),
+        "mkldnn": torch.backends.mkldnn.is_available(),
+        "openmp": torch.backends.openmp.is_available(),
+        "nccl": distributed and torch.distributed.is_nccl_available(),
+        "gloo": distributed and torch.distributed.is_gloo_available(),
+    }
+
+
+def _precisions(devices: list[dict[str, Any]], features: list[str]) -> list[dict[str, str]]:
+    """What each precision means on each kind of device; of unlike CUDA devices, on the oldest."""
+    kinds: dict[str, str | None] = {"cpu": None}
+    for device in devices:
+        kind, capability = device["device"].partition(":")[0], device["capability"]
+        kinds[kind] = min(kinds.get(kind) or capability, capability, key=_as_numbers) if capability else None
+    return [
+        {"precision": name, **{kind: meaning(name, kind, capability, features) for kind, capability in kinds.items()}}
+        for name in PRECISIONS
+    ]
+
+
+def meaning(precision: str, kind: str, capability: str | None, features: Iterable[str]) -> str:
+    """What `precision=` does on a `kind` of device; see runner/precision.py."""
+    ampere = kind == "cuda" and _as_numbers(capability or "0.0") >= (8, 0)
+    native = ampere or kind == "mps" or (kind == "cpu" and {"avx512_bf16", "amx_bf16", "bf16"} & set(features))
+    brain = "bfloat16 autocast" + ("" if native else ", emulated: it may well be slower than 32")
+    return {
+        "32": "float32 throughout, without TF32",
+        "tf32": "float32, matrix products in TF32" if ampere else "the same as 32: no TF32 units",
+        "64": "refused: Metal has no float64" if kind == "mps" else "float64 throughout: to check, not for speed",
+        "bf16": brain,
+        "16": "float16 autocast with loss scaling" if kind == "cuda" else f"the same as bf16: {brain}",
+    }[precision]
+
+
+def _options(group: str) -> list[dict[str, str]]:
+    """The options of a config group; the second comment line of each file says in one sentence what it is."""
+    options = []
+    for path in sorted((CONF / group).glob("*.yaml")):
+        comments = [line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+        options.append({"name": path.stem, "what": [*comments, "", ""][1]})
+    return options
+
+
+def _remarks(report: dict[str, Any]) -> list[str]:
+    """What a person may want to change."""
+    remarks, processor = [], report["cpu"]
+    visible, cores = os.environ.get("CUDA_VISIBLE_DEVICES"), max(1, int(usable_cores(processor)))
+    if not report["devices"] and visible is not None:
+        remarks.append(f"CUDA_VISIBLE_DEVICES={visible!r} leaves no CUDA device in sight")
+    if processor["threads"] > cores:
+        remarks.append(
+            f"torch takes {processor['threads']} threads on {cores} usable cores: set device.threads={cores}"
+        )
+    if report["driver"] is None and any("uuid" in device for device in report["devices"]):
+        remarks.append("for the clocks of the moment: pip install nvidia-ml-py")
+    return remarks
+
+
+def _as_numbers(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in capability.split("."))
+
+
+if __name__ == "__main__":
+    main()

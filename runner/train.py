@@ -1,0 +1,150 @@
+"""The story of one run, from composed parts to the last optimizer step. Read it top to bottom.
+
+It names no mode, no precision and no workload: they are asked, through the contracts of their base classes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from functools import partial
+
+import torch
+from omegaconf import OmegaConf
+
+from runner import memory
+from runner.clock import clock
+from runner.environment import environment
+from runner.progress import Progress, progress_for
+from runner.record import DivergedError, Record
+from runner.run import Result, Run
+from runner.seeds import derive
+from runner.signals import StopRequest
+from runner.state import State
+
+log = logging.getLogger(__name__)
+
+
+def train(run: Run) -> Result:
+    """Train one run to its end, to a signal, or to the step that diverged; every process of the run enters here."""
+    parallel = run.parallel
+    device = parallel.device(run.device)
+    writes = parallel.rank == 0
+    with run.device.settings(device, run.deterministic):
+        state = prepare(run, device)
+        with (
+            Record(run.directory, state.step, visible=writes) as record,
+            progress_for(run.num_steps, run.batch_size, state.step, visible=writes) as progress,
+            run.profiler.profile(run.directory, device),
+            StopRequest() as stop,
+        ):
+            describe(run, record)
+            try:
+                status, error = loop(state, record, progress, stop), ""
+            except DivergedError as diverged:
+                status, error = "diverged", str(diverged)
+                save_offending(run, diverged.step, device)
+            if status == "done":
+                record.close_row()
+        return state.result(status, error)
+
+
+def prepare(run: Run, device: torch.device) -> State:
+    """The parts, placed and resumed. The weights come from the root seed alone; what is random later, from the rank too."""
+    clock.reset()
+    memory.reset_peak(device)
+    run.precision.prepare(device)
+    torch.manual_seed(derive(run.seed, "weights"))
+    model = run.precision.convert(run.workload.build_model())
+    model = run.parallel.place(model, device, run.channels_last, run.compile)
+    torch.manual_seed(derive(run.seed, "rank", run.parallel.rank))
+    state = State(run, model, run.optimizer.build(model), device)
+    state.resume()
+    return state
+
+
+def loop(state: State, record: Record, progress: Progress, stop: StopRequest) -> str:
+    """The steps that are left; returns `done` or `stopped`."""
+    run, model, optimizer = state.run, state.model, state.optimizer
+    parallel, precision, workload, plan = run.parallel, run.precision, run.workload, run.plan
+    clip = partial(parallel.clip_gradients, model, run.max_grad_norm)
+    batches = workload.batches(model, plan, state.step, state.device)
+    model.train()
+    state.stopwatch.start()
+
+    for step in range(state.step + 1, run.num_steps + 1):
+        # One update. Nothing here waits for the device: sums and norm stay on it until a log is due.
+        for micro in plan.micro_batches(step):
+            with clock.section("data"):
+                batch = next(batches)
+            state.window.add(parallel.accumulate(model, workload, batch, precision, micro), micro.is_last)
+        log_due = run.due(run.log_every, step)
+        with clock.section("optimizer"):
+            run.schedule.set_lr(optimizer, step - 1 - precision.num_skipped(), run.num_steps)
+            norm = precision.step(optimizer, clip if log_due or run.max_grad_norm else None)
+            workload.after_step(model, step)
+        state.step = step
+        state.stopwatch.lap()
+
+        # Whatever is due. Every rank enters; rank 0 writes.
+        is_best = False
+        if log_due:
+            with clock.section("log"):
+                log_training(state, record, progress, norm)
+        if run.due(run.eval_every, step):
+            with clock.section("evaluate"):
+                is_best = evaluate(state, record, progress)
+        stopping = parallel.agree(bool(stop.received))
+        if run.due(run.save_every, step) or is_best or stopping:
+            with clock.section("checkpoint"):
+                record.flush()  # what was logged up to here is on disk before the checkpoint says so
+                state.save()
+        progress.step(step)
+        run.profiler.after_step(step)
+        if stopping and step < run.num_steps:
+            return "stopped"
+    return "done"
+
+
+def log_training(state: State, record: Record, progress: Progress, norm: torch.Tensor | None) -> None:
+    """A point of every training curve."""
+    run = state.run
+    means = state.take_window()
+    state.metrics |= means
+    progress.metrics(means)
+    record.scalars(means, state.step)
+    record.scalars({"train/gradient_norm": norm, "lr": state.optimizer.param_groups[0]["lr"]}, state.step)
+    record.scalars(run.precision.scalars() | run.workload.scalars(), state.step)
+    record.scalars(state.stopwatch.rates(run.batch_size) | memory.usage(state.device), state.step)
+
+
+def evaluate(state: State, record: Record, progress: Progress) -> bool:
+    """Measure the held-out data; returns whether this is the best so far."""
+    run, model, parallel = state.run, state.model, state.run.parallel
+    model.eval()
+    with torch.inference_mode(), run.precision.autocast():
+        sums = run.workload.evaluate(partial(parallel.infer, model), parallel.data_shard, state.device)
+    model.train()
+    sums = parallel.reduce(sums)
+    metrics = {f"eval/{name}": value for name, value in run.workload.summarize(sums).items()}
+    state.metrics |= metrics
+    progress.metrics(metrics)
+    record.scalars(metrics, state.step)
+    record.pictures(run.workload.pictures(sums), state.step)
+    return state.is_best(metrics)
+
+
+def describe(run: Run, record: Record) -> None:
+    """The config and the machine as text, and the run's row in the table of hyper-parameters."""
+    config = OmegaConf.to_yaml(OmegaConf.create(run.config))
+    record.texts({"config": config, "environment": json.dumps(environment(), indent=2)})
+    record.open_row(run.config, [f"eval/{run.workload.best[0]}"])
+
+
+def save_offending(run: Run, step: int, device: torch.device) -> None:
+    """Keep the batch whose loss was not finite, for a look at it."""
+    batch = run.workload.offending(run.plan, step, device)
+    if batch is not None:
+        path = run.directory / f"diverged_step_{step:08d}_rank_{run.parallel.rank}.pt"
+        torch.save({"step": step, **batch}, path)
+        log.error("the batch of step %d is in %s", step, path)

@@ -1,0 +1,149 @@
+"""Image classification: cross-entropy over labelled images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from runner.batching import MicroBatch, Plan
+from runner.config import check, check_range, errors_under
+from runner.data.base import Batch, Data
+from runner.model import Model
+from runner.pictures import confusion_matrix, grid
+from runner.workloads.base import Sums, Workload
+
+_MOST_SHOWN = 32
+_MOST_CLASSES_IN_A_MATRIX = 1000
+
+
+@dataclass
+class Classifier(Workload):
+    """A network that tells the class of an image.
+
+    Args:
+        model: the network.
+        data: labelled images.
+        label_smoothing: share of the target that is spread over all classes (Szegedy et al., 2016).
+        eval_batch_size: samples in one forward pass of an evaluation, which changes speed and memory only.
+        overfit_batches: train on the first so many batches again and again; 0: on all data.
+    """
+
+    model: Model
+    data: Data
+    label_smoothing: float = 0.0
+    eval_batch_size: int = 256
+    overfit_batches: int = 0
+
+    how: ClassVar[tuple[str, ...]] = ("eval_batch_size",)
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
+    best: ClassVar[tuple[str, str]] = ("accuracy", "max")
+
+    def __post_init__(self) -> None:
+        check_range(self, "label_smoothing", least=0, most=1)
+        check_range(self, "eval_batch_size", least=1)
+        check_range(self, "overfit_batches", least=0)
+
+    def prepare(self) -> None:
+        with errors_under("data"):
+            self.train, self.held_out = self.data.load()
+        train, held_out = self.train.shape, self.held_out.shape
+        assert train == held_out, f"training images are {train}, held-out images {held_out}"
+
+    def steps_per_epoch(self, batch_size: int) -> float:
+        samples = len(self.train)
+        check(
+            batch_size <= samples,
+            "batch_size",
+            batch_size,
+            f"the data has {samples} training samples, and a batch would hold some of them twice",
+            f"at most batch_size={samples}",
+        )
+        return samples / batch_size
+
+    def build_model(self) -> torch.nn.Module:
+        with errors_under("model"):
+            return self.model.build(self.train.shape, self.train.num_classes)
+
+    def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
+        return self.train.batches(self._positions(plan, plan.stream(after_step)), plan.seed, device)
+
+    def _positions(self, plan: Plan, micros: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        """`micros`, folded back onto the first `overfit_batches` batches of the stream."""
+        if not self.overfit_batches:
+            return micros
+        span = self.overfit_batches * plan.batch_size
+        return (m._replace(start=m.start % span, stop=m.start % span + m.stop - m.start) for m in micros)
+
+    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The mean cross-entropy of `outputs` [n, num_classes]."""
+        return torch.nn.functional.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = model(batch.inputs)
+        loss = self.criterion(outputs, batch.targets)
+        return loss, self.sums(outputs, batch.targets, loss)
+
+    def sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        """The training sums of a micro-batch whose mean loss is `loss`."""
+        correct = (outputs.detach().argmax(1) == targets).sum(dtype=torch.float32)
+        return torch.stack((loss.detach().float() * len(targets), correct))
+
+    def evaluate(
+        self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
+    ) -> Sums:
+        num_classes = self.held_out.num_classes
+        matrix = num_classes if num_classes <= _MOST_CLASSES_IN_A_MATRIX else 0
+        sums = {
+            "loss": torch.zeros((), dtype=torch.float64, device=device),
+            "correct": torch.zeros((), dtype=torch.int64, device=device),
+            "count": torch.zeros((), dtype=torch.int64, device=device),
+            "confusion": torch.zeros(matrix * matrix, dtype=torch.int64, device=device),
+        }
+        if device.type == "mps":  # Metal has no float64
+            sums["loss"] = sums["loss"].float()
+        predictions, targets = [], []
+        for batch in self.held_out.in_order(self.eval_batch_size, shard, device):
+            outputs = infer(batch.inputs).float()
+            predicted = outputs.argmax(1)
+            sums["loss"] += torch.nn.functional.cross_entropy(outputs, batch.targets, reduction="sum")
+            sums["correct"] += (predicted == batch.targets).sum()
+            sums["count"] += len(batch.targets)
+            if matrix:
+                sums["confusion"] += torch.bincount(batch.targets * matrix + predicted, minlength=matrix * matrix)
+            predictions.append(predicted)
+            targets.append(batch.targets)
+        # What this process saw, for its pictures; not summed over ranks.
+        self._predictions, self._targets = torch.cat(predictions), torch.cat(targets)
+        return sums
+
+    def summarize(self, sums: Sums) -> dict[str, float]:
+        count = int(sums["count"])
+        return {"loss": float(sums["loss"]) / count, "accuracy": int(sums["correct"]) / count}
+
+    def pictures(self, sums: Sums) -> dict[str, torch.Tensor]:
+        predictions, targets = self._predictions.cpu(), self._targets.cpu()
+        wrong = (predictions != targets).nonzero().flatten()
+        pictures = {"eval/samples": self._captioned(torch.arange(len(targets))[:_MOST_SHOWN], predictions, targets)}
+        if len(wrong):
+            pictures["eval/misclassified"] = self._captioned(wrong[:_MOST_SHOWN], predictions, targets)
+        if num_classes := int(len(sums["confusion"]) ** 0.5):
+            counts = sums["confusion"].cpu().view(num_classes, num_classes)
+            pictures["eval/confusion"] = confusion_matrix(counts, self.held_out.class_names)
+        return pictures
+
+    def _captioned(self, indices: torch.Tensor, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        names = self.held_out.class_names
+        pairs = [(int(predictions[i]), int(targets[i])) for i in indices]
+        captions = [names[p] if p == t else f"{names[p]}, is {names[t]}" for p, t in pairs]
+        return grid(self.held_out.pictures(indices.tolist()), captions, [p == t for p, t in pairs])
+
+    def notes(self) -> dict[str, Any]:
+        return {key: value for samples in (self.train, self.held_out) for key, value in samples.notes().items()}
+
+    def offending(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor]:
+        stream = self.train.batches(self._positions(plan, plan.micro_batches(step)), plan.seed, device)
+        inputs, targets = zip(*stream, strict=True)
+        return {"inputs": torch.cat(inputs).cpu(), "targets": torch.cat(targets).cpu()}

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models import ConvNet
+from models.convnet import smallest_side
+
+
+def by_hand(weights: dict[str, torch.Tensor], x: torch.Tensor, padding: int = 0) -> torch.Tensor:
+    """The network's forward pass in plain functions."""
+    for conv in ("conv1", "conv2"):
+        x = F.conv2d(x, weights[f"{conv}.conv.weight"], weights[f"{conv}.conv.bias"], padding=padding)
+        x = F.max_pool2d(F.relu(x), 2)
+    x = x.reshape(len(x), -1)
+    x = F.relu(x @ weights["hidden.fc.weight"].T + weights["hidden.fc.bias"])
+    return x @ weights["head.fc.weight"].T + weights["head.fc.bias"]
+
+
+def test_is_the_20_20_50_10_network() -> None:
+    shapes = {name: list(p.shape) for name, p in ConvNet(1, 28, 28, 10).named_parameters() if name.endswith("weight")}
+
+    assert shapes == {
+        "conv1.conv.weight": [20, 1, 5, 5],
+        "conv2.conv.weight": [20, 20, 5, 5],
+        "hidden.fc.weight": [50, 320],  # 20 channels of 4×4
+        "head.fc.weight": [10, 50],
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 28, 28), {}),
+        ((3, 16, 16), {}),
+        ((2, 17, 31), {}),
+        ((1, 8, 8), {"channels": (16, 32), "kernel_size": 3, "padding": 1, "hidden": 64}),
+    ],
+)
+def test_computes_what_is_written_by_hand(shape: tuple[int, int, int], options: dict) -> None:
+    torch.manual_seed(0)
+    network = ConvNet(*shape, 10, **options)
+    x = torch.randn(4, *shape)
+
+    expected = by_hand(dict(network.named_parameters()), x, options.get("padding", 0))
+
+    torch.testing.assert_close(network(x), expected)
+
+
+def test_benchmark_network_is_128_wide_before_its_hidden_layer() -> None:
+    network = ConvNet(1, 8, 8, 10, channels=(16, 32), kernel_size=3, padding=1, hidden=64)
+
+    assert network.state_dict()["hidden.fc.weight"].shape == (64, 2 * 2 * 32)
+
+
+def test_one_three_and_uneven_convolutions_fit() -> None:
+    assert ConvNet(1, 9, 12, 7, channels=(4,))(torch.randn(2, 1, 9, 12)).shape == (2, 7)
+    assert ConvNet(1, 36, 40, 7, channels=(4, 5, 6))(torch.randn(2, 1, 36, 40)).shape == (2, 7)
+
+
+@pytest.mark.parametrize(("num_convolutions", "kernel_size", "padding"), [(2, 5, 0), (3, 5, 0), (2, 3, 1), (2, 4, 2)])
+def test_smallest_input_leaves_one_pixel_and_a_smaller_one_is_refused(
+    num_convolutions: int, kernel_size: int, padding: int
+) -> None:
+    least = smallest_side(num_convolutions, kernel_size, padding)
+    options = {"channels": (3,) * num_convolutions, "kernel_size": kernel_size, "padding": padding}
+
+    assert ConvNet(1, least, least, 10, **options)(torch.randn(2, 1, least, least)).shape == (2, 10)
+    assert ConvNet(1, least, least, 10, **options).state_dict()["hidden.fc.weight"].shape[1] == 3
+    with pytest.raises(ValueError, match=f"they take {least}×{least} or more"):
+        ConvNet(1, least, least - 1, 10, **options)
+
+
+def test_the_smallest_input_of_the_20_20_50_10_network_is_16() -> None:
+    assert smallest_side(2, 5, 0) == 16
+
+
+def test_stages_are_the_forward_pass_and_hold_every_parameter_once() -> None:
+    network, x = ConvNet(1, 28, 28, 10), torch.randn(3, 1, 28, 28)
+    expected = network(x)
+
+    for _, stage in network.stages():
+        x = stage(x)
+
+    assert torch.equal(x, expected)
+    assert [name for name, _ in network.stages()] == ["conv1", "conv2", "hidden", "head"]
+    in_stages = [id(p) for _, stage in network.stages() for p in stage.parameters()]
+    assert in_stages == [id(p) for p in network.parameters()]
+
+
+def test_channels_last_memory_gives_the_same_values() -> None:
+    network, x = ConvNet(3, 28, 28, 10), torch.randn(5, 3, 28, 28)
+    expected = network(x)
+
+    network.to(memory_format=torch.channels_last)
+    got = network(x.to(memory_format=torch.channels_last))
+
+    torch.testing.assert_close(got, expected)
+
+
+def test_dropout_drops_its_share_of_the_hidden_layer_in_training_alone() -> None:
+    torch.manual_seed(0)
+    network = ConvNet(1, 28, 28, 10, hidden=1000, dropout=0.25)
+    x = torch.randn(8, 1, 28, 28)
+    hidden = torch.nn.Sequential(*list(network)[:-1])
+
+    kept = (hidden(x) != 0).float().mean() / (hidden.eval()(x) != 0).float().mean()
+
+    assert abs(kept.item() - 0.75) < 0.03
+    assert torch.equal(network.eval()(x), network.eval()(x))
+
+
+def test_without_dropout_no_random_number_is_drawn() -> None:
+    network, before = ConvNet(1, 28, 28, 10), torch.get_rng_state()
+
+    network(torch.zeros(2, 1, 28, 28))
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_checkpointed_gradients_are_bitwise_the_same(dropout: float) -> None:
+    x, y = torch.randn(16, 1, 28, 28), torch.randint(10, (16,))
+    gradients = {}
+    for again in (False, True):
+        torch.manual_seed(1)
+        network = ConvNet(1, 28, 28, 10, dropout=dropout, checkpoint_activations=again)
+        F.cross_entropy(network(x), y).backward()
+        F.cross_entropy(network(x), y).backward()
+        gradients[again] = [p.grad for p in network.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients[False], gradients[True], strict=True))

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from models import ResNet
+from models.resnet import DEPTHS, NORMS, STEMS
+
+REFERENCES = {
+    18: torchvision.models.resnet18,
+    34: torchvision.models.resnet34,
+    50: torchvision.models.resnet50,
+    101: torchvision.models.resnet101,
+    152: torchvision.models.resnet152,
+}
+
+
+@pytest.mark.parametrize("depth", REFERENCES)
+def test_names_and_shapes_are_torchvisions(depth: int) -> None:
+    with torch.device("meta"):
+        ours, theirs = ResNet(depth), REFERENCES[depth](weights=None)
+
+    def shapes(network: nn.Module) -> list[tuple[str, torch.Size]]:
+        return [(name, tensor.shape) for name, tensor in network.state_dict().items()]
+
+    assert shapes(ours) == shapes(theirs)
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+
+
+@pytest.mark.parametrize(("depth", "count"), [(18, 11_689_512), (50, 25_557_032)])
+def test_number_of_parameters_is_the_published_one(depth: int, count: int) -> None:
+    with torch.device("meta"):
+        assert sum(p.numel() for p in ResNet(depth).parameters()) == count
+
+
+@pytest.mark.parametrize("depth", [18, 50])
+def test_outputs_gradients_and_statistics_are_torchvisions(depth: int) -> None:
+    torch.manual_seed(0)
+    ours, theirs = ResNet(depth, num_classes=10), REFERENCES[depth](weights=None, num_classes=10)
+    ours.load_state_dict(theirs.state_dict())
+    x, y = torch.randn(4, 3, 64, 64), torch.tensor([0, 3, 9, 3])
+    outputs = []
+    for network in (ours, theirs):
+        output = network(x)
+        cross_entropy(output, y).backward()
+        outputs.append((output, network.eval()(x)))
+
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), theirs.buffers(), strict=True))
+    gradients = zip(ours.parameters(), theirs.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in gradients if a.grad is not None and b.grad is not None)
+    assert all(p.grad is not None for p in ours.parameters())
+
+
+def test_fresh_weights_are_those_that_torchvision_draws_from_the_seed() -> None:
+    torch.manual_seed(3)
+    ours = ResNet(18).state_dict()
+    torch.manual_seed(3)
+    theirs = torchvision.models.resnet18(weights=None).state_dict()
+
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_stages_are_stem_blocks_and_head_in_order() -> None:
+    network = ResNet(50)
+    blocks = [f"layer{i}.{j}" for i, count in enumerate((3, 4, 6, 3), start=1) for j in range(count)]
+
+    assert [name for name, _ in network.stages()] == ["stem", *blocks, "head"]
+    assert all(stage is network.get_submodule(name) for name, stage in network.stages()[1:-1])
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_stages_are_the_forward_pass_and_hold_every_parameter_once(again: bool) -> None:
+    network, x = ResNet(18, num_classes=10, checkpoint_activations=again), torch.randn(2, 3, 40, 40)
+    expected = network(x)
+
+    for _, stage in network.stages():
+        x = stage(x)
+
+    assert torch.equal(x, expected)
+    in_stages = [id(p) for _, stage in network.stages() for p in stage.parameters()]
+    assert in_stages == [id(p) for p in network.parameters()]
+
+
+def test_stages_follow_a_layer_that_is_replaced() -> None:
+    network = nn.SyncBatchNorm.convert_sync_batchnorm(ResNet(18))
+    stages = dict(network.stages())
+
+    assert isinstance(stages["stem"].get_submodule("bn1"), nn.SyncBatchNorm)
+    assert all(p is q for p, q in zip(stages["stem"].parameters(), network.parameters(), strict=False))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda network: pickle.loads(pickle.dumps(network))])
+def test_a_copy_runs_on_its_own_weights(copied) -> None:
+    network, x = ResNet(18, num_classes=10), torch.randn(2, 3, 32, 32)
+    twin, expected = copied(network), network.eval()(x)
+    nn.init.zeros_(network.conv1.weight)
+    nn.init.zeros_(network.fc.weight)
+
+    assert torch.equal(twin.eval()(x), expected)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_takes_any_channels_with_any_stem_and_norm(channels: int, stem: str, norm: str) -> None:
+    network = ResNet(18, channels, 7, stem, norm)
+
+    assert network(torch.randn(2, channels, 32, 32)).shape == (2, 7)
+    assert network.conv1.weight.shape[1] == channels
+
+
+def test_cifar_stem_keeps_the_size_and_is_initialised_as_the_rest() -> None:
+    torch.manual_seed(0)
+    network = ResNet(18, stem="cifar")
+    stem = dict(network.stages())["stem"]
+
+    assert stem(torch.randn(2, 3, 32, 32)).shape == (2, 64, 32, 32)
+    # He initialisation over the outputs: a variance of 2 / (64 channels × 3×3)
+    assert network.conv1.weight.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)
+
+
+def test_imagenet_stem_on_grey_images_is_initialised_as_the_rest() -> None:
+    torch.manual_seed(0)
+
+    assert ResNet(18, 1).conv1.weight.std().item() == pytest.approx((2 / (64 * 49)) ** 0.5, rel=0.05)
+
+
+def test_group_normalisation_treats_each_sample_alone() -> None:
+    network, x = ResNet(18, num_classes=10, stem="cifar", norm="group"), torch.randn(4, 3, 16, 16)
+
+    torch.testing.assert_close(network(x), torch.cat([network(x[:1]), network(x[1:])]))
+    assert not list(network.buffers())
+
+
+def test_channels_last_memory_gives_the_same_values() -> None:
+    torch.manual_seed(0)
+    network, x = ResNet(18, num_classes=10, stem="cifar").eval(), torch.randn(2, 3, 32, 32)
+    expected = network(x)
+
+    network.to(memory_format=torch.channels_last)
+
+    torch.testing.assert_close(network(x.to(memory_format=torch.channels_last)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_every_width_has_32_groups_of_equal_size() -> None:
+    with torch.device("meta"):
+        norms = [m for depth in DEPTHS for m in ResNet(depth, norm="group").modules() if isinstance(m, nn.GroupNorm)]
+
+    assert {m.num_groups for m in norms} == {32}
+    assert all(m.num_channels % 32 == 0 for m in norms)

@@ -1,0 +1,231 @@
+"""Each profiler around a small loop: the files it leaves, and whether their numbers are those of the loop."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import pstats
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+import runner.clock
+from runner.clock import clock
+from runner.config import CONF, ConfigError, build, option_fields
+from runner.profiler import Advanced, Profiler, Simple, Trace
+
+CPU = torch.device("cpu")
+
+
+def some_function() -> float:
+    return float(torch.ones(50, 50).mm(torch.ones(50, 50)).sum())
+
+
+def train(profiler: Profiler, directory: Path, num_steps: int) -> None:
+    with profiler.profile(directory, CPU):
+        for step in range(1, num_steps + 1):
+            some_function()
+            profiler.after_step(step)
+
+
+@pytest.mark.parametrize("name", ["none", "simple", "advanced", "trace"])
+def test_the_option_builds_a_profiler_and_lists_all_its_fields(name: str) -> None:
+    node = yaml.safe_load((CONF / "profiler" / f"{name}.yaml").read_text())
+    profiler = build(node, Profiler, "profiler")
+    assert set(node) == {"_target_", *option_fields(type(profiler))}
+    assert profiler == type(profiler)()  # the file's values are the defaults
+
+
+def test_none_leaves_nothing_and_does_not_touch_the_clock(tmp_path: Path) -> None:
+    clock.reset()
+    with clock.section("data"):
+        pass
+    train(Profiler(), tmp_path, 3)
+    assert list(tmp_path.iterdir()) == []
+    assert clock.calls == {"data": 1}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Simple
+
+
+@pytest.fixture
+def move(monkeypatch: pytest.MonkeyPatch):
+    """Move the clock's time by so many seconds."""
+    now = [0.0]
+    monkeypatch.setattr(runner.clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def move(seconds: float) -> None:
+        now[0] += seconds
+
+    yield move
+    monkeypatch.undo()
+    clock.reset()
+
+
+def four_steps(profiler: Profiler, directory: Path, device: torch.device, move) -> None:
+    with profiler.profile(directory, device):
+        for step in range(1, 5):
+            with clock.section("data"):
+                move(0.25)
+            for _ in range(2):
+                with clock.section("forward"):
+                    move(0.5)
+            profiler.after_step(step)
+        move(3)
+
+
+def test_simple_writes_where_the_time_went(tmp_path: Path, move, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    move(1000)  # before the profile: not counted
+    four_steps(Simple(), tmp_path, CPU, move)
+    text = (tmp_path / "profile" / "simple.txt").read_text()
+    assert [line.split() for line in text.splitlines()] == [
+        ["section", "calls", "seconds", "share", "ms/call"],
+        ["forward", "8", "4.000", "50.0%", "500.000"],
+        ["other", "–", "3.000", "37.5%", "–"],
+        ["data", "4", "1.000", "12.5%", "250.000"],
+        ["total", "4", "steps", "8.000", "100.0%", "2000.000"],
+    ]
+    assert text in caplog.text
+    assert str(tmp_path / "profile" / "simple.txt") in caplog.text
+
+
+def test_simple_waits_for_an_accelerator_and_stops_to(tmp_path: Path, move, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+    monkeypatch.setattr("runner.profiler.synchronize", waits.append)
+    device = torch.device("cuda", 1)
+    four_steps(Simple(), tmp_path, device, move)
+    assert len(waits) == 2 * 12 + 1  # into and out of 12 sections, and at the end
+    assert set(waits) == {device}
+    with clock.section("data"):
+        pass
+    assert len(waits) == 25
+
+
+def test_simple_tells_of_a_run_that_was_broken_off(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with Simple().profile(tmp_path, CPU), clock.section("data"):
+            time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    line = next(line for line in (tmp_path / "profile" / "simple.txt").read_text().splitlines() if "data" in line)
+    assert 0.01 <= float(line.split()[2]) < 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Advanced
+
+
+def test_advanced_counts_calls_by_function(tmp_path: Path) -> None:
+    train(Advanced(), tmp_path, 7)
+    stats = pstats.Stats(str(tmp_path / "profile" / "advanced.prof"))
+    calls = {name: entry[0] for (_, _, name), entry in stats.stats.items()}  # type: ignore[attr-defined]
+    assert calls["some_function"] == 7
+    text = (tmp_path / "profile" / "advanced.txt").read_text()
+    assert "Ordered by: cumulative time" in text
+    assert "Ordered by: internal time" in text
+    assert "some_function" in text
+
+
+def test_advanced_cuts_its_tables_off_at_top(tmp_path: Path) -> None:
+    train(Advanced(top=2), tmp_path, 3)
+    assert (tmp_path / "profile" / "advanced.txt").read_text().count("due to restriction <2>") == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trace
+
+
+def events(path: Path) -> list[dict]:
+    with gzip.open(path, "rt") as file:
+        return json.load(file)["traceEvents"]
+
+
+def profiled_steps(path: Path) -> list[str]:
+    names = {event["name"] for event in events(path) if event["name"].startswith("ProfilerStep#")}
+    return sorted(names)
+
+
+def test_trace_records_the_active_steps_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    train(Trace(wait=2, warmup=1, active=2), tmp_path, 8)
+    folder = tmp_path / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == ["trace.json.gz", "trace.txt"]
+    assert profiled_steps(folder / "trace.json.gz") == ["ProfilerStep#3", "ProfilerStep#4"]
+    products = [event for event in events(folder / "trace.json.gz") if event["name"] == "aten::mm"]
+    assert len(products) == 2  # one a step
+    assert "aten::mm" in (folder / "trace.txt").read_text()
+    assert "perfetto" in caplog.text
+    assert "no trace" not in caplog.text
+
+
+def test_trace_repeats_into_files_of_their_own(tmp_path: Path) -> None:
+    train(Trace(wait=1, warmup=1, active=1, repeat=2), tmp_path, 9)
+    folder = tmp_path / "profile"
+    assert profiled_steps(folder / "trace_1.json.gz") == ["ProfilerStep#2"]
+    assert profiled_steps(folder / "trace_2.json.gz") == ["ProfilerStep#5"]
+    assert len(list(folder.iterdir())) == 4
+    for name in ("trace_1.txt", "trace_2.txt"):  # each table counts its own recording alone
+        row = next(line for line in (folder / name).read_text().splitlines() if "aten::mm" in line)
+        assert row.split()[-1] == "1"
+
+
+def test_trace_of_a_run_that_ends_while_recording_is_written(tmp_path: Path) -> None:
+    train(Trace(wait=0, warmup=1, active=5), tmp_path, 3)
+    assert "ProfilerStep#2" in profiled_steps(tmp_path / "profile" / "trace.json.gz")
+
+
+def test_trace_of_a_run_that_ends_before_it_begins_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(Trace(wait=5, warmup=2, active=1), tmp_path, 3)
+    assert list((tmp_path / "profile").iterdir()) == []
+    assert "no trace: it begins after profiler.wait + profiler.warmup = 7 steps" in caplog.text
+
+
+def test_trace_can_tell_shapes(tmp_path: Path) -> None:
+    train(Trace(wait=1, warmup=1, active=1, record_shapes=True, profile_memory=True), tmp_path, 4)
+    text = (tmp_path / "profile" / "trace.txt").read_text()
+    assert "[[50, 50], [50, 50]]" in text
+    assert "Self CPU Mem" in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [(Advanced, "top", 0), (Trace, "wait", -1), (Trace, "warmup", -1), (Trace, "active", 0), (Trace, "repeat", 0)],
+)
+def test_values_out_of_range_are_refused(kind: type, key: str, value: int) -> None:
+    with pytest.raises(ConfigError) as refused:
+        kind(**{key: value})
+    assert (refused.value.key, refused.value.got) == (key, value)
+    assert f"conf/profiler/{kind.__name__.lower()}.yaml" in refused.value.remedy
+
+
+def test_each_rank_but_the_first_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    train(Simple(), tmp_path, 1)
+    assert (tmp_path / "profile" / "rank_3" / "simple.txt").exists()
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    train(Simple(), tmp_path, 1)
+    assert (tmp_path / "profile" / "simple.txt").exists()
+
+
+@pytest.mark.gpu
+def test_trace_on_cuda_holds_kernels(tmp_path: Path) -> None:
+    profiler, device = Trace(wait=1, warmup=1, active=1), torch.device("cuda")
+    with profiler.profile(tmp_path, device):
+        for step in range(1, 5):
+            torch.ones(64, 64, device=device).mm(torch.ones(64, 64, device=device))
+            profiler.after_step(step)
+    assert any(event.get("cat") == "kernel" for event in events(tmp_path / "profile" / "trace.json.gz"))
+    assert "Self CUDA" in (tmp_path / "profile" / "trace.txt").read_text()

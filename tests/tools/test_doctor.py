@@ -1,0 +1,289 @@
+"""The doctor, on machines that are not this one: torch.cuda and NVML are replaced by fakes with distinct numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from runner import environment, processor
+from runner.precision import TF32, Float16
+from runner.tools import doctor
+from runner.tools.doctor_tables import render
+
+GIB = 2**30
+CARDS = [
+    SimpleNamespace(
+        name="Alpha 9000", major=9, minor=0, total_memory=80 * GIB, multi_processor_count=132,
+        uuid="aaaa-0", clock_rate=1_980_000, memory_clock_rate=2_619_000,
+    ),
+    SimpleNamespace(name="Beta 75", major=7, minor=5, total_memory=16 * GIB, multi_processor_count=40, uuid="bbbb-1"),
+]  # fmt: skip
+FREE = [77 * GIB, 3 * GIB]
+
+
+@pytest.fixture
+def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two unlike CUDA devices; the second is the current one, and only the first reaches into the other's memory."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: CARDS[index])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: (here, there) == (0, 1))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (FREE[index], CARDS[index].total_memory))
+    monkeypatch.setattr(doctor, "computes", lambda device: True)
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML numbers the two devices the other way round; they must be told apart by UUID."""
+    clocks = {"GPU-aaaa-0": {"sm": 1200, "mem": 2600}, "GPU-bbbb-1": {"sm": 300, "mem": 405}}
+    fake = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: "580.1",
+        nvmlDeviceGetHandleByUUID=lambda uuid: clocks[uuid],
+        nvmlDeviceGetClockInfo=lambda handle, kind: handle[kind],
+        NVML_CLOCK_SM="sm",
+        NVML_CLOCK_MEM="mem",
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+
+
+@pytest.fixture
+def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # import pynvml raises ImportError
+
+
+def drawn(report: dict) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(render(report))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def row_of(text: str, start: str) -> str:
+    return next(line for line in text.splitlines() if line.strip().startswith(start))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices
+
+
+@pytest.mark.usefixtures("two_cards", "nvml")
+def test_each_of_two_devices_has_its_own_numbers() -> None:
+    report = json.loads(json.dumps(doctor.gather()))
+    first, second = report["devices"]
+    assert first == {
+        "device": "cuda:0",
+        "name": "Alpha 9000",
+        "total_bytes": 80 * GIB,
+        "capability": "9.0",
+        "multiprocessors": 132,
+        "uuid": "aaaa-0",
+        "free_bytes": 77 * GIB,
+        "current": False,
+        "peers": ["cuda:1"],
+        "computes": True,
+        "clock_mhz": 1200,
+        "max_clock_mhz": 1980,
+        "memory_clock_mhz": 2600,
+        "max_memory_clock_mhz": 2619,
+    }
+    assert (second["name"], second["capability"], second["multiprocessors"]) == ("Beta 75", "7.5", 40)
+    assert (second["free_bytes"], second["total_bytes"]) == (3 * GIB, 16 * GIB)
+    assert (second["current"], second["peers"]) == (True, [])
+    assert (second["clock_mhz"], second["memory_clock_mhz"], second["max_clock_mhz"]) == (300, 405, None)
+    assert report["driver"] == "580.1"
+
+
+@pytest.mark.usefixtures("two_cards", "nvml")
+def test_the_table_shows_the_numbers_of_each_device_in_its_row() -> None:
+    text = drawn(doctor.gather())
+    first, second = row_of(text, "cuda:0"), row_of(text, "cuda:1 (current)")
+    for shown in ("Alpha 9000", "77.0 GiB of 80.0 GiB", "9.0", "132", "1200 of 1980 MHz", "2600 of 2619 MHz", "cuda:1"):
+        assert shown in first
+        assert shown == "cuda:1" or shown not in second
+    for shown in ("Beta 75", "3.0 GiB of 16.0 GiB", "7.5", "40", "300 MHz", "405 MHz", "none"):
+        assert shown in second
+    assert "device=auto takes cuda:0" in text
+    assert "parallel= on 2 CUDA devices" in text
+
+
+@pytest.mark.usefixtures("two_cards", "no_nvml")
+def test_without_nvml_the_clocks_are_left_open_and_the_remedy_is_told() -> None:
+    report = doctor.gather()
+    assert report["driver"] is None
+    assert [device["clock_mhz"] for device in report["devices"]] == [None, None]
+    assert any("pip install nvidia-ml-py" in finding for finding in report["findings"])
+    text = drawn(report)
+    assert "up to 1980 MHz" in row_of(text, "cuda:0")
+
+
+@pytest.mark.usefixtures("two_cards", "nvml")
+def test_one_device_has_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    report = doctor.gather()
+    assert [device["peers"] for device in report["devices"]] == [[]]
+    assert "parallel= on 1 CUDA device\n" in "\n".join(line.rstrip() for line in drawn(report).splitlines()) + "\n"
+
+
+@pytest.mark.usefixtures("no_nvml")
+def test_a_machine_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    report = doctor.gather()
+    assert report["devices"] == []
+    assert "CUDA_VISIBLE_DEVICES='' leaves no CUDA device in sight" in report["findings"]
+    assert list(report["precisions"][0]) == ["precision", "cpu"]
+    assert "device=auto takes the CPU" in drawn(report)
+
+
+def test_a_metal_device_needs_none_of_the_cuda_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB)
+    report = doctor.gather()
+    assert "12.0 GiB" in row_of(drawn(report), "mps")
+    assert {row["precision"]: row["mps"] for row in report["precisions"]}["64"].startswith("refused")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is broken is a finding, not a traceback
+
+
+@pytest.mark.usefixtures("no_nvml")
+def test_a_driver_that_warns_or_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> bool:
+        warnings.warn("CUDA initialization: driver too old\nsee there", stacklevel=1)
+        raise RuntimeError("CUDA unknown error")
+
+    monkeypatch.setattr(torch.cuda, "is_available", broken)
+    report = doctor.gather()
+    assert report["devices"] == []
+    assert "CUDA: RuntimeError: CUDA unknown error" in report["findings"]
+    assert "CUDA: CUDA initialization: driver too old" in report["findings"]
+    assert "CUDA unknown error" in drawn(report)
+
+
+@pytest.mark.usefixtures("two_cards", "nvml")
+def test_a_device_that_cannot_compute_is_a_finding_and_the_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def computes(device: str) -> bool:
+        if device == "cuda:1":
+            raise RuntimeError("no kernel image is available for execution on the device")
+        return True
+
+    monkeypatch.setattr(doctor, "computes", computes)
+    report = doctor.gather()
+    assert [device["computes"] for device in report["devices"]] == [True, False]
+    expected = "cuda:1: RuntimeError: no kernel image is available for execution on the device"
+    assert [finding for finding in report["findings"] if finding.startswith("cuda")] == [expected]
+
+
+@pytest.mark.usefixtures("two_cards", "nvml")
+def test_an_nvml_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise OSError("NVML Shared Library Not Found")
+
+    monkeypatch.setattr(sys.modules["pynvml"], "nvmlInit", fails)
+    report = doctor.gather()
+    assert "NVML: OSError: NVML Shared Library Not Found" in report["findings"]
+    assert report["devices"][0]["clock_mhz"] is None
+
+
+def test_more_threads_than_cores_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "_quota_cores", lambda: 0.5)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert "torch takes 64 threads on 1 usable cores: set device.threads=1" in doctor.gather()["findings"]
+
+
+def test_a_sum_is_checked_on_the_device() -> None:
+    assert doctor.computes("cpu")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Precisions and modes
+
+
+@pytest.mark.usefixtures("two_cards", "nvml")
+def test_precisions_are_told_for_the_oldest_of_unlike_devices() -> None:
+    table = {row["precision"]: row["cuda"] for row in doctor.gather()["precisions"]}
+    assert list(table) == ["32", "tf32", "64", "bf16", "16"]
+    assert table["tf32"] == "the same as 32: no TF32 units"
+    assert "emulated" in table["bf16"]
+    assert table["16"] == "float16 autocast with loss scaling"
+
+
+def test_meaning_follows_the_hardware() -> None:
+    assert doctor.meaning("tf32", "cuda", "10.0", ()) == "float32, matrix products in TF32"
+    assert doctor.meaning("bf16", "cuda", "8.0", ()) == "bfloat16 autocast"
+    assert doctor.meaning("bf16", "cpu", None, ["avx2", "amx_bf16"]) == "bfloat16 autocast"
+    assert "emulated" in doctor.meaning("bf16", "cpu", None, ["avx2"])
+
+
+def test_what_is_told_of_the_cpu_is_what_the_precisions_do(caplog: pytest.LogCaptureFixture) -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    TF32().prepare(torch.device("cpu"))
+    half = Float16()
+    half.prepare(torch.device("cpu"))
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+    assert "no TF32 units" in caplog.messages[0]
+    assert "no TF32 units" in doctor.meaning("tf32", "cpu", None, ())
+    assert "bfloat16" in caplog.messages[1]
+    assert doctor.meaning("16", "cpu", None, ()).startswith("the same as bf16")
+
+
+def test_every_precision_of_the_config_is_told() -> None:
+    assert {path.stem for path in (doctor.CONF / "precision").glob("*.yaml")} <= set(doctor.PRECISIONS)
+
+
+def test_the_modes_are_the_files_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "parallel").mkdir()
+    (tmp_path / "parallel" / "two.yaml").write_text(
+        "# python -m runner parallel=two\n# Twice [as] much.\n_target_: x\n"
+    )
+    (tmp_path / "parallel" / "one.yaml").write_text("# python -m runner parallel=one\n_target_: x\n")
+    monkeypatch.setattr(doctor, "CONF", tmp_path)
+    report = doctor.gather()
+    assert report["parallel"] == [{"name": "one", "what": ""}, {"name": "two", "what": "Twice [as] much."}]
+    assert "Twice [as] much." in row_of(drawn(report), "two")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
+
+
+def test_json_on_standard_output_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.main(["--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["versions"]["torch"] == torch.__version__
+    assert told["cpu"]["threads"] == torch.get_num_threads()
+
+
+def test_tables_are_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.main([])
+    told = capsys.readouterr().out
+    assert torch.__version__ in row_of(told, "torch ")
+
+
+def test_an_unknown_flag_is_refused_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        doctor.main(["--jsn"])
+    assert exit_.value.code == 2
+    assert "--jsn" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "runner.tools.doctor", "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(ran.stdout)["source"] == environment.source()
