@@ -39,6 +39,13 @@ class Device:
             f"device={self.kind} has no numbered devices",
             "leave it null, or choose device=cuda",
         )
+        check(
+            len(set(self.indices)) == len(self.indices) and all(index >= 0 for index in self.indices),
+            "indices",
+            self.indices,
+            "they must be different numbers from 0",
+            "device.indices=[0,1]",
+        )
 
     def resolve(self) -> torch.device:
         """The device to compute on.

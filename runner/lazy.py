@@ -20,7 +20,6 @@ class _Lazy(ModuleType):
         assert spec is not None and spec.loader is not None
         self.__class__ = ModuleType
         self.__path__ = spec.submodule_search_locations or []
-        self.__file__ = spec.origin
         spec.loader.exec_module(self)
         return getattr(self, name)
 
@@ -32,4 +31,7 @@ def import_lazily(*names: str) -> None:
         if spec is not None:
             module = _Lazy(name)
             module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, name
+            # `inspect` asks every loaded module for its file, while torch is still being loaded. The path stays missing:
+            # whoever imports a submodule asks for it, and must find the package loaded.
+            module.__file__ = spec.origin
             sys.modules[name] = module

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +27,9 @@ class Model:
     checkpoint_activations: bool = False
     weights: str | None = None
     reset_head: bool = False
+
+    how: ClassVar[tuple[str, ...]] = ("checkpoint_activations", "weights", "reset_head")
+    """Options that may differ on a resume: they change how the network computes, or where it once started."""
 
     def __post_init__(self) -> None:
         if self.weights is None:
@@ -76,7 +79,7 @@ class ConvNet(Model):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive = bool(self.channels) and min(self.channels) > 0
-        check(positive, "channels", list(self.channels), "a width a convolution is needed, each > 0", "[20,20]")
+        check(positive, "channels", list(self.channels), "each convolution needs a width > 0", "as in [20,20]")
         check_range(self, "kernel_size", least=1, most=31)
         # Half a kernel keeps the size; a wider border would hold positions that see nothing but zeros.
         check_range(self, "padding", least=0, most=self.kernel_size // 2)
@@ -190,7 +193,7 @@ def _load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
     own, tensors, head = model.state_dict(), read_weights(path), _head(model)
     if reset_head:
         check(bool(head), "reset_head", True, "this network does not say which stage is its last", "leave it false")
-        tensors = {name: t for name, t in tensors.items() if name not in head} | {name: own[name] for name in head}
+        tensors |= {name: own[name] for name in head}
     # Batch normalisations of old count no batches; torch fills that in, which is why loading is not strict.
     missing = [name for name in own if name not in tensors and not name.endswith("num_batches_tracked")]
     unexpected = [name for name in tensors if name not in own]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ class Optimizer:
         """The optimizer over the parameters of `model` that require gradients."""
         raise NotImplementedError(f"{type(self).__name__} must build an optimizer")
 
-    def _shared(self) -> dict[str, float | bool]:
+    def _shared(self) -> dict[str, Any]:
         return {"lr": self.lr, "weight_decay": self.weight_decay, "fused": self.fused}
 
 
@@ -60,7 +61,14 @@ class SGD(Optimizer):
         check(not self.nesterov or self.momentum > 0, "nesterov", True, needs, "set optimizer.momentum=0.9")
 
     def build(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(trainable(model), **self._shared(), momentum=self.momentum, nesterov=self.nesterov)
+        parameters = trainable(model)
+        optimizer = torch.optim.SGD(parameters, **self._shared(), momentum=self.momentum, nesterov=self.nesterov)
+        if self.fused and self.momentum > 0:
+            # Torch's fused step makes these itself, but leaves whatever was in the memory when loss scaling skips the
+            # very first update. From zeros the updates are the same.
+            for parameter in parameters:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimizer
 
 
 @dataclass

@@ -23,10 +23,12 @@ GOOD, BAD, PLAIN = (20, 110, 60), (185, 35, 45), (90, 90, 90)
 _WHITE, _INK = (255, 255, 255), (40, 40, 40)
 _DARKEST = (8, 48, 107)
 _GAP, _STRIP, _FONT = 4, 18, 12
+_UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
+_SPELLED = str.maketrans({"→": "->", "–": "-", "×": "x", "ß": "ss", "æ": "ae", "ø": "o", "ł": "l"})
 
 
 def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | None = None) -> torch.Tensor:
-    """Images side by side, each with a caption below, as near to a square as they go.
+    """Images in as many rows as columns, each with a caption below.
 
     Small images are scaled up by a whole number until their longer side has 64 pixels, large ones down to 160.
 
@@ -43,7 +45,7 @@ def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | N
     colours = [PLAIN] * len(images) if good is None else [GOOD if right else BAD for right in good]
     width, height = _tile_size(images.shape[3], images.shape[2])
     cell_width, cell_height = width + _GAP, height + _STRIP + _GAP
-    columns = max(1, min(len(images), math.ceil(math.sqrt(len(images) * cell_height / cell_width))))
+    columns = max(1, math.ceil(math.sqrt(len(images))))
     rows = max(1, math.ceil(len(images) / columns))
     canvas = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _GAP), _WHITE)
     draw = ImageDraw.Draw(canvas)
@@ -70,6 +72,7 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
     Returns:
         uint8 [3, height, width].
     """
+    assert len(counts) == len(class_names), f"{len(counts)} classes, {len(class_names)} names"
     counts = counts.cpu()
     return _with_numbers(counts, class_names) if len(counts) <= 20 else _heat_map(counts)
 
@@ -83,9 +86,12 @@ def shades(counts: torch.Tensor) -> torch.Tensor:
     Returns:
         uint8 [3, classes, classes].
     """
-    share = counts / counts.sum(1, keepdim=True).clamp(min=1)
     white, darkest = (torch.tensor(colour)[:, None, None] for colour in (_WHITE, _DARKEST))
-    return (white + (darkest - white) * share.sqrt()).round().to(torch.uint8)
+    return (white + (darkest - white) * _row_shares(counts).sqrt()).round().to(torch.uint8)
+
+
+def _row_shares(counts: torch.Tensor) -> torch.Tensor:
+    return counts / counts.sum(1, keepdim=True).clamp(min=1)  # a class without samples has no shares
 
 
 def _with_numbers(counts: torch.Tensor, class_names: Sequence[str]) -> torch.Tensor:
@@ -98,7 +104,7 @@ def _with_numbers(counts: torch.Tensor, class_names: Sequence[str]) -> torch.Ten
     canvas = Image.new("RGB", (size, size), _WHITE)
     canvas.paste(_scaled(shades(counts), cell), (margin, margin))
     draw = ImageDraw.Draw(canvas)
-    shares = (counts / counts.sum(1, keepdim=True).clamp(min=1)).tolist()
+    shares = _row_shares(counts).tolist()
     for i, row in enumerate(counts.tolist()):
         middle = margin + (i + 0.5) * cell
         draw.text((margin - 6, middle), names[i], _INK, _font(_FONT), anchor="rm")
@@ -106,7 +112,7 @@ def _with_numbers(counts: torch.Tensor, class_names: Sequence[str]) -> torch.Ten
         for j, count in enumerate(row):
             colour = _WHITE if shares[i][j] > 0.25 else _INK  # half of the way to the darkest blue
             draw.text((margin + (j + 0.5) * cell, middle), _short(count), colour, _font(_FONT), anchor="mm")
-    return _titled(canvas, margin, num_classes * cell)
+    return _framed(canvas, margin, num_classes * cell)
 
 
 def _heat_map(counts: torch.Tensor) -> torch.Tensor:
@@ -120,11 +126,10 @@ def _heat_map(counts: torch.Tensor) -> torch.Tensor:
     canvas = Image.new("RGB", (margin + extent + _GAP, margin + extent + _GAP), _WHITE)
     canvas.paste(_scaled(shades(counts), cell), (margin, margin))
     draw = ImageDraw.Draw(canvas)
-    draw.rectangle((margin - 1, margin - 1, margin + extent, margin + extent), outline=_INK)
     for number, place, across, down in ((0, margin, "l", "t"), (num_classes - 1, margin + extent, "r", "b")):
         draw.text((place, margin - 6), str(number), _INK, _font(_FONT), anchor=f"{across}s")
         draw.text((margin - 6, place), str(number), _INK, _font(_FONT), anchor=f"r{down}")
-    return _titled(canvas, margin, extent)
+    return _framed(canvas, margin, extent)
 
 
 def _merged(counts: torch.Tensor, share: int) -> torch.Tensor:
@@ -133,11 +138,13 @@ def _merged(counts: torch.Tensor, share: int) -> torch.Tensor:
     return torch.nn.functional.pad(counts, (0, 0, 0, padding)).unflatten(0, (-1, share)).sum(1)
 
 
-def _titled(canvas: Image.Image, margin: int, extent: int) -> torch.Tensor:
-    """The titles of the two axes, in the corner that they share."""
+def _framed(canvas: Image.Image, margin: int, extent: int) -> torch.Tensor:
+    """A line around the cells, and the titles of the two axes."""
     from PIL import ImageDraw
 
-    ImageDraw.Draw(canvas).text((margin + extent / 2, 4), "predicted", _INK, _font(_FONT + 1), anchor="mt")
+    draw = ImageDraw.Draw(canvas)
+    draw.rectangle((margin - 1, margin - 1, margin + extent, margin + extent), outline=_INK)
+    draw.text((margin + extent / 2, 4), "predicted", _INK, _font(_FONT + 1), anchor="mt")
     _draw_upwards(canvas, "true", 10, round(margin + extent / 2), _FONT + 1)
     return _to_tensor(canvas)
 
@@ -165,24 +172,25 @@ def _fitting(text: str, width: int, size: int) -> str:
     text = _drawable(text)
     if _font(size).getlength(text) <= width:
         return text
+    text = text[:width]  # no letter is narrower than a pixel: the rest would only take time
     while text and _font(size).getlength(text + "…") > width:
         text = text[:-1]
     return text + "…"
 
 
 def _drawable(text: str) -> str:
-    """`text` as the font has it: on one line, letters without their accents; what else it lacks becomes a box."""
-    text = unicodedata.normalize("NFKD", " ".join(text.replace("→", "->").split()))
+    """`text` on one line, in what the font has: letters without their accents; what else it lacks becomes a box."""
+    text = unicodedata.normalize("NFKD", " ".join(text.translate(_SPELLED).split()))
     text = "".join(letter for letter in text if not unicodedata.combining(letter))
     return text.encode("utf-8", "replace").decode()  # a folder's name may hold bytes that are no text
 
 
 def _short(count: int) -> str:
     """A count in at most four characters."""
-    for unit, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if count >= 10 * unit:
-            return f"{count // unit}{letter}"
-    return str(count)
+    if count < 10_000:
+        return str(count)
+    unit, letter = next((unit, letter) for unit, letter in _UNITS if count >= unit)
+    return f"{count * 10 // unit / 10:.1f}{letter}" if count < 10 * unit else f"{count // unit}{letter}"
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from runner.config import check
+from runner.config import check, check_range
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +71,12 @@ class Precision:
 
 @dataclass
 class TF32(Precision):
-    """float32 with matrix products in TensorFloat-32 on Ampere and later: 10 bits of mantissa, several times the speed."""
+    """float32 with matrix products in TensorFloat-32 on Ampere and later: 10 bits of mantissa, much faster."""
 
     def prepare(self, device: torch.device) -> None:
-        _allow_tf32(True)
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        _allow_tf32(able)  # only where it is meant: on a CPU the same switch may allow oneDNN to round too
+        if not able:
             log.warning("precision=tf32: %s has no TF32 units: this is float32 here", device)
 
 
@@ -84,7 +85,9 @@ class Double(Precision):
     """float64 throughout: for checking gradients, not for speed."""
 
     def prepare(self, device: torch.device) -> None:
-        check(device.type != "mps", "_target_", "precision=64", "Metal has no float64", "use device=cpu or precision=32")
+        check(
+            device.type != "mps", "_target_", "precision=64", "Metal has no float64", "use device=cpu or precision=32"
+        )
         _allow_tf32(False)
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -119,10 +122,11 @@ class Float16(BFloat16):
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
+        check_range(self, "init_scale", above=0, most=2**32)
+        check_range(self, "growth_interval", least=1)
         self._scaler: torch.amp.GradScaler | None = None
-        self._loaded: dict[str, Any] = {}
         self._skipped = 0
-        self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._pending: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
     def prepare(self, device: torch.device) -> None:
         super().prepare(device)
@@ -146,16 +150,14 @@ class Float16(BFloat16):
         self._scaler.update()
         optimizer.zero_grad(set_to_none=True)
         self.num_skipped()  # the step before this one, whose flag has long arrived
-        flag = torch.isfinite(norm).to("cpu", non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._pending = flag, event
+        self._pending = torch.isfinite(norm).to("cpu", non_blocking=True), _arrival(norm.device)
         return norm
 
     def num_skipped(self) -> int:
         if self._pending is not None:
             flag, event = self._pending
-            event.synchronize()
+            if event is not None:
+                event.synchronize()
             self._skipped += not bool(flag)
             self._pending = None
         return self._skipped
@@ -182,6 +184,15 @@ def _allow_tf32(allowed: bool) -> None:
 
 def _inputs_to_double(_: torch.nn.Module, inputs: tuple) -> tuple:
     return tuple(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs)
+
+
+def _arrival(device: torch.device) -> torch.cuda.Event | None:
+    """When all that is queued on `device` by now is done; None where nothing is ever queued."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))  # by itself it takes the current device's stream
+    return event
 
 
 def _gradient_norm(optimizer: torch.optim.Optimizer) -> torch.Tensor:

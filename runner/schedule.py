@@ -80,14 +80,14 @@ class OneCycle(Schedule):
     def after_warmup(self, update: int, num_updates: int) -> float:
         start = 1 / self.start_div
         peak = self.rise * num_updates - 1
-        if 0 < peak and update <= peak:
+        if peak > 0 and update <= peak:
             return _cosine(start, 1.0, update / peak)
         return _cosine(1.0, start / self.final_div, (update - peak) / max(num_updates - 1 - peak, 1e-9))
 
 
 @dataclass
 class Step(Schedule):
-    """Times `gamma` at each of `milestones`, which are shares of the run (`torch.optim.lr_scheduler.MultiStepLR`)."""
+    """Times `gamma` at each of `milestones`, shares of the run after its warm-up; torch's `MultiStepLR`."""
 
     milestones: tuple[float, ...] = (0.5, 0.75)
     gamma: float = 0.1
@@ -106,7 +106,8 @@ class Step(Schedule):
         )
 
     def after_warmup(self, update: int, num_updates: int) -> float:
-        return self.gamma ** sum(update >= share * num_updates for share in self.milestones)
+        # 0.55 * 100 is a little more than 55: without a tolerance the milestone would come one update late
+        return self.gamma ** sum(update >= share * num_updates - 1e-6 for share in self.milestones)
 
 
 def _cosine(start: float, end: float, share: float) -> float:

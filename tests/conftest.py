@@ -82,5 +82,5 @@ def _leave_torch_as_it_was() -> Iterator[None]:
     yield
     after = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     assert after == before[:2], "a test, or what it tested, left torch's global switches changed"
-    for name in set(os.environ) ^ set(before[2]) - {"PYTEST_CURRENT_TEST", "CUBLAS_WORKSPACE_CONFIG"}:
+    for name in set(os.environ) - set(before[2]) - {"PYTEST_CURRENT_TEST"}:
         os.environ.pop(name, None)

@@ -233,6 +233,18 @@ def test_a_head_of_the_same_classes_is_left_fresh_too(tmp_path: Path) -> None:
     )
 
 
+def test_reset_head_needs_a_network_that_names_its_head(tmp_path: Path) -> None:
+    class Bare(Model):
+        def network(self, shape: tuple[int, int, int], num_classes: int) -> torch.nn.Module:
+            return torch.nn.Linear(3, num_classes)
+
+    path = spelled(tmp_path, "plain.pt", torch.nn.Linear(3, 10).state_dict())
+
+    assert Bare(weights=path).build((1, 1, 3), 10)(torch.zeros(1, 3)).shape == (1, 10)
+    with pytest.raises(ConfigError, match="which stage is its last"):
+        Bare(weights=path, reset_head=True).build((1, 1, 3), 10)
+
+
 def test_weights_of_another_network_are_refused_with_three_names_of_a_kind(tmp_path: Path) -> None:
     state = small().state_dict()
     renamed = {name.replace("conv", "block"): tensor for name, tensor in state.items()}
@@ -245,7 +257,7 @@ def test_weights_of_another_network_are_refused_with_three_names_of_a_kind(tmp_p
     assert "reset_head" not in message
 
 
-def test_a_refusal_changes_nothing_and_names_the_file(tmp_path: Path) -> None:
+def test_a_refusal_names_the_key_and_the_file(tmp_path: Path) -> None:
     path = spelled(tmp_path, "plain.pt", {"fc.weight": torch.zeros(2)})
 
     assert refusal(weights=path).startswith("weights: got '")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +67,9 @@ def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:
 @dataclass
 class Data:
     """A data set's options; `load` gives its samples."""
+
+    how: ClassVar[tuple[str, ...]] = ()
+    """Options that may differ on a resume: they change how samples are read, not which."""
 
     def load(self) -> tuple[Samples, Samples]:
         """The training samples and the held-out ones.

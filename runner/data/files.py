@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -112,6 +112,7 @@ class FileSamples(Samples):
         read: makes an image of `shape` of a path.
         mean: of each channel, in units of [0, 1]; what inputs are shifted by.
         std: of each channel; what they are divided by.
+        pin_memory: batches in page-locked memory; None: where the device is a CUDA device.
         unreadable: where files that cannot be read are noted; may be shared with other samples.
     """
 
@@ -125,12 +126,13 @@ class FileSamples(Samples):
         mean: tuple[float, ...],
         std: tuple[float, ...],
         workers: Workers,
+        pin_memory: bool | None,
         unreadable: Unreadable,
     ):
         self.paths, self.targets, self.class_names = paths, targets, class_names
         self.num_classes = len(class_names)
         self.shape, self.read, self.mean, self.std = shape, read, mean, std
-        self.workers, self.unreadable = workers, unreadable
+        self.workers, self.pin_memory, self.unreadable = workers, pin_memory, unreadable
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -143,7 +145,7 @@ class FileSamples(Samples):
         )
 
         def host() -> Generator[tuple[torch.Tensor, torch.Tensor]]:
-            for loaded in self.workers.read(fetch, jobs, device):
+            for loaded in self._read(fetch, jobs, device):
                 self._replace(fetch, loaded)
                 yield loaded.images, loaded.targets
 
@@ -155,7 +157,7 @@ class FileSamples(Samples):
         jobs = (self._job(list(range(first, min(first + batch_size, stop)))) for first in starts)
 
         def host() -> Generator[tuple[torch.Tensor, torch.Tensor]]:
-            for loaded in self.workers.at_most(len(starts)).read(Fetch(self.read, self.shape, 0), jobs, device):
+            for loaded in self._read(Fetch(self.read, self.shape, 0), jobs, device, len(starts)):
                 yield self._readable(loaded)
 
         return self._normalized(host(), device)
@@ -170,6 +172,14 @@ class FileSamples(Samples):
     def notes(self) -> dict[str, Any]:
         files = list(self.unreadable.files)
         return {"skipped_images": len(files), "skipped_files": files[:_MOST_NAMED]} if files else {}
+
+    def _read(self, fetch: Fetch, jobs: Iterable[Job], device: torch.device, most: int = 256) -> Iterator[Loaded]:
+        """The batches of `jobs`, from no more than `most` workers."""
+        pin = device.type == "cuda" if self.pin_memory is None else self.pin_memory
+        if pin and device.type != "cuda":
+            log.warning("data.pin_memory=true does nothing for a %s", device.type)
+        workers = replace(self.workers, count=min(most, self.workers.count), pin_memory=pin and device.type == "cuda")
+        return workers.read(fetch, jobs)
 
     def _job(self, indices: list[int], epochs: list[int] | None = None) -> Job:
         return Job(indices, [self.paths[i] for i in indices], [self.targets[i] for i in indices], epochs)

@@ -7,6 +7,7 @@ Pillow's.
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -50,7 +51,9 @@ class ImageReader:
         """
         from PIL import Image  # here, not above: the config's errors are told before it is loaded
 
-        with Image.open(path) as image:
+        with open(path, "rb") as file:
+            content = io.BytesIO(file.read())  # in one go: Pillow would read it in dozens of small pieces
+        with Image.open(content) as image:
             square = self._scaled(image, draws if self.augment == "crop" else None)
         return square.flip(2) if draws is not None and self.augment != "none" and draws[-1] < 0.5 else square
 

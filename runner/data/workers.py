@@ -108,7 +108,7 @@ def start_server() -> None:
     resource_tracker.ensure_running()  # the server would start it, and that clears the signal mask
     # A Ctrl-C in the terminal, or a signal to the process group, is the run's to answer: it still wants its batches.
     # The mask is handed down to the server and to its workers.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
     try:
         forkserver.ensure_running()
     finally:

@@ -1,0 +1,133 @@
+"""Which device is taken, on machines that are not this one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import yaml
+
+import runner.device
+from runner.config import CONF, ConfigError, build, option_fields
+from runner.device import Device
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """A machine with so many CUDA devices, and perhaps a Metal one."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def set_up(num_cuda: int = 0, mps: bool = False) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: num_cuda > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_cuda)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+
+    return set_up
+
+
+def refusal(device: Device) -> ConfigError:
+    with pytest.raises(ConfigError) as refused:
+        device.resolve()
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("num_cuda", "mps", "expected"),
+    [(0, False, "cpu"), (0, True, "mps"), (1, False, "cuda:0"), (3, True, "cuda:0")],
+)
+def test_auto_takes_cuda_then_metal_then_the_cpu(machine, num_cuda: int, mps: bool, expected: str) -> None:
+    machine(num_cuda, mps)
+    assert Device().resolve() == torch.device(expected)
+
+
+def test_a_named_device_is_taken_whatever_else_is_there(machine) -> None:
+    machine(2, mps=True)
+    assert Device(kind="cpu").resolve() == torch.device("cpu")
+    assert Device(kind="mps").resolve() == torch.device("mps")
+    assert Device(kind="cuda", index=1).resolve() == torch.device("cuda:1")
+    assert Device(kind="auto", index=1).resolve() == torch.device("cuda:1")
+
+
+def test_what_is_not_there_is_refused(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(0)
+    assert refusal(Device(kind="cuda")).key == "kind"
+    assert "no Metal device" in str(refusal(Device(kind="mps")))
+    refused = refusal(Device(kind="auto", index=0))
+    assert (refused.key, refused.why) == ("index", "auto found only the cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert "CUDA_VISIBLE_DEVICES='7'" in str(refusal(Device(kind="cuda")))
+    machine(2)
+    refused = refusal(Device(kind="cuda", index=2))
+    assert (refused.key, refused.got, refused.remedy) == ("index", 2, "0 to 1")
+    assert "2 CUDA devices are visible (CUDA_VISIBLE_DEVICES='7')" in refused.why
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"kind": "gpu"}, "kind"),
+        ({"kind": "cuda", "index": -1}, "index"),
+        ({"kind": "cpu", "index": 0}, "index"),
+        ({"kind": "mps", "index": 0}, "index"),
+        ({"threads": 0}, "threads"),
+        ({"indices": [0, 0]}, "indices"),
+        ({"indices": [-1]}, "indices"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(options: dict, key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Device(**options)
+    assert refused.value.key == key
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu", "cuda", "mps"])
+def test_the_option_lists_all_fields(name: str) -> None:
+    node = yaml.safe_load((CONF / "device" / f"{name}.yaml").read_text())
+    assert set(node) == {"_target_", *option_fields(Device)}
+    assert build(node, Device, "device") == Device(kind=name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Waiting, and torch's global switches
+
+
+def test_synchronize_waits_for_the_device_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append("mps"))
+    for name in ("cpu", "cuda:1", "mps"):
+        runner.device.synchronize(torch.device(name))
+    assert waited == [torch.device("cuda:1"), "mps"]
+
+
+def switches() -> tuple:
+    return torch.get_num_threads(), torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_settings_hold_for_the_run_and_are_put_back(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    taken = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    before = switches()
+    with Device(threads=2).settings(torch.device("cuda:1"), deterministic):
+        assert switches() == (2, not deterministic, deterministic)
+    assert switches() == before
+    assert taken == [torch.device("cuda:1")]
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # what the user has set stays
+    with Device().settings(torch.device("cpu"), deterministic):
+        assert switches() == (before[0], False, deterministic)
+    assert switches() == before
+
+
+def test_settings_are_put_back_after_an_error() -> None:
+    before = switches()
+
+    def fail() -> None:
+        with Device(threads=3).settings(torch.device("cpu"), deterministic=False):
+            raise ValueError("here")
+
+    with pytest.raises(ValueError, match="here"):
+        fail()
+    assert switches() == before

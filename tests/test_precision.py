@@ -1,0 +1,406 @@
+"""Each precision against the loop that one would write by hand with torch alone; weights must be equal bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import runner.precision
+from runner.config import CONF, ConfigError, build, option_fields
+from runner.optimizer import SGD
+from runner.precision import TF32, BFloat16, Double, Float16, Precision
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _restore_global_switches() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def network(device: torch.device = CPU) -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 10)
+    return torch.nn.Sequential(*layers).to(device)
+
+
+def batches(device: torch.device = CPU, num_batches: int = 5) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_batches):
+        inputs, targets = torch.randn(4, 3, 8, 8, generator=generator), torch.randint(0, 10, (4,), generator=generator)
+        yield inputs.to(device), targets.to(device)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+cross_entropy = torch.nn.functional.cross_entropy
+Poison = Callable[[int, torch.nn.Module], None]
+
+
+def train(
+    precision: Precision,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    max_norm: float | None = None,
+    poison: Poison = lambda step, model: None,
+    device: torch.device = CPU,
+) -> list[torch.Tensor]:
+    """Five steps as the training loop takes them; returns the weights after each, flattened."""
+    weights = []
+    clip = None if max_norm is None else partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), max_norm)
+    for step, (inputs, targets) in enumerate(batches(device)):
+        with precision.autocast():
+            loss = cross_entropy(model(inputs), targets)
+        precision.backward(loss)
+        poison(step, model)
+        precision.step(optimizer, clip)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+    return weights
+
+
+def by_hand(dtype: torch.dtype | None = None, max_norm: float | None = None) -> list[torch.Tensor]:
+    """The same in plain torch: float32, or autocast to `dtype`."""
+    model = network()
+    optimizer, weights = sgd(model), []
+    for inputs, targets in batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+    return weights
+
+
+def run(precision: Precision, max_norm: float | None = None) -> list[torch.Tensor]:
+    precision.prepare(CPU)
+    model = precision.convert(network())
+    return train(precision, model, sgd(model), max_norm)
+
+
+def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On the CPU
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_32_is_plain_float32(max_norm: float | None) -> None:
+    assert equal(run(Precision(), max_norm), by_hand(None, max_norm))
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_bf16_is_plain_autocast(max_norm: float | None) -> None:
+    weights = run(BFloat16(), max_norm)
+    assert equal(weights, by_hand(torch.bfloat16, max_norm))
+    assert weights[0].dtype == torch.float32  # parameters stay
+    assert not equal(weights, by_hand(None, max_norm))
+
+
+def test_16_is_bf16_here_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    precision = Float16()
+    assert equal(run(precision), by_hand(torch.bfloat16))
+    assert "precision=16: cpu computes in bfloat16" in caplog.text
+    assert precision.scalars() == {}
+    assert precision.num_skipped() == 0
+
+
+def test_tf32_is_float32_here_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert equal(run(TF32()), by_hand())
+    assert "precision=tf32: cpu has no TF32 units" in caplog.text
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_64_gives_the_gradients_and_weights_of_a_double_loop() -> None:
+    precision, reference = Double(), network().double()
+    precision.prepare(CPU)
+    model = precision.convert(network())
+    inputs, targets = next(batches())
+    precision.backward(cross_entropy(model(inputs), targets))  # inputs come as float32
+    cross_entropy(reference(inputs.double()), targets).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert ours.grad.dtype == torch.float64
+        assert torch.equal(ours.grad, theirs.grad)
+    single = network()
+    cross_entropy(single(inputs), targets).backward()
+    for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, check_dtype=False, rtol=1e-4, atol=1e-6)
+
+
+def test_64_leaves_integers_alone() -> None:
+    seen = []
+    model = torch.nn.Module()
+    model.forward = lambda *inputs: seen.extend(inputs)  # type: ignore[method-assign]
+    Double().convert(model)(torch.ones(1), torch.ones(1, dtype=torch.int64))
+    assert [x.dtype for x in seen] == [torch.float64, torch.int64]
+
+
+def test_64_is_refused_on_metal() -> None:
+    with pytest.raises(ConfigError, match="Metal has no float64"):
+        Double().prepare(torch.device("mps"))
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "highest"), ((8, 0), "high"), ((10, 0), "high")])
+def test_tf32_needs_ampere(capability: tuple, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    TF32().prepare(torch.device("cuda"))
+    assert torch.get_float32_matmul_precision() == expected
+    assert torch.backends.cudnn.allow_tf32 == (expected == "high")
+    for other in (Precision(), BFloat16()):  # the jobs of a sweep share a process
+        other.prepare(torch.device("cuda"))
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert not torch.backends.cudnn.allow_tf32
+
+
+def test_step_returns_the_norm_before_clipping_or_nothing() -> None:
+    model, precision = network(), Precision()
+    inputs, targets = next(batches())
+    for max_norm, scale in ((1e-3, 1.0), (None, 1.0)):
+        precision.backward(scale * cross_entropy(model(inputs), targets))
+        expected = math.sqrt(
+            sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+        )
+        clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), max_norm) if max_norm else None
+        norm = precision.step(torch.optim.SGD(model.parameters(), 0.0), clip)
+        assert norm is None if max_norm is None else float(norm) == pytest.approx(expected, rel=1e-5)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# float16 with loss scaling: torch's scaler runs on the CPU too, if it is given one
+
+
+def scaled(growth_interval: int = 2, device: torch.device = CPU) -> Float16:
+    """`precision=16` as it is on CUDA, on `device`."""
+    precision = Float16(init_scale=256.0, growth_interval=growth_interval)
+    precision.prepare(device)
+    if device.type == "cpu":
+        precision._scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=growth_interval)
+    return precision
+
+
+def poisoned(*steps: int) -> Poison:
+    """Make a gradient overflow at `steps`, counted from 0."""
+
+    def poison(step: int, model: torch.nn.Module) -> None:
+        if step in steps:
+            last = list(model.parameters())[-1]
+            assert last.grad is not None
+            last.grad[0] = math.inf
+
+    return poison
+
+
+def scaled_by_hand(
+    poison: Poison, max_norm: float | None, device: torch.device = CPU
+) -> tuple[list[torch.Tensor], torch.amp.GradScaler]:
+    """torch's recipe for gradient clipping under automatic mixed precision."""
+    model, weights = network(device), []
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=2)
+    for step, (inputs, targets) in enumerate(batches(device)):
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.float16):
+            loss = cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        poison(step, model)
+        scaler.unscale_(optimizer)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+    return weights, scaler
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("steps", [(), (0,), (1, 2), (4,)])
+def test_16_is_torchs_recipe(steps: tuple[int, ...], max_norm: float | None, fused: bool) -> None:
+    precision, model = scaled(), network()
+    weights = train(precision, model, SGD(lr=0.1, fused=fused).build(model), max_norm, poisoned(*steps))
+    expected, scaler = scaled_by_hand(poisoned(*steps), max_norm)
+    torch.testing.assert_close(weights, expected, rtol=1e-5 if fused else 0, atol=1e-6 if fused else 0)
+    assert precision.num_skipped() == len(steps)
+    assert precision.scalars() == {
+        "train/loss_scale": scaler.get_scale(), "train/skipped_steps": float(len(steps))
+    }  # fmt: skip
+
+
+def test_a_step_that_overflows_changes_nothing_but_the_scale() -> None:
+    precision, model = scaled(growth_interval=100), network()
+    optimizer = sgd(model)
+    first = train(precision, model, optimizer, poison=poisoned(2, 3))
+    assert not torch.equal(first[1], first[0])
+    assert torch.equal(first[2], first[1])
+    assert torch.equal(first[3], first[1])
+    assert not torch.equal(first[4], first[3])
+    assert precision.scalars()["train/loss_scale"] == 64.0  # halved twice
+    assert all(torch.isfinite(state["momentum_buffer"]).all() for state in optimizer.state.values())
+
+
+def test_skips_are_known_before_the_next_step() -> None:
+    """The schedule asks for them when the next update is due."""
+    precision, model, counts = scaled(), network(), []
+
+    def poison(step: int, model: torch.nn.Module) -> None:
+        counts.append(precision.num_skipped())
+        poisoned(1, 3)(step, model)
+
+    train(precision, model, sgd(model), poison=poison)
+    assert [*counts, precision.num_skipped()] == [0, 0, 1, 1, 2, 2]
+
+
+def test_the_norm_is_of_unscaled_gradients() -> None:
+    precision, model, reference = scaled(), network(), network()
+    inputs, targets = next(batches())
+    with precision.autocast():
+        loss = cross_entropy(model(inputs), targets)
+    precision.backward(loss)
+    norm = precision.step(sgd(model), None)
+    with torch.autocast("cpu", torch.float16):
+        cross_entropy(reference(inputs), targets).backward()
+    gradients = [parameter.grad for parameter in reference.parameters() if parameter.grad is not None]
+    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(gradients), rtol=1e-2, atol=0)
+
+
+def test_a_resumed_scaler_goes_on_where_it_was() -> None:
+    whole, parts = scaled(growth_interval=3), scaled(growth_interval=3)
+    whole_model, parts_model = network(), network()
+    train(whole, whole_model, sgd(whole_model), poison=poisoned(1))
+    train(parts, parts_model, sgd(parts_model), poison=poisoned(1))
+    resumed = scaled(growth_interval=3)
+    resumed.load_state_dict(copy.deepcopy(parts.state_dict()))
+    assert resumed.num_skipped() == 1
+    expected = train(whole, whole_model, sgd(whole_model), poison=poisoned(4))
+    assert equal(train(resumed, parts_model, sgd(parts_model), poison=poisoned(4)), expected)
+    assert resumed.scalars() == whole.scalars()
+
+
+@pytest.mark.parametrize("kind", [Precision, TF32, Double, BFloat16, Float16])
+def test_any_precision_takes_over_the_state_of_any(kind: type[Precision]) -> None:
+    model, half = network(), scaled()
+    train(half, model, sgd(model), poison=poisoned(0))
+    for state in (half.state_dict(), Precision().state_dict(), Float16().state_dict()):
+        kind().load_state_dict(state)
+    fresh = scaled()
+    fresh.load_state_dict(Precision().state_dict())
+    assert fresh.scalars() == {"train/loss_scale": 256.0, "train/skipped_steps": 0.0}
+
+
+def test_the_flag_is_waited_for_on_the_stream_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = []
+
+    class Event:
+        def record(self, stream: str) -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    assert isinstance(runner.precision._arrival(torch.device("cuda:1")), Event)
+    assert recorded == ["stream of cuda:1"]
+    assert runner.precision._arrival(CPU) is None
+
+
+def test_a_flag_is_not_read_before_it_has_arrived() -> None:
+    flag = torch.tensor(True)
+
+    class Event:
+        def synchronize(self) -> None:
+            flag.fill_(False)  # only now the copy is there
+
+    precision = scaled()
+    precision._pending = flag, Event()  # type: ignore[assignment]
+    assert precision.num_skipped() == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("32", Precision), ("tf32", TF32), ("64", Double), ("bf16", BFloat16), ("16", Float16)]
+)
+def test_the_option_lists_all_fields_with_their_defaults(name: str, kind: type) -> None:
+    node = yaml.safe_load((CONF / "precision" / f"{name}.yaml").read_text())
+    precision = build(node, Precision, "precision")
+    assert type(precision) is kind
+    assert set(node) == {"_target_", *option_fields(kind)}
+    assert precision == kind()
+
+
+@pytest.mark.parametrize(("key", "value"), [("init_scale", 0.0), ("init_scale", math.inf), ("growth_interval", 0)])
+def test_values_out_of_range_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Float16(**{key: value})
+    assert refused.value.key == key
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On CUDA
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_16_is_torchs_recipe_on_cuda(max_norm: float | None, fused: bool) -> None:
+    device = torch.device("cuda")
+    torch.backends.cudnn.deterministic = True
+    precision, model = scaled(device=device), network(device)
+    weights = train(precision, model, SGD(lr=0.1, fused=fused).build(model), max_norm, poisoned(0, 2, 3), device)
+    expected, scaler = scaled_by_hand(poisoned(0, 2, 3), max_norm, device)
+    torch.backends.cudnn.deterministic = False
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
+    assert torch.equal(weights[3], weights[1])
+    assert precision.num_skipped() == 3
+    assert precision.scalars()["train/loss_scale"] == scaler.get_scale()
+
+
+@pytest.mark.gpu
+def test_a_fused_step_in_16_does_not_wait_for_the_device() -> None:
+    device = torch.device("cuda")
+    precision, model = scaled(device=device), network(device)
+    optimizer = SGD(lr=0.1).build(model)
+    train(precision, model, optimizer, 0.5, device=device)
+    inputs, targets = next(batches(device))
+    with precision.autocast():
+        loss = cross_entropy(model(inputs), targets)
+    precision.backward(loss)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        precision.step(optimizer, None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_tf32_and_32_differ_as_they_should_on_cuda() -> None:
+    device = torch.device("cuda")
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        pytest.skip("no TF32 units")
+    a, b = (torch.randn(512, 512, device=device) for _ in range(2))
+    exact, errors = a.double() @ b.double(), []
+    for precision in (Precision(), TF32()):
+        precision.prepare(device)
+        errors.append(float((a @ b - exact).norm() / exact.norm()))
+    assert errors[0] < 1e-6
+    assert 1e-5 < errors[1] < 1e-2

@@ -1,0 +1,167 @@
+"""Learning rates, update by update, against torch's own schedulers."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import yaml
+from torch.optim import lr_scheduler
+
+from runner.config import CONF, ConfigError, build, option_fields
+from runner.schedule import Cosine, OneCycle, Schedule, Step
+
+PEAK = 0.3
+
+
+def optimizer(lr: float = PEAK) -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)
+
+
+def torch_rates(make: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler], num_updates: int) -> list[float]:
+    """The rate of each update under torch's scheduler."""
+    chosen = optimizer()
+    scheduler, rates = make(chosen), []
+    for _ in range(num_updates):
+        rates.append(chosen.param_groups[0]["lr"])
+        chosen.step()
+        with warnings.catch_warnings():  # SequentialLR calls its parts in a way that they have deprecated
+            warnings.filterwarnings("ignore", "The epoch parameter", UserWarning)
+            scheduler.step()
+    return rates
+
+
+def our_rates(schedule: Schedule, num_updates: int) -> list[float]:
+    chosen, rates = optimizer(), []
+    for update in range(num_updates):
+        schedule.set_lr(chosen, update, num_updates)
+        rates.append(chosen.param_groups[0]["lr"])
+    return rates
+
+
+def close(rates: list[float]):
+    return pytest.approx(rates, rel=1e-9, abs=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Against torch
+
+
+def test_constant() -> None:
+    assert our_rates(Schedule(), 10) == [PEAK] * 10
+
+
+@pytest.mark.parametrize("num_updates", [10, 99, 100, 1000])
+@pytest.mark.parametrize("milestones", [(0.5, 0.75), (0.29, 0.55, 0.57), (1 / 3, 0.9)])
+def test_step_is_multi_step_lr(num_updates: int, milestones: tuple[float, ...]) -> None:
+    updates = [math.ceil(round(share * num_updates, 6)) for share in milestones]
+    expected = torch_rates(lambda o: lr_scheduler.MultiStepLR(o, updates, gamma=0.2), num_updates)
+    assert our_rates(Step(milestones=milestones, gamma=0.2), num_updates) == close(expected)
+
+
+def test_a_milestone_is_not_late_by_rounding() -> None:
+    """0.55 · 100 is 55.00000000000001 in floating point."""
+    for percent in range(1, 100):
+        rates = our_rates(Step(milestones=(percent / 100,)), 100)
+        assert sum(rate == PEAK for rate in rates) == percent
+
+
+@pytest.mark.parametrize("num_updates", [1, 2, 7, 100])
+@pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
+def test_cosine_is_cosine_annealing_lr(num_updates: int, final: float) -> None:
+    expected = torch_rates(
+        lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=num_updates, eta_min=final * PEAK), num_updates
+    )
+    assert our_rates(Cosine(final=final), num_updates) == close(expected)
+
+
+@pytest.mark.parametrize("num_updates", [7, 50, 101, 1000])
+@pytest.mark.parametrize(("rise", "start_div", "final_div"), [(0.3, 25.0, 1e4), (0.5, 10.0, 100.0), (0.9, 2.0, 1.0)])
+def test_one_cycle_is_one_cycle_lr(num_updates: int, rise: float, start_div: float, final_div: float) -> None:
+    def make(o: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.OneCycleLR(
+            o, PEAK, total_steps=num_updates, pct_start=rise, div_factor=start_div,
+            final_div_factor=final_div, cycle_momentum=False,
+        )  # fmt: skip
+
+    ours = our_rates(OneCycle(rise=rise, start_div=start_div, final_div=final_div), num_updates)
+    assert ours == close(torch_rates(make, num_updates))
+
+
+@pytest.mark.parametrize("num_updates", [1, 2, 3, 4])
+def test_one_cycle_of_a_few_updates_stays_in_its_bounds(num_updates: int) -> None:
+    rates = our_rates(OneCycle(), num_updates)
+    assert all(0 < rate <= PEAK for rate in rates)
+    assert rates[-1] == pytest.approx(PEAK / 25 / 1e4)
+
+
+def test_one_cycle_ends_where_it_says() -> None:
+    rates = our_rates(OneCycle(rise=0.25, start_div=5, final_div=20), 100)
+    assert rates[0] == pytest.approx(PEAK / 5)
+    assert max(rates) == pytest.approx(rates[24]) == pytest.approx(PEAK)
+    assert rates[-1] == pytest.approx(PEAK / 100)
+
+
+@pytest.mark.parametrize(("share", "warmup"), [(0.1, 10), (0.05, 5), (0.01, 1)])
+def test_warm_up_is_linear_lr_before_the_schedule(share: float, warmup: int) -> None:
+    def make(o: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        rising = lr_scheduler.LinearLR(o, start_factor=1 / warmup, total_iters=warmup - 1)
+        falling = lr_scheduler.CosineAnnealingLR(o, T_max=100 - warmup)
+        return lr_scheduler.SequentialLR(o, [rising, falling], milestones=[warmup])
+
+    assert our_rates(Cosine(warmup=share), 100) == close(torch_rates(make, 100))
+
+
+def test_warm_up_of_the_whole_run_ends_at_the_full_rate() -> None:
+    assert our_rates(Schedule(warmup=1.0), 4) == close([PEAK / 4, PEAK / 2, 3 * PEAK / 4, PEAK])
+
+
+def test_milestones_are_shares_of_what_follows_the_warm_up() -> None:
+    rates = our_rates(Step(warmup=0.2, milestones=(0.5,)), 100)
+    assert rates[19:60] == [PEAK] * 41
+    assert rates[60] == pytest.approx(PEAK / 10)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Setting it
+
+
+def test_every_group_keeps_its_own_rate() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.4)]
+    chosen = torch.optim.SGD(groups)
+    for update in (0, 50, 99, 50):  # in any order: the factor is a pure function of the update
+        Cosine().set_lr(chosen, update, 100)
+        factor = (1 + math.cos(math.pi * update / 100)) / 2
+        assert [group["lr"] for group in chosen.param_groups] == pytest.approx([0.1 * factor, 0.4 * factor])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "onecycle", "step"])
+def test_the_option_lists_all_fields_with_their_defaults(name: str) -> None:
+    node = yaml.safe_load((CONF / "schedule" / f"{name}.yaml").read_text())
+    schedule = build(node, Schedule, "schedule")
+    assert set(node) == {"_target_", *option_fields(type(schedule))}
+    assert repr(schedule).replace("[", "(").replace("]", ")") == repr(type(schedule)())  # YAML has lists, no tuples
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        (Schedule, "warmup", -0.1), (Schedule, "warmup", 1.1), (Schedule, "warmup", math.nan),
+        (Cosine, "final", 2.0), (Cosine, "warmup", -1.0),
+        (OneCycle, "rise", 0.0), (OneCycle, "rise", 1.0), (OneCycle, "start_div", 0.5), (OneCycle, "final_div", 0.0),
+        (Step, "gamma", 0.0), (Step, "gamma", 1.5),
+        (Step, "milestones", (0.75, 0.5)), (Step, "milestones", (0.5, 30.0)), (Step, "milestones", (0.0,)),
+        (Step, "milestones", (math.nan,)),
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_refused(kind: type, key: str, value: object) -> None:
+    with pytest.raises(ConfigError) as refused:
+        kind(**{key: value})
+    assert refused.value.key == key
