@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,6 +161,8 @@ class Trace(Profiler):
 
     @contextmanager
     def profile(self, directory: Path, device: torch.device) -> Iterator[None]:
+        if device.type != "cuda":
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the recorder complains that there is no GPU
         kinds = torch.profiler.ProfilerActivity
         self._num_written = 0
         self._profile = torch.profiler.profile(
