@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -125,20 +124,27 @@ def lightning(steps: int) -> float:
 def ours(steps: int) -> float:
     """The whole run, its logs, its progress, its checkpoints and its evaluation at the end."""
     options = ["model=tiny", "data.size=8", "schedule=constant", "optimizer.lr=0.05", "log_every=50", "eval_every=0"]
-    return run([*options, f"batch_size={BATCH}", f"save_every={steps // 3}", f"steps={steps}"], steps)
+    return run([*options, f"batch_size={BATCH}", f"save_every={steps // 3}", f"steps={steps}", "device=cpu"])
 
 
-def run(options: list[str], steps: int) -> float:
-    """Steps per second of a run of the runner in this process."""
+def run(options: list[str], warmup: int = 0) -> float:
+    """Steps per second of a run in this process, all that it does between its steps counted in, after `warmup` steps."""
+    from runner import train
     from runner.__main__ import main
-    from runner.directory import read_result
 
+    began: list[float] = []
+    lap = train.Progress.step  # called at the end of every step, when its logs and checkpoints are written
+
+    def timed(self: train.Progress, step: int) -> None:
+        lap(self, step)
+        began.append(time.perf_counter())
+
+    train.Progress.step = timed
     with tempfile.TemporaryDirectory() as root:
-        sys.argv = ["runner", *options, "device=cpu", f"output_root={root}"]
+        sys.argv = ["runner", *options, f"output_root={root}"]
         if main():
             raise SystemExit(1)
-        (result,) = Path(root).glob("*/*/result.json")
-        return steps / read_result(result.parent)["seconds"]
+    return (len(began) - 1 - warmup) / (began[-1] - began[warmup])
 
 
 CONTENDERS: dict[str, Callable[[int], float]] = {

@@ -1,17 +1,16 @@
 """Checkpoints that survive a crash at any instant, and that know no mode.
 
 `checkpoints/step_00000100/` holds `model.safetensors` (plain names, whole tensors), `state.pt` (optimizer, precision,
-window, best), `rank_0.pt` (what differs by rank) and `manifest.json` with the SHA-256 of each. Everything is written and
-synced under another name first; the rename makes the checkpoint, and only then are old ones deleted.
+window, best), `rank_0.pt` (what differs by rank) and `manifest.json` with the SHA-256 of each and of itself. Everything
+is written and synced under another name first; the rename makes the checkpoint, and only then are old ones deleted.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import errno
 import logging
 import os
-import re
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,14 +19,14 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from runner.config import ConfigError
-from runner.directory import free_name
+from runner.directory import StorageError, free_name, step_name, step_of
+from runner.manifest import NAME as MANIFEST
+from runner.manifest import DamagedError, manifest_of, verified_manifest
 
 log = logging.getLogger(__name__)
-
-SCHEMA = 1
-_NAME = re.compile(r"step_(\d+)$")
 
 
 @dataclass
@@ -80,60 +79,66 @@ class Checkpoints:
             best_step: the step whose checkpoint is not to be pruned.
 
         Raises:
-            OSError: when the disk is full or gone; the checkpoints before are whole.
+            StorageError: when the disk is full or gone; the checkpoints before are whole.
         """
-        final = self.root / f"step_{checkpoint.step:08d}"
+        final = self.root / step_name(checkpoint.step)
         part = self.root / f"tmp.{final.name}"
-        if self.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        self.barrier()
         try:
-            _write(part / f"rank_{self.rank}.pt", lambda path: torch.save(checkpoint.local, path))
+            if self.rank == 0:
+                self._make(part)
+            self.barrier()
+            _write(part / f"rank_{self.rank}.pt", lambda path: _save(checkpoint.local, path))
             self.barrier()
             if self.rank == 0:
                 self._commit(checkpoint, part, final)
                 self._prune(best_step)
-        except OSError:
+        except OSError as error:
             shutil.rmtree(part, ignore_errors=True)  # room for what else the run still writes
-            raise
+            raise StorageError(part, error.strerror or str(error)) from error
         self.barrier()
         return final
 
+    def _make(self, part: Path) -> None:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        _sync(self.root.parent)
+
     def _commit(self, checkpoint: Checkpoint, part: Path, final: Path) -> None:
         _write(part / "model.safetensors", lambda path: safetensors.torch.save_file(checkpoint.tensors, path))
-        _write(part / "state.pt", lambda path: torch.save(checkpoint.state, path))
-        manifest = {
-            "schema": SCHEMA,
-            "step": checkpoint.step,
-            "world_size": self.world_size,
-            "config_hash": self.config_hash,
-            "files": {path.name: {"sha256": _sha256(path)} for path in sorted(part.iterdir())},
-        }
-        _write(part / "manifest.json", lambda path: path.write_text(json.dumps(manifest, indent=2) + "\n"))
+        _write(part / "state.pt", lambda path: _save(checkpoint.state, path))
+        manifest = manifest_of(
+            part, step=checkpoint.step, world_size=self.world_size, config_hash=self.config_hash
+        )
+        _write(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))
         _sync(part)
-        if final.exists():  # saved before at this step, by a run that was then resumed from an earlier one
-            os.replace(final, free_name(final, "old"))
+        if final.exists():  # another past of this run: not to be mixed, nor lost
+            os.replace(final, free_name(final, "superseded"))
         os.replace(part, final)
         _sync(self.root)
 
     def _prune(self, best_step: int | None) -> None:
         for step in self.steps()[: -self.keep]:
-            if step != best_step:
-                shutil.rmtree(self.root / f"step_{step:08d}")
-        for left_over in [*self.root.glob("tmp.*"), *self.root.glob("*.old*")]:
+            if step != best_step:  # renamed first: half a checkpoint must not look like one
+                path = self.root / step_name(step)
+                os.replace(path, free_name(path, "pruned"))
+        for left_over in [*self.root.glob("tmp.*"), *self.root.glob("*.pruned*")]:
             shutil.rmtree(left_over, ignore_errors=True)
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints that are there, rising."""
         if not self.root.is_dir():
             return []
-        return sorted(int(match[1]) for path in self.root.iterdir() if (match := _NAME.match(path.name)))
+        return sorted(step for path in self.root.iterdir() if (step := step_of(path)) is not None)
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole; damaged ones are set aside, never deleted. None without any."""
-        for step in reversed(self.steps()):
-            path = self.root / f"step_{step:08d}"
+        """The newest checkpoint that is whole; damaged ones are set aside, never deleted. None without any.
+
+        Raises:
+            ConfigError: when the newest was written by another version of this project, or cannot be trusted.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            path = self.root / step_name(step)
             try:
                 return load(path, self.rank)
             except DamagedError as error:
@@ -142,11 +147,9 @@ class Checkpoints:
                     aside = free_name(path, "corrupt")
                     os.replace(path, aside)
                     log.warning("%s; set aside as %s, going back to the one before", error, aside.name)
+        if steps and self.rank == 0:
+            log.warning("no whole checkpoint is left in %s: the run begins anew", self.root)
         return None
-
-
-class DamagedError(Exception):
-    """A checkpoint is not what was written: which file, and how."""
 
 
 def load(path: Path, rank: int = 0) -> Checkpoint:
@@ -154,37 +157,38 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
 
     Raises:
         DamagedError: when a file is missing or its hash differs.
-        ConfigError: when it was written by another version of this project.
+        ConfigError: when it was written by another version of this project, or holds what no version writes.
     """
-    manifest = _verified_manifest(path)
-    if manifest["schema"] != SCHEMA:
-        why = f"it has schema {manifest['schema']}, this version reads {SCHEMA}"
-        raise ConfigError("resume", str(path), why, "resume with the version that wrote it")
+    manifest = verified_manifest(path)
     local = path / f"rank_{rank}.pt"
-    return Checkpoint(
-        step=manifest["step"],
-        tensors=safetensors.torch.load_file(path / "model.safetensors"),
-        state=torch.load(path / "state.pt", weights_only=True, map_location="cpu"),
-        local=torch.load(local, weights_only=True, map_location="cpu") if local.exists() else {},
-        world_size=manifest["world_size"],
-    )
-
-
-def _verified_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        for name, entry in manifest["files"].items():
-            if _sha256(path / name) != entry["sha256"]:
-                raise DamagedError(f"{path / name} is damaged: its SHA-256 is not the manifest's")
-        return {"schema": manifest["schema"], "step": manifest["step"], "world_size": manifest["world_size"]}
-    except OSError as error:
-        raise DamagedError(f"{path} is incomplete: {error.strerror}: {error.filename}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{path / 'manifest.json'} is damaged: {error!r}") from None
+        return Checkpoint(
+            step=manifest["step"],
+            tensors=safetensors.torch.load_file(path / "model.safetensors"),
+            state=_plain(path / "state.pt"),
+            local=_plain(local) if local.name in manifest["files"] else {},
+            world_size=manifest["world_size"],
+        )
+    except (pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, KeyError) as error:
+        why = f"its hashes are right, its content is not: {str(error).splitlines()[0]}"
+        raise ConfigError("resume", str(path), why, "no run writes this: do not trust it, resume another") from None
+
+
+def _plain(path: Path) -> Any:
+    """Tensors and plain values: `weights_only` runs no code."""
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
+def _save(value: object, path: Path) -> None:
+    with path.open("wb") as file:  # not by its name: a Python file tells what is wrong with the disk
+        torch.save(value, file)
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
-    write(path)
+    try:
+        write(path)
+    except (RuntimeError, SafetensorError) as error:  # torch's and safetensors' words for a full disk
+        raise OSError(errno.EIO, str(error.__context__ or error).splitlines()[0]) from error
     _sync(path)
 
 
@@ -195,8 +199,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

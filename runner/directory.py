@@ -18,6 +18,20 @@ from runner.config import ConfigError
 RESULT = "result.json"
 
 
+class StorageError(Exception):
+    """A file of a run cannot be written: the disk is full, or gone."""
+
+    def __init__(self, path: Path, why: str):
+        super().__init__(path, why)
+        self.path, self.why = path, why
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} cannot be written: {self.why}\n"
+            "  the checkpoints before are whole: make room on the disk, then resume (keep=1 needs the least room)"
+        )
+
+
 def unique_name() -> str:
     """`<date>_<time>-<id>`: sorts by time; the id tells apart what starts in the same second."""
     return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"
@@ -53,14 +67,18 @@ def job_name(number: int, overrides: list[str]) -> str:
 
 def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:
     """Leave the resolved config, and what the user typed of it."""
-    (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)), encoding="utf-8")
-    (directory / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(overrides)), encoding="utf-8")
+    _write_whole(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(overrides)))
+    _write_whole(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))  # last: it makes it a run's
 
 
 def write_json(path: Path, value: object) -> None:
     """Write all or nothing: a reader never sees half a file."""
+    _write_whole(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write_whole(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
 
@@ -70,6 +88,17 @@ def read_result(directory: Path) -> dict[str, Any]:
         return json.loads((directory / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+
+
+def step_name(step: int) -> str:
+    """The name of the checkpoint after `step`."""
+    return f"step_{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step that the name of a checkpoint tells; None for what is none, or was set aside."""
+    digits = checkpoint.name.removeprefix("step_")
+    return int(digits) if digits.isdecimal() and checkpoint.name == step_name(int(digits)) else None
 
 
 def lock(directory: Path) -> IO[str] | None:

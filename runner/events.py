@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from tensorboard.plugins.hparams import metadata, plugin_data_pb2
 from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import Summary
+
+from runner.directory import StorageError
 
 _NAME = re.compile(r"events\.out\.tfevents\.(\d+)")
 
@@ -39,17 +42,24 @@ class EventFile:
         self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, summary: Summary, step: int = 0) -> None:
-        """Write a summary; it is in the file when this returns, and survives the death of the process."""
-        self._write(step=step, summary=summary)
-        self._file.flush()
+        """Write a summary: when this returns, it survives the death of the process.
+
+        Raises:
+            StorageError: when the disk is full or gone.
+        """
+        try:
+            self._write(step=step, summary=summary)
+            self._file.flush()
+        except OSError as error:
+            raise StorageError(Path(self._file.name), error.strerror or str(error)) from error
 
     def sync(self) -> None:
         """Wait until all events are on the disk."""
-        self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # `add` told of it
+            self._file.close()
 
     def _write(self, **fields: Any) -> None:
         self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())

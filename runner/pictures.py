@@ -181,8 +181,7 @@ def _fitting(text: str, width: int, size: int) -> str:
 def _drawable(text: str) -> str:
     """`text` on one line, in what the font has: letters without their accents; what else it lacks becomes a box."""
     text = unicodedata.normalize("NFKD", " ".join(text.translate(_SPELLED).split()))
-    text = "".join(letter for letter in text if not unicodedata.combining(letter))
-    return text.encode("utf-8", "replace").decode()  # a folder's name may hold bytes that are no text
+    return "".join(letter for letter in text if not unicodedata.combining(letter))
 
 
 def _short(count: int) -> str:

@@ -24,8 +24,11 @@ class Precision:
     A mode of computing only: parameters and checkpoints stay float32 (float64 under `64`).
     """
 
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a device that cannot do this precision, with a `ConfigError`."""
+
     def prepare(self, device: torch.device) -> None:
-        """Set what is set once a run; refuse a device that cannot do this precision."""
+        """Set what is set once a run."""
         _allow_tf32(False)
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -84,11 +87,8 @@ class TF32(Precision):
 class Double(Precision):
     """float64 throughout: for checking gradients, not for speed."""
 
-    def prepare(self, device: torch.device) -> None:
-        check(
-            device.type != "mps", "_target_", "precision=64", "Metal has no float64", "use device=cpu or precision=32"
-        )
-        _allow_tf32(False)
+    def check_device(self, device: torch.device) -> None:
+        check(device.type != "mps", "precision", "64", "Metal has no float64", "choose device=cpu or precision=32")
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         # Inputs come as float32 from every data set; the model's own border is the one place that all modes pass.

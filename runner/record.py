@@ -42,7 +42,7 @@ class Record:
         """Log RGB images, uint8 [3, height, width], by tag."""
         if self._file is not None:
             for tag, picture in pictures.items():
-                self._file.add(image(tag, picture), step)
+                self._file.add(image(tag, picture, dataformats="CHW"), step)
 
     def texts(self, texts: dict[str, str]) -> None:
         """Log preformatted texts by tag; x is the session's first step, from which on they hold."""

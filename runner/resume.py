@@ -7,19 +7,21 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from omegaconf import OmegaConf
 
 from runner import directory
 from runner.config import ConfigError, check, load_class
 from runner.environment import environment
-from runner.run import Run, config_hash
+from runner.run import Result, Run, config_hash
 
 
 @contextmanager
 def claimed_directory(run: Run, parent: Path, name: str | None, overrides: list[str]) -> Iterator[Path]:
     """The directory of `run`, held by this process, with the config, the overrides and the environment in it.
+
+    The directory of a run that is done, to the last step that is now asked for, is left as it is: `finished` tells.
 
     Args:
         parent: where a new directory is made.
@@ -28,13 +30,12 @@ def claimed_directory(run: Run, parent: Path, name: str | None, overrides: list[
     Raises:
         ConfigError: when `resume` names nothing to go on with, another run's directory, or one in use.
     """
-    found = _to_resume(run, parent)
+    found, held = _to_resume(run, parent)
     path = found or directory.create(parent, name)
-    held = directory.lock(path)
-    check(held is not None, "resume", str(path), "another process is at work in it", "wait for it, or stop it")
+    held = held or directory.lock(path)
     try:
-        directory.write_config(path, run.config, overrides)
-        directory.write_json(path / "environment.json", environment())
+        if not _is_done(path, run):
+            _begin_session(path, run, overrides)
         yield path
     except ConfigError:
         if found is None:  # refused after all: nothing is left behind
@@ -43,6 +44,31 @@ def claimed_directory(run: Run, parent: Path, name: str | None, overrides: list[
     finally:
         if held is not None:
             held.close()
+
+
+def finished(run: Run) -> Result | None:
+    """The result of a run that has nothing left to do; None for any other.
+
+    A session that begins sets the result of the one before aside: one that is there is that of a run that is done.
+    """
+    result = directory.read_result(run.directory)
+    return Result(**result) if result else None
+
+
+def _is_done(path: Path, run: Run) -> bool:
+    result, named = directory.read_result(path), _named_checkpoint(run)
+    newest = named is None or not _later(named)
+    return result.get("status") == "done" and result["steps"] >= run.num_steps and newest
+
+
+def _begin_session(path: Path, run: Run, overrides: list[str]) -> None:
+    """Leave what belongs to this session; what it makes obsolete is renamed, not deleted."""
+    if (path / directory.RESULT).exists():
+        os.replace(path / directory.RESULT, path / f"{directory.RESULT}.superseded")
+    for later in _later(_named_checkpoint(run)):
+        os.replace(later, directory.free_name(later, "superseded"))
+    directory.write_config(path, run.config, overrides)
+    directory.write_json(path / "environment.json", environment())
 
 
 def saved_overrides(source: Path) -> list[str]:
@@ -61,40 +87,52 @@ def _run_directory(source: Path) -> Path:
     return source.parent.parent if source.parent.name == "checkpoints" else source
 
 
-def _to_resume(run: Run, parent: Path) -> Path | None:
+def _named_checkpoint(run: Run) -> Path | None:
+    """The checkpoint that `resume` names; None when it names a run directory, or nothing."""
+    source = Path(run.resume)
+    return source.resolve() if source.parent.name == "checkpoints" else None
+
+
+def _later(checkpoint: Path | None) -> list[Path]:
+    """The checkpoints after `checkpoint`, which going on from it abandons."""
+    if checkpoint is None:
+        return []
+    step = directory.step_of(checkpoint) or 0
+    return [path for path in checkpoint.parent.iterdir() if (directory.step_of(path) or 0) > step]
+
+
+def _to_resume(run: Run, parent: Path) -> tuple[Path | None, IO[str] | None]:
+    """The directory to go on in, and the hold on it; (None, None) for a new one."""
     if run.resume == "never":
-        return None
+        return None, None
     if run.resume == "auto":
         return _unfinished(run, parent)
-    source = Path(run.resume)
-    path = _run_directory(source).resolve()
+    path = _run_directory(Path(run.resume)).resolve()
     check((path / "config.yaml").is_file(), "resume", run.resume, "there is no run", "name a run directory")
+    if checkpoint := _named_checkpoint(run):
+        there = checkpoint.is_dir() and directory.step_of(checkpoint) is not None
+        names = sorted(path.name for path in checkpoint.parent.glob("step_*"))
+        remedy = f"there are: {', '.join(names)}; one that was set aside can be renamed to go on from it"
+        check(there, "resume", run.resume, "there is no such checkpoint", remedy)
     saved: Any = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
     check_resumable(saved, run.config, run.resume)
-    if path != source.resolve():
-        _set_later_aside(source)
-    return path
+    held = directory.lock(path)
+    check(held is not None, "resume", str(path), "another process is at work in it", "wait for it, or stop it")
+    return path, held
 
 
-def _unfinished(run: Run, parent: Path) -> Path | None:
+def _unfinished(run: Run, parent: Path) -> tuple[Path | None, IO[str] | None]:
     """The newest directory under `parent` of a run with this very config that is not done, and not being worked on."""
     for path in sorted(parent.glob("*"), reverse=True):
         if not (path / "config.yaml").is_file() or directory.read_result(path).get("status") == "done":
             continue
         saved: Any = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
         held = directory.lock(path) if config_hash(saved) == config_hash(run.config) else None
-        if held is not None:
+        if held is not None and directory.read_result(path).get("status") == "done":  # while we looked
             held.close()
-            return path.resolve()
-    return None
-
-
-def _set_later_aside(checkpoint: Path) -> None:
-    """Going on from `checkpoint` abandons those after it: they are renamed, not deleted."""
-    check(checkpoint.is_dir(), "resume", str(checkpoint), "there is no such checkpoint", "see what is beside it")
-    for later in checkpoint.parent.glob("step_*"):
-        if later.name > checkpoint.name and later.name.removeprefix("step_").isdigit():
-            os.replace(later, directory.free_name(later, "superseded"))
+        elif held is not None:
+            return path.resolve(), held
+    return None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -96,7 +96,8 @@ class Run:
             ConfigError: while nothing has been written yet.
         """
         with errors_under("device"):
-            self.parallel.device(self.device)
+            device = self.parallel.device(self.device)
+        self.precision.check_device(device)
         self.workload.prepare()
         epoch = self.workload.steps_per_epoch(self.batch_size)
         if self.steps is None:

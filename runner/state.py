@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
 
 from runner import memory
 from runner.checkpoint import Checkpoint, Checkpoints
-from runner.record import DivergedError, Stopwatch, Window, quantiles
 from runner.run import Result, Run, config_hash
+from runner.window import DivergedError, Stopwatch, Window, quantiles
+from runner.workloads.base import Sums
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ class State:
         self.run, self.model, self.optimizer, self.device = run, model, optimizer, device
         self.step = 0
         self.window = Window()
-        self.stopwatch = Stopwatch()
+        self.stopwatch = Stopwatch(device)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
         parallel = run.parallel
@@ -47,10 +49,13 @@ class State:
         run.parallel.load_full_state(self.model, self.optimizer, checkpoint.tensors, shared["optimizer"])
         run.precision.load_state_dict(shared["precision"])
         self.step, self.metrics, self.best = checkpoint.step, shared["metrics"], shared["best"]
-        self.window = Window(list(shared["window"].to(self.device).unbind()))
+        rows = shared["window"] if run.parallel.rank == 0 else torch.zeros_like(shared["window"])  # all ranks' sums
+        self.window = Window(list(rows.to(self.device).unbind()))
         if local:
             run.workload.load_state_dict(local["workload"])
             _set_random_state(local["random"], self.device)
+        else:
+            log.info("rank %d was not there when this was saved: its random numbers begin anew", run.parallel.rank)
         log.info("resumed after step %d", self.step)
 
     def save(self) -> None:
@@ -62,9 +67,9 @@ class State:
         run = self.run
         window = self.window.peek(run.parallel.reduce, self.step)
         tensors, moments = run.parallel.full_state(self.model, self.optimizer)
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not tensor.isfinite().all():
-                raise DivergedError(self.step, name)
+        broken = _not_finite(tensors, moments)
+        if run.parallel.agree(bool(broken)):  # not every rank has every tensor
+            raise DivergedError(self.step, broken or "the state")
         shared = {
             "optimizer": moments,
             "precision": run.precision.state_dict(),
@@ -80,8 +85,16 @@ class State:
         sums = self.window.take(self.run.parallel.reduce, self.step).double().mean(0) / self.run.batch_size
         return {f"train/{name}": float(value) for name, value in zip(self.run.workload.metrics, sums, strict=True)}
 
-    def is_best(self, metrics: dict[str, float]) -> bool:
-        """Whether `metrics` of an evaluation are better than all before; then they are kept as the best."""
+    def take_evaluation(self, metrics: dict[str, float]) -> bool:
+        """Keep the `metrics` of an evaluation, by tag; returns whether they are better than all before.
+
+        Raises:
+            DivergedError: when one is not finite.
+        """
+        for tag, number in metrics.items():
+            if not math.isfinite(number):
+                raise DivergedError(self.step, tag)
+        self.metrics |= metrics
         name, direction = self.run.workload.best
         value, best = metrics[f"eval/{name}"], self.best.get("value")
         if best is not None and not (value > best if direction == "max" else value < best):
@@ -109,11 +122,19 @@ class State:
         )
 
 
+def _not_finite(tensors: Sums, moments: dict[str, dict[str, Any]]) -> str:
+    """The name of the first tensor of the model or the optimizer with a number that is not finite; empty if none has."""
+    named = [*tensors.items(), *((f"{key} of {name}", t) for name, state in moments.items() for key, t in state.items())]
+    return next((name for name, t in named if isinstance(t, torch.Tensor) and not t.isfinite().all()), "")
+
+
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
     """The states of the generators that dropout and exploration draw from."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type == "mps":
+        state["mps"] = torch.mps.get_rng_state()
     return state
 
 
@@ -121,3 +142,5 @@ def _set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> N
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+    if device.type == "mps" and "mps" in state:
+        torch.mps.set_rng_state(state["mps"])

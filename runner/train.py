@@ -16,11 +16,13 @@ from runner import memory
 from runner.clock import clock
 from runner.environment import environment
 from runner.progress import Progress, progress_for
-from runner.record import DivergedError, Record
+from runner.record import Record
+from runner.resume import finished
 from runner.run import Result, Run
 from runner.seeds import derive
 from runner.signals import StopRequest
 from runner.state import State
+from runner.window import DivergedError
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,9 @@ log = logging.getLogger(__name__)
 def train(run: Run) -> Result:
     """Train one run to its end, to a signal, or to the step that diverged; every process of the run enters here."""
     parallel = run.parallel
+    if (result := finished(run)) is not None:
+        log.info("all %d steps are done: nothing is left to do (more: epochs=N or steps=N)", result.steps)
+        return result
     device = parallel.device(run.device)
     writes = parallel.rank == 0
     with run.device.settings(device, run.deterministic):
@@ -84,20 +89,21 @@ def loop(state: State, record: Record, progress: Progress, stop: StopRequest) ->
             norm = precision.step(optimizer, clip if log_due or run.max_grad_norm else None)
             workload.after_step(model, step)
         state.step = step
-        state.stopwatch.lap()
+        evaluation_due, save_due = run.due(run.eval_every, step), run.due(run.save_every, step)
+        state.stopwatch.lap(pausing=log_due or evaluation_due or save_due)
 
         # Whatever is due. Every rank enters; rank 0 writes.
         is_best = False
         if log_due:
             with clock.section("log"):
                 log_training(state, record, progress, norm)
-        if run.due(run.eval_every, step):
+        if evaluation_due:
             with clock.section("evaluate"):
                 is_best = evaluate(state, record, progress)
         stopping = parallel.agree(bool(stop.received))
-        if run.due(run.save_every, step) or is_best or stopping:
+        if save_due or is_best or stopping:
             with clock.section("checkpoint"):
-                record.flush()  # what was logged up to here is on disk before the checkpoint says so
+                record.sync()  # a resume does not log again what came before the checkpoint
                 state.save()
         progress.step(step)
         run.profiler.after_step(step)
@@ -127,18 +133,17 @@ def evaluate(state: State, record: Record, progress: Progress) -> bool:
     model.train()
     sums = parallel.reduce(sums)
     metrics = {f"eval/{name}": value for name, value in run.workload.summarize(sums).items()}
-    state.metrics |= metrics
     progress.metrics(metrics)
     record.scalars(metrics, state.step)
     record.pictures(run.workload.pictures(sums), state.step)
-    return state.is_best(metrics)
+    return state.take_evaluation(metrics)
 
 
 def describe(run: Run, record: Record) -> None:
     """The config and the machine as text, and the run's row in the table of hyper-parameters."""
     config = OmegaConf.to_yaml(OmegaConf.create(run.config))
     record.texts({"config": config, "environment": json.dumps(environment(), indent=2)})
-    record.open_row(run.config, [f"eval/{run.workload.best[0]}"])
+    record.open_row(run.config)
 
 
 def save_offending(run: Run, step: int, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from runner.clock import clock
+from runner.device import synchronize
 from runner.workloads.base import Sums
 
 
@@ -43,7 +44,7 @@ class Window:
             self._part = None
 
     def peek(self, reduce: Callable[[Sums], Sums], last_step: int) -> torch.Tensor:
-        """The sums of all ranks: float32 [num_steps, num_metrics], on the CPU.
+        """The sums of all ranks: float32 [num_steps, num_metrics], on the CPU; of no step: [0].
 
         Raises:
             DivergedError: naming the first step whose loss is not finite.
@@ -65,9 +66,14 @@ class Window:
 
 
 class Stopwatch:
-    """How long steps take; logs, evaluations and checkpoints left out."""
+    """How long steps take; logs, evaluations and checkpoints left out.
 
-    def __init__(self) -> None:
+    Args:
+        device: computes the steps.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
         self.seconds = array("d")
         self._logged = 0
         self.start()
@@ -75,11 +81,18 @@ class Stopwatch:
     def start(self) -> None:
         """The first step begins now."""
         self._began = self._started = time.perf_counter()
-        self._pauses = self._data = 0.0
+        self._pauses, self._data = _pauses(), clock.spent("data")
 
-    def lap(self) -> None:
-        """A step is done."""
-        now, pauses = time.perf_counter(), sum(map(clock.spent, ("log", "evaluate", "checkpoint")))
+    def lap(self, pausing: bool) -> None:
+        """A step is done.
+
+        Args:
+            pausing: whether a log, an evaluation or a checkpoint follows. They wait for the device anyway; what it still
+                computes is the time of the steps, not theirs.
+        """
+        if pausing:
+            synchronize(self.device)
+        now, pauses = time.perf_counter(), _pauses()
         self.seconds.append(now - self._started - (pauses - self._pauses))
         self._started, self._pauses = now, pauses
 
@@ -101,6 +114,10 @@ class Stopwatch:
     def steady(self) -> list[float]:
         """The steps without the warm-up: without the first ten, or a fifth of a short run."""
         return list(self.seconds[min(10, len(self.seconds) // 5) :])
+
+
+def _pauses() -> float:
+    return sum(map(clock.spent, ("log", "evaluate", "checkpoint")))
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:

@@ -157,7 +157,7 @@ def test_64_leaves_integers_alone() -> None:
 
 def test_64_is_refused_on_metal() -> None:
     with pytest.raises(ConfigError, match="Metal has no float64"):
-        Double().prepare(torch.device("mps"))
+        Double().check_device(torch.device("mps"))
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 5), "highest"), ((8, 0), "high"), ((10, 0), "high")])

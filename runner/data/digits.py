@@ -41,7 +41,7 @@ class Digits(Data):
         mean, std = images.mean().item(), images.std().item()
         # Not the run's seed: runs with different seeds are to be compared on the same held-out samples.
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(derive(0, "digits")))
-        held_out = round(self.holdout * len(images))
+        held_out = max(1, round(self.holdout * len(images)))
         names = [str(digit) for digit in range(10)]
 
         def samples(indices: torch.Tensor, crop: int) -> TensorSamples:
@@ -57,5 +57,6 @@ def _table():  # -> numpy array: naming it would import numpy
 
     # Read from the package's files: `import sklearn.datasets` takes most of a second, for this one table.
     spec = importlib.util.find_spec("sklearn")
-    assert spec is not None and spec.origin is not None, "scikit-learn is among the dependencies"
+    assert spec is not None, "scikit-learn is among the dependencies"
+    assert spec.origin is not None
     return numpy.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")

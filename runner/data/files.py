@@ -45,7 +45,7 @@ class Job(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A batch as a worker hands it over: failures are told, not raised, since an exception would end the worker's job."""
+    """A batch as a worker hands it over. Failures are told, not raised: what to do about them is the run's to say."""
 
     job: Job
     images: torch.Tensor
@@ -73,7 +73,7 @@ class Fetch:
         return Loaded(job, images, torch.tensor(job.targets), failures)
 
     def _draws(self, job: Job) -> list[Any]:
-        """What decides each sample's augmentation: a hash of (seed, epoch, sample), whichever process asks, and when."""
+        """What decides each sample's augmentation: a hash of (seed, epoch, sample), whichever process asks."""
         if job.epochs is None:
             return [None] * len(job.paths)
         return uniforms(self.seed, torch.tensor(job.epochs), torch.tensor(job.indices), self.read.num_draws).tolist()

@@ -65,7 +65,7 @@ class TensorSamples(Samples):
         if images.dtype == torch.uint8:
             return images
         mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
-        return ((images * std + mean).clamp(0, 1) * 255).to(torch.uint8)
+        return ((images * std + mean).clamp(0, 1) * 255).round().to(torch.uint8)
 
     def _move(self, device: torch.device) -> None:
         """Bring the samples to `device`, once."""

@@ -27,7 +27,7 @@ from runner.data.base import DataError
 
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
-POLL = 1.0
+POLL = 0.5
 """Seconds after which a wait for the next batch looks at the workers. They are the server's children, not ours: no
 signal tells of their death."""
 
@@ -124,8 +124,10 @@ def _next(batches: Iterator[Any], workers: Collection[BaseProcess], timeout: flo
         except StopIteration:
             raise
         except Exception as error:
-            problem = _death(workers)
-            if problem is None and "timed out" not in str(error):
+            timed_out = "timed out" in str(error)
+            # A worker's connection breaks a little before its exit code is known.
+            problem = _death(workers, patience=0 if timed_out else 2)
+            if problem is None and not timed_out:
                 raise
             waited += POLL
             if problem is None and waited >= timeout:
@@ -135,23 +137,25 @@ def _next(batches: Iterator[Any], workers: Collection[BaseProcess], timeout: flo
                 raise problem from None
 
 
-def _death(workers: Collection[BaseProcess]) -> DataError | None:
-    """The error to raise when one of `workers` is dead."""
-    # A broken connection shows a little before the exit code does.
-    multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=0.1)
+def _death(workers: Collection[BaseProcess], patience: float) -> DataError | None:
+    """The error to raise when one of `workers` is dead, or dies within `patience` seconds."""
+    multiprocessing.connection.wait([worker.sentinel for worker in workers], patience)
     for worker in workers:
         if not worker.is_alive():
             code = worker.exitcode or 0
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            cause = _CAUSES.get(-code, "")
-            return DataError(f"data worker {worker.pid}", f"it {how}{cause}", "data.workers=0 reads in the run's process")
+            ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            cause, remedy = _CAUSES.get(-code, ("", ""))
+            return DataError(
+                f"data worker {worker.pid}", f"it {ended}{cause}", f"{remedy}data.workers=0 needs no workers"
+            )
     return None
 
 
 _CAUSES = {
-    signal.SIGKILL: ", perhaps because the machine ran out of memory: data.workers, data.prefetch and batch_size need it",
-    getattr(signal, "SIGBUS", 0): ", most likely because shared memory ran out: enlarge /dev/shm (docker: --shm-size)",
+    9: (", perhaps for want of memory", "fewer data.workers or a smaller data.prefetch take less; "),
+    7: (", most likely for want of shared memory", "enlarge /dev/shm (docker run --shm-size=8g); "),
 }
+"""Why the system kills a worker, by signal (SIGKILL, SIGBUS), and what to do."""
 
 
 def _silence(workers: Collection[BaseProcess], timeout: float) -> DataError:

@@ -120,9 +120,10 @@ class Parallel:
             RuntimeError: when names or shapes differ from the model's.
         """
         model.load_state_dict(tensors)
+        parameters = dict(model.named_parameters())
         places = {name: i for i, name in enumerate(_names_in_order(model, optimizer))}
         packed = optimizer.state_dict()
-        packed["state"] = {places[name]: state for name, state in moments.items()}
+        packed["state"] = {places[name]: _laid_out_as(parameters[name], state) for name, state in moments.items()}
         optimizer.load_state_dict(packed)
 
 
@@ -130,6 +131,19 @@ def _names_in_order(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     """The names of the optimizer's parameters, in the order that its state counts them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _laid_out_as(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with its tensors in the memory layout of their parameter.
+
+    The fused CPU kernels walk through memory, and pair the numbers of two layouts wrongly, without a word.
+    """
+    return {
+        key: torch.empty_like(parameter, dtype=value.dtype, device="cpu").copy_(value)
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in state.items()
+    }
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:

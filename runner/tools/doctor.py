@@ -84,7 +84,7 @@ def _add_clocks(devices: list[dict[str, Any]], findings: list[str]) -> str | Non
     for device in clocked:
         device |= {"clock_mhz": None, "memory_clock_mhz": None}
     try:
-        import pynvml  # optional
+        import pynvml  # pyright: ignore[reportMissingImports] (optional)
     except ImportError:
         return None
     with noted(findings if clocked else [], "NVML"):  # without a device its complaint says nothing

@@ -1,0 +1,83 @@
+"""ResNet50 on one GPU: images per second beside a plain loop, and beside what the device could do at most.
+
+`python -m benchmarks.gpu`: 224×224, bfloat16, channels_last, compiled, batch 256. The limits come from what this device
+was measured to do on one large matrix product and on one large copy, not from its data sheet.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+from benchmarks.resnet import Setting, compare
+
+GPU = Setting(size=224, batch=256, steps=100, warmup=20, dtype=torch.bfloat16, compile=True, device="cuda")
+
+TRAINING_FLOPS = 3 * 2 * 4.09e9
+"""One image: 4.09 G multiply-adds forward (He et al., 2016, at 224×224, v1.5), and twice that backward."""
+
+
+def seconds(work, repeats: int = 20) -> float:
+    """The median time of `work` on the device."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return sorted(times)[repeats // 2]
+
+
+def flops_per_second(side: int = 8192) -> float:
+    """bfloat16 multiply and add operations a second, of a product of square matrices."""
+    a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * side**3 / seconds(lambda: a @ b)
+
+
+def bytes_per_second(size: int = 2**30) -> float:
+    """Bytes read and written a second, of a copy on the device."""
+    source = torch.empty(size, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * size / seconds(lambda: target.copy_(source))
+
+
+def traffic_per_image() -> float:
+    """Bytes that training on one image moves at the least, in bfloat16.
+
+    A convolution reads its input and writes its output, forward, for the gradient of the input and for that of the
+    weights; batch normalisation with its activation reads for the statistics, reads and writes for the result, and does
+    both again backward. Whatever is kept on the chip between two of these would move less.
+    """
+    from torchvision.models import resnet50
+
+    elements = [0]
+
+    def count(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        convolution = isinstance(module, torch.nn.Conv2d)
+        elements[0] += 3 * (inputs[0].numel() + output.numel()) if convolution else 3 * 2 * output.numel()
+
+    model = resnet50(weights=None)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv2d | torch.nn.BatchNorm2d):
+            module.register_forward_hook(count)
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, 3, GPU.size, GPU.size))
+    return 2.0 * elements[0]
+
+
+def main() -> None:
+    """Print the limits, then compare the loops."""
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.gpu needs a CUDA device: `python -m runner.tools.doctor` shows what is here")
+    if "--run" not in sys.argv:
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+        print(f"arithmetic limit: {flops_per_second() / TRAINING_FLOPS:,.0f} images/s")
+        print(f"bandwidth limit:  {bytes_per_second() / traffic_per_image():,.0f} images/s")
+    compare("benchmarks.gpu", "gpu", GPU)
+
+
+if __name__ == "__main__":
+    main()

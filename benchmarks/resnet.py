@@ -1,0 +1,98 @@
+"""ResNet50 through the runner beside a plain loop with the same settings.
+
+On a CPU, `python -m benchmarks.resnet`: 128×128, batch 16, channels_last, float32. On a GPU, `python -m benchmarks.gpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.measure import interleave, report, write
+from benchmarks.overhead import run
+
+GOALS = {("runner", "plain"): 0.97}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both loops do."""
+
+    size: int
+    batch: int
+    steps: int
+    warmup: int
+    dtype: torch.dtype
+    compile: bool
+    device: str
+
+
+CPU = Setting(size=128, batch=16, steps=12, warmup=3, dtype=torch.float32, compile=False, device="cpu")
+
+
+def plain(setting: Setting) -> float:
+    """Images per second of a loop written by hand: a fixed pool of images on the device, no logs."""
+    from torchvision.models import resnet50
+
+    device = torch.device(setting.device)
+    torch.backends.cudnn.benchmark = True
+    torch.manual_seed(0)
+    model = resnet50(weights=None).to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    if setting.compile:
+        model.compile()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    images = torch.randn(setting.batch * 4, 3, setting.size, setting.size, device=device)
+    labels = torch.randint(1000, (len(images),), device=device)
+    for step in range(setting.warmup + setting.steps):
+        if step == setting.warmup:
+            _wait(device)
+            began = time.perf_counter()
+        rows = torch.arange(setting.batch, device=device) + step % 4 * setting.batch
+        with torch.autocast(device.type, setting.dtype, enabled=setting.dtype != torch.float32):
+            loss = torch.nn.functional.cross_entropy(model(images[rows]), labels[rows])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    _wait(device)
+    return setting.steps * setting.batch / (time.perf_counter() - began)
+
+
+def ours(setting: Setting) -> float:
+    """Images per second of the runner, logs and progress on: of all steps but the warm-up, the pause for logs included."""
+    precision = {torch.float32: "32", torch.bfloat16: "bf16"}[setting.dtype]
+    steps = setting.warmup + setting.steps
+    options = ["model=resnet50", "data=synthetic", f"data.size={setting.size}", f"data.num_samples={setting.batch * 4}"]
+    options += [f"batch_size={setting.batch}", f"precision={precision}", f"compile={str(setting.compile).lower()}"]
+    options += ["schedule=constant", "optimizer.lr=0.01", "log_every=5", "eval_every=0", "save_every=0", f"steps={steps}"]
+    return setting.batch * run([*options, f"device={setting.device}"], setting.warmup)
+
+
+CONTENDERS: dict[str, Callable[[Setting], float]] = {"plain": plain, "runner": ours}
+
+
+def compare(module: str, name: str, setting: Setting) -> None:
+    """Measure both loops, or, with `--run`, one in this process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--run", choices=CONTENDERS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        print(CONTENDERS[arguments.run](setting))
+        return
+    rates = interleave(module, list(CONTENDERS), arguments.repeats)
+    kind = f"{setting.size}×{setting.size}, batch {setting.batch}, {setting.dtype}, compile={setting.compile}"
+    table = report(f"ResNet50 on {setting.device}, {kind}", "images/s", rates, GOALS)
+    write(name, [table], f"python -m {module} --repeats {arguments.repeats}")
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    compare("benchmarks.resnet", "resnet", CPU)

@@ -1,0 +1,147 @@
+"""Samples in memory: order, augmentation and normalisation against the slow, obvious way."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from runner.batching import MicroBatch, Plan, SampleOrder
+from runner.data.memory import TensorSamples
+from runner.seeds import uniforms
+
+CPU = torch.device("cpu")
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+
+
+def pool(count: int = 20, height: int = 7, width: int = 5, **options) -> TensorSamples:
+    images = torch.randint(256, (count, 3, height, width), dtype=torch.uint8)
+    return TensorSamples(images, torch.arange(count) % 4, list("abcd"), MEAN, STD, **options)
+
+
+def normalized(image: torch.Tensor) -> torch.Tensor:
+    """One image, the slow way: pixel by pixel, channel by channel, in double precision."""
+    result = torch.empty(image.shape, dtype=torch.float64)
+    for channel, row, column in itertools.product(*map(range, image.shape)):
+        result[channel, row, column] = (int(image[channel, row, column]) / 255 - MEAN[channel]) / STD[channel]
+    return result.float()
+
+
+def augmented(image: torch.Tensor, draws: torch.Tensor, crop: int, flip: bool) -> torch.Tensor:
+    """One image, the slow way: put on a black canvas, cut out at an offset, mirrored."""
+    channels, height, width = image.shape
+    canvas = torch.zeros(channels, height + 2 * crop, width + 2 * crop, dtype=torch.uint8)
+    canvas[:, crop : crop + height, crop : crop + width] = image
+    top, left = (int(draw * (2 * crop + 1)) for draw in draws[:2].tolist())
+    part = canvas[:, top : top + height, left : left + width]
+    return part.flip(2) if flip and draws[2] < 0.5 else part
+
+
+def take(samples: TensorSamples, plan: Plan, after_step: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(itertools.islice(samples.batches(plan.stream(after_step), plan.seed, CPU), count))
+
+
+@pytest.mark.parametrize(("crop", "flip"), [(0, False), (0, True), (2, False), (2, True), (6, True)])
+def test_every_sample_of_a_batch_is_the_slow_ones(crop, flip):
+    samples = pool(crop=crop, flip=flip)
+    order = SampleOrder(20, seed=3)
+    for micro, batch in zip(
+        Plan(12, seed=3).stream(0), samples.batches(Plan(12, seed=3).stream(0), 3, CPU), strict=False
+    ):
+        indices, epochs = order.indices(micro.start, micro.stop), order.epochs(micro.start, micro.stop)
+        draws = uniforms(3, epochs, indices, 3)
+        assert batch.targets.tolist() == [int(i) % 4 for i in indices]
+        for row, index in enumerate(indices):
+            expected = normalized(augmented(samples.inputs[index], draws[row], crop, flip))
+            torch.testing.assert_close(batch.inputs[row], expected, rtol=0, atol=2e-6)
+        if micro.stop >= 60:
+            break
+
+
+def test_augmentation_reaches_all_it_may_and_no_more():
+    image = torch.arange(1, 26, dtype=torch.float32).view(1, 1, 5, 5)
+    samples = TensorSamples(
+        image.expand(2000, 1, 5, 5).clone(), torch.zeros(2000).long(), ["x"], (0.0,), (1.0,), True, 2
+    )
+    ((inputs, _),) = take(samples, Plan(2000), 0, 1)
+    variants = {tuple(picture.flatten().tolist()) for picture in inputs}
+    assert len(variants) == 5 * 5 * 2
+    centres = inputs[:, 0, 2, 2].long() - 1
+    shown = torch.bincount(centres, minlength=25).float() / 2000
+    assert shown.min() > 0.02  # each of 25 shifts: 0.04
+    assert shown.max() < 0.06
+    mirrored = (inputs[:, 0, 2, 1] > inputs[:, 0, 2, 3]).float().mean()
+    assert 0.4 < mirrored < 0.6
+
+
+def test_floats_and_bytes_give_the_same_batches():
+    bytes_ = pool(crop=2, flip=True)
+    floats = torch.stack([normalized(image) for image in bytes_.inputs])
+    other = TensorSamples(floats, bytes_.targets, list("abcd"), MEAN, STD, crop=2, flip=True)
+    for (a, _), (b, _) in zip(take(bytes_, Plan(8), 0, 5), take(other, Plan(8), 0, 5), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("accumulation", "world_size"), [(3, 1), (1, 4), (2, 3)])
+def test_batches_do_not_depend_on_how_they_are_cut(accumulation, world_size):
+    samples = pool(crop=2, flip=True)
+    whole = take(samples, Plan(12), 0, 4)
+    for step, (inputs, targets) in enumerate(whole):
+        parts = [take(samples, Plan(12, accumulation, (r, world_size)), step, accumulation) for r in range(world_size)]
+        assert torch.equal(torch.cat([part[0] for rank in parts for part in rank]), inputs)
+        assert torch.equal(torch.cat([part[1] for rank in parts for part in rank]), targets)
+
+
+def test_a_stream_that_begins_later_goes_on_the_same():
+    whole = take(pool(crop=1, flip=True), Plan(12, seed=9), 0, 7)
+    torch.manual_seed(0)  # `pool` draws its images
+    later = take(pool(crop=1, flip=True), Plan(12, seed=9), 4, 3)
+    torch.manual_seed(0)
+    again = take(pool(crop=1, flip=True), Plan(12, seed=9), 0, 7)
+    assert not torch.equal(whole[0][0], whole[1][0])
+    for (a, _), (b, _) in zip(later, again[4:], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_seed_changes_order_and_augmentation():
+    samples = pool(crop=2)
+    (a, _), (b, _) = take(samples, Plan(20, seed=0), 0, 1)[0], take(samples, Plan(20, seed=1), 0, 1)[0]
+    assert not torch.equal(a, b)
+    one = TensorSamples(samples.inputs[:1], samples.targets[:1], list("abcd"), MEAN, STD, crop=3)
+    epochs = [inputs for inputs, _ in take(one, Plan(1), 0, 20)]
+    assert len({tuple(inputs.flatten().tolist()) for inputs in epochs}) > 10  # another shift every epoch
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shards_in_order_hold_each_sample_once(count):
+    samples = pool(crop=2, flip=True)
+    batches = [list(samples.in_order(4, (index, count), CPU)) for index in range(count)]
+    inputs = torch.cat([batch.inputs for shard in batches for batch in shard])
+    expected = torch.stack([normalized(image) for image in samples.inputs])
+    torch.testing.assert_close(inputs, expected, rtol=0, atol=2e-6)
+    targets = [target for shard in batches for batch in shard for target in batch.targets.tolist()]
+    assert targets == samples.targets.tolist()
+    assert max(len(batch.targets) for shard in batches for batch in shard) <= 4
+
+
+def test_pictures_are_the_images_that_inputs_were_made_of():
+    samples = pool()
+    floats = torch.stack([normalized(image) for image in samples.inputs])
+    other = TensorSamples(floats, samples.targets, list("abcd"), MEAN, STD)
+    assert torch.equal(samples.pictures([5, 0]), samples.inputs[[5, 0]])
+    assert torch.equal(other.pictures([5, 0]), samples.inputs[[5, 0]])
+
+
+def test_a_step_may_be_asked_for_again():
+    samples = pool(crop=2, flip=True)
+    micro = MicroBatch(30, 36, 1.0, True)
+    (first,), (second,) = list(samples.batches([micro], 0, CPU)), list(samples.batches([micro], 0, CPU))
+    assert torch.equal(first.inputs, second.inputs)
+
+
+def test_streams_leave_the_global_generator_alone():
+    samples = pool(crop=2, flip=True)
+    before = torch.get_rng_state()
+    take(samples, Plan(6), 0, 5)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,110 @@
+"""Which samples make up which batch: a pure function of (seed, step)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from runner.batching import Accumulation, MicroBatch, Plan, SampleOrder
+from runner.config import ConfigError
+from runner.seeds import derive
+
+SPLITS = [(12, 1, 1), (12, 3, 1), (12, 1, 4), (12, 2, 3), (12, 12, 1), (8, 2, 4), (1, 1, 1)]
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation", "world_size"), SPLITS)
+def test_micro_batches_tile_the_global_batch(batch_size, accumulation, world_size):
+    for step in (1, 2, 1000):
+        micros = [Plan(batch_size, accumulation, (rank, world_size)).micro_batches(step) for rank in range(world_size)]
+        positions = [p for micro in itertools.chain(*micros) for p in range(micro.start, micro.stop)]
+        assert positions == list(range((step - 1) * batch_size, step * batch_size))
+        assert sum(micro.weight for micro in itertools.chain(*micros)) == pytest.approx(1)
+        for of_one_rank in micros:
+            assert [micro.is_last for micro in of_one_rank] == [False] * (accumulation - 1) + [True]
+            assert {micro.stop - micro.start for micro in of_one_rank} == {batch_size // accumulation // world_size}
+
+
+def test_a_stream_goes_on_from_any_step():
+    plan = Plan(12, accumulation=2, shard=(1, 3))
+    steps = [micro for step in range(1, 9) for micro in plan.micro_batches(step)]
+    assert list(itertools.islice(plan.stream(0), 16)) == steps
+    assert list(itertools.islice(plan.stream(5), 6)) == steps[10:]
+
+
+def test_rank_and_micro_batch_in_numbers():
+    assert Plan(12, accumulation=2, shard=(1, 3)).micro_batches(2) == [
+        MicroBatch(16, 18, 2 / 12, False),
+        MicroBatch(18, 20, 2 / 12, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accumulation", "world_size", "remedy"),
+    [
+        (10, 4, 1, "batch_size=8 or batch_size=12"),
+        (3, 2, 2, "batch_size=4"),
+        (100, 1, 3, "batch_size=99 or batch_size=102"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_evenly_is_refused(batch_size, accumulation, world_size, remedy):
+    with pytest.raises(ConfigError) as refused:
+        Plan(batch_size, accumulation, (0, world_size))
+    assert refused.value.key == "batch_size"
+    assert f"got {batch_size}" in str(refused.value)
+    assert refused.value.remedy.endswith(f": {remedy}")
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_accumulation_takes_at_least_one_step(steps):
+    with pytest.raises(ConfigError, match="≥ 1"):
+        Accumulation(steps)
+
+
+def stream(num_samples: int, seed: int, epochs: int) -> list[int]:
+    """The whole stream, the slow way: a permutation an epoch, laid end to end."""
+    generators = [torch.Generator().manual_seed(derive(seed, "order", epoch)) for epoch in range(epochs)]
+    return [i for generator in generators for i in torch.randperm(num_samples, generator=generator).tolist()]
+
+
+@pytest.mark.parametrize("length", [1, 3, 7, 10, 25, 40])
+def test_positions_are_those_of_the_stream(length):
+    expected = stream(10, seed=5, epochs=12)
+    order = SampleOrder(10, seed=5)
+    for start in range(0, 120 - length, length):
+        assert order.indices(start, start + length).tolist() == expected[start : start + length]
+        assert order.epochs(start, start + length).tolist() == [p // 10 for p in range(start, start + length)]
+
+
+def test_any_position_may_be_asked_for_at_any_time():
+    expected = stream(10, seed=0, epochs=10)
+    order = SampleOrder(10, seed=0)
+    for start in (95, 3, 50, 48, 8, 0, 97):
+        assert order.indices(start, start + 3).tolist() == expected[start : start + 3]
+
+
+def test_an_epoch_has_each_sample_once_in_an_order_of_its_own():
+    order = SampleOrder(50, seed=0)
+    first, second = order.indices(0, 50), order.indices(50, 100)
+    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(50))
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, SampleOrder(50, seed=1).indices(0, 50))
+    assert not torch.equal(first, torch.arange(50))
+
+
+@pytest.mark.parametrize(("accumulation", "world_size"), [(1, 1), (3, 1), (1, 4), (2, 2)])
+def test_however_a_batch_is_cut_it_holds_the_same_samples(accumulation, world_size):
+    expected = stream(10, seed=0, epochs=5)
+    plans = [Plan(12, accumulation, (rank, world_size)) for rank in range(world_size)]
+    order = SampleOrder(10, seed=0)
+    for step in range(1, 4):
+        micros = [micro for plan in plans for micro in plan.micro_batches(step)]
+        samples = [i for micro in micros for i in order.indices(micro.start, micro.stop).tolist()]
+        assert samples == expected[12 * (step - 1) : 12 * step]
+
+
+def test_the_order_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    SampleOrder(10, seed=0).indices(0, 30)
+    assert torch.equal(torch.get_rng_state(), before)

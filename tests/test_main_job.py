@@ -1,0 +1,48 @@
+"""`python -m runner`, as typed: the first thing that anybody tries."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import command
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The process and its run directory."""
+    cwd = tmp_path_factory.mktemp("here")
+    process = command(cwd=cwd, timeout=240)
+    (directory,) = (cwd / "outputs" / "classifier").iterdir()
+    return process, directory
+
+
+def test_it_learns_the_digits(finished):
+    process, directory = finished
+    assert process.returncode == 0, process.stderr
+    result = json.loads((directory / "result.json").read_text())
+    assert result["status"] == "done"
+    assert result["metrics"]["eval/accuracy"] >= 0.98
+    assert result["best"]["value"] >= result["metrics"]["eval/accuracy"]
+    assert result["steps"] == 450  # 20 epochs of 1,438 samples, 64 a step
+
+
+def test_it_leaves_everything_to_look_at(finished):
+    _, directory = finished
+    names = {path.name for path in directory.iterdir()}
+    assert {"config.yaml", "overrides.yaml", "environment.json", "checkpoints", "log.txt", "result.json"} <= names
+    events = EventAccumulator(str(directory)).Reload()
+    losses = [event.value for event in events.Scalars("train/loss")]
+    assert len(losses) == 9
+    assert losses[-1] < 0.2 < losses[0]
+    steps = {path.name for path in (directory / "checkpoints").iterdir()}
+    assert "step_00000450" in steps
+    assert len(steps) <= 3, "two of the latest, and the best"
+
+
+def test_it_says_how_to_look_at_it(finished):
+    process, directory = finished
+    assert "tensorboard --logdir outputs" in process.stdout.replace("'", "")
+    assert str(directory.relative_to(directory.parents[2])) in process.stdout
+    assert "best eval/accuracy" in process.stdout

@@ -1,0 +1,81 @@
+"""Streams of random numbers that depend on names, never on order."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from runner.seeds import derive, uniforms
+
+WORD = (1 << 64) - 1
+
+
+def split_mix(x: int) -> int:
+    """SplitMix64 as its authors wrote it, with Python's integers."""
+    x = (x + 0x9E3779B97F4A7C15) & WORD
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
+    return x ^ (x >> 31)
+
+
+def reference(seed: int, epoch: int, sample: int, count: int) -> list[float]:
+    key = split_mix((split_mix((sample + derive(seed, "augmentation")) & WORD) + epoch) & WORD)
+    return [(split_mix((key + draw) & WORD) >> 40) / 2**24 for draw in range(count)]
+
+
+def test_the_reference_is_split_mix():
+    assert split_mix(0) == 0xE220A8397B1DCDAF  # the published first output from state 0
+
+
+def test_a_derived_seed_is_the_hash_of_its_place():
+    digest = hashlib.blake2b(b"(7, 'order', 3)", digest_size=8).digest()
+    assert derive(7, "order", 3) == int.from_bytes(digest, "big") // 2
+    assert torch.Generator().manual_seed(derive(7, "order", 3)).initial_seed() == derive(7, "order", 3)
+
+
+def test_derived_seeds_differ_by_every_part_of_their_place():
+    places = [(0,), (1,), (0, 1), (0, "1"), (0, 1, 0), (0, "order", 1), (0, "order", 11), (0, "order", 1, 1)]
+    assert len({derive(*place) for place in places}) == len(places)  # pyright: ignore[reportArgumentType]
+    assert all(0 <= derive(seed, "x") < 2**63 for seed in range(1000))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, -5])
+def test_uniforms_are_those_of_the_reference(seed):
+    epochs, samples = torch.tensor([0, 0, 1, 7, 10**6]), torch.tensor([0, 1, 0, 59_999, 2**40])
+    drawn = uniforms(seed, epochs, samples, 5)
+    expected = [reference(seed, int(e), int(s), 5) for e, s in zip(epochs, samples, strict=True)]
+    assert drawn.dtype == torch.float32
+    assert torch.equal(drawn, torch.tensor(expected, dtype=torch.float32))
+
+
+def test_uniforms_do_not_depend_on_their_company():
+    epochs, samples = torch.arange(50) // 7, torch.arange(50) * 13
+    together = uniforms(3, epochs, samples, 4)
+    order = torch.randperm(50)
+    assert torch.equal(uniforms(3, epochs[order], samples[order], 4), together[order])
+    assert torch.equal(uniforms(3, epochs[9:10], samples[9:10], 4), together[9:10])
+    assert torch.equal(uniforms(3, epochs, samples, 9)[:, :4], together)
+
+
+def test_uniforms_are_uniform_and_uncorrelated():
+    n = 20_000
+    drawn = uniforms(0, torch.zeros(n, dtype=torch.int64), torch.arange(n), 3)
+    later = uniforms(0, torch.ones(n, dtype=torch.int64), torch.arange(n), 3)
+    other = uniforms(1, torch.zeros(n, dtype=torch.int64), torch.arange(n), 3)
+    assert 0 <= drawn.min()
+    assert drawn.max() < 1
+    for column in drawn.T:
+        counts = torch.histc(column, bins=20, min=0, max=1)
+        chi_squared = ((counts - n / 20) ** 2 / (n / 20)).sum()
+        assert chi_squared < 45  # 19 degrees of freedom: 1 in 1,000 above 43.8
+    pairs = [drawn[:, 0], drawn[:, 1], drawn[:, 2], drawn[:, 0].roll(1), later[:, 0], other[:, 0]]
+    correlations = torch.corrcoef(torch.stack(pairs)).fill_diagonal_(0)
+    assert correlations.abs().max() < 0.03  # 4 standard deviations of chance
+
+
+def test_seeds_leave_the_global_generator_alone():
+    before = torch.get_rng_state()
+    uniforms(derive(0, "x"), torch.arange(3), torch.arange(3), 3)
+    assert torch.equal(torch.get_rng_state(), before)
