@@ -17,7 +17,9 @@ from runner.environment import environment
 RESULTS = Path(__file__).parent / "results"
 
 
-def interleave(module: str, contenders: Sequence[str], repeats: int, arguments: Sequence[str] = ()) -> dict[str, list[float]]:
+def interleave(
+    module: str, contenders: Sequence[str], repeats: int, arguments: Sequence[str] = ()
+) -> dict[str, list[float]]:
     """Run `python -m module --run CONTENDER` for every contender, `repeats` times round.
 
     A machine's speed drifts: contenders that take turns drift alike. Each prints its rate as its last line.
@@ -48,8 +50,9 @@ def report(title: str, unit: str, rates: dict[str, list[float]], goals: dict[tup
     compared = []
     for (name, other), goal in goals.items():
         ratio = ratios(rates, name, other)
+        spread = f"{ratio['median']:.3f} ({ratio['least']:.3f} – {ratio['most']:.3f})"
         verdict = "reached" if ratio["median"] >= goal else "MISSED"
-        print(f"  {name} / {other}: {ratio['median']:.3f} ({ratio['least']:.3f} – {ratio['most']:.3f}), goal {goal}: {verdict}")
+        print(f"  {name} / {other}: {spread}, goal {goal}: {verdict}")
         compared.append({"name": name, "other": other, "goal": goal, **ratio})
     return {"title": title, "unit": unit, "rates": rates, "ratios": compared}
 

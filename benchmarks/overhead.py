@@ -21,7 +21,12 @@ from runner.data.digits import Digits
 from runner.data.memory import TensorSamples
 
 BATCH = 64
-GOALS = {("runner", "limit"): 0.85, ("runner", "plain"): 1.0, ("runner", "lightning"): 1.5, ("runner", "accelerate"): 1.3}
+GOALS = {
+    ("runner", "limit"): 0.85,
+    ("runner", "plain"): 1.0,
+    ("runner", "lightning"): 1.5,
+    ("runner", "accelerate"): 1.3,
+}
 
 
 def network() -> nn.Module:
@@ -116,19 +121,28 @@ def lightning(steps: int) -> float:
             return sgd(self)
 
     module = Module()
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False)
     L.Trainer(max_steps=steps, max_epochs=-1, accelerator="cpu", **quiet).fit(module, loader())
     return steps / (time.perf_counter() - module.began)
 
 
 def ours(steps: int) -> float:
     """The whole run, its logs, its progress, its checkpoints and its evaluation at the end."""
-    options = ["model=tiny", "data.size=8", "schedule=constant", "optimizer.lr=0.05", "log_every=50", "eval_every=0"]
-    return run([*options, f"batch_size={BATCH}", f"save_every={steps // 3}", f"steps={steps}", "device=cpu"])
+    options = [
+        "model=tiny",
+        "data.size=8",
+        "data.crop=0",
+        "schedule=constant",
+        "optimizer.lr=0.05",
+        "log_every=50",
+        "eval_every=0",
+    ]
+    threads = f"device.threads={torch.get_num_threads()}"
+    return run([*options, f"batch_size={BATCH}", f"save_every={steps // 3}", f"steps={steps}", "device=cpu", threads])
 
 
 def run(options: list[str], warmup: int = 0) -> float:
-    """Steps per second of a run in this process, all that it does between its steps counted in, after `warmup` steps."""
+    """Steps per second of a run in this process after `warmup` steps, what it does between them counted in."""
     from runner import train
     from runner.__main__ import main
 
@@ -171,7 +185,8 @@ def main() -> None:
     passed = ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
     rates = interleave("benchmarks.overhead", list(CONTENDERS), arguments.repeats, passed)
     table = report(f"small network on digits, batch 64, {arguments.threads} thread(s)", "steps/s", rates, GOALS)
-    write("overhead", [table], "python -m benchmarks.overhead " + " ".join([*passed, "--repeats", str(arguments.repeats)]))
+    command = ["python", "-m", "benchmarks.overhead", *passed, "--repeats", str(arguments.repeats)]
+    write("overhead", [table], " ".join(command))
 
 
 if __name__ == "__main__":

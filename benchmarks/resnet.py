@@ -1,6 +1,6 @@
 """ResNet50 through the runner beside a plain loop with the same settings.
 
-On a CPU, `python -m benchmarks.resnet`: 128×128, batch 16, channels_last, float32. On a GPU, `python -m benchmarks.gpu`.
+On a CPU, `python -m benchmarks.resnet`: 128×128, batch 16, channels_last, float32. On a GPU: `benchmarks.gpu`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def plain(setting: Setting) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
     images = torch.randn(setting.batch * 4, 3, setting.size, setting.size, device=device)
     labels = torch.randint(1000, (len(images),), device=device)
+    began = 0.0
     for step in range(setting.warmup + setting.steps):
         if step == setting.warmup:
             _wait(device)
@@ -62,12 +63,13 @@ def plain(setting: Setting) -> float:
 
 
 def ours(setting: Setting) -> float:
-    """Images per second of the runner, logs and progress on: of all steps but the warm-up, the pause for logs included."""
+    """Images per second of the runner after the warm-up, logs and progress on."""
     precision = {torch.float32: "32", torch.bfloat16: "bf16"}[setting.dtype]
     steps = setting.warmup + setting.steps
     options = ["model=resnet50", "data=synthetic", f"data.size={setting.size}", f"data.num_samples={setting.batch * 4}"]
     options += [f"batch_size={setting.batch}", f"precision={precision}", f"compile={str(setting.compile).lower()}"]
-    options += ["schedule=constant", "optimizer.lr=0.01", "log_every=5", "eval_every=0", "save_every=0", f"steps={steps}"]
+    options += ["schedule=constant", "optimizer.lr=0.01", "log_every=5", "eval_every=0", "save_every=0"]
+    options += [f"steps={steps}"]
     return setting.batch * run([*options, f"device={setting.device}"], setting.warmup)
 
 
