@@ -1,6 +1,4 @@
-"""Networks: layers and nothing else. They know no device, rank, precision or config."""
+"""Networks: layers and nothing else. They know no device, rank, precision or config.
 
-from models.convnet import ConvNet
-from models.resnet import ResNet
-
-__all__ = ["ConvNet", "ResNet"]
+Each is imported from its own module: torchvision takes a second to load, and a small network does not need it.
+"""

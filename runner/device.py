@@ -72,7 +72,7 @@ class Device:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS documentation: results reproducibility
         torch.set_num_threads(self.threads or before[0])
         torch.backends.cudnn.benchmark = device.type == "cuda" and not deterministic
-        torch.use_deterministic_algorithms(deterministic)
+        _use_deterministic(deterministic)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
@@ -80,10 +80,15 @@ class Device:
         finally:
             torch.set_num_threads(before[0])
             torch.backends.cudnn.benchmark = before[1]
-            torch.use_deterministic_algorithms(before[2])
+            _use_deterministic(before[2])
 
 
 _OTHERWISE = "device=auto takes what is there; `python -m runner.tools.doctor` shows it"
+
+
+def _use_deterministic(wanted: bool) -> None:
+    if wanted != torch.are_deterministic_algorithms_enabled():  # the call loads the compiler, which takes a second
+        torch.use_deterministic_algorithms(wanted)
 
 
 def _best() -> str:

@@ -87,10 +87,10 @@ class ConvNet(Model):
         check_range(self, "dropout", least=0, most=1 - 1e-9)
 
     def network(self, shape: tuple[int, int, int], num_classes: int) -> torch.nn.Module:
-        import models  # here, not above: the config's errors are told before torch is loaded
+        from models import convnet  # here, not above: the config's errors are told before torch is loaded
 
         try:
-            return models.ConvNet(
+            return convnet.ConvNet(
                 *shape,
                 num_classes,
                 channels=self.channels,
@@ -128,9 +128,9 @@ class ResNet(Model):
         check_choice(self, "norm", ("batch", "group"))
 
     def network(self, shape: tuple[int, int, int], num_classes: int) -> torch.nn.Module:
-        import models  # as above
+        from models import resnet  # as above, and torchvision
 
-        return models.ResNet(
+        return resnet.ResNet(
             self.depth,
             in_channels=shape[0],
             num_classes=num_classes,

@@ -10,7 +10,7 @@ import torchvision
 import yaml
 from safetensors.torch import save_file
 
-import models
+from models import convnet, resnet
 from models.resnet import DEPTHS, NORMS, STEMS
 from runner.config import CONF, ConfigError, build, option_fields
 from runner.model import ConvNet, Model, ResNet, read_weights
@@ -23,9 +23,9 @@ def option(name: str, **changes: object) -> Model:
     return build(yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text()) | changes, Model, "model")
 
 
-def small(classes: int = 10, seed: int = 0) -> models.ConvNet:
+def small(classes: int = 10, seed: int = 0) -> convnet.ConvNet:
     torch.manual_seed(seed)
-    return models.ConvNet(*SHAPE, classes)
+    return convnet.ConvNet(*SHAPE, classes)
 
 
 def refusal(**options: object) -> str:
@@ -64,16 +64,16 @@ def test_option_files_list_every_field(name: str) -> None:
 
 def test_options_reach_the_network() -> None:
     net = option("convnet", dropout=0.5, checkpoint_activations=True).build(SHAPE, 10)
-    resnet = option("resnet18", stem="cifar", norm="group", checkpoint_activations=True).build((2, 32, 32), 10)
+    deep = option("resnet18", stem="cifar", norm="group", checkpoint_activations=True).build((2, 32, 32), 10)
 
-    assert isinstance(net, models.ConvNet)
+    assert isinstance(net, convnet.ConvNet)
     assert net.get_submodule("hidden.dropout").p == 0.5
     assert all(stage.checkpoint_activations for _, stage in net.stages())
-    assert isinstance(resnet, models.ResNet)
-    assert all(stage.checkpoint_activations for _, stage in resnet.stages())
-    assert isinstance(resnet.maxpool, torch.nn.Identity)
-    assert isinstance(resnet.bn1, torch.nn.GroupNorm)
-    assert resnet.conv1.in_channels == 2
+    assert isinstance(deep, resnet.ResNet)
+    assert all(stage.checkpoint_activations for _, stage in deep.stages())
+    assert isinstance(deep.maxpool, torch.nn.Identity)
+    assert isinstance(deep.bn1, torch.nn.GroupNorm)
+    assert deep.conv1.in_channels == 2
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:

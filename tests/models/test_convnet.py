@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models import ConvNet
+from models.convnet import ConvNet
 from models.convnet import smallest_side
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from models import ResNet
+from models.resnet import ResNet
 from models.recompute import Stage
 
 

@@ -9,7 +9,7 @@ import torchvision
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from models import ResNet
+from models.resnet import ResNet
 from models.resnet import DEPTHS, NORMS, STEMS
 
 REFERENCES = {
