@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import secrets
 import sys
-import time
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if sys.path and sys.path[0] != str(ROOT) and Path(sys.path[0] or ".").resolve() == Path.cwd():
-    del sys.path[0]  # `python -m` puts the caller's directory first: a models.py there would hide ours
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if sys.path and sys.path[0] != ROOT and os.path.realpath(sys.path[0]) == os.path.realpath(os.curdir):
+    del sys.path[0]  # `python -m` puts the caller's directory first: a models.py or secrets.py there would hide others
+
+import logging  # noqa: E402
+import shlex  # noqa: E402
+import traceback  # noqa: E402
+from pathlib import Path  # noqa: E402
+from tempfile import TemporaryDirectory  # noqa: E402
+from typing import Any  # noqa: E402
 
 from runner.lazy import import_lazily  # noqa: E402
 
@@ -42,78 +44,83 @@ def main() -> int:
         return DONE
     try:
         codes = launch_hydra(arguments)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return REFUSED
-    except (HydraException, OmegaConfBaseException) as error:
-        print(cli.explained(error), file=sys.stderr)
-        return REFUSED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except SystemExit as stop:  # Hydra's own usage errors, and a sweep that was asked to stop
-        return stop.code if isinstance(stop.code, int) else REFUSED
+    except SystemExit as stop:  # a sweep that was asked to stop, and Hydra's usage errors
+        return stop.code if stop.code in (DONE, STOPPED) else REFUSED
+    except Exception as error:
+        return failed(error)
     return next((code for code in codes if code != DONE), DONE)
+
+
+def failed(error: Exception) -> int:
+    """Tell what went wrong; returns the exit code."""
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        print(cli.explained(error), file=sys.stderr)
+    elif isinstance(error, ConfigError):
+        print(error, file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+        return CRASHED
+    return REFUSED
 
 
 def launch_hydra(arguments: list[str]) -> list[int]:
     """Let Hydra compose the config, and call `job` once, or once a job of a sweep; returns the exit codes."""
+    arguments = cli.overrides_first(arguments)
     sweep = bool({"-m", "--multirun"} & set(arguments))
-    source = cli.override_value(arguments, "resume")
-    if source not in (None, "auto", "never") and not sweep:
+    if not sweep and (source := cli.resumed(arguments)):
         from runner.resume import saved_overrides
 
-        arguments = cli.with_saved(saved_overrides(Path(source or "")), arguments)
+        arguments = cli.with_saved(saved_overrides(source), arguments)
     sys.argv[1:] = [cli.quoted(argument, sweep) for argument in arguments]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, so that `main` can explain
-    started = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"
-    OmegaConf.register_new_resolver("started", lambda: started, replace=True)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, so that `failed` can explain
+    sweep_name = directory.unique_name()
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def composed(config: DictConfig) -> None:
         try:
-            codes.append(job(config))
-        except Exception as error:  # past Hydra, which would print it
-            errors.append(error)
+            codes.append(job(config, sweep_name))
+        except Exception as error:  # not to Hydra, which would end the sweep
+            codes.append(failed(error))
 
     codes: list[int] = []
-    errors: list[Exception] = []
-    composed()
-    if errors:
-        raise errors[0]
+    with TemporaryDirectory(prefix="runner-") as scratch:
+        OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
+        try:
+            composed()
+        except (HydraException, OmegaConfBaseException):
+            raise
+        except (ValueError, OSError) as error:  # what Hydra does not foresee
+            raise HydraException(str(error)) from error
     return codes
 
 
-def job(config: DictConfig) -> int:
-    """One run, alone or as a job of a sweep, where its failure does not end the others."""
+def job(config: DictConfig, sweep_name: str) -> int:
+    """One run, alone or as a job of a sweep."""
     settings = HydraConfig.get()
     sweep = settings.mode == RunMode.MULTIRUN
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportAssignmentType]
     overrides = list(settings.overrides.task)
-    number = settings.job.num if sweep else None
-    if number is not None:
-        print(f"\njob {number}: {' '.join(overrides)}", file=sys.stderr)
-    try:
-        code = run_one(plain, overrides, Path(settings.sweep.dir) if sweep else None, number)
-    except ConfigError as error:
-        if not sweep:
-            raise
-        print(error, file=sys.stderr)
-        return REFUSED
-    if sweep and code == STOPPED:
+    if not sweep:
+        return run_one(plain, overrides)
+    print(f"\njob {settings.job.num}: {' '.join(overrides)}", file=sys.stderr)
+    code = run_one(plain, overrides, sweep_name, settings.job.num)
+    if code == STOPPED:
         raise SystemExit(STOPPED)  # asked to stop: not only this job
     return code
 
 
-def run_one(config: dict[str, Any], overrides: list[str], sweep: Path | None, number: int | None) -> int:
-    """Build, check and train one run; leaves its result and says where it is."""
+def run_one(config: dict[str, Any], overrides: list[str], sweep: str = "", number: int = 0) -> int:
+    """Build, check and train one run, job `number` of `sweep` if there is one; says where its result is."""
     from runner.resume import claimed_directory
     from runner.run import build_run
 
     run = build_run(config)
     run.prepare()
-    parent = sweep or Path(run.output_root) / run.name
-    label = None if number is None else directory.job_name(number, overrides)
+    root, label = Path(run.output_root), directory.job_name(number, overrides) if sweep else None
+    parent = root / "sweeps" / run.name / sweep if sweep else root / run.name
     with claimed_directory(run, parent, label, overrides) as run.directory:
         from runner.record import LogFile
 
@@ -144,16 +151,20 @@ def trained(run: Any) -> Any:
 
 def summary(run: Any, result: Any) -> str:
     """The last words of a run: how it ended, where it is, how to look at it."""
-    where = os.path.relpath(run.directory)
-    lines = [f"{result.status} after step {result.steps}/{run.num_steps}, {result.seconds:.1f} s: {result.error}".rstrip(": ")]
+    where, logs = (shlex.quote(os.path.relpath(path)) for path in (run.directory, run.output_root))
+    lines = [
+        f"{result.status} after step {result.steps}/{run.num_steps}, {result.seconds:.1f} s: {result.error}".rstrip(
+            ": "
+        )
+    ]
     if best := result.best:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
     lines.append(f"run: {where}")
     if result.status != "done":
         lines.append(f"log: {where}/log.txt")
     if result.status in ("stopped", "crashed"):
-        lines.append(f"go on: python -m runner resume='{where}'")
-    lines.append(f"look: tensorboard --logdir '{os.path.relpath(run.output_root)}'")
+        lines.append(f"go on: python -m runner resume={where}")
+    lines.append(f"look: tensorboard --logdir {logs}")
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import inspect
 import math
 import re
 import sys
@@ -16,10 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, ConfigValueError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 # In a checkout conf/ lies beside runner/, in an installed package inside it.
 CONF = next(path for path in (Path(__file__).parent / "conf", Path(__file__).parent.parent / "conf") if path.is_dir())
@@ -60,7 +61,10 @@ def check_range(
     value = getattr(component, key)
     if value is None or (math.isfinite(value) and value > above and least <= value <= most):
         return
-    wanted = [f"{word}{bound:g}" for word, bound in (("> ", above), ("≥ ", least), ("≤ ", most)) if math.isfinite(bound)]
+    bounds = (("> ", above), ("≥ ", least), ("≤ ", most))
+    wanted = [
+        f"{word}{bound if isinstance(bound, int) else f'{bound:g}'}" for word, bound in bounds if math.isfinite(bound)
+    ]
     raise ConfigError(key, value, "it must be a finite number " + " and ".join(wanted), _see(component))
 
 
@@ -71,11 +75,13 @@ def check_choice(component: object, key: str, choices: Iterable[str]) -> None:
         raise ConfigError(key, value, f"it is none of {', '.join(choices)}", did_you_mean(value, choices))
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A sentence that names the nearest of `known`, or all of them when none is near."""
-    known = sorted(known)
-    near = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(near)}?" if near else f"known are: {', '.join(known)}"
+def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
+    """A sentence that names the nearest of `known`, or all of them when none is near; each with `before` before it."""
+    spelled = {name.lower(): before + name for name in sorted(known)}
+    near = difflib.get_close_matches(word.lower(), spelled, n=3, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(spelled[name] for name in near)}?"
+    return f"known are: {', '.join(spelled.values())}" if spelled else "it has none"
 
 
 def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: object) -> Component:
@@ -126,7 +132,7 @@ def field_types(cls: type) -> dict[str, Any]:
     types = {}
     for base in reversed(cls.__mro__):
         scope = vars(sys.modules[base.__module__])
-        for name, hint in base.__dict__.get("__annotations__", {}).items():
+        for name, hint in inspect.get_annotations(base).items():
             if name in names and not str(hint).startswith("ClassVar"):
                 types[name] = eval(hint, scope) if isinstance(hint, str) else hint
     return types
@@ -170,24 +176,34 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
     for name in node:
         check(name in options, name, ABSENT, f"{cls.__name__} has no such option;", did_you_mean(name, options))
     fields = [
-        (name, hints[name], _schema_default(field))
-        for field in _init_fields(cls)
-        if (name := field.name) in options
+        (name, hints[name], _schema_default(field)) for field in _init_fields(cls) if (name := field.name) in options
     ]
     schema = OmegaConf.structured(dataclasses.make_dataclass(cls.__name__, fields, kw_only=True))
     for name, value in node.items():  # one by one, so that a message is about one key
         try:
+            if hints[name] is bool and not isinstance(value, str) and value not in (0, 1):
+                raise ValidationError("OmegaConf would take any number for a truth value")
             schema[name] = value
-        except (OmegaConfBaseException, ConfigKeyError, ConfigValueError):
-            hint = re.sub(r"<class '(.+)'>", r"\1", str(hints[name])).replace("NoneType", "null").replace("None", "null")
-            raise ConfigError(name, value, f"it must be {hint.replace(' | ', ' or ')}", _see(cls)) from None
+        except OmegaConfBaseException:
+            raise ConfigError(name, value, f"it must be {_in_words(hints[name])}", _see(cls)) from None
     missing = [name for name in options if OmegaConf.is_missing(schema, name)]
-    check(not missing, missing[0] if missing else "", ABSENT, "it has no value", "give one")
-    return {name: _plain(schema[name]) for name in options}
+    check(not missing, missing[0] if missing else "", ABSENT, "it has no value", _see(cls))
+    return {name: _plain(schema[name], hints[name]) for name in options}
 
 
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+
+
+def _in_words(hint: Any) -> str:
+    inner = [_in_words(part) for part in get_args(hint) if part is not ...]
+    if get_origin(hint) in (list, tuple):
+        return f"a list, each of it {inner[0]}"
+    return " or ".join(inner) or _WORDS.get(hint, str(hint))
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    value = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+    return tuple(value) if get_origin(hint) is tuple else value
 
 
 def _init_fields(cls: type) -> list[dataclasses.Field]:

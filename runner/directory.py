@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,26 +44,39 @@ def create(parent: Path, name: str | None = None) -> Path:
     Raises:
         ConfigError: when it cannot be made (a read-only or full disk, a file in the way).
     """
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        for _ in range(100):
-            directory = parent / (name or unique_name())
-            try:
-                directory.mkdir()
-                return directory.resolve()
-            except FileExistsError:
-                if name is not None:
-                    raise
-    except OSError as error:
-        why = f"no run directory can be made there ({error.strerror})"
-        raise ConfigError("output_root", str(parent), why, "choose another with output_root=DIR") from None
-    raise AssertionError("a hundred random names were all taken")
+    why = None
+    for _ in range(10):
+        directory = parent / (name or unique_name())
+        try:
+            directory.mkdir(parents=True)
+            return directory.resolve()
+        except (FileExistsError, FileNotFoundError) as error:  # taken; or another process removed an empty parent
+            why = error.strerror
+        except OSError as error:
+            why = error.strerror
+            break
+    why = f"no run directory can be made there ({why})"
+    raise ConfigError("output_root", str(parent), why, "choose another with output_root=DIR")
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path`, or the first directory above it that exists."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def remove_empty(path: Path, end: Path) -> None:
+    """Remove the empty directory at `path`, and those above it that are empty then, up to but not `end`."""
+    with suppress(OSError):  # not empty: another run is there, or has just come
+        for place in (path.absolute(), *path.absolute().parents):
+            if place == end:
+                return
+            place.rmdir()
 
 
 def job_name(number: int, overrides: list[str]) -> str:
     """`<job>-<overrides>` of a sweep's job, as a directory name."""
-    label = re.sub(r"[^\w.=,+-]", "_", ",".join(overrides))
-    return f"{number:03d}-{label}"[:120].rstrip(".")
+    label = re.sub(r"[^\w.=,+-]", "_", ",".join(overrides).replace("'", "").replace('"', ""))
+    return f"{number:03d}-{label}".encode()[:120].decode(errors="ignore").rstrip(".")
 
 
 def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:
@@ -118,7 +132,7 @@ def lock(directory: Path) -> IO[str] | None:
 
 def free_name(path: Path, suffix: str) -> Path:
     """`path` with `.suffix` behind it, numbered where that is taken."""
-    number, name = 1, path.with_name(f"{path.name}.{suffix}")
+    number, name = 2, path.with_name(f"{path.name}.{suffix}")
     while name.exists():
         number, name = number + 1, path.with_name(f"{path.name}.{suffix}{number}")
     return name

@@ -7,7 +7,6 @@ import sys
 import time
 
 
-
 class Progress:
     """A line every `interval` seconds on standard error: for files, pipes and CI."""
 
@@ -34,7 +33,7 @@ class Progress:
         now = time.perf_counter()
         if now - self._since < self.interval and step < self.num_steps:
             return
-        if step > self._since_step:
+        if step > self._since_step and now > self._since:
             self._rate = (step - self._since_step) / (now - self._since)
         self._since, self._since_step = now, step
         self.show(step)
@@ -47,7 +46,10 @@ class Progress:
         """Metrics, throughput and time left."""
         parts = [f"{name.removeprefix('train/')} {value:.4g}" for name, value in self._metrics.items()]
         if self._rate:
-            parts += [f"{self._rate * self.batch_size:,.0f} samples/s", f"{_clock((self.num_steps - step) / self._rate)} left"]
+            parts += [
+                f"{self._rate * self.batch_size:,.0f} samples/s",
+                f"{_clock((self.num_steps - step) / self._rate)} left",
+            ]
         return "  ".join(parts)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +88,22 @@ class _Console(logging.Handler):
         print(self.format(record), file=sys.stderr, flush=True)
 
 
+class _File(logging.FileHandler):
+    """To a file, as long as the disk takes it; the console has the same."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 class LogFile:
     """A context in which the project's log goes to `log.txt` in full, and to the console in short."""
 
     def __init__(self, directory: Path):
-        self._file = logging.FileHandler(directory / "log.txt", encoding="utf-8", delay=True)
+        self._file = _File(directory / "log.txt", encoding="utf-8", delay=True)
         self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._console = _Console(logging.INFO)
         self._logger = logging.getLogger("runner")

@@ -31,6 +31,7 @@ def claimed_directory(run: Run, parent: Path, name: str | None, overrides: list[
         ConfigError: when `resume` names nothing to go on with, another run's directory, or one in use.
     """
     found, held = _to_resume(run, parent)
+    there_before = directory.nearest_existing(parent)
     path = found or directory.create(parent, name)
     held = held or directory.lock(path)
     try:
@@ -40,6 +41,7 @@ def claimed_directory(run: Run, parent: Path, name: str | None, overrides: list[
     except ConfigError:
         if found is None:  # refused after all: nothing is left behind
             shutil.rmtree(path)
+            directory.remove_empty(parent, there_before)
         raise
     finally:
         if held is not None:
@@ -162,7 +164,10 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
         differences.append(f"optimizer: {then} then, {today} now")
     if differences:
         raise ConfigError(
-            "resume", source, f"another run: {'; '.join(differences[:5])}", "take these back, or start with resume=never"
+            "resume",
+            source,
+            f"another run: {'; '.join(differences[:5])}",
+            "take these back, or start with resume=never",
         )
 
 

@@ -11,8 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from runner.batching import Accumulation, Plan
-from runner.config import ABSENT, ConfigError, build, check, check_range, component_fields, did_you_mean
-from runner.config import errors_under, load_class, option_fields, typed_values
+from runner.config import (
+    ABSENT,
+    build,
+    check,
+    check_range,
+    component_fields,
+    did_you_mean,
+    errors_under,
+    load_class,
+    option_fields,
+    typed_values,
+)
 from runner.data.base import Data
 from runner.device import Device
 from runner.model import Model
@@ -36,6 +46,8 @@ ROOMS: dict[str, type] = {
 
 MATERIALS: dict[str, type] = {"model": Model, "data": Data}
 """The config groups that a workload is made from, where it has a field of that name."""
+
+_MOST = 2**31 - 1  # more steps, or samples in a step, are a slip of the finger
 
 
 @dataclass
@@ -69,16 +81,19 @@ class Run:
     directory: Path = field(default=Path(), init=False)
 
     def __post_init__(self) -> None:
-        plain = self.name.strip() not in ("", ".", "..") and not set(self.name) & set("/\\\0\n")
+        plain = self.name.isprintable() and self.name.strip() not in ("", ".", "..") and not set(self.name) & set("/\\")
         check(plain, "name", self.name, "it becomes a directory's name", "use letters, digits, - and _")
         check(len(self.name.encode()) <= 200, "name", self.name, "it is too long for a directory", "shorten it")
-        check_range(self, "batch_size", least=1, most=2**31 - 1)
+        path = self.output_root.isprintable() and self.output_root.strip() != ""
+        check(
+            path, "output_root", self.output_root, "it is no path of a directory", "output_root=. is the one you are in"
+        )
         check_range(self, "seed", least=0, most=2**63 - 1)
-        for key in ("steps", "log_every", "keep"):
-            check_range(self, key, least=1)
+        for key in ("batch_size", "steps", "log_every", "keep"):
+            check_range(self, key, least=1, most=_MOST)
         for key in ("eval_every", "save_every"):
-            check_range(self, key, least=0)
-        check_range(self, "epochs", above=0)
+            check_range(self, key, least=0, most=_MOST)
+        check_range(self, "epochs", above=0, most=1_000_000)
         check_range(self, "max_grad_norm", above=0)
         known = self.steps is not None or self.epochs is not None
         check(known, "steps", None, "neither steps nor epochs says how long to train", "set epochs=10 or steps=1000")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 
 log = logging.getLogger(__name__)
@@ -30,9 +32,13 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+        if self.received:
+            log.debug("asked to stop by %s", self.received)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
-        log.warning("%s: finishing the step, then saving (a second Ctrl-C leaves at once)", self.received)
+        # Straight to the terminal: a logger or a file object may be in the middle of a write of its own.
+        with suppress(OSError):
+            os.write(2, f"\n{self.received}: finishing the step, then saving; Ctrl-C leaves at once\n".encode())

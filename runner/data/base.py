@@ -42,11 +42,11 @@ class Samples:
         raise NotImplementedError
 
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
-        """The batches at the positions of `micros` in the shuffled stream of `seed`; augmented by (seed, epoch, sample)."""
+        """The batches at the positions of `micros` in the stream of `seed`, augmented by (seed, epoch, sample)."""
         raise NotImplementedError
 
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
-        """Part `shard` = (index, count) of the samples, once each, in order, as they are; the last batch may be short."""
+        """Part `shard` = (index, count) of the samples, once each, in order, not augmented; the last may be short."""
         raise NotImplementedError
 
     def pictures(self, indices: list[int]) -> torch.Tensor:

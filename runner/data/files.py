@@ -158,7 +158,11 @@ class FileSamples(Samples):
 
         def host() -> Generator[tuple[torch.Tensor, torch.Tensor]]:
             for loaded in self._read(Fetch(self.read, self.shape, 0), jobs, device, len(starts)):
-                yield self._readable(loaded)
+                images, targets = self._readable(loaded)
+                if len(targets):
+                    yield images, targets
+            if start < stop and all(path in self.unreadable.files for path in self.paths[start:stop]):
+                raise self._none_readable()
 
         return self._normalized(host(), device)
 
@@ -212,7 +216,11 @@ class FileSamples(Samples):
                     break
                 self.unreadable.add(self.paths[other], one.failures[0][1])
             else:
-                raise DataError(f"{len(self)} files", "none of them can be read", f"the first says: {why}")
+                raise self._none_readable()
+
+    def _none_readable(self) -> DataError:
+        path, why = next(iter(self.unreadable.files.items()))
+        return DataError(f"{len(self)} files", "none of them can be read", f"are these images? {path}: {why}")
 
     def _normalized(
         self, batches: Generator[tuple[torch.Tensor, torch.Tensor]], device: torch.device

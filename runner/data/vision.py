@@ -194,7 +194,7 @@ class Cifar10(Downloadable):
         if hashlib.md5(packed, usedforsecurity=False).hexdigest() != checksum:
             self._refuse(self._path(name), "its MD5 sum is not that of the file that was published")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # NumPy's, about a file of 2009
+            warnings.simplefilter("ignore")  # some versions of NumPy find fault with a pickle of 2009
             content = pickle.loads(packed, encoding="latin1")
         return torch.from_numpy(content["data"]).view(-1, 3, 32, 32), torch.tensor(content["labels"])
 

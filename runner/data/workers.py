@@ -9,27 +9,20 @@ second.
 from __future__ import annotations
 
 import atexit
-import functools
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import torch
 
-from runner.data.base import DataError
+from runner.data.watch import POLL, Watch
 
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-
-POLL = 0.5
-"""Seconds after which a wait for the next batch looks at the workers. They are the server's children, not ours: no
-signal tells of their death."""
 
 
 class Fetch(Protocol):
@@ -77,17 +70,17 @@ class Workers:
         )
         others = set(multiprocessing.active_children())
         batches = iter(loader)
-        workers = set(multiprocessing.active_children()) - others
-        kill = functools.partial(_kill, workers)
-        atexit.register(kill)  # before multiprocessing's own handler, which would wait for them
+        watch = Watch(set(multiprocessing.active_children()) - others, self.timeout)
+        atexit.register(watch.kill)  # before multiprocessing's own handler, which would wait for them
         try:
             with suppress(StopIteration):
                 while True:
-                    yield _next(batches, workers, self.timeout)
+                    yield watch.next(batches)
         finally:
+            watch.end()
             del batches  # ends the workers, each after the batch in hand
-            kill()
-            atexit.unregister(kill)
+            watch.kill()
+            atexit.unregister(watch.kill)
 
 
 def default_count() -> int:
@@ -113,64 +106,6 @@ def start_server() -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _next(batches: Iterator[Any], workers: Collection[BaseProcess], timeout: float) -> Any:
-    """The next batch, however many times it has to be asked for until `timeout`."""
-    waited = 0.0  # in polls, not by the clock: a run that was stopped with Ctrl-Z has not waited
-    while True:
-        try:
-            return next(batches)
-        except StopIteration:
-            raise
-        except Exception as error:
-            timed_out = "timed out" in str(error)
-            # A worker's connection breaks a little before its exit code is known.
-            problem = _death(workers, patience=0 if timed_out else 2)
-            if problem is None and not timed_out:
-                raise
-            waited += POLL
-            if problem is None and waited >= timeout:
-                problem = _silence(workers, timeout)
-            if problem is not None:
-                _kill(workers)
-                raise problem from None
-
-
-def _death(workers: Collection[BaseProcess], patience: float) -> DataError | None:
-    """The error to raise when one of `workers` is dead, or dies within `patience` seconds."""
-    multiprocessing.connection.wait([worker.sentinel for worker in workers], patience)
-    for worker in workers:
-        if not worker.is_alive():
-            code = worker.exitcode or 0
-            ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            cause, remedy = _CAUSES.get(-code, ("", ""))
-            return DataError(
-                f"data worker {worker.pid}", f"it {ended}{cause}", f"{remedy}data.workers=0 needs no workers"
-            )
-    return None
-
-
-_CAUSES = {
-    9: (", perhaps for want of memory", "fewer data.workers or a smaller data.prefetch take less; "),
-    7: (", most likely for want of shared memory", "enlarge /dev/shm (docker run --shm-size=8g); "),
-}
-"""Why the system kills a worker, by signal (SIGKILL, SIGBUS), and what to do."""
-
-
-def _silence(workers: Collection[BaseProcess], timeout: float) -> DataError:
-    """The error to raise when no worker has said anything for `timeout` seconds."""
-    pids = ", ".join(str(worker.pid) for worker in workers)
-    why = f"no batch came for {timeout:g} s: a worker is stopped, or its disk hangs"
-    return DataError(f"data workers {pids}", why, "if reading a batch takes that long, raise data.timeout")
-
-
-def _kill(workers: Collection[BaseProcess]) -> None:
-    """End processes that may be stopped, or in the middle of a read: SIGTERM would not do."""
-    for worker in workers:
-        if worker.is_alive():
-            worker.kill()
-            worker.join()
 
 
 def _end_with_the_run(_: int) -> None:

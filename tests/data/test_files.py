@@ -1,0 +1,246 @@
+"""Samples in files: the same batches from any number of workers, and what becomes of files that cannot be read."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from runner.batching import Plan, SampleOrder
+from runner.data.base import Batch, DataError, Samples
+from runner.data.files import FileSamples, Unreadable
+from runner.data.images import ImageReader
+from runner.data.workers import Workers
+from runner.seeds import uniforms
+
+CPU = torch.device("cpu")
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores: it is a test
+
+
+class Flat:
+    """Reads a made-up file: an image of one level, its number, in red; its draws in green and blue."""
+
+    num_draws = 2
+
+    def __init__(self, *damaged: int):
+        self.damaged = damaged
+
+    def __call__(self, path: str, draws: list[float] | None) -> torch.Tensor:
+        if int(path) in self.damaged:
+            raise OSError(f"{path} is damaged")
+        green, blue = (int(draw * 255) for draw in draws or (0, 0))
+        return torch.tensor([int(path), green, blue], dtype=torch.uint8).view(3, 1, 1).expand(3, 2, 2)
+
+
+def made_up(count: int = 20, damaged: tuple[int, ...] = (), skip: bool = True, unreadable: Unreadable | None = None):
+    paths, targets = [str(i) for i in range(count)], [i % 4 for i in range(count)]
+    unreadable = unreadable or Unreadable(skip)
+    return FileSamples(
+        paths, targets, list("abcd"), (3, 2, 2), Flat(*damaged), MEAN, STD, Workers(0), None, unreadable
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("photos")
+    generator = numpy.random.default_rng(0)
+    for number in range(20):
+        pixels = generator.integers(0, 256, (*generator.integers(12, 40, 2), 3), dtype=numpy.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:02}.{'png' if number % 2 else 'jpg'}")
+    return sorted(map(str, folder.iterdir()))
+
+
+def photographed(photos: list[str], workers: int, on_error: str = "raise") -> FileSamples:
+    targets = [i % 4 for i in range(len(photos))]
+    reader = ImageReader(10, "crop", 0.2, 0.9)
+    unreadable = Unreadable(on_error == "skip")
+    return FileSamples(
+        photos, targets, list("abcd"), (3, 10, 10), reader, MEAN, STD, Workers(workers), None, unreadable
+    )  # fmt: skip
+
+
+def take(samples: Samples, plan: Plan, after_step: int, count: int) -> list[Batch]:
+    return list(itertools.islice(samples.batches(plan.stream(after_step), plan.seed, CPU), count))
+
+
+def levels(batch: Batch) -> torch.Tensor:
+    """The bytes that inputs were made of: [n, 3], of one-level images."""
+    mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
+    return ((batch.inputs * std + mean) * 255).round().long()[:, :, 0, 0]
+
+
+def assert_same(batches: list[Batch], others: list[Batch]) -> None:
+    for a, b in zip(batches, others, strict=True):
+        assert torch.equal(a.inputs, b.inputs)
+        assert torch.equal(a.targets, b.targets)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A pure function of (seed, step)
+
+
+def test_every_row_is_its_sample_augmented_by_its_own_draws():
+    order = SampleOrder(20, seed=3)
+    for micro, batch in zip(Plan(12, seed=3).stream(0), take(made_up(), Plan(12, seed=3), 0, 7), strict=False):
+        indices, epochs = order.indices(micro.start, micro.stop), order.epochs(micro.start, micro.stop)
+        draws = (uniforms(3, epochs, indices, 2).double() * 255).long()
+        assert batch.inputs.dtype == torch.float32
+        assert batch.targets.tolist() == [int(i) % 4 for i in indices]
+        assert torch.equal(levels(batch), torch.cat((indices[:, None], draws), 1))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+def test_any_number_of_workers_gives_bitwise_the_same_batches(photos, workers):
+    reference = take(photographed(photos, 0), Plan(6, seed=5), 0, 9)
+    assert_same(take(photographed(photos, workers), Plan(6, seed=5), 0, 9), reference)
+    assert_same(take(photographed(photos, workers), Plan(6, seed=5), 4, 5), reference[4:])
+
+
+@pytest.mark.parametrize(("accumulation", "world_size"), [(3, 1), (1, 4), (2, 3)])
+def test_batches_do_not_depend_on_how_they_are_cut(photos, accumulation, world_size):
+    samples = photographed(photos, 0)
+    for step, whole in enumerate(take(samples, Plan(12), 0, 3)):
+        parts = [take(samples, Plan(12, accumulation, (r, world_size)), step, accumulation) for r in range(world_size)]
+        joined = [torch.cat(tensors) for tensors in zip(*itertools.chain(*parts), strict=True)]
+        assert_same([Batch(*joined)], [whole])
+
+
+def test_augmentation_differs_from_epoch_to_epoch_and_from_seed_to_seed(photos):
+    one = photographed(photos[:1], 0)
+    batches = take(one, Plan(1, seed=0), 0, 6) + take(one, Plan(1, seed=1), 0, 6)
+    assert len({tuple(batch.inputs.flatten().tolist()) for batch in batches}) == 12
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams_leave_the_global_generators_alone(photos, workers):
+    before = torch.get_rng_state(), numpy.random.get_state()[1].copy()
+    take(photographed(photos, workers), Plan(6), 0, 5)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (numpy.random.get_state()[1] == before[1]).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In order
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 30])
+def test_shards_in_order_hold_each_sample_once_as_it_is(count):
+    batches = [batch for index in range(count) for batch in made_up().in_order(4, (index, count), CPU)]
+    assert torch.cat([levels(batch) for batch in batches]).tolist() == [[i, 0, 0] for i in range(20)]
+    assert torch.cat([batch.targets for batch in batches]).tolist() == [i % 4 for i in range(20)]
+    assert max(len(batch.targets) for batch in batches) <= 4
+
+
+def test_workers_read_in_order_too(photos):
+    alone, with_two = ([*photographed(photos, workers).in_order(6, (0, 1), CPU)] for workers in (0, 2))
+    assert [len(batch.targets) for batch in alone] == [6, 6, 6, 2]
+    assert_same(with_two, alone)
+
+
+def test_inputs_are_bytes_made_floats_and_normalized(photos):
+    samples = photographed(photos, 0)
+    (batch,) = samples.in_order(20, (0, 1), CPU)
+    pictures = samples.pictures(list(range(20)))
+    mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (MEAN, STD))
+    torch.testing.assert_close(batch.inputs, ((pictures.double() / 255 - mean) / std).float(), rtol=0, atol=2e-6)
+    assert pictures.dtype == torch.uint8
+    assert batch.inputs.is_contiguous()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files that cannot be read
+
+
+@pytest.mark.parametrize("how", ["training", "in order"])
+def test_by_default_the_first_file_that_cannot_be_read_ends_the_run(how):
+    samples = made_up(damaged=(7,), skip=False)
+    batches = samples.in_order(8, (0, 1), CPU) if how == "in order" else samples.batches(Plan(20).stream(0), 0, CPU)
+    with pytest.raises(DataError) as raised:
+        list(itertools.islice(batches, 3))
+    assert raised.value.what == "7"
+    assert "7 is damaged" in raised.value.why
+    assert "data.on_error=skip" in raised.value.remedy
+
+
+def test_in_training_the_next_readable_sample_takes_its_place():
+    damaged = (4, 7, 8, 19)
+    instead = {4: 5, 7: 9, 8: 9, 19: 0}
+    whole, holed = take(made_up(), Plan(6), 0, 20), take(made_up(damaged=damaged), Plan(6), 0, 20)
+    for a, b in zip(whole, holed, strict=True):
+        numbers = [instead.get(number, number) for number in levels(a)[:, 0].tolist()]
+        assert levels(b)[:, 0].tolist() == numbers
+        assert b.targets.tolist() == [number % 4 for number in numbers]
+        assert torch.equal(levels(b)[:, 1:], levels(a)[:, 1:])  # augmented as the lost one would have been
+
+
+def test_they_are_left_out_of_an_evaluation():
+    samples = made_up(damaged=(0, 7, 8, 19))
+    batches = list(samples.in_order(4, (0, 1), CPU))
+    left = [i for i in range(20) if i not in (0, 7, 8, 19)]
+    assert torch.cat([levels(batch)[:, 0] for batch in batches]).tolist() == left
+    assert torch.cat([batch.targets for batch in batches]).tolist() == [i % 4 for i in left]
+    assert samples.pictures([0, 5, 15])[:, 0, 0, 0].tolist() == [left[0], left[5], left[15]]
+
+
+def test_a_batch_of_which_nothing_is_left_is_left_out():
+    batches = list(made_up(damaged=(4, 5, 6, 7)).in_order(4, (0, 1), CPU))
+    assert [len(batch.targets) for batch in batches] == [4] * 4
+
+
+def test_each_is_told_once_and_counted_once(caplog):
+    unreadable = Unreadable(skip=True)
+    train = made_up(damaged=tuple(range(25, 50)), count=60, unreadable=unreadable)
+    held_out = made_up(damaged=(1,), count=5, unreadable=unreadable)
+    assert train.notes() == {}
+    with caplog.at_level(logging.WARNING):
+        take(train, Plan(60), 0, 3)
+        list(held_out.in_order(5, (0, 1), CPU))
+    assert len(caplog.records) == 26
+    assert "skipped 30: OSError: 30 is damaged" in caplog.text
+    notes = train.notes()
+    assert notes == held_out.notes()
+    assert notes["skipped_images"] == 26
+    assert len(notes["skipped_files"]) == 20
+
+
+@pytest.mark.parametrize("how", ["training", "in order"])
+def test_where_none_can_be_read_the_run_ends(how):
+    samples = made_up(damaged=tuple(range(20)))
+    batches = samples.in_order(8, (0, 1), CPU) if how == "in order" else samples.batches(Plan(20).stream(0), 0, CPU)
+    with pytest.raises(DataError, match="none of them can be read"):
+        list(itertools.islice(batches, 3))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_real_file_that_is_cut_short(photos, tmp_path, workers):
+    bad = tmp_path / "cut.jpg"
+    bad.write_bytes(Path(photos[0]).read_bytes()[:300])
+    files = [*photos[:5], str(bad), *photos[5:]]
+    with pytest.raises(DataError, match=r"cut\.jpg: it cannot be read \(OSError: Truncated"):
+        take(photographed(files, workers), Plan(7), 0, 3)
+    skipping = take(photographed(files, workers, "skip"), Plan(7), 0, 6)
+    assert_same(skipping, take(photographed(files, 0, "skip"), Plan(7), 0, 6))
+    assert {len(batch.targets) for batch in skipping} == {7}
+
+
+def test_pinned_memory_is_for_cuda_alone(photos, caplog):
+    samples = photographed(photos, 0)
+    samples.pin_memory = True
+    assert_same(take(samples, Plan(6), 0, 2), take(photographed(photos, 0), Plan(6), 0, 2))
+    assert "does nothing for a cpu" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 2])
+def test_on_a_device_the_batches_are_the_same_up_to_rounding(photos, workers):
+    stream = photographed(photos, workers).batches(Plan(6).stream(0), 0, torch.device("cuda"))
+    for ours, reference in zip(itertools.islice(stream, 9), take(photographed(photos, 0), Plan(6), 0, 9), strict=True):
+        assert ours.inputs.device.type == "cuda"
+        torch.testing.assert_close(ours.inputs.cpu(), reference.inputs, rtol=0, atol=1e-6)
+        assert torch.equal(ours.targets.cpu(), reference.targets)

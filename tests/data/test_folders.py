@@ -1,0 +1,154 @@
+"""Which images lie in a folder, by their names alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from runner.config import ConfigError
+from runner.data.folders import Files, training_and_held_out
+
+
+def make(root: Path, *names: str) -> Path:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return root
+
+
+def many(name: str, count: int) -> list[str]:
+    return [f"{name}/{number:03}.jpg" for number in range(count)]
+
+
+def below(root: Path, files: Files) -> dict[str, list[str]]:
+    return {name: [os.path.relpath(path, root) for path in paths] for name, paths in files.items()}
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation", "test"])
+def test_a_folder_that_says_which_images_are_held_out(tmp_path, name):
+    make(tmp_path, "train/b/1.png", "train/a/2.JPG", "train/a/1.jpeg", f"{name}/a/3.webp", f"{name}/b/deep/er/4.png")
+    train, held_out = training_and_held_out(tmp_path, 0.5)
+    assert below(tmp_path, train) == {"a": ["train/a/1.jpeg", "train/a/2.JPG"], "b": ["train/b/1.png"]}
+    assert below(tmp_path, held_out) == {"a": [f"{name}/a/3.webp"], "b": [f"{name}/b/deep/er/4.png"]}
+    assert list(train) == list(held_out) == ["a", "b"]
+
+
+def test_of_several_held_out_folders_the_validation_set_is_taken(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    make(tmp_path, *(f"{part}/{c}/1.png" for part in ("train", "val", "test") for c in "ab"))
+    _, held_out = training_and_held_out(tmp_path, 0.5)
+    assert below(tmp_path, held_out) == {"a": ["val/a/1.png"], "b": ["val/b/1.png"]}
+    assert "holding out val/" in caplog.text
+
+
+def test_a_share_of_each_class_is_held_out_the_same_wherever_the_folder_lies(tmp_path):
+    splits = []
+    for place in ("here", "there"):
+        root = make(tmp_path / place, *many("cat", 100), *many("dog", 10), *many("eel", 2))
+        train, held_out = (below(root, files) for files in training_and_held_out(root, 0.2))
+        splits.append((train, held_out))
+        assert {name: len(paths) for name, paths in held_out.items()} == {"cat": 20, "dog": 2, "eel": 1}
+        for name in train:
+            both = train[name] + held_out[name]
+            assert len(both) == len(set(both)) == {"cat": 100, "dog": 10, "eel": 2}[name]
+    assert splits[0] == splits[1]
+    held_out_cats = splits[0][1]["cat"]
+    assert held_out_cats[0] < "cat/020.jpg" < "cat/080.jpg" < held_out_cats[-1]  # from all over
+    larger = below(tmp_path / "here", training_and_held_out(tmp_path / "here", 0.5)[1])
+    assert set(held_out_cats) < set(larger["cat"])
+
+
+def test_a_new_image_moves_no_more_than_one_other(tmp_path):
+    root = make(tmp_path, *many("cat", 50), *many("dog", 50))
+    before = set(training_and_held_out(root, 0.2)[1]["cat"])
+    make(root, "cat/new.jpg")
+    after = set(training_and_held_out(root, 0.2)[1]["cat"])
+    assert len(before - after) <= 1
+
+
+def test_other_files_are_left_out_and_counted(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    names = [
+        "a/notes.txt",
+        "a/more.txt",
+        "a/README",
+        "b/.DS_Store",
+        "b/._1.jpg",
+        "b/.thumbs/1.jpg",
+        ".git/1.jpg",
+        "labels.csv",
+    ]
+    make(tmp_path, *many("a", 2), *many("b", 2), *names)
+    train, held_out = training_and_held_out(tmp_path, 0.5)
+    assert sum(len(paths) for files in (train, held_out) for paths in files.values()) == 4
+    assert "left out 5 files that are no images by their names (2 .txt, 2 hidden, 1 without extension)" in caplog.text
+
+
+def test_links_are_followed_but_not_in_circles(tmp_path):
+    make(tmp_path / "elsewhere", *many("cats", 2))
+    root = make(tmp_path / "root", *many("dog", 2))
+    (root / "cat").symlink_to(tmp_path / "elsewhere" / "cats")
+    (root / "dog" / "back").symlink_to(root / "dog")
+    train, held_out = training_and_held_out(root, 0.5)
+    assert [len(train["cat"] + held_out["cat"]), len(train["dog"] + held_out["dog"])] == [2, 2]
+
+
+def test_train_may_be_the_name_of_a_class(tmp_path):
+    make(tmp_path, *many("bus", 2), *many("train", 2))
+    assert list(training_and_held_out(tmp_path, 0.5)[0]) == ["bus", "train"]
+
+
+REFUSED = {
+    "no such folder": ([], "nowhere"),
+    "it is a file": (["file"], "file"),
+    "holds 0 class folders": (["root/1.jpg"], "root"),
+    "holds 1 class folders": (many("root/only", 3), "root"),
+    "no image in empty;": ([*many("root/a", 2), *many("root/b", 2), "root/empty/x.txt"], "root"),
+    "it has train/ with class folders, but not both": ([*many("root/train/a", 2), *many("root/train/b", 2)], "root"),
+    "it has val/ with class folders, but not both": ([*many("root/val/a", 2), *many("root/val/b", 2)], "root"),
+    "train/ has classes that val/ lacks: c": (
+        [f"root/{part}/1.jpg" for part in ("train/a", "train/b", "train/c", "val/a", "val/b")], "root"
+    ),
+    "val/ has classes that train/ lacks: c": (
+        [f"root/{part}/1.jpg" for part in ("train/a", "train/b", "val/a", "val/b", "val/c")], "root"
+    ),
+    "have a single image, and one must be held out: b": ([*many("root/a", 2), *many("root/b", 1)], "root"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_be_is_refused_with_what_to_do(tmp_path, why):
+    names, root = REFUSED[why]
+    make(tmp_path, *names)
+    with pytest.raises(ConfigError) as refused:
+        training_and_held_out(tmp_path / root, 0.2)
+    assert refused.value.key == "root"
+    assert why in refused.value.why
+    assert str(tmp_path / root) in str(refused.value)
+    assert refused.value.remedy
+
+
+def test_where_only_train_lies_it_is_told_how_to_use_it(tmp_path):
+    make(tmp_path, *many("train/a", 2), *many("train/b", 2))
+    with pytest.raises(ConfigError) as refused:
+        training_and_held_out(tmp_path, 0.2)
+    assert f"name {tmp_path / 'train'}" in refused.value.remedy
+
+
+@pytest.mark.parametrize("call", ["scandir", "walk"])
+def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch, call):
+    make(tmp_path, *many("a", 2), *many("b", 2))
+    scandir, secret = os.scandir, tmp_path if call == "scandir" else tmp_path / "a"
+
+    def refusing(path):
+        if Path(path) == secret:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(ConfigError, match=f"{secret} cannot be read: Permission denied"):
+        training_and_held_out(tmp_path, 0.5)

@@ -1,0 +1,158 @@
+"""Any folder of images: from the options to the batches, and from the command to its last words."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import zipfile
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from conftest import ROOT, command
+from omegaconf import OmegaConf
+from PIL import Image
+
+from runner.batching import Plan
+from runner.config import CONF, ConfigError, build
+from runner.data.base import Data
+from runner.data.imagefolder import ImageFolder
+
+CPU = torch.device("cpu")
+REAL = ROOT.parent / "shared" / "data" / "cifar10_subset.zip"
+
+
+def component(root: Path, **options) -> Data:
+    """Built as the command builds it, from the file of options."""
+    node = OmegaConf.to_container(OmegaConf.load(CONF / "data" / "imagefolder.yaml"))
+    return build({**node, "root": str(root), "workers": 0} | options, Data, "data")  # pyright: ignore[reportCallIssue]
+
+
+def paint(root: Path, classes: dict[str, tuple[int, int, int]], count: int, size: int = 12) -> Path:
+    """Noisy images of one colour a class."""
+    generator = numpy.random.default_rng(0)
+    for name, colour in classes.items():
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pixels = numpy.clip(numpy.array(colour) + generator.integers(-30, 31, (size, size, 3)), 0, 255)
+            Image.fromarray(pixels.astype(numpy.uint8)).save(root / name / f"{number:03}.png")
+    return root
+
+
+COLOURS = {"blue": (40, 40, 200), "green": (40, 200, 40), "red": (200, 40, 40)}
+
+
+def test_options_come_from_the_file_and_the_folder_says_the_rest(tmp_path):
+    train, held_out = component(paint(tmp_path, COLOURS, 10), size=8, holdout=0.3).load()
+    assert (len(train), len(held_out)) == (21, 9)
+    assert train.class_names == held_out.class_names == ["blue", "green", "red"]
+    assert train.num_classes == 3
+    assert train.shape == (3, 8, 8)
+    (batch,) = held_out.in_order(9, (0, 1), CPU)
+    assert batch.targets.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    brightest = batch.inputs.mean((2, 3)).argmax(1)  # of red, green, blue
+    assert brightest.tolist() == [2, 2, 2, 1, 1, 1, 0, 0, 0]
+
+
+def test_the_split_does_not_depend_on_the_runs_seed_nor_the_order_on_the_workers(tmp_path):
+    paint(tmp_path, COLOURS, 8)
+    streams = []
+    for workers in (0, 2):
+        train, _ = component(tmp_path, size=8, workers=workers).load()
+        streams.append(list(itertools.islice(train.batches(Plan(7, seed=4).stream(0), 4, CPU), 6)))
+    for a, b in zip(*streams, strict=True):
+        assert torch.equal(a.inputs, b.inputs)
+        assert torch.equal(a.targets, b.targets)
+
+
+@pytest.mark.parametrize("augment", ["none", "flip", "crop"])
+def test_augmentation_is_for_training_alone(tmp_path, augment):
+    paint(tmp_path / "train", COLOURS, 1, size=32)
+    paint(tmp_path / "val", COLOURS, 1, size=32)
+    train, held_out = component(tmp_path, size=16, augment=augment).load()
+    (plain,) = held_out.in_order(3, (0, 1), CPU)
+    shown = list(itertools.islice(train.batches(Plan(1).stream(0), 0, CPU), 60))
+    variants = {tuple(batch.inputs.flatten().tolist()) for batch in shown}
+    assert {"none": len(variants) == 3, "flip": len(variants) == 6, "crop": len(variants) == 60}[augment]
+    for row, target in zip(plain.inputs, plain.targets, strict=True):
+        if augment != "crop":
+            assert any(torch.equal(row, batch.inputs[0]) for batch in shown if batch.targets[0] == target)
+
+
+def test_the_options_that_may_change_on_a_resume_are_options():
+    assert set(ImageFolder.how) < {*ImageFolder.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("size", 0), ("holdout", 0.0), ("holdout", 0.95), ("augment", "mixup"), ("crop_area", 0.0), ("centre", 1.1),
+        ("mean", [0.5]), ("std", [0.1, 0.0, 0.1]), ("mean", [0.5, 0.5, 124.0]), ("on_error", "ignore"), ("workers", -1),
+        ("prefetch", 0), ("timeout", 0.0), ("timeout", float("inf")), ("pin_memory", "perhaps"),
+    ],
+)  # fmt: skip
+def test_impossible_options_are_refused(tmp_path, key, value):
+    with pytest.raises(ConfigError) as refused:
+        component(tmp_path, **{key: value})
+    assert refused.value.key == f"data.{key}"
+
+
+def test_without_a_root_there_is_nothing_to_read():
+    node = OmegaConf.to_container(OmegaConf.load(CONF / "data" / "imagefolder.yaml"))
+    with pytest.raises(ConfigError, match=r"data\.root: it has no value"):
+        build(node, Data, "data")  # pyright: ignore[reportArgumentType]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From the command
+
+QUICK = ("data=imagefolder", "data.size=8", "model=tiny", "device=cpu", "device.threads=1", "batch_size=12", "epochs=4")
+
+
+def damaged(root: Path) -> Path:
+    paint(root, COLOURS, 20)
+    bad = root / "green" / "003.png"
+    bad.write_bytes(bad.read_bytes()[:200])
+    return bad
+
+
+def test_the_command_trains_on_a_folder_with_workers_and_goes_on_past_a_damaged_file(tmp_path):
+    bad = damaged(tmp_path / "colours")
+    done = command(*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=2", "data.on_error=skip", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "outputs").rglob("result.json")
+    result = json.loads(path.read_text())
+    assert result["metrics"]["eval/accuracy"] > 0.9
+    notes = json.dumps(result)
+    assert '"skipped_images": 1' in notes
+    assert str(bad) in notes
+
+
+def test_the_command_ends_at_a_damaged_file_with_a_few_plain_words(tmp_path):
+    bad = damaged(tmp_path / "colours")
+    done = command(*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"{bad}: it cannot be read" in done.stderr
+    assert "data.on_error=skip" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Real images, where they are
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="the sample of CIFAR-10 is not here")
+def test_real_images(tmp_path):
+    with zipfile.ZipFile(REAL) as archive:
+        archive.extractall(tmp_path, [name for name in archive.namelist() if name[-8:-4] < "0010"])
+    train, held_out = component(tmp_path / "cifar10_subset", size=32, centre=1.0, workers=1).load()
+    assert (len(train), len(held_out)) == (100, 100)
+    batches = list(itertools.islice(train.batches(Plan(50).stream(0), 0, CPU), 4))
+    assert sorted(torch.cat([batch.targets for batch in batches[:2]]).tolist()) == sorted(list(range(10)) * 10)
+    (batch,) = held_out.in_order(100, (0, 1), CPU)
+    assert batch.inputs.mean().abs() < 0.5
+    assert 0.7 < batch.inputs.std() < 1.4
+    first = sorted((tmp_path / "cifar10_subset" / "test" / "airplane").iterdir())[0]
+    with Image.open(first) as image:
+        assert torch.equal(held_out.pictures([0])[0], torch.from_numpy(numpy.array(image)).permute(2, 0, 1))

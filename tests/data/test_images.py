@@ -1,0 +1,198 @@
+"""One image file: what comes out of every format, and where it is cut."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from runner.data.images import ImageReader, central_box, random_box
+
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+"""How the sensor lay, by EXIF orientation (https://exiftool.org/TagNames/EXIF.html)."""
+
+WHOLE = ImageReader(size=16, augment="none", least_area=0.08, centre=1.0)
+
+
+def picture(width: int = 16, height: int = 16) -> Image.Image:
+    """Red grows to the right, green downwards; blue is a spot at the top left."""
+    red, green = numpy.meshgrid(numpy.linspace(0, 255, width), numpy.linspace(0, 255, height))
+    blue = numpy.zeros((height, width))
+    blue[: height // 4, : width // 4] = 255
+    return Image.fromarray(numpy.stack((red, green, blue), 2).round().astype(numpy.uint8))
+
+
+def pixels(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
+
+
+def largest_difference(a: torch.Tensor, b: torch.Tensor) -> int:
+    return int((a.int() - b.int()).abs().max())
+
+
+@pytest.mark.parametrize("extension", ["png", "bmp", "ppm", "tif", "gif", "webp"])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L", "LA", "1", "CMYK"])
+def test_any_mode_becomes_what_pillow_says_it_looks_like(tmp_path, extension, mode):
+    path = tmp_path / f"x.{extension}"
+    image = picture().convert(mode)
+    try:
+        image.save(path, **({"lossless": True} if extension == "webp" else {}))
+    except (OSError, ValueError, KeyError):
+        pytest.skip(f"{extension} holds no {mode}")
+    read = WHOLE(str(path), None)
+    assert read.dtype == torch.uint8
+    with Image.open(path) as image:
+        assert torch.equal(read, pixels(image.convert("RGBA").convert("RGB")))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_jpeg_of_any_mode(tmp_path, mode):
+    picture(64, 64).convert(mode).save(tmp_path / "x.jpg", quality=95)
+    reader = ImageReader(64, "none", 0.08, 1.0)
+    expected = pixels(picture(64, 64).convert(mode).convert("RGB"))
+    assert (reader(str(tmp_path / "x.jpg"), None).float() - expected.float()).abs().mean() < 4
+
+
+@pytest.mark.parametrize("transparency", [3, bytes(range(256))])
+def test_a_palette_with_transparency_gives_its_colours_and_no_warning(tmp_path, transparency):
+    image = picture().convert("P")
+    image.save(tmp_path / "x.png", transparency=transparency)
+    assert torch.equal(WHOLE(str(tmp_path / "x.png"), None), pixels(picture().convert("P").convert("RGB")))
+
+
+@pytest.mark.parametrize("extension", ["png", "tif"])
+def test_16_bits_are_scaled_not_clipped(tmp_path, extension):
+    levels = numpy.arange(256, dtype=numpy.uint16).reshape(16, 16) * 257
+    Image.fromarray(levels).save(tmp_path / f"x.{extension}")
+    expected = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(3, 16, 16)
+    assert torch.equal(WHOLE(str(tmp_path / f"x.{extension}"), None), expected)
+
+
+def test_floating_point_pixels_are_refused(tmp_path):
+    Image.fromarray(numpy.zeros((4, 4), dtype=numpy.float32)).save(tmp_path / "x.tif")
+    with pytest.raises(ValueError, match="no range is known"):
+        WHOLE(str(tmp_path / "x.tif"), None)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_it_is_turned_as_the_camera_was_held(tmp_path, orientation):
+    """The stored image is the upright one, turned as EXIF says that it must be turned back."""
+    upright = picture(48, 32)
+    stored = upright if orientation == 1 else upright.transpose(TURNS[orientation])
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored.save(tmp_path / "x.png", exif=exif)
+    read = ImageReader(32, "none", 0.08, 1.0)(str(tmp_path / "x.png"), None)
+    assert torch.equal(read, pixels(upright)[:, :, 8:40])
+
+
+@pytest.mark.parametrize("content", ["truncated", "empty", "text"])
+@pytest.mark.parametrize("extension", ["png", "jpg", "bmp", "tif", "webp", "gif"])
+def test_a_damaged_file_is_an_error_never_a_wrong_image(tmp_path, extension, content):
+    path = tmp_path / f"x.{extension}"
+    picture(64, 64).save(path)
+    whole = path.read_bytes()
+    path.write_bytes({"truncated": whole[: len(whole) // 2], "empty": b"", "text": b"no image at all"}[content])
+    with pytest.raises(Exception):  # noqa: B017  # each decoder has types of its own
+        WHOLE(str(path), None)
+
+
+def test_the_centre_is_cut_out_and_scaled_as_pillow_does(tmp_path):
+    image = Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=numpy.uint8))
+    image.save(tmp_path / "x.png")
+    read = ImageReader(20, "crop", 0.08, 0.8)(str(tmp_path / "x.png"), None)  # 0.8 · 60 = 48 pixels
+    expected = image.crop((21, 6, 69, 54)).resize((20, 20), Image.Resampling.BILINEAR)
+    assert largest_difference(read, pixels(expected)) <= 1
+
+
+def test_a_random_part_is_cut_out_scaled_and_mirrored(tmp_path):
+    image = Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=numpy.uint8))
+    image.save(tmp_path / "x.png")
+    reader = ImageReader(20, "crop", 0.08, 0.8)
+    for mirror in (0.2, 0.7):
+        draws = [*torch.rand(reader.num_draws - 1, dtype=torch.float64).tolist(), mirror]
+        expected = image.crop(random_box(90, 60, draws, 0.08)).resize((20, 20), Image.Resampling.BILINEAR)
+        expected = expected.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirror < 0.5 else expected
+        assert largest_difference(reader(str(tmp_path / "x.png"), draws), pixels(expected)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("augment", "mirror", "mirrored"), [("flip", 0.2, True), ("flip", 0.7, False), ("none", 0.2, False)]
+)
+def test_without_a_random_part_the_centre_is_shown(tmp_path, augment, mirror, mirrored):
+    picture(30, 20).save(tmp_path / "x.png")
+    reader = ImageReader(16, augment, 0.08, 0.8)
+    plain = reader(str(tmp_path / "x.png"), None)
+    read = reader(str(tmp_path / "x.png"), [0.1] * (reader.num_draws - 1) + [mirror])
+    assert torch.equal(read, plain.flip(2) if mirrored else plain)
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_large_jpeg_decoded_at_a_fraction_looks_the_same(tmp_path, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    picture(1600, 1200).save(tmp_path / "x.jpg", quality=95, exif=exif)
+    picture(1600, 1200).save(tmp_path / "x.png", exif=exif)  # always decoded whole
+    reader = ImageReader(64, "crop", 0.3, 0.9)
+    for draws in (None, torch.rand(reader.num_draws).tolist()):
+        a, b = (reader(str(tmp_path / name), draws) for name in ("x.jpg", "x.png"))
+        assert (a.float() - b.float()).abs().mean() < 2
+    with Image.open(tmp_path / "x.jpg") as image:
+        reader._scaled(image, None)
+        assert image.size[0] * image.size[1] < 1600 * 1200 / 4  # it was not decoded whole
+
+
+def test_the_central_square():
+    assert central_box(90, 60, 1.0) == (15, 0, 75, 60)
+    assert central_box(60, 90, 0.5) == (15, 30, 45, 60)
+    assert central_box(1, 1, 0.1) == (0, 0, 1, 1)
+    assert central_box(224, 224, 0.875) == (14, 14, 210, 210)
+
+
+def test_random_parts_lie_inside_and_have_allowed_areas_and_ratios():
+    for width, height in ((500, 375), (375, 500), (32, 32), (1000, 60), (60, 1000), (1, 1), (3, 200)):
+        for draws in torch.rand(300, ImageReader.num_draws, dtype=torch.float64).tolist():
+            left, top, right, bottom = random_box(width, height, draws, 0.25)
+            assert 0 <= left < right <= width
+            assert 0 <= top < bottom <= height
+            if min(width, height) >= 32 and max(width, height) <= 500:
+                w, h = right - left, bottom - top
+                assert 0.25 * width * height * 0.9 <= w * h
+                assert 3 / 4 * 0.93 <= w / h <= 4 / 3 * 1.07  # sides are whole pixels
+
+
+def test_random_parts_are_distributed_as_torchvisions():
+    from torchvision.transforms.v2 import RandomResizedCrop
+
+    n, width, height = 4000, 500, 300
+    theirs = RandomResizedCrop(10, scale=(0.08, 1.0))
+    image = torch.empty(1, height, width)
+    reference = [theirs.make_params([image]) for _ in range(n)]
+    a = torch.tensor([[p["left"], p["top"], p["width"], p["height"]] for p in reference], dtype=torch.float64)
+    boxes = [random_box(width, height, d, 0.08) for d in torch.rand(n, ImageReader.num_draws).tolist()]
+    b = torch.tensor([[x0, y0, x1 - x0, y1 - y0] for x0, y0, x1, y1 in boxes], dtype=torch.float64)
+    error = (a.var(0) / n + b.var(0) / n).sqrt()
+    assert ((a.mean(0) - b.mean(0)).abs() < 4 * error).all()
+    for ours, torchvisions in zip(b.T, a.T, strict=True):  # Kolmogorov-Smirnov
+        grid = torch.linspace(0, 500, 501, dtype=torch.float64)
+        gap = (
+            torch.searchsorted(ours.sort()[0], grid) - torch.searchsorted(torchvisions.sort()[0], grid)
+        ).abs().max() / n
+        assert gap < 1.95 * math.sqrt(2 / n)  # 1 in 1,000 above
+
+
+def test_a_shape_that_allows_no_ratio_gives_the_largest_central_part():
+    draws = [0.999] * ImageReader.num_draws
+    assert random_box(1000, 30, draws, 0.9) == (480, 0, 520, 30)
+    assert random_box(30, 1000, draws, 0.9) == (0, 480, 30, 520)

@@ -1,0 +1,68 @@
+"""Random images for measuring."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runner.config import ConfigError
+from runner.data.memory import TensorSamples
+from runner.data.synthetic import Synthetic
+
+CPU = torch.device("cpu")
+
+
+def loaded(**options) -> tuple[TensorSamples, TensorSamples]:
+    train, held_out = Synthetic(**({"num_samples": 300, "holdout": 60, "size": 16, "num_classes": 5} | options)).load()
+    assert isinstance(train, TensorSamples)
+    assert isinstance(held_out, TensorSamples)
+    return train, held_out
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_there_are_as_many_as_asked_for_of_the_asked_shape(channels):
+    train, held_out = loaded(channels=channels)
+    assert (len(train), len(held_out)) == (300, 60)
+    assert train.shape == held_out.shape == (channels, 16, 16)
+    assert train.num_classes == 5
+    assert set(train.targets.tolist()) == set(range(5))
+
+
+def test_they_are_the_same_in_every_run_and_whatever_the_global_generator_does():
+    before = torch.get_rng_state()
+    (a, held_a), (b, held_b) = loaded(), loaded()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(a.inputs, b.inputs)
+    assert torch.equal(held_a.targets, held_b.targets)
+    assert not torch.equal(a.inputs[:60], held_a.inputs)
+
+
+@pytest.mark.parametrize("learnable", [False, True])
+def test_inputs_have_mean_zero_and_deviation_one(learnable):
+    train, _ = loaded(learnable=learnable)
+    (batch,) = train.in_order(300, (0, 1), CPU)
+    assert batch.inputs.mean().abs() < 0.05
+    assert (batch.inputs.std() - 1).abs() < 0.05
+
+
+@pytest.mark.parametrize(("learnable", "least", "most"), [(True, 0.95, 1.0), (False, 0.0, 0.45)])
+def test_the_nearest_class_mean_tells_the_class_only_of_the_learnable(learnable, least, most):
+    train, held_out = loaded(learnable=learnable)
+    means = torch.stack([train.inputs[train.targets == c].float().mean(0).flatten() for c in range(5)])
+    nearest = torch.cdist(held_out.inputs.float().flatten(1), means).argmin(1)
+    accuracy = (nearest == held_out.targets).float().mean()
+    assert least <= accuracy <= most
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_samples", 0), ("holdout", 0), ("size", 0), ("channels", 2), ("num_classes", 0)]
+)
+def test_impossible_options_are_refused(key, value):
+    with pytest.raises(ConfigError) as refused:
+        Synthetic(**{key: value})
+    assert (refused.value.key, refused.value.got) == (key, value)
+
+
+def test_more_than_memory_is_for_is_refused_before_it_is_taken():
+    with pytest.raises(ConfigError, match=r"1000128 images of this size take 45\.8 GiB"):
+        Synthetic(num_samples=1_000_000)

@@ -1,0 +1,239 @@
+"""The data sets that torchvision downloads, written here in their real formats, a few images each."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import http.server
+import pickle
+import socket
+import struct
+import threading
+import time
+
+import numpy
+import pytest
+import torch
+import torchvision
+
+from runner.config import ConfigError
+from runner.data import vision
+from runner.data.memory import TensorSamples
+from runner.data.vision import Cifar10, FashionMnist, Mnist
+
+PARTS = {"train": 7, "t10k": 4}
+
+
+def idx(values: torch.Tensor) -> bytes:
+    """The file format of MNIST (http://yann.lecun.com/exdb/mnist)."""
+    return bytes((0, 0, 8, values.dim())) + struct.pack(f">{values.dim()}I", *values.shape) + values.numpy().tobytes()
+
+
+def write_mnist(root, dataset="MNIST", packed=False) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    folder = root / dataset / "raw"
+    folder.mkdir(parents=True)
+    written = {}
+    for part, count in PARTS.items():
+        images = torch.randint(256, (count, 28, 28), dtype=torch.uint8)
+        labels = torch.randint(10, (count,), dtype=torch.uint8)
+        for name, values in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
+            content = idx(values)
+            (folder / f"{name}.gz").write_bytes(gzip.compress(content)) if packed else (folder / name).write_bytes(
+                content
+            )
+        written[part] = images[:, None], labels.long()
+    return written
+
+
+def as_in_2009(content: bytes) -> bytes:
+    """A pickle of an array as the NumPy of that time wrote it: its core lay elsewhere, and its flags were numbers."""
+    content = content.replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+    return content.replace(b"\x89\x88\x87", b"K\x00K\x01\x87", 1)
+
+
+def write_cifar(root, monkeypatch) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    sums, written = [], {}
+    for number, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
+        pixels = numpy.random.default_rng(number).integers(0, 256, (3, 3072), dtype=numpy.uint8)
+        labels = [number, 9, 0]
+        content = as_in_2009(pickle.dumps({"data": pixels, "labels": labels}, protocol=2))
+        (folder / name).write_bytes(content)
+        sums.append([name, hashlib.md5(content).hexdigest()])
+        written[name] = torch.from_numpy(pixels).view(3, 3, 32, 32), torch.tensor(labels)
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "train_list", sums[:5])
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "test_list", sums[5:])
+    return written
+
+
+def loaded(data) -> tuple[TensorSamples, TensorSamples]:
+    train, held_out = data.load()
+    assert isinstance(train, TensorSamples)
+    assert isinstance(held_out, TensorSamples)
+    return train, held_out
+
+
+@pytest.fixture
+def _no_server(monkeypatch):
+    """An address at which nobody answers: the connection is refused at once."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}/"
+    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [address, address])
+    monkeypatch.setattr(torchvision.datasets.FashionMNIST, "mirrors", [address])
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "url", f"{address}cifar-10-python.tar.gz")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("component", "folder"), [(Mnist, "MNIST"), (FashionMnist, "FashionMNIST")])
+def test_idx_files_are_read_as_they_were_written(tmp_path, component, folder, packed):
+    written = write_mnist(tmp_path, folder, packed)
+    train, held_out = loaded(component(root=str(tmp_path)))
+    for samples, part in ((train, "train"), (held_out, "t10k")):
+        assert torch.equal(samples.inputs, written[part][0])
+        assert torch.equal(samples.targets, written[part][1])
+        assert samples.shape == (1, 28, 28)
+        assert samples.num_classes == 10
+
+
+@pytest.mark.parametrize("component", [Mnist, FashionMnist])
+def test_torchvision_reads_the_same_from_the_same_files(tmp_path, component):
+    write_mnist(tmp_path, component.dataset)
+    train, held_out = loaded(component(root=str(tmp_path)))
+    for samples, is_train in ((train, True), (held_out, False)):
+        theirs = getattr(torchvision.datasets, component.dataset)(tmp_path, train=is_train)
+        assert torch.equal(samples.inputs[:, 0], theirs.data)
+        assert torch.equal(samples.targets, theirs.targets)
+
+
+def test_cifar_is_read_as_it_was_written(tmp_path, monkeypatch):
+    written = write_cifar(tmp_path, monkeypatch)
+    train, held_out = loaded(Cifar10(root=str(tmp_path)))
+    batches = [written[f"data_batch_{number}"] for number in range(1, 6)]
+    assert torch.equal(train.inputs, torch.cat([images for images, _ in batches]))
+    assert torch.equal(train.targets, torch.cat([targets for _, targets in batches]))
+    assert torch.equal(held_out.inputs, written["test_batch"][0])
+    assert train.shape == (3, 32, 32)
+    assert train.class_names == [
+        "airplane",
+        "automobile",
+        "bird",
+        "cat",
+        "deer",
+        "dog",
+        "frog",
+        "horse",
+        "ship",
+        "truck",
+    ]
+
+
+def test_only_training_images_are_augmented(tmp_path, monkeypatch):
+    write_cifar(tmp_path, monkeypatch)
+    train, held_out = loaded(Cifar10(root=str(tmp_path), crop=3))
+    assert (train.flip, train.crop, held_out.flip, held_out.crop) == (True, 3, False, 0)
+
+
+@pytest.mark.parametrize("component", [Mnist, FashionMnist, Cifar10])
+def test_absent_files_are_told_with_what_to_do_and_nothing_is_fetched(tmp_path, component):
+    with pytest.raises(ConfigError) as refused:
+        component(root=str(tmp_path / "nowhere")).load()
+    assert refused.value.key == "root"
+    assert refused.value.why.startswith(f"there is no {tmp_path / 'nowhere'}")
+    for advice in ("data.download=true", str(tmp_path / "nowhere" / component.folder), "data=digits"):
+        assert advice in refused.value.remedy
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.usefixtures("_no_server")
+@pytest.mark.parametrize("component", [Mnist, FashionMnist, Cifar10])
+def test_a_download_that_fails_is_told_soon_with_what_to_do(tmp_path, component, capfd):
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as refused:
+        component(root=str(tmp_path), download=True).load()
+    assert time.monotonic() - began < 5
+    assert refused.value.key == "download"
+    assert "Connection refused" in refused.value.why
+    assert "data=digits" in refused.value.remedy
+    assert len(str(refused.value).splitlines()) == 2
+    assert socket.getdefaulttimeout() is None
+
+
+def test_a_server_that_says_nothing_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(vision, "_PATIENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never answers
+        monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"http://127.0.0.1:{silent.getsockname()[1]}/"])
+        with pytest.raises(ConfigError, match="timed out"):
+            Mnist(root=str(tmp_path), download=True).load()
+
+
+@pytest.mark.usefixtures("_no_server")
+def test_what_is_there_is_not_downloaded_again(tmp_path, monkeypatch):
+    write_mnist(tmp_path)
+    write_cifar(tmp_path, monkeypatch)
+    assert len(loaded(Mnist(root=str(tmp_path), download=True))[0]) == 7
+    assert len(loaded(Cifar10(root=str(tmp_path), download=True))[0]) == 15
+
+
+def test_a_download_brings_the_files(tmp_path, monkeypatch, capfd):
+    source = tmp_path / "server"
+    written = write_mnist(source, packed=True)
+    files = sorted((source / "MNIST" / "raw").iterdir())
+    resources = [(file.name, hashlib.md5(file.read_bytes()).hexdigest()) for file in files]
+    monkeypatch.setattr(torchvision.datasets.MNIST, "resources", resources)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=source / "MNIST" / "raw")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
+        train, _ = loaded(Mnist(root=str(tmp_path / "data"), download=True))
+        server.shutdown()
+    assert torch.equal(train.inputs, written["train"][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train-images-idx3-ubyte", b""),
+        ("train-images-idx3-ubyte", b"<html>not found</html>"),
+        ("t10k-images-idx3-ubyte", idx(torch.zeros(4, 28, 28, dtype=torch.uint8))[:-1]),
+        ("train-labels-idx1-ubyte", idx(torch.zeros(6, dtype=torch.uint8))),
+        ("train-labels-idx1-ubyte", idx(torch.full((7,), 10, dtype=torch.uint8))),
+    ],
+)
+def test_a_damaged_idx_file_is_named(tmp_path, name, content):
+    write_mnist(tmp_path)
+    (tmp_path / "MNIST" / "raw" / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name} is damaged") as refused:
+        Mnist(root=str(tmp_path)).load()
+    assert "delete it" in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"not gzip", lambda b: b[:40] + b"x" * 40]
+)
+def test_a_damaged_compressed_file_is_named(tmp_path, damage):
+    write_mnist(tmp_path, packed=True)
+    path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConfigError, match=r"train-images-idx3-ubyte\.gz is damaged"):
+        Mnist(root=str(tmp_path)).load()
+
+
+def test_a_pickle_that_is_not_the_published_one_is_never_opened(tmp_path, monkeypatch):
+    write_cifar(tmp_path, monkeypatch)
+    trap = tmp_path / "executed"
+    path = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    path.write_bytes(b"cos\nmkdir\n(V" + str(trap).encode() + b"\ntR.")
+    with pytest.raises(ConfigError, match="data_batch_3 is damaged"):
+        Cifar10(root=str(tmp_path)).load()
+    assert not trap.exists()
+    pickle.loads(path.read_bytes())
+    assert trap.exists()  # it would have been
+
+
+@pytest.mark.parametrize(("component", "crop"), [(Mnist, 15), (Cifar10, 17), (Cifar10, -1)])
+def test_impossible_shifts_are_refused(component, crop):
+    with pytest.raises(ConfigError, match="crop"):
+        component(crop=crop)

@@ -1,0 +1,249 @@
+"""Worker processes: the same results whatever their number, and an end to everything that may happen to them."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import environment
+
+from runner.data import watch
+from runner.data.base import DataError
+from runner.data.workers import Workers, default_count
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores: it is a test
+
+
+class Squares:
+    """Makes of a job (number, seconds, fate) the square of the number, and says which process did it."""
+
+    def __getitem__(self, job):
+        number, seconds, fate = job
+        time.sleep(seconds)
+        if fate == "raise":
+            raise ValueError(f"no square of {number}")
+        if fate != "live":
+            os.kill(os.getpid(), getattr(signal, fate))
+        return torch.tensor([number**2, os.getpid(), torch.get_num_threads()])
+
+
+def jobs(count: int, seconds: float = 0, fates: dict[int, str] | None = None):
+    return ((number, seconds, (fates or {}).get(number, "live")) for number in range(count))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4])
+def test_results_come_in_order_from_as_many_processes_as_asked_for(count):
+    results = torch.stack(list(Workers(count).read(Squares(), jobs(20))))
+    assert results[:, 0].tolist() == [number**2 for number in range(20)]
+    pids = set(results[:, 1].tolist())
+    assert len(pids) == max(1, count)
+    assert (os.getpid() in pids) == (count == 0)
+    assert count == 0 or results[:, 2].tolist() == [1] * 20  # threads
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_jobs_are_asked_for_as_they_are_needed(count):
+    asked = []
+
+    def endless():
+        for job in jobs(10**9):
+            asked.append(job[0])
+            yield job
+
+    results = Workers(count, ahead=3).read(Squares(), endless())
+    list(itertools.islice(results, 5))
+    assert len(asked) <= 5 + max(1, count * 3)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_reading_leaves_the_global_generator_alone(count):
+    before = torch.get_rng_state()
+    list(Workers(count).read(Squares(), jobs(5)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_reading_that_is_left_ends_its_workers():
+    others = set(multiprocessing.active_children())
+    results = Workers(2).read(Squares(), jobs(100))
+    next(results)
+    assert len(set(multiprocessing.active_children()) - others) == 2
+    began = time.monotonic()
+    results.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert time.monotonic() - began < 2
+    assert set(multiprocessing.active_children()) <= others
+
+
+def read_to_the_end(results) -> tuple[DataError, float]:
+    """The error that ends the reading, and the seconds that it took to come."""
+    since = time.monotonic()
+    try:
+        for number, result in enumerate(results):
+            assert result[0] == number**2
+            since = time.monotonic()
+    except DataError as error:
+        return error, time.monotonic() - since
+    pytest.fail("no error came")
+
+
+@pytest.mark.parametrize("fate", ["SIGKILL", "SIGSEGV", "SIGBUS"])
+def test_a_worker_that_dies_ends_the_reading_at_once(fate):
+    error, seconds = read_to_the_end(Workers(2, timeout=100).read(Squares(), jobs(1000, 0.01, {20: fate})))
+    assert f"was killed by {fate}" in error.why
+    assert "data.workers=0" in error.remedy
+    assert seconds < 3
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_is_stopped_ends_the_reading_after_the_timeout():
+    error, seconds = read_to_the_end(Workers(2, timeout=1.5).read(Squares(), jobs(1000, 0.01, {20: "SIGSTOP"})))
+    assert "no batch came for 1.5 s" in error.why
+    assert "data.timeout" in error.remedy
+    assert 1 < seconds < 5
+    assert not multiprocessing.active_children()
+
+
+def test_workers_that_are_stopped_with_batches_on_their_way_end_the_reading_too():
+    results = Workers(2, timeout=1.5).read(Squares(), jobs(1000))
+    next(results)
+    time.sleep(0.5)  # the next ones are announced; their memory is still the workers' to hand over
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGSTOP)  # pyright: ignore[reportArgumentType]
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"no batch came for 1\.5 s"):
+        list(results)
+    assert time.monotonic() - began < 5
+    assert not multiprocessing.active_children()
+
+
+def test_a_slow_worker_is_waited_for():
+    results = list(Workers(2, timeout=20).read(Squares(), jobs(3, 0.8)))  # longer than a poll
+    assert [int(result[0]) for result in results] == [0, 1, 4]
+
+
+def test_only_waiting_counts_towards_the_timeout(monkeypatch):
+    monkeypatch.setattr(watch, "POLL", 0.02)
+    killed = threading.Event()
+
+    def batches(*seconds: float):
+        for pause in seconds:
+            yield killed.wait(pause)
+
+    watching = watch.Watch([SimpleNamespace(kill=killed.set)], timeout=0.4)  # pyright: ignore[reportArgumentType]
+    source = batches(0.2, 0.2, 0.2, 0.2, 10)
+    for _ in range(4):
+        assert not watching.next(source)
+        assert not killed.wait(0.2)  # the training's own time
+    assert watching.next(source)
+    watching.end()
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_mistake_in_the_reader_is_raised_as_it_is(count):
+    with pytest.raises(ValueError, match="no square of 3"):
+        list(Workers(count).read(Squares(), jobs(10, 0, {3: "raise"})))
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "count"), [(1, 1, 0), (2, 1, 1), (6, 1, 5), (64, 1, 8), (16, 4, 3), (2, 2, 0)]
+)
+def test_the_default_leaves_a_core_to_each_training_process(monkeypatch, cores, processes, count):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert default_count() == count
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What becomes of the workers of a process that ends
+
+PROGRAM = """
+    import itertools, multiprocessing, sys, time
+    from pathlib import Path
+    from test_workers import Squares, jobs
+    from runner.data.workers import Workers
+
+    if __name__ == "__main__":
+        results = Workers(2).read(Squares(), jobs(10**9, 0.001))
+        next(results)
+        print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+        for result in results:
+            if sys.argv[1] == "exit":
+                sys.exit(0)
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Start a process that reads with two workers; gives it, its workers and their server."""
+    path = tmp_path / "reading.py"
+    path.write_text(textwrap.dedent(PROGRAM))
+    env = environment() | {
+        "PYTHONPATH": f"{environment()['PYTHONPATH']}:{Path(__file__).parent}:{Path(__file__).parent.parent}"
+    }
+
+    def start(what: str) -> tuple[subprocess.Popen[str], list[int]]:
+        process = subprocess.Popen(
+            [sys.executable, str(path), what], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2
+        return process, [*pids, parent(pids[0])]
+
+    return start
+
+
+def status(pid: int) -> list[str]:
+    """The process's fields in /proc after its name: state, parent, …; none where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return []
+
+
+def parent(pid: int) -> int:
+    return int(status(pid)[1])
+
+
+def left_after(pids: list[int], seconds: float) -> list[int]:
+    end = time.monotonic() + seconds
+    left = pids
+    while left and time.monotonic() < end:
+        left = [pid for pid in left if status(pid)[:1] not in ([], ["Z"])]
+        time.sleep(0.02)
+    return left
+
+
+on_linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
+
+
+@on_linux
+def test_a_signal_to_all_is_the_runs_to_answer_and_no_worker_outlives_it(program):
+    process, pids = program("endless")
+    with process:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            for pid in pids:
+                os.kill(pid, number)
+        time.sleep(0.3)
+        assert process.poll() is None
+        assert left_after(pids, 0.1) == pids
+        process.kill()
+    assert left_after(pids, 5) == []
+
+
+@on_linux
+def test_a_run_that_leaves_its_reading_open_exits_all_the_same(program):
+    process, pids = program("exit")
+    with process:
+        assert process.wait(10) == 0
+        assert left_after(pids, 5) == []

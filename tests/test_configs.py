@@ -1,0 +1,280 @@
+"""The options: each alone, every two of different groups together, and what each file says of itself."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, built, composed
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from runner.cli import groups
+from runner.config import CONF, ConfigError, load_class, option_fields, typed_values
+from runner.run import MATERIALS, ROOMS, Run
+from runner.train import train
+
+# What an option needs beside itself to be tried.
+WITH = {"data=imagefolder": ["data.root=photos"], "data=synthetic": ["data.num_samples=64", "data.num_classes=10"]}
+
+# What cannot be on this machine, and what is said then.
+ABSENT_HERE = {
+    "data=mnist": "data.root: got 'data': there is no data/MNIST/raw/train-images",
+    "data=fashion_mnist": "data.root: got 'data': there is no data/FashionMNIST/raw/train-images",
+    "data=cifar10": "data.root: got 'data': there is no data/cifar-10-batches-py/data_batch_1",
+    "data=imagefolder": "data.root: got 'photos': there is no such folder",
+    "device=cuda": "device.kind: got 'cuda': torch finds no CUDA device",
+    "device=mps": "device.kind: got 'mps': this machine has no Metal device",
+}
+if torch.cuda.is_available():
+    del ABSENT_HERE["device=cuda"]
+if torch.backends.mps.is_available():
+    del ABSENT_HERE["device=mps"]
+
+# Two options that do not go together, and what is said then: none of one device's does not.
+REFUSED: dict[frozenset[str], str] = {}
+
+FILES = sorted(CONF.glob("*/*.yaml"))
+# An experiment or a local file is a whole of its own, not to be crossed with others.
+CROSSED = {group: options for group, options in groups().items() if group not in ("experiment", "local")}
+
+
+def pairs_of(factors: dict[str, list[str]]) -> set[frozenset[str]]:
+    """Every two options, `group=option`, of different groups."""
+    named = [[f"{group}={option}" for option in options] for group, options in factors.items()]
+    return {frozenset(pair) for two in itertools.combinations(named, 2) for pair in itertools.product(*two)}
+
+
+def covering_rows(factors: dict[str, list[str]], without: Iterable[frozenset[str]] = ()) -> list[list[str]]:
+    """Few rows, of one option a group, in which every pair comes together but those of `without`, which never do.
+
+    Greedy: a row begins with a pair that is still missing, and each further group adds what covers most.
+    """
+    left, never = sorted(map(sorted, pairs_of(factors) - set(without))), set(without)
+    rows = []
+    while left:
+        row = list(left[0])
+        for group in sorted(factors, key=lambda group: -len(factors[group])):
+            if not any(option.startswith(f"{group}=") for option in row):
+                options = [f"{group}={option}" for option in factors[group]]
+                fits = [o for o in options if not any(frozenset((o, other)) in never for other in row)]
+                row += sorted(fits, key=lambda o: -sum(sorted((o, other)) in left for other in row))[:1]
+        together = [sorted(pair) for pair in itertools.combinations(row, 2)]
+        left = [pair for pair in left if pair not in together]
+        rows.append(sorted(row))
+    return rows
+
+
+def tried(options: Iterable[str], *more: str) -> Run:
+    """The run of `options`, prepared if this machine can, and its network laid out without memory.
+
+    Raises:
+        ConfigError: as the command would.
+    """
+    options = list(options)
+    run = built(*options, *(text for option in options for text in WITH.get(option, [])), *more)
+    for option in options:
+        group, _, name = option.partition("=")
+        target = yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8")).get("_target_")
+        assert target is None or run.config[group]["_target_"] == target, f"{option} was not chosen"
+    if not ABSENT_HERE.keys() & set(options):
+        run.prepare()
+        with torch.device("meta"):
+            run.workload.build_model()
+    return run
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Each, and every two
+
+
+@pytest.mark.parametrize("option", [f"{group}={name}" for group, names in groups().items() for name in names])
+def test_every_option_is_built_and_prepared_or_says_what_is_absent(option: str) -> None:
+    run = tried([option])
+    if option in ABSENT_HERE:
+        with pytest.raises(ConfigError) as refusal:
+            run.prepare()
+        assert str(refusal.value).startswith(ABSENT_HERE[option])
+
+
+def test_every_two_options_go_together() -> None:
+    """A row of options at a time: of two that do not, every row would have to say so."""
+    rows = covering_rows(CROSSED, REFUSED)
+    together = {frozenset(pair) for row in rows for pair in itertools.combinations(row, 2)}
+    assert together == pairs_of(CROSSED) - REFUSED.keys()
+    for row in rows:
+        tried(row)
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=str)
+def test_two_that_do_not_go_together_say_why(pair: frozenset[str]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        tried(pair)
+    assert str(refusal.value).startswith(REFUSED[pair])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", sorted(map(sorted, pairs_of(CROSSED) - REFUSED.keys())), ids=" ".join)
+def test_every_two_options_alone_go_together(pair: list[str]) -> None:
+    tried(pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", covering_rows(CROSSED, REFUSED), ids=" ".join)
+def test_every_two_options_train_together(row: list[str], tmp_path: Path) -> None:
+    if ABSENT_HERE.keys() & set(row):
+        pytest.skip("this machine lacks one of them")
+    run = tried(row, "steps=2", "log_every=1", "eval_every=0", "batch_size=64", "device.threads=1")
+    run.directory = tmp_path
+    result = train(run)
+    assert (result.status, result.steps) == ("done", 2)
+
+
+def test_the_covering_rows_cover() -> None:
+    factors = {"a": ["1", "2", "3"], "b": ["1", "2"], "c": ["1", "2"], "d": ["1"]}
+    without = {frozenset(("a=1", "b=2"))}
+    rows = covering_rows(factors, without)
+    together = {frozenset(pair) for row in rows for pair in itertools.combinations(row, 2)}
+    assert together == pairs_of(factors) - without
+    assert len(pairs_of(factors)) == 3 * 2 + 3 * 2 + 3 + 2 * 2 + 2 + 2
+    assert 6 <= len(rows) <= 8, "3 × 2 rows at least"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The files
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(CONF))
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of an option's file, without the one that says where it is put."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return lines[1:] if lines[0] == "# @package _global_" else lines
+
+
+def commands(typed: str) -> list[list[str]]:
+    """The overrides of each run that `python -m runner …` stands for: several where it is a sweep."""
+    words = shlex.split(typed)[3:]
+    if "-m" not in words:
+        return [words]
+    parsed = OverridesParser.create().parse_overrides([word for word in words if word != "-m"])
+    swept = [
+        [f"{o.key_or_group}={value}" for value in (o.sweep_string_iterator() if o.is_sweep_override() else [o.value()])]
+        for o in parsed
+    ]
+    return [list(job) for job in itertools.product(*swept)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_opens_with_the_command_that_uses_it_and_a_sentence(path: Path) -> None:
+    command, sentence = lines_of(path)[:2]
+    assert re.fullmatch(r"# python -m runner( .+)?", command)
+    assert re.fullmatch(r"# (?!python).+\.", sentence)
+    assert len(sentence) <= 150
+    for overrides in commands(command[2:]):
+        assert f"{path.parent.name}={path.stem}" in overrides
+        composed(*overrides)
+
+
+@pytest.mark.parametrize("path", [*FILES, CONF / "config.yaml"], ids=lambda path: path.stem)
+def test_every_key_has_a_comment(path: Path) -> None:
+    ours = path.read_text(encoding="utf-8").partition("\nhydra:")[0]
+    for line in ours.splitlines():
+        opens_a_group = re.fullmatch(r" *\w+:( +#.*)?", line)  # its keys carry the comments
+        if line.startswith(("#", "_target_:", "  - ")) or not line.strip() or opens_a_group:
+            continue
+        assert re.search(r"\S +# \S", line), line
+        assert len(line) <= 160, line
+
+
+COMPONENTS = [path for path in FILES if path.parent.name in {*ROOMS, *MATERIALS, "workload"}]
+
+
+@pytest.mark.parametrize("path", COMPONENTS, ids=name_of)
+def test_a_component_lists_every_field_in_its_type(path: Path) -> None:
+    node = yaml.safe_load(path.read_text(encoding="utf-8"))
+    node.pop("defaults", None)
+    cls = load_class(node.pop("_target_"), object)
+    assert sorted(node) == sorted(option_fields(cls)), "every field is listed"
+    given = {key: value for key, value in node.items() if value != "???"}
+    assert_typed(given, typed_values(cls, given | {key: 1 for key in node if key not in given}))
+
+
+def assert_typed(node: dict[str, Any], values: dict[str, Any]) -> None:
+    """What stands in the file is what the class gets: nothing is converted, but for 1 to 1.0 and lists to tuples."""
+    for key, value in node.items():
+        got = list(values[key]) if isinstance(values[key], tuple) else values[key]
+        assert got == value, key
+        assert type(got) is type(value) or (type(got), type(value)) == (float, int), key
+
+
+def test_the_root_lists_every_scalar_and_every_group() -> None:
+    root = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
+    defaults, scalars = root.pop("defaults"), {key: value for key, value in root.items() if key != "hydra"}
+    assert sorted(scalars) == sorted(set(option_fields(Run)))
+    scalars["name"] = "classifier"
+    assert_typed(scalars, typed_values(Run, scalars))
+    assert defaults[0] == "_self_", "or the root would override what an experiment chooses"
+    chosen = {group: option for entry in defaults[1:] for group, option in entry.items()}
+    assert set(groups()) <= {group.split()[-1] for group in chosen}
+    for group, option in chosen.items():
+        assert option is None or isinstance(option, str), f"{group}: {option} must be quoted"
+        if group in groups() and option is not None:
+            assert option in groups()[group]
+
+
+def test_the_default_run_is_the_one_that_the_files_describe() -> None:
+    run = built()
+    assert [type(part).__name__ for part in (run.optimizer, run.schedule, run.precision)] == [
+        "SGD",
+        "OneCycle",
+        "Precision",
+    ]
+    assert (run.batch_size, run.seed, run.epochs, run.steps, run.accumulation.steps) == (64, 0, 20.0, None, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experiments and debugging
+
+
+def test_every_experiment_is_composed_and_built() -> None:
+    for name in groups().get("experiment", []):
+        command = lines_of(CONF / "experiment" / f"{name}.yaml")[0][2:]
+        for overrides in commands(command):
+            built(*overrides)
+
+
+def test_debug_smoke_runs_every_part(trained) -> None:
+    run = trained("debug=smoke")
+    assert (run.result.status, run.result.steps) == ("done", 2)
+    assert run.result.metrics.keys() == {"train/loss", "train/accuracy", "eval/loss", "eval/accuracy"}
+    assert {path.name for path in (run.directory / "checkpoints").iterdir()} == {"step_00000001", "step_00000002"}
+
+
+def test_debug_overfit_learns_a_batch_by_heart(trained) -> None:
+    run = trained("debug=overfit")
+    assert run.result.status == "done"
+    assert run.result.metrics["train/accuracy"] == 1.0
+    assert run.result.metrics["train/loss"] < 0.01
+
+
+def test_every_debug_option_is_run_above() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert [name for name in groups()["debug"] if f'trained("debug={name}")' not in source] == []
+
+
+def test_the_readme_types_what_can_be_typed() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    typed = re.findall(r"^python -m runner(?: .*?)?(?=  +#|$)", readme, re.MULTILINE)
+    assert len(typed) > 10
+    for line in typed:
+        for overrides in commands(line):
+            composed(*(text for text in overrides if not text.startswith("resume=")))
