@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 
 from runner import cli, directory  # noqa: E402
 from runner.config import CONF, ConfigError  # noqa: E402
+from runner.explain import explained  # noqa: E402
 
 DONE, CRASHED, REFUSED, DIVERGED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 _CODES = {"done": DONE, "crashed": CRASHED, "diverged": DIVERGED, "stopped": STOPPED}
@@ -57,7 +58,7 @@ def main() -> int:
 def failed(error: Exception) -> int:
     """Tell what went wrong; returns the exit code."""
     if isinstance(error, HydraException | OmegaConfBaseException):
-        print(cli.explained(error), file=sys.stderr)
+        print(explained(error), file=sys.stderr)
     elif isinstance(error, ConfigError):
         print(error, file=sys.stderr)
     else:

@@ -106,9 +106,7 @@ class Checkpoints:
     def _commit(self, checkpoint: Checkpoint, part: Path, final: Path) -> None:
         _write(part / "model.safetensors", lambda path: safetensors.torch.save_file(checkpoint.tensors, path))
         _write(part / "state.pt", lambda path: _save(checkpoint.state, path))
-        manifest = manifest_of(
-            part, step=checkpoint.step, world_size=self.world_size, config_hash=self.config_hash
-        )
+        manifest = manifest_of(part, step=checkpoint.step, world_size=self.world_size, config_hash=self.config_hash)
         _write(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))
         _sync(part)
         if final.exists():  # another past of this run: not to be mixed, nor lost

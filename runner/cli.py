@@ -1,4 +1,4 @@
-"""The command line before Hydra sees it, and Hydra's errors before the user does."""
+"""The command line before Hydra sees it: what there is to type, and what was typed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from runner.config import ABSENT, CONF, ConfigError, check, did_you_mean
 
@@ -38,6 +36,36 @@ def groups() -> dict[str, list[str]]:
     }
 
 
+@cache
+def root_keys() -> set[str]:
+    """The keys of the root, its groups among them."""
+    return {*_chosen(), *_keys(CONF / "config.yaml")}
+
+
+def option_keys(group: str, option: str) -> list[str]:
+    """The keys of an option."""
+    return _keys(CONF / group / f"{option}.yaml")
+
+
+@cache
+def _chosen() -> set[str]:
+    """The groups of the root's table of contents, also those that have no option yet."""
+    entries = [entry for entry in OmegaConf.load(CONF / "config.yaml").defaults if isinstance(entry, DictConfig)]
+    return {str(name) for entry in entries for name in entry if " " not in str(name)}
+
+
+def _keys(file: Path) -> list[str]:
+    return [str(name) for name in OmegaConf.load(file) if name not in ("_target_", "defaults", "hydra")]
+
+
+def _by_number(name: str) -> tuple[int, str]:
+    return (int(name), "") if name.isdigit() else (10**9, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
+
+
 def overrides_first(arguments: Iterable[str]) -> list[str]:
     """`arguments` in the order that Hydra's parser needs, which takes overrides in one piece only.
 
@@ -57,11 +85,9 @@ def overrides_first(arguments: Iterable[str]) -> list[str]:
 
 
 def _checked_override(word: str) -> str:
-    if not _OVERRIDE.fullmatch(word) and not _DELETION.fullmatch(word):
-        examples = [f"{word}={option}" for option in groups().get(word, [])] or ["seed=1"]
-        raise ConfigError(
-            word, ABSENT, "it is no KEY=VALUE, without spaces around the =", f"as in {', '.join(examples)}"
-        )
+    known = _OVERRIDE.fullmatch(word) or _DELETION.fullmatch(word)
+    examples = ", ".join(f"{word}={option}" for option in groups().get(word, [])) or "seed=1"
+    check(bool(known), word, ABSENT, "it is no KEY=VALUE, without spaces around the =", f"as in {examples}")
     return word
 
 
@@ -69,7 +95,7 @@ def _checked_flag(word: str) -> str:
     flag, bare = word.partition("=")[0], word.lstrip("-")
     if flag not in (*_SWITCHES, *_FLAGS_WITH_VALUE):
         key = re.split(r"[=.]", bare)[0]
-        dashed = key in _root_keys() and f"without dashes: {bare if '=' in bare else f'{bare}=…'}"
+        dashed = key in root_keys() and f"without dashes: {bare if '=' in bare else f'{bare}=…'}"
         known = [known for known in (*_SWITCHES, *_FLAGS_WITH_VALUE) if known.startswith("--")]
         raise ConfigError(flag, ABSENT, "there is no such flag;", dashed or did_you_mean(flag, known))
     return word
@@ -106,10 +132,8 @@ def _quote(value: str) -> str:
 
 def override_value(arguments: Iterable[str], key: str) -> str | None:
     """The value that `arguments` give to `key`, unquoted; None where they do not."""
-    found = [
-        match["value"] for argument in arguments if (match := _OVERRIDE.fullmatch(argument)) and match["key"] == key
-    ]
-    return found[-1].strip("'\"") if found else None
+    matches = [match for argument in arguments if (match := _OVERRIDE.fullmatch(argument)) and match["key"] == key]
+    return matches[-1]["value"].strip("'\"") if matches else None
 
 
 def resumed(arguments: Iterable[str]) -> Path | None:
@@ -122,20 +146,19 @@ def resumed(arguments: Iterable[str]) -> Path | None:
     if source in (None, "auto", "never"):
         return None
     path = Path(source).expanduser()
-    there = source != "" and path.is_dir()
-    check(
-        there, "resume", source, "there is no such directory", "auto, never, or a run directory, or a checkpoint in one"
-    )
+    others = "auto, never, or a run directory, or a checkpoint in one"
+    check(source != "" and path.is_dir(), "resume", source, "there is no such directory", others)
     return path
 
 
 def with_saved(saved: list[str], now: list[str]) -> list[str]:
     """The overrides of a resumed run: those it was started with, less those that are given anew."""
-    given = {match["key"].lstrip("+~") for argument in now if (match := _OVERRIDE.fullmatch(argument))}
-    kept = [
-        text for text in saved if not (match := _OVERRIDE.fullmatch(text)) or match["key"].lstrip("+~") not in given
-    ]
-    return [*kept, *now]
+    given = {_key(text) for text in now}
+    return [*(text for text in saved if _key(text) not in given), *now]
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -155,11 +178,8 @@ def help_text() -> str:
         lines.append(f"{group}=")
         lines += [f"  {option:<14} {description(CONF / group / f'{option}.yaml')}" for option in options]
     lines += ["", "keys:"]
-    lines += [
-        f"  {line.rstrip()}"
-        for line in (CONF / "config.yaml").read_text(encoding="utf-8").splitlines()
-        if _is_key(line)
-    ]
+    root = (CONF / "config.yaml").read_text(encoding="utf-8").splitlines()
+    lines += [f"  {line.rstrip()}" for line in root if re.match(r"[a-z_]+: .*#", line)]
     lines += [
         "",
         "--cfg job prints the composed config · --info, --multirun, --config-dir and the rest: --hydra-help",
@@ -173,74 +193,3 @@ def description(option: Path) -> str:
     comments = [line[1:].strip() for line in option.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     sentences = [line for line in comments if not line.startswith(("python -m", "@package"))]
     return sentences[0] if sentences else ""
-
-
-def _is_key(line: str) -> bool:
-    return bool(re.match(r"[a-z_]+: .*#", line))
-
-
-def _by_number(name: str) -> tuple[int, str]:
-    return (int(name), "") if name.isdigit() else (10**9, name)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Errors
-
-
-def explained(error: Exception) -> str:
-    """What Hydra or OmegaConf refused, in this project's words: ten lines at the most."""
-    text = str(error)
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
-        if group in _root_keys():
-            return str(ConfigError(group, option, "there is no such option;", _other_option(group, option)))
-    if match := re.search(r"[Cc]ould not override '([^']+)'", text):
-        return str(ConfigError(match[1], ABSENT, "there is no such key;", _other_key(match[1])))
-    if match := re.search(r"Ambiguous value for argument '(.+?)=(.*)'", text):
-        key, values = match[1], match[2].replace("'", "")
-        a_list = "" if key in groups() else f"; for a list: {key}=[{values}]"
-        return str(ConfigError(key, values, "one run takes one value", f"for a sweep, add -m{a_list}"))
-    lines = [line for line in text.partition("Config search path")[0].splitlines() if line.strip()]
-    if isinstance(error, OverrideParseException):
-        why = next((f" ({line})" for line in lines if re.match("no viable|mismatched|extraneous|missing", line)), "")
-        pairs = "brackets and quotes come in pairs; a text with blanks or , : = [ ] { } goes as KEY=\"'TEXT'\""
-        return str(ConfigError(error.override, ABSENT, f"it cannot be read{why}", pairs))
-    if isinstance(error, OmegaConfBaseException) and error.full_key:
-        plain = "give it a plain value; ${…} stands for another key's value"
-        return str(ConfigError(error.full_key, ABSENT, lines[0], plain))
-    return "\n".join(lines[:8])
-
-
-def _other_option(group: str, option: str) -> str:
-    if group == "accumulation" and option.isdigit():
-        return f"any other number: accumulation.steps={option}"
-    return did_you_mean(option, groups().get(group, []))
-
-
-def _other_key(key: str) -> str:
-    """What `key`, which the chosen option does not have, could have meant."""
-    group, _, name = key.partition(".")
-    keys = {option: _keys(CONF / group / f"{option}.yaml") for option in groups().get(group, [])}
-    if group == "hydra":
-        return "python -m runner --cfg hydra shows what there is"
-    if not name or not keys:
-        return did_you_mean(group, _root_keys())
-    if having := [f"{group}={option}" for option, names in keys.items() if name in names]:
-        return f"it is a key of {', '.join(having)}; another {group} is chosen"
-    return did_you_mean(name, {name for names in keys.values() for name in names}, f"{group}.")
-
-
-@cache
-def _root_keys() -> set[str]:
-    return {*_chosen(), *_keys(CONF / "config.yaml")}
-
-
-@cache
-def _chosen() -> set[str]:
-    """The groups of the root's table of contents, also those that have no option yet."""
-    entries = [entry for entry in OmegaConf.load(CONF / "config.yaml").defaults if isinstance(entry, DictConfig)]
-    return {str(name) for entry in entries for name in entry if " " not in str(name)}
-
-
-def _keys(file: Path) -> list[str]:
-    return [str(name) for name in OmegaConf.load(file) if name not in ("_target_", "defaults", "hydra")]

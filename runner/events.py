@@ -1,9 +1,12 @@
 """TensorBoard's events of one session, written where the loop stands.
 
-torch's `SummaryWriter` does not do here. It names its file by the second and the process id, and TensorBoard reads files
-in the order of their names, which is how it knows what a resumed run computes again. It hands events to a thread, which
-competes with the loop for the interpreter, and tells of a full disk when the next event comes.
+torch's `SummaryWriter` does not do here. It names its file by the second and the process id, while TensorBoard reads
+files in the order of their names, and only so knows what a resumed run computes again. It hands events to a thread,
+which competes with the loop for the interpreter, and tells of a full disk when the next event comes.
 """
+
+# pyright: reportAttributeAccessIssue=false
+# (protobuf makes its classes when its modules are imported)
 
 from __future__ import annotations
 
@@ -65,13 +68,17 @@ class EventFile:
         self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The HPARAMS tab
+def points(values: dict[str, float]) -> Summary:
+    """A point of the curve of each tag."""
+    return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
 def row_start(values: dict[str, float | str | bool]) -> Summary:
-    """A run's row in the HPARAMS tab. Without an `Experiment` beside it, which would fix the columns of a whole sweep to
-    those of one run, TensorBoard finds them by itself, and shows first those that differ."""
+    """A run's row in the HPARAMS tab.
+
+    There is no `Experiment` beside it, which would fix the columns of a whole sweep to those of its first run:
+    TensorBoard finds them by itself, and shows those first that differ.
+    """
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
     for name, value in values.items():
         kind = "bool" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, with the SHA-256 of every file, and of itself: nothing is deserialised that is not as written."""
+"""What a checkpoint holds, with the SHA-256 of every file and of itself: only what is as written is deserialised."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.tensorboard.summary import Summary, image, text
+from torch.utils.tensorboard.summary import image, text
 
-from runner.events import EventFile, row_end, row_start
+from runner.events import EventFile, points, row_end, row_start
 
 
 class Record:
@@ -36,8 +36,7 @@ class Record:
     def scalars(self, values: dict[str, Any], step: int) -> None:
         """Log numbers by tag; x is the number of optimizer steps."""
         if self._file is not None:
-            points = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in values.items()]
-            self._file.add(Summary(value=points), step)
+            self._file.add(points({tag: float(value) for tag, value in values.items()}), step)
 
     def pictures(self, pictures: dict[str, torch.Tensor], step: int) -> None:
         """Log RGB images, uint8 [3, height, width], by tag."""
@@ -91,7 +90,7 @@ class _Console(logging.Handler):
 class _File(logging.FileHandler):
     """To a file, as long as the disk takes it; the console has the same."""
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+    def handleError(self, record: logging.LogRecord) -> None:
         pass
 
     def close(self) -> None:

@@ -140,7 +140,7 @@ def _unfinished(run: Run, parent: Path) -> tuple[Path | None, IO[str] | None]:
 # ---------------------------------------------------------------------------------------------------------------------
 # What makes two configs the same run
 
-_WHAT = ("seed", "batch_size", "workload", "model", "data")
+_WHAT = ("seed", "batch_size", "workload", "model", "data", "env")
 """What is computed, and so cannot change on a resume; everything else is how, and may."""
 
 

@@ -91,9 +91,10 @@ class State:
         Raises:
             DivergedError: when one is not finite.
         """
-        for tag, number in metrics.items():
-            if not math.isfinite(number):
-                raise DivergedError(self.step, tag)
+        broken = [tag for tag, number in metrics.items() if not math.isfinite(number)]
+        if broken:
+            self.window.peek(self.run.parallel.reduce, self.step)  # a step since the last log may have been the first
+            raise DivergedError(self.step, broken[0])
         self.metrics |= metrics
         name, direction = self.run.workload.best
         value, best = metrics[f"eval/{name}"], self.best.get("value")
@@ -123,8 +124,11 @@ class State:
 
 
 def _not_finite(tensors: Sums, moments: dict[str, dict[str, Any]]) -> str:
-    """The name of the first tensor of the model or the optimizer with a number that is not finite; empty if none has."""
-    named = [*tensors.items(), *((f"{key} of {name}", t) for name, state in moments.items() for key, t in state.items())]
+    """The first tensor of the model or the optimizer with a number that is not finite, by name; empty if none has."""
+    named = [
+        *tensors.items(),
+        *((f"{key} of {name}", t) for name, state in moments.items() for key, t in state.items()),
+    ]
     return next((name for name, t in named if isinstance(t, torch.Tensor) and not t.isfinite().all()), "")
 
 

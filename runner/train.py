@@ -55,7 +55,7 @@ def train(run: Run) -> Result:
 
 
 def prepare(run: Run, device: torch.device) -> State:
-    """The parts, placed and resumed. The weights come from the root seed alone; what is random later, from the rank too."""
+    """The parts, placed and resumed. Weights come from the root seed alone; what is random later, from the rank too."""
     clock.reset()
     memory.reset_peak(device)
     run.precision.prepare(device)

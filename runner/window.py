@@ -87,8 +87,8 @@ class Stopwatch:
         """A step is done.
 
         Args:
-            pausing: whether a log, an evaluation or a checkpoint follows. They wait for the device anyway; what it still
-                computes is the time of the steps, not theirs.
+            pausing: whether a log, an evaluation or a checkpoint follows. They wait for the device anyway, but what it
+                still computes is the time of the steps, not theirs.
         """
         if pausing:
             synchronize(self.device)

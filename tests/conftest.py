@@ -73,7 +73,9 @@ def environment() -> dict[str, str]:
 def start(*arguments: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
     """`python -m runner ARGUMENTS` in `cwd`, in the background."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-m", "runner", *arguments], cwd=cwd, env=environment(), **(pipes | options))
+    return subprocess.Popen(
+        [sys.executable, "-m", "runner", *arguments], cwd=cwd, env=environment(), **(pipes | options)
+    )
 
 
 def command(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -124,7 +126,7 @@ class Forks:
         self.server = subprocess.Popen(program, env=environment(), cwd="/", **pipes)
 
     def start(self, *arguments: str, cwd: Path) -> int:
-        """Begin `python -m runner ARGUMENTS` in `cwd`; returns its process id. What it prints is in console.txt there."""
+        """Begin `python -m runner ARGUMENTS` in `cwd`; returns its process id. What it prints is in console.txt."""
         cwd.mkdir(exist_ok=True)
         (cwd / "code").unlink(missing_ok=True)
         print(json.dumps([str(cwd), *arguments]), file=self.server.stdin, flush=True)

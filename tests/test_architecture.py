@@ -27,6 +27,7 @@ FLOORS = [
     ["runner.state"],
     ["runner.train"],
     ["runner.cli"],
+    ["runner.explain"],
     ["runner.__main__"],
     ["runner.tools"],
 ]

@@ -42,7 +42,9 @@ def is_whole(found: Checkpoint | None, step: int) -> bool:
         found is not None
         and found.step == step
         and torch.equal(found.tensors["w"], wanted.tensors["w"])
-        and torch.equal(found.state["optimizer"]["w"]["momentum_buffer"], wanted.state["optimizer"]["w"]["momentum_buffer"])
+        and torch.equal(
+            found.state["optimizer"]["w"]["momentum_buffer"], wanted.state["optimizer"]["w"]["momentum_buffer"]
+        )
         and torch.equal(found.local["random"]["cpu"], wanted.local["random"]["cpu"])
     )
 
@@ -75,7 +77,9 @@ class Disk:
 
     def watched(self, name: str, call: Callable) -> Callable:
         def wrapped(*arguments: Any, **options: Any) -> Any:
-            place = os.readlink(f"/proc/self/fd/{arguments[0]}") if name == "fsync" else arguments[name.startswith("save")]
+            place = (
+                os.readlink(f"/proc/self/fd/{arguments[0]}") if name == "fsync" else arguments[name.startswith("save")]
+            )
             path = Path(place if isinstance(place, str | Path) else place.name)
             self.calls.append((name, path))
             crash = len(self.calls) == self.crash_at
@@ -102,7 +106,9 @@ class Disk:
 
 
 @pytest.mark.parametrize("how", ["before", "after", "torn", "power"])
-def test_a_crash_at_any_call_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_crash_at_any_call_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     disk = Disk(monkeypatch)
     point, ended = 0, False
     while not ended:

@@ -18,6 +18,7 @@ import runner.run
 from runner import cli
 from runner.__main__ import main
 from runner.config import CONF, ConfigError
+from runner.explain import explained
 from runner.run import Result, Run
 
 # What is typed, words apart by two blanks: what the answer must say. The first is the key, or the word, that is wrong.
@@ -42,6 +43,8 @@ REFUSED = {
     "accumulation=many": ["accumulation: got 'many'", "known are: 1, 16, 2, 4, 8"],
     "precision=17": ["precision: got '17'", "known are: 16, 32, 64, bf16, tf32"],
     "precision=": ["precision: got ''", "known are: 16, 32, 64, bf16, tf32"],
+    "+precision=16": ["precision:", "chosen already", "without the +: precision=…"],
+    "+precision=32": ["precision:", "chosen already", "without the +: precision=…"],
     "device=gpu": ["device: got 'gpu'", "did you mean cpu?"],
     "debug=nope": ["debug: got 'nope'", "known are: overfit, smoke"],
     "experiment=nope": ["experiment: got 'nope'", "no such option"],
@@ -261,14 +264,15 @@ def test_flags_may_stand_anywhere(typed: list[str], ordered: list[str]) -> None:
 def test_what_is_given_anew_replaces_what_was_saved() -> None:
     saved = ["seed=1", "precision=16", "++name=a", "~debug"]
     assert cli.with_saved(saved, ["precision=32", "name=b"]) == ["seed=1", "~debug", "precision=32", "name=b"]
+    assert cli.with_saved(saved, ["debug=smoke", "-m"]) == [*saved[:3], "debug=smoke", "-m"]
     assert cli.override_value(["resume=a", "seed=1", "resume='b c'"], "resume") == "b c"
     assert cli.override_value(["seed=1"], "resume") is None
 
 
 def test_an_error_of_hydra_that_nobody_foresaw_is_cut_short() -> None:
-    told = cli.explained(HydraException("\n".join(f"line {i}" for i in range(50))))
+    told = explained(HydraException("\n".join(f"line {i}" for i in range(50))))
     assert told.splitlines() == [f"line {i}" for i in range(8)]
-    assert cli.explained(HydraException("")) == ""
+    assert explained(HydraException("")) == ""
 
 
 def test_groups_are_the_folders_of_conf_and_numbers_are_in_order() -> None:

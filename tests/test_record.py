@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import errno
 import hashlib
 import io
@@ -104,7 +103,9 @@ def test_the_tags_are_these(trained: Callable[..., Run]) -> None:
 def test_the_learning_rate_is_that_of_the_step(trained: Callable[..., Run]) -> None:
     run = trained("steps=9", "log_every=3", "schedule=cosine", "optimizer.lr=0.4")
     rates = [0.4 * (1 + torch.tensor(torch.pi * (step - 1) / 9).cos().item()) / 2 for step in (3, 6, 9)]
-    assert curves(run.directory)["lr"] == [(s, pytest.approx(r, rel=1e-5)) for s, r in zip((3, 6, 9), rates, strict=True)]
+    assert curves(run.directory)["lr"] == [
+        (s, pytest.approx(r, rel=1e-5)) for s, r in zip((3, 6, 9), rates, strict=True)
+    ]
 
 
 def test_pictures_are_pictures(trained: Callable[..., Run]) -> None:
@@ -156,7 +157,9 @@ def test_a_loss_scale_is_logged_where_there_is_one(
     trained: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for precision in ("32", "bf16", "16"):  # on the CPU, 16 is bfloat16, which needs none
-        assert "train/loss_scale" not in curves(trained("steps=2", f"precision={precision}", directory=precision).directory)
+        assert "train/loss_scale" not in curves(
+            trained("steps=2", f"precision={precision}", directory=precision).directory
+        )
     run = built(*FAST, "steps=2")
     run.prepare()
     run.directory = tmp_path
@@ -374,6 +377,15 @@ def test_the_device_is_waited_for_before_a_pause_alone(monkeypatch: pytest.Monke
     assert not waited
     watch.lap(pausing=True)
     assert waited == [torch.device("meta")]
+
+
+def test_a_pause_is_what_a_log_an_evaluation_or_a_checkpoint_makes(
+    trained: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+    monkeypatch.setattr(Stopwatch, "lap", lambda watch, pausing: said.append(pausing) or watch.seconds.append(1))
+    trained("steps=13", "log_every=4", "eval_every=5", "save_every=6")
+    assert [step for step, pausing in enumerate(said, start=1) if pausing] == [4, 5, 6, 8, 10, 12, 13]
 
 
 @pytest.mark.parametrize(("count", "left_out"), [(0, 0), (4, 0), (5, 1), (20, 4), (50, 10), (1000, 10)])

@@ -1,4 +1,4 @@
-"""A run that is killed, stopped or crashes at any moment, and is resumed, ends bitwise where one that never was ends."""
+"""A run that is killed, stopped or crashes at any moment, and is resumed, ends bitwise where one left in peace ends."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class CrashError(Exception):
 
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    """Train a command line in `tmp_path / name`; at the step `signalled` with SIGTERM, at the step `crashed` not at all."""
+    """Train a command line in `tmp_path / name`, up to a SIGTERM at the step `signalled`, or an error at `crashed`."""
 
     def train_it(name: str, *overrides: str, signalled: int = 0, crashed: int = 0) -> Run:
         run = built(*FAST, *HARD, *overrides)
@@ -165,7 +165,11 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ru
                 raise CrashError
 
         monkeypatch.setattr(run.workload, "after_step", after_step)
-        for owner, what, result in ((run.workload, "pictures", {}), (runner.train, "environment", {}), (gc, "collect", 0)):
+        for owner, what, result in (
+            (run.workload, "pictures", {}),
+            (runner.train, "environment", {}),
+            (gc, "collect", 0),
+        ):
             monkeypatch.setattr(owner, what, lambda *_, result=result: result)  # they would take most of the time
         run.result = train(run)  # pyright: ignore[reportAttributeAccessIssue]
         return run
@@ -276,9 +280,11 @@ def test_moments_get_the_layout_of_their_parameters(optimizer: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "tolerance"),
-    [("log_every=2", 0), ("eval_every=4", 0), ("save_every=3", 0), ("keep=1", 0), ("profiler=simple", 0)]
-    + [("channels_last=false", 1e-5), ("accumulation=4", 1e-5), ("optimizer.fused=false", 1e-5)]
-    + [("precision=64", 1e-4), ("precision=bf16", 0.2), ("precision=16", 0.2)],
+    [
+        *[("log_every=2", 0), ("eval_every=4", 0), ("save_every=3", 0), ("keep=1", 0), ("profiler=simple", 0)],
+        *[("channels_last=false", 1e-5), ("accumulation=4", 1e-5), ("optimizer.fused=false", 1e-5)],
+        *[("precision=64", 1e-4), ("precision=bf16", 0.2), ("precision=16", 0.2)],
+    ],
 )
 def test_how_it_is_done_may_change(session: Callable[..., Run], change: str, tolerance: float) -> None:
     plain = (*SHORT, "model.dropout=0", "optimizer=sgd")  # dropout draws by micro-batch
@@ -314,8 +320,10 @@ def test_what_is_computed_may_not_change(change: str, shown: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    ["optimizer.lr=0.3", "epochs=3", "schedule=cosine", "precision=bf16", "accumulation=4", "device.threads=2"]
-    + ["workload.eval_batch_size=7", "name=b", "deterministic=true", "model.checkpoint_activations=true", "keep=9"],
+    [
+        *["optimizer.lr=0.3", "epochs=3", "schedule=cosine", "precision=bf16", "accumulation=4", "device.threads=2"],
+        *["workload.eval_batch_size=7", "name=b", "deterministic=true", "model.checkpoint_activations=true", "keep=9"],
+    ],
 )
 def test_how_may_change(change: str) -> None:
     check_resumable(composed(*FAST), composed(*FAST, change), "PATH")

@@ -50,7 +50,9 @@ class Parallel:
         """The device of this process."""
         return choice.resolve()
 
-    def place(self, model: torch.nn.Module, device: torch.device, channels_last: bool, compile: bool) -> torch.nn.Module:
+    def place(
+        self, model: torch.nn.Module, device: torch.device, channels_last: bool, compile: bool
+    ) -> torch.nn.Module:
         """Put the model where it computes: move, wrap, shard or cut it."""
         model.to(device)
         if channels_last:

@@ -172,6 +172,13 @@ def test_random_parts_lie_inside_and_have_allowed_areas_and_ratios():
                 assert 3 / 4 * 0.93 <= w / h <= 4 / 3 * 1.07  # sides are whole pixels
 
 
+def test_random_parts_reach_every_edge():
+    some = [0.3] * (ImageReader.num_draws - 3)
+    left, top, right, bottom = random_box(50, 40, [*some, 0.0, 0.0, 0.5], 0.2)
+    assert (left, top) == (0, 0)
+    assert random_box(50, 40, [*some, 0.999, 0.999, 0.5], 0.2) == (50 - right, 40 - bottom, 50, 40)
+
+
 def test_random_parts_are_distributed_as_torchvisions():
     from torchvision.transforms.v2 import RandomResizedCrop
 
