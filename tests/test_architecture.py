@@ -90,7 +90,9 @@ def test_networks_import_torch_alone(module):
 
 def test_the_story_names_no_mode_no_precision_and_no_workload():
     story = (ROOT / "runner" / "train.py").read_text(encoding="utf-8")
-    options = [path.stem for group in ("parallel", "workload", "precision") for path in (ROOT / "conf" / group).iterdir()]
+    options = [
+        path.stem for group in ("parallel", "workload", "precision") for path in (ROOT / "conf" / group).iterdir()
+    ]
     assert [word for word in options if not word.isdigit() and f'"{word}"' in story] == []
     assert "isinstance" not in story
 
@@ -106,6 +108,8 @@ assert main() == 2
 loaded = [name for name in ("torch._C", "torchvision.transforms", "numpy", "PIL.Image") if name in sys.modules]
 assert not loaded, loaded
 """
-    done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "batch_size: got 10" in done.stderr

@@ -12,7 +12,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def test_every_package_is_installed():
-    here = {".".join(init.parent.relative_to(ROOT).parts) for top in ("runner", "models") for init in (ROOT / top).rglob("__init__.py")}
+    here = {
+        ".".join(init.parent.relative_to(ROOT).parts)
+        for top in ("runner", "models")
+        for init in (ROOT / top).rglob("__init__.py")
+    }
     listed = set(PROJECT["tool"]["setuptools"]["packages"])
     assert listed == here | {"runner.conf"}
     assert PROJECT["tool"]["setuptools"]["package-dir"] == {"runner.conf": "conf"}
@@ -21,7 +25,9 @@ def test_every_package_is_installed():
 def test_every_dependency_is_imported_and_every_import_is_a_dependency():
     names = {"scikit-learn": "sklearn", "hydra-core": "hydra"}
     wanted = {re.split(r"[<>=]", text)[0] for text in PROJECT["project"]["dependencies"]}
-    sources = "\n".join(path.read_text(encoding="utf-8") for top in ("runner", "models") for path in (ROOT / top).rglob("*.py"))
+    sources = "\n".join(
+        path.read_text(encoding="utf-8") for top in ("runner", "models") for path in (ROOT / top).rglob("*.py")
+    )
     unused = {name for name in wanted if not re.search(rf"\b{names.get(name, name)}\b", sources)}
     assert unused <= {"gymnasium"}, "the reinforcement learning workloads will need gymnasium; nothing else is unused"
 

