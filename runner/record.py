@@ -70,11 +70,13 @@ class Record:
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of a nested config by dotted key; lists as text."""
+    """The leaves of a nested config by dotted key; lists as text, and of a component's class its bare name."""
     leaves: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict):
             leaves |= flatten(value, f"{prefix}{key}.")
+        elif key == "_target_":
+            leaves[prefix.rstrip(".")] = value.rpartition(".")[2]
         else:
             leaves[prefix + key] = value if isinstance(value, int | float | str | None) else str(value)
     return leaves

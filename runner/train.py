@@ -118,6 +118,7 @@ def log_training(state: State, record: Record, progress: Progress, norm: torch.T
     means = state.take_window()
     state.metrics |= means
     progress.metrics(means)
+    log.debug("step %d: %s", state.step, means)
     record.scalars(means, state.step)
     record.scalars({"train/gradient_norm": norm, "lr": state.optimizer.param_groups[0]["lr"]}, state.step)
     record.scalars(run.precision.scalars() | run.workload.scalars(), state.step)
@@ -134,6 +135,7 @@ def evaluate(state: State, record: Record, progress: Progress) -> bool:
     sums = parallel.reduce(sums)
     metrics = {f"eval/{name}": value for name, value in run.workload.summarize(sums).items()}
     progress.metrics(metrics)
+    log.debug("step %d: %s", state.step, metrics)
     record.scalars(metrics, state.step)
     record.pictures(run.workload.pictures(sums), state.step)
     return state.take_evaluation(metrics)
