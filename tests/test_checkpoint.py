@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from conftest import FAST, Forks, built
+from conftest import FAST, ROOT, Forks, built
 
 import runner.checkpoint
 import runner.manifest
@@ -297,7 +297,7 @@ def test_a_malicious_file_with_the_right_hash_runs_nothing(
 
 
 def test_nothing_is_ever_loaded_as_a_full_pickle() -> None:
-    sources = [path for folder in ("runner", "models") for path in Path(folder).rglob("*.py")]
+    sources = [path for folder in ("runner", "models") for path in (ROOT / folder).rglob("*.py")]
     loads = [line for path in sources for line in path.read_text().splitlines() if "torch.load(" in line]
     assert loads
     assert all("weights_only=True" in line for line in loads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import random
 import signal
@@ -245,6 +246,25 @@ def test_random_states_are_put_back(session: Callable[..., Run]) -> None:
     torch.manual_seed(123)
     session("whole", *SHORT)
     assert torch.get_rng_state().equal(saved)
+
+
+def test_one_rank_takes_over_the_sums_that_were_of_all(
+    session: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are summed over the ranks again at the next log; and a rank that was not there draws from its own seed."""
+    run = session("ranks", *SHORT, signalled=5)  # the steps 4 and 5 are not logged yet
+    windows = {}
+    for rank in (0, 1):
+        monkeypatch.setattr(type(run.parallel), "rank", property(lambda _, rank=rank: rank))
+        with caplog.at_level(logging.INFO, logger="runner"):
+            state = runner.train.prepare(run, torch.device("cpu"))
+        windows[rank] = state.window.peek(lambda sums: sums, 5)
+    saved = torch.load(run.directory / "checkpoints/step_00000005/state.pt", weights_only=True)["window"]
+    assert saved.shape == (2, 2)
+    assert windows[0].equal(saved)
+    assert windows[1].equal(torch.zeros(2, 2))
+    assert "rank 1 was not there" in caplog.text
+    assert "rank 0 was not there" not in caplog.text
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple["torch.Tensor", ...]
 
 
-def to_device(batches: Generator[Tensors], device: torch.device, cuda: Any = None) -> Iterator[Tensors]:
+def to_device(batches: Generator[Tensors], device: torch.device, cuda: Any = None) -> Generator[Tensors]:
     """The same batches on `device`, each ready for the stream that is current when it is asked for.
 
     On CUDA the copy of the next batch is queued before a batch is handed out. Elsewhere there is nothing to overlap.

@@ -33,7 +33,7 @@ _PATIENCE = 10
 _DAMAGED = (OSError, EOFError, ValueError, RuntimeError, zlib.error, struct.error, tarfile.TarError)
 """What readers raise about files that are not what they should be."""
 
-Labelled = tuple[torch.Tensor, torch.Tensor]
+Labelled = tuple["torch.Tensor", "torch.Tensor"]
 """Images, uint8 [n, channels, height, width], and their classes, int64 [n]."""
 
 
@@ -134,8 +134,9 @@ class Mnist(Downloadable):
         part = "train" if train else "t10k"
         path = self._path(f"{part}-labels-idx1-ubyte")
         images, targets = self._read(self._path(f"{part}-images-idx3-ubyte"), 3), self._read(path, 1).long()
-        if len(targets) != len(images) or int(targets.max()) >= len(self.class_names):
-            self._refuse(path, f"{len(targets)} labels up to {int(targets.max())} for {len(images)} images")
+        largest = max(targets.tolist(), default=0)
+        if not 0 < len(targets) == len(images) or largest >= len(self.class_names):
+            self._refuse(path, f"{len(targets)} labels up to {largest} for {len(images)} images")
         return images[:, None], targets
 
     def _read(self, path: Path, dims: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -47,7 +47,7 @@ class Workers:
     ahead: int = 2
     pin_memory: bool = False
 
-    def read(self, fetch: Fetch, jobs: Iterable[Any]) -> Iterator[Any]:
+    def read(self, fetch: Fetch, jobs: Iterable[Any]) -> Generator[Any]:
         """`fetch[job]` of every job, in order, whatever the number of workers.
 
         Raises:

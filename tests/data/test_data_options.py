@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
+from conftest import environment
 from omegaconf import OmegaConf
 
 from runner.config import CONF, build, load_class
@@ -30,3 +33,23 @@ def test_every_option_is_explained(path):
     assert lines[1].startswith("# ")
     assert lines[1].endswith(".")
     assert all("#" in line for line in lines[3:])
+
+
+def test_options_are_checked_without_torch():
+    program = f"""
+import sys
+from runner.lazy import import_lazily
+import_lazily("torch", "torchvision")
+from omegaconf import OmegaConf
+from runner.config import build
+from runner.data.base import Data
+for path in {[str(path) for path in FILES]}:
+    node = OmegaConf.to_container(OmegaConf.load(path))
+    build(node | ({{"root": "anywhere"}} if "root" in node else {{}}), Data, "data")
+    loaded = [name for name in ("torch._C", "torchvision.datasets", "numpy", "PIL.Image") if name in sys.modules]
+    assert not loaded, (path, loaded)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -143,7 +143,7 @@ def test_a_stream_that_is_left_waits_for_its_copies_and_ends_its_source():
     source = host(recorder, 10)
     batches = to_device(source, CUDA, recorder)
     next(batches)
-    batches.close()  # pyright: ignore[reportAttributeAccessIssue]
+    batches.close()
     assert recorder.calls[-1] == ("synchronize", "copy")
     assert list(source) == []
 

@@ -199,6 +199,7 @@ def test_a_download_brings_the_files(tmp_path, monkeypatch, capfd):
         ("train-images-idx3-ubyte", b"<html>not found</html>"),
         ("t10k-images-idx3-ubyte", idx(torch.zeros(4, 28, 28, dtype=torch.uint8))[:-1]),
         ("train-labels-idx1-ubyte", idx(torch.zeros(6, dtype=torch.uint8))),
+        ("train-labels-idx1-ubyte", idx(torch.zeros(0, dtype=torch.uint8))),
         ("train-labels-idx1-ubyte", idx(torch.full((7,), 10, dtype=torch.uint8))),
     ],
 )
