@@ -12,6 +12,7 @@ if sys.path and sys.path[0] != ROOT and os.path.realpath(sys.path[0]) == os.path
 import logging  # noqa: E402
 import shlex  # noqa: E402
 import traceback  # noqa: E402
+from contextlib import suppress  # noqa: E402
 from pathlib import Path  # noqa: E402
 from tempfile import TemporaryDirectory  # noqa: E402
 from typing import Any  # noqa: E402
@@ -39,12 +40,24 @@ log = logging.getLogger("runner")
 
 def main() -> int:
     """Run what the command line asks for; returns the exit code."""
-    arguments = sys.argv[1:]
+    code = DONE
+    try:
+        code = answer(sys.argv[1:])
+        print(end="", flush=True)
+    except BrokenPipeError:  # nobody reads on, as behind `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return code
+
+
+def answer(arguments: list[str]) -> int:
+    """What `main` does, where somebody listens."""
     if {"--help", "-h"} & set(arguments):
         print(cli.help_text())
         return DONE
     try:
         codes = launch_hydra(arguments)
+    except BrokenPipeError:
+        raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -91,7 +104,7 @@ def launch_hydra(arguments: list[str]) -> list[int]:
         OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
         try:
             composed()
-        except (HydraException, OmegaConfBaseException):
+        except (HydraException, OmegaConfBaseException, BrokenPipeError):
             raise
         except (ValueError, OSError) as error:  # what Hydra does not foresee
             raise HydraException(str(error)) from error
@@ -128,7 +141,8 @@ def run_one(config: dict[str, Any], overrides: list[str], sweep: str = "", numbe
         with LogFile(run.directory):
             result = trained(run)
         directory.write_json(run.directory / directory.RESULT, result.as_dict())
-    print(summary(run, result))
+    with suppress(BrokenPipeError):
+        print(summary(run, result), flush=True)
     return _CODES[result.status]
 
 
@@ -153,11 +167,8 @@ def trained(run: Any) -> Any:
 def summary(run: Any, result: Any) -> str:
     """The last words of a run: how it ended, where it is, how to look at it."""
     where, logs = (shlex.quote(os.path.relpath(path)) for path in (run.directory, run.output_root))
-    lines = [
-        f"{result.status} after step {result.steps}/{run.num_steps}, {result.seconds:.1f} s: {result.error}".rstrip(
-            ": "
-        )
-    ]
+    lines = [f"{result.status} after step {result.steps}/{run.num_steps}, {result.seconds:.1f} s"]
+    lines[0] += f": {result.error}" if result.error else ""
     if best := result.best:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
     lines.append(f"run: {where}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import FAST, NO_TORCH, ROOT, Forks, command
+from conftest import FAST, NO_TORCH, ROOT, Forks, command, start
 from hydra.errors import HydraException
 
 import runner.run
@@ -204,6 +205,17 @@ def test_hydras_own_answers_are_there(typed: Forks, flags: str, tmp_path: Path) 
     assert (code, "Traceback" in told) == (0, False)
     assert len(told) > 10
     assert leftovers(tmp_path) == set()
+
+
+@pytest.mark.parametrize("line", ["--help", "--cfg  job", " ".join(FAST).replace(" ", "  ") + "  steps=1"])
+def test_nobody_need_read_the_answer_to_its_end(line: str, tmp_path: Path) -> None:
+    """As behind `| head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = start(*line.split("  "), cwd=tmp_path, stdout=writing)
+    os.close(writing)
+    _, told = process.communicate(timeout=60)
+    assert (process.returncode, "Broken" in told, "Traceback" in told) == (0, False, False), told
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -232,13 +232,14 @@ def test_the_root_lists_every_scalar_and_every_group() -> None:
 
 
 def test_the_default_run_is_the_one_that_the_files_describe() -> None:
-    run = built()
+    run, root = built(), yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
     assert [type(part).__name__ for part in (run.optimizer, run.schedule, run.precision)] == [
         "SGD",
         "OneCycle",
         "Precision",
     ]
-    assert (run.batch_size, run.seed, run.epochs, run.steps, run.accumulation.steps) == (64, 0, 20.0, None, 1)
+    for key in root.keys() - {"defaults", "hydra", "name"}:
+        assert getattr(run, key) == root[key], key
 
 
 # ---------------------------------------------------------------------------------------------------------------------

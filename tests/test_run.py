@@ -62,7 +62,7 @@ def endless(epoch: float | None) -> Any:
 def test_a_workload_without_epochs_wants_steps() -> None:
     run = built(*FAST)
     run.workload = endless(None)
-    with pytest.raises(ConfigError, match=r"epochs: got 20.0: this workload has no epochs\n  set steps=N"):
+    with pytest.raises(ConfigError, match=r"epochs: got .*: this workload has no epochs\n  set steps=N"):
         run.prepare()
     run.steps = 205
     run.prepare()
@@ -160,8 +160,8 @@ def test_the_hash_is_of_everything_but_where_it_is_written() -> None:
 def test_the_hash_knows_no_order_and_no_spelling() -> None:
     config = composed()
     assert config_hash(dict(reversed(config.items()))) == config_hash(config)
-    assert config_hash(composed("optimizer.lr=0.10", "precision=32")) == config_hash(config)
-    assert config_hash(composed("optimizer.lr=0.2")) != config_hash(config)
+    assert config_hash(composed(f"optimizer.lr={config['optimizer']['lr']:.9f}", "precision=32")) == config_hash(config)
+    assert config_hash(composed("optimizer.lr=0.123")) != config_hash(config)
 
 
 def test_a_run_is_made_of_what_was_chosen_and_remembers_the_config() -> None:
