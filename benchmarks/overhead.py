@@ -33,8 +33,11 @@ def network() -> nn.Module:
     """The network of the comparison, in plain torch."""
     torch.manual_seed(0)
     pool = nn.MaxPool2d(2)
-    convolutions = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), pool, nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), pool]
-    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+    convolutions = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(inplace=True), pool]
+    convolutions += [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(inplace=True), pool]
+    model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+    # The runner's default, and a tenth faster here: all have it, so that what differs is the loop around the network.
+    return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -108,6 +108,8 @@ def launch_hydra(arguments: list[str]) -> list[int]:
             raise
         except (ValueError, OSError) as error:  # what Hydra does not foresee
             raise HydraException(str(error)) from error
+    if sweep and codes:
+        print(f"\n{codes.count(DONE)} of {len(codes)} jobs done")
     return codes
 
 
@@ -140,7 +142,10 @@ def run_one(config: dict[str, Any], overrides: list[str], sweep: str = "", numbe
 
         with LogFile(run.directory):
             result = trained(run)
-        directory.write_json(run.directory / directory.RESULT, result.as_dict())
+        try:
+            directory.write_json(run.directory / directory.RESULT, result.as_dict())
+        except OSError as error:  # a full disk: the summary is all that is left to tell
+            print(f"{directory.RESULT} cannot be written: {error.strerror}", file=sys.stderr)
     with suppress(BrokenPipeError):
         print(summary(run, result), flush=True)
     return _CODES[result.status]
@@ -148,34 +153,40 @@ def run_one(config: dict[str, Any], overrides: list[str], sweep: str = "", numbe
 
 def trained(run: Any) -> Any:
     """The result of training `run`, also when it crashed."""
-    from runner.run import Result, config_hash
+    from runner.run import CrashedError, Result, config_hash
     from runner.train import train
 
     try:
         return run.parallel.launch(train, run)
     except ConfigError:
         raise
-    except Exception as error:
-        if run.deterministic and "deterministic" in str(error):
-            why = str(error).splitlines()[0].split(". You can turn off")[0]
-            raise ConfigError("deterministic", True, why, "set deterministic=false, or choose another model") from None
-        log.debug("crashed", exc_info=True)
-        log.error("%s: %s", type(error).__name__, error)
-        return Result("crashed", config_hash=config_hash(run.config), error=f"{type(error).__name__}: {error}")
+    except CrashedError as crash:
+        result, error = crash.result, crash.__cause__
+    except Exception as early:  # before the first step
+        result = Result("crashed", config_hash=config_hash(run.config), error=f"{type(early).__name__}: {early}")
+        error = early
+    if run.deterministic and "deterministic" in str(error):
+        why = str(error).splitlines()[0].split(". You can turn off")[0]
+        raise ConfigError("deterministic", True, why, "set deterministic=false, or choose another model")
+    log.debug("crashed", exc_info=error)
+    log.error("%s", result.error)
+    return result
 
 
 def summary(run: Any, result: Any) -> str:
     """The last words of a run: how it ended, where it is, how to look at it."""
     where, logs = (shlex.quote(os.path.relpath(path)) for path in (run.directory, run.output_root))
-    lines = [f"{result.status} after step {result.steps}/{run.num_steps}, {result.seconds:.1f} s"]
-    lines[0] += f": {result.error}" if result.error else ""
+    steps = f"{result.steps}/{max(result.steps, run.num_steps)}"
+    lines = [f"{result.status} after step {steps}, {result.seconds:.1f} s"]
+    lines[0] += f": {result.error}" if result.error and result.status != "crashed" else ""  # told already
     if best := result.best:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
     lines.append(f"run: {where}")
     if result.status != "done":
         lines.append(f"log: {where}/log.txt")
-    if result.status in ("stopped", "crashed"):
-        lines.append(f"go on: python -m runner resume={where}")
+        if any((run.directory / "checkpoints").glob("step_*")):
+            other = " optimizer.lr=…" if result.status == "diverged" else ""
+            lines.append(f"go on: python -m runner resume={where}{other}")
     lines.append(f"look: tensorboard --logdir {logs}")
     return "\n".join(lines)
 

@@ -55,13 +55,18 @@ def check(ok: bool, key: str, got: object, why: str, remedy: str) -> None:
 
 
 def check_range(
-    component: object, key: str, above: float = -math.inf, least: float = -math.inf, most: float = math.inf
+    component: object,
+    key: str,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
 ) -> None:
-    """Refuse a number of `component` that is not finite, not greater than `above`, or outside [`least`, `most`]."""
+    """Refuse a number of `component` that is not finite, outside (`above`, `below`), or outside [`least`, `most`]."""
     value = getattr(component, key)
-    if value is None or (math.isfinite(value) and value > above and least <= value <= most):
+    if value is None or (math.isfinite(value) and above < value < below and least <= value <= most):
         return
-    bounds = (("> ", above), ("≥ ", least), ("≤ ", most))
+    bounds = (("> ", above), ("≥ ", least), ("≤ ", most), ("< ", below))
     wanted = [
         f"{word}{bound if isinstance(bound, int) else f'{bound:g}'}" for word, bound in bounds if math.isfinite(bound)
     ]

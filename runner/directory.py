@@ -76,7 +76,7 @@ def remove_empty(path: Path, end: Path) -> None:
 def job_name(number: int, overrides: list[str]) -> str:
     """`<job>-<overrides>` of a sweep's job, as a directory name."""
     label = re.sub(r"[^\w.=,+-]", "_", ",".join(overrides).replace("'", "").replace('"', ""))
-    return f"{number:03d}-{label}".encode()[:120].decode(errors="ignore").rstrip(".")
+    return f"{number:03d}-{label}".encode()[:120].decode(errors="ignore").rstrip(".-")
 
 
 def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:

@@ -84,7 +84,7 @@ class ConvNet(Model):
         # Half a kernel keeps the size; a wider border would hold positions that see nothing but zeros.
         check_range(self, "padding", least=0, most=self.kernel_size // 2)
         check_range(self, "hidden", least=1)
-        check_range(self, "dropout", least=0, most=1 - 1e-9)
+        check_range(self, "dropout", least=0, below=1)
 
     def network(self, shape: tuple[int, int, int], num_classes: int) -> torch.nn.Module:
         from models import convnet  # here, not above: the config's errors are told before torch is loaded

@@ -88,7 +88,7 @@ class Adam(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         for beta in ("beta1", "beta2"):
-            check_range(self, beta, least=0, most=1 - 1e-9)
+            check_range(self, beta, least=0, below=1)
         check_range(self, "eps", above=0, most=1)
 
     def build(self, model: torch.nn.Module) -> torch.optim.Optimizer:

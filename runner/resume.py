@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from runner import directory
 from runner.config import ConfigError, check, load_class
 from runner.environment import environment
+from runner.manifest import DamagedError, verified_manifest
 from runner.run import Result, Run, config_hash
 
 
@@ -36,7 +37,11 @@ def claimed_directory(run: Run, parent: Path, name: str | None, overrides: list[
     held = held or directory.lock(path)
     try:
         if not _is_done(path, run):
-            _begin_session(path, run, overrides)
+            try:
+                _begin_session(path, run, overrides)
+            except OSError as error:
+                why = f"nothing can be written there ({error.strerror})"
+                raise ConfigError("output_root", str(path), why, "make room, or output_root=DIR elsewhere") from None
         yield path
     except ConfigError:
         if found is None:  # refused after all: nothing is left behind
@@ -60,7 +65,17 @@ def finished(run: Run) -> Result | None:
 def _is_done(path: Path, run: Run) -> bool:
     result, named = directory.read_result(path), _named_checkpoint(run)
     newest = named is None or not _later(named)
-    return result.get("status") == "done" and result["steps"] >= run.num_steps and newest
+    done = result.get("status") == "done" and result["steps"] >= run.num_steps and newest
+    return done and _last_is_whole(path)
+
+
+def _last_is_whole(path: Path) -> bool:
+    """Whether the newest checkpoint of the run at `path` is as it was written; else the steps to it are done again."""
+    checkpoints = [place for place in (path / "checkpoints").glob("step_*") if directory.step_of(place) is not None]
+    try:
+        return bool(verified_manifest(max(checkpoints, key=lambda place: directory.step_of(place) or 0)))
+    except (DamagedError, ValueError):  # damaged, or none at all
+        return False
 
 
 def _begin_session(path: Path, run: Run, overrides: list[str]) -> None:

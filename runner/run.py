@@ -194,6 +194,14 @@ def _node(config: Mapping[str, Any], room: str) -> Mapping[str, Any]:
     return node
 
 
+class CrashedError(Exception):
+    """A run ended by an error, which is its `__cause__`; `result` tells how far it had come."""
+
+    def __init__(self, result: Result):
+        super().__init__(result)
+        self.result = result
+
+
 _NOT_HASHED = ("name", "output_root", "resume")
 
 

@@ -18,7 +18,7 @@ from runner.environment import environment
 from runner.progress import Progress, progress_for
 from runner.record import Record
 from runner.resume import finished
-from runner.run import Result, Run
+from runner.run import CrashedError, Result, Run
 from runner.seeds import derive
 from runner.signals import StopRequest
 from runner.state import State
@@ -28,7 +28,11 @@ log = logging.getLogger(__name__)
 
 
 def train(run: Run) -> Result:
-    """Train one run to its end, to a signal, or to the step that diverged; every process of the run enters here."""
+    """Train one run to its end, to a signal, or to the step that diverged; every process of the run enters here.
+
+    Raises:
+        CrashedError: from any error of a step, with what was done up to it.
+    """
     parallel = run.parallel
     if (result := finished(run)) is not None:
         log.info("all %d steps are done: nothing is left to do (more: epochs=N or steps=N)", result.steps)
@@ -49,6 +53,8 @@ def train(run: Run) -> Result:
             except DivergedError as diverged:
                 status, error = "diverged", str(diverged)
                 save_offending(run, diverged.step, device)
+            except Exception as error:
+                raise CrashedError(state.result("crashed", f"{type(error).__name__}: {error}")) from error
             if status == "done":
                 record.close_row()
         return state.result(status, error)

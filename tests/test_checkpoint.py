@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -449,16 +450,30 @@ def test_a_run_on_a_full_disk_says_what_to_do_and_goes_on_later(forks: Forks, ti
     assert "make room on the disk, then resume" in said
     assert "Traceback" not in said
     [directory] = (tiny_disk / "outputs/a").iterdir()
-    assert json.loads((directory / "result.json").read_text())["status"] == "crashed"
     found = Checkpoints(directory, keep=30)
     steps = found.steps()
     assert steps
+    result = json.loads((directory / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("crashed", steps[-1] + 2), "the step whose checkpoint had no room"
     assert found.latest().step == steps[-1], "none is damaged"
     (tiny_disk / "ballast").unlink()
     code, said = forks.run(f"resume={directory}", "keep=1", cwd=tmp_path)
     assert code == 0, said
     assert f"resumed after step {steps[-1]}" in said
     assert found.steps()[-1] == 40
+
+
+def test_a_disk_that_is_full_from_the_start_is_refused(forks: Forks, tiny_disk: Path, tmp_path: Path) -> None:
+    (tiny_disk / "outputs/a").mkdir(parents=True)
+    with (tiny_disk / "ballast").open("wb") as ballast, contextlib.suppress(OSError):
+        while True:
+            ballast.write(bytes(4096))
+    code, said = forks.run(*FAST, "steps=2", f"output_root={tiny_disk}/outputs", "name=a", cwd=tmp_path)
+    assert code == 2, said
+    assert "output_root: got" in said
+    assert "No space left on device" in said
+    assert "Traceback" not in said
+    assert list((tiny_disk / "outputs/a").iterdir()) == []
 
 
 def test_a_size_limit_is_told_like_a_full_disk(tmp_path: Path) -> None:

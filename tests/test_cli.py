@@ -352,7 +352,8 @@ def test_a_job_that_crashes_does_not_end_the_others(
     told = capsys.readouterr()
     assert told.err.count("ZeroDivisionError") == 2
     assert told.err.count("Traceback") == 1, "the one that is no run's own failure"
-    assert told.out.count("python -m runner resume=outputs/sweeps/classifier/") == 1
+    assert "resume=" not in told.out, "there is no checkpoint to go on from"
+    assert "1 of 3 jobs done" in told.out
     statuses = {name[:3]: result["status"] for name, result in results(tmp_path).items()}
     assert statuses == {"002": "done", "001": "crashed"}
 

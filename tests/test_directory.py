@@ -199,7 +199,7 @@ def test_a_refusal_takes_back_what_was_made_for_it_alone(forks: Forks, tmp_path:
         (["seed=1", "precision='16'"], "007-seed=1,precision=16"),
         (["name='a b'", "output_root='/tmp/x'"], "007-name=a_b,output_root=_tmp_x"),
         (["schedule.milestones=[0.5,0.7]"], "007-schedule.milestones=_0.5,0.7_"),
-        ([], "007-"),
+        ([], "007"),
         (["name=größe"], "007-name=größe"),
         (["a=..."], "007-a="),
     ],

@@ -25,7 +25,7 @@ import runner.train
 from runner import directory
 from runner.config import ConfigError
 from runner.resume import check_resumable, claimed_directory
-from runner.run import Result, Run, config_hash
+from runner.run import CrashedError, Result, Run, config_hash
 from runner.train import train
 
 HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32")
@@ -209,22 +209,25 @@ def test_stopped_at_a_step(session: Callable[..., Run], overrides: tuple[str, ..
 def test_crashed_at_each_step(session: Callable[..., Run]) -> None:
     wanted = outcome(session("whole", *SHORT).directory)
     for step in range(1, STEPS + 1):
-        with pytest.raises(CrashError):
+        with pytest.raises(CrashedError) as crash:
             session(f"crashed_{step}", *SHORT, crashed=step)
+        assert isinstance(crash.value.__cause__, CrashError)
+        assert crash.value.result.steps == step - 1
+        assert crash.value.result.metrics.keys() >= ({"train/loss"} if step > 3 else set())
         assert_same(outcome(session(f"crashed_{step}", *SHORT).directory), wanted)
 
 
 def test_crashed_again_and_again(session: Callable[..., Run]) -> None:
     wanted = outcome(session("whole", *SHORT).directory)
     for step in (4, 4, 6, 9, 13, 11, 14):
-        with pytest.raises(CrashError):
+        with pytest.raises(CrashedError):
             session("crashed", *SHORT, crashed=step)
     assert_same(outcome(session("crashed", *SHORT).directory), wanted)
 
 
 def test_a_torn_event_at_the_end_of_a_session_hides_nothing(session: Callable[..., Run]) -> None:
     wanted = outcome(session("whole", *SHORT).directory)
-    with pytest.raises(CrashError):
+    with pytest.raises(CrashedError):
         session("torn", *SHORT, crashed=13)
     path = session("whole", *SHORT).directory.with_name("torn")
     [file] = path.glob("events*")
@@ -491,3 +494,17 @@ def test_what_cannot_be_resumed_exits_with_2_and_shows_the_difference(forks: For
     assert "optimizer: runner.optimizer.SGD then, runner.optimizer.Adam now" in said
     assert len(said.splitlines()) <= 10
     assert files(path) == before
+
+
+def test_a_finished_run_whose_last_checkpoint_is_damaged_does_its_steps_again(forks: Forks, tmp_path: Path) -> None:
+    code, said = forks.run(*FAST, "steps=23", "save_every=10", "eval_every=0", cwd=tmp_path)
+    assert code == 0, said
+    [path] = (tmp_path / "outputs/classifier").iterdir()
+    weights = path / "checkpoints/step_00000023/model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:])
+    code, said = forks.run(f"resume={path}", cwd=tmp_path)
+    assert code == 0, said
+    assert "resumed after step 20" in said
+    assert weights.read_bytes() == whole
+    assert (path / "checkpoints/step_00000023.corrupt").is_dir()

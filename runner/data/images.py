@@ -49,11 +49,16 @@ class ImageReader:
         Raises:
             Exception: of many types, when it cannot be read.
         """
-        from PIL import Image  # here, not above: the config's errors are told before it is loaded
+        # here, not above: the config's errors are told before it is loaded
+        from PIL import Image, UnidentifiedImageError
 
         with open(path, "rb") as file:
             content = io.BytesIO(file.read())  # in one go: Pillow would read it in dozens of small pieces
-        with Image.open(content) as image:
+        try:
+            opened = Image.open(content)
+        except UnidentifiedImageError:  # its message would name the buffer
+            raise ValueError("it is no image in a format that Pillow knows") from None
+        with opened as image:
             square = self._scaled(image, draws if self.augment == "crop" else None)
         return square.flip(2) if draws is not None and self.augment != "none" and draws[-1] < 0.5 else square
 
