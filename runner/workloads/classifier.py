@@ -15,7 +15,7 @@ from runner.model import Model
 from runner.pictures import confusion_matrix, grid
 from runner.workloads.base import Sums, Workload
 
-_MOST_SHOWN = 32
+_MOST_SHOWN = 36
 _MOST_CLASSES_IN_A_MATRIX = 1000
 
 
@@ -104,7 +104,8 @@ class Classifier(Workload):
         }
         if device.type == "mps":  # Metal has no float64
             sums["loss"] = sums["loss"].float()
-        predictions, targets = [], []
+        none = torch.zeros(0, dtype=torch.int64, device=device)  # a shard may be empty
+        predictions, targets = [none], [none]
         for batch in self.held_out.in_order(self.eval_batch_size, shard, device):
             outputs = infer(batch.inputs).float()
             predicted = outputs.argmax(1)
