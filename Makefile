@@ -16,7 +16,9 @@ test: .venv/ready
 	@$(BIN)/python -m pytest $(ARGS)
 
 bench: .venv/bench
-	@$(BIN)/python -m benchmarks.overhead $(ARGS)
+	@$(BIN)/python -m benchmarks.overhead
+	@$(BIN)/python -m benchmarks.overhead --channels-last
+	@$(BIN)/python -m benchmarks.resnet
 
 .venv/ready: pyproject.toml constraints.txt
 	@echo "setting up .venv: the versions in constraints.txt (about 5 GB with torch; a minute or two)"

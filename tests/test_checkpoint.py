@@ -465,7 +465,7 @@ def test_a_run_on_a_full_disk_says_what_to_do_and_goes_on_later(forks: Forks, ti
 
 def test_a_disk_that_is_full_from_the_start_is_refused(forks: Forks, tiny_disk: Path, tmp_path: Path) -> None:
     (tiny_disk / "outputs/a").mkdir(parents=True)
-    with (tiny_disk / "ballast").open("wb") as ballast, contextlib.suppress(OSError):
+    with (tiny_disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
         while True:
             ballast.write(bytes(4096))
     code, said = forks.run(*FAST, "steps=2", f"output_root={tiny_disk}/outputs", "name=a", cwd=tmp_path)

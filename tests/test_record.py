@@ -35,7 +35,7 @@ from runner.clock import Clock
 from runner.directory import StorageError
 from runner.events import EventFile
 from runner.record import LogFile, Record, flatten
-from runner.run import Run
+from runner.run import CrashedError, Run
 from runner.seeds import derive
 from runner.train import train
 from runner.window import DivergedError, Stopwatch, Window, quantiles
@@ -223,7 +223,7 @@ def test_one_row_after_a_resume_and_after_a_crash(
                 raise ZeroDivisionError
 
         patched.setattr("runner.workloads.base.Workload.after_step", crash)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(CrashedError):
             trained(*steps)
     [row], _ = table(tmp_path)
     assert row["status"] == ["STATUS_UNKNOWN"]
