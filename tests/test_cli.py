@@ -255,8 +255,8 @@ def test_a_sweep_has_commas_where_a_run_has_a_name_with_a_comma() -> None:
 
 
 def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    assert cli.quoted("output_root=~/runs", sweep=False) == "output_root=/home/me/runs"
+    monkeypatch.setenv("HOME", "/me")
+    assert cli.quoted("output_root=~/runs", sweep=False) == "output_root=/me/runs"
     assert cli.quoted("name=~", sweep=False) == "name='~'"
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import ROOT, built, composed
+from conftest import FAST, ROOT, Forks, built, composed
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from runner.cli import groups
 from runner.config import CONF, ConfigError, load_class, option_fields, typed_values
@@ -251,6 +252,22 @@ def test_every_experiment_is_composed_and_built() -> None:
         command = lines_of(CONF / "experiment" / f"{name}.yaml")[0][2:]
         for overrides in commands(command):
             built(*overrides)
+
+
+def test_ten_epochs_is_what_it_says() -> None:
+    run = built("experiment=ten_epochs")
+    run.prepare()
+    assert run.num_steps == 225  # 10 · 1,438 / 64, rounded up
+    assert [run.schedule.factor(update, 225) for update in (0, 112, 224)] == [1, 1, 1]
+    assert (run.optimizer.lr, run.optimizer.momentum) == (0.02, 0.9)
+
+
+def test_precisions_sweeps_both_on_three_seeds(forks: Forks, tmp_path: Path) -> None:
+    code, told = forks.run("-m", "experiment=precisions", *FAST, "steps=1", cwd=tmp_path)
+    assert code == 0, told
+    configs = [OmegaConf.load(path) for path in tmp_path.glob("outputs/sweeps/precisions/*/*/config.yaml")]
+    swept = sorted((config.precision._target_.rpartition(".")[2], config.seed) for config in configs)
+    assert swept == [(precision, seed) for precision in ("BFloat16", "Precision") for seed in (0, 1, 2)]
 
 
 def test_debug_smoke_runs_every_part(trained) -> None:
