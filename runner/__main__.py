@@ -12,7 +12,8 @@ if sys.path and sys.path[0] != ROOT and os.path.realpath(sys.path[0]) == os.path
 import logging  # noqa: E402
 import shlex  # noqa: E402
 import traceback  # noqa: E402
-from contextlib import suppress  # noqa: E402
+from contextlib import ExitStack, suppress  # noqa: E402
+from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from tempfile import TemporaryDirectory  # noqa: E402
 from typing import Any  # noqa: E402
@@ -137,29 +138,48 @@ def run_one(config: dict[str, Any], overrides: list[str], sweep: str = "", numbe
     run.prepare()
     root, label = Path(run.output_root), directory.job_name(number, overrides) if sweep else None
     parent = root / "sweeps" / run.name / sweep if sweep else root / run.name
-    with claimed_directory(run, parent, label, overrides) as run.directory:
+    with run.parallel.joined(run), ExitStack() as claims:
+        claim = partial(claimed_directory, run, parent, label, overrides)
+        run.directory = run.parallel.on_rank_0(lambda: claims.enter_context(claim()))
         from runner.record import LogFile
 
-        with LogFile(run.directory):
+        with LogFile(run.directory, run.parallel.rank):
             result = trained(run)
-        try:
-            directory.write_json(run.directory / directory.RESULT, result.as_dict())
-        except OSError as error:  # a full disk: the summary is all that is left to tell
-            print(f"{directory.RESULT} cannot be written: {error.strerror}", file=sys.stderr)
+        if run.parallel.rank == 0:
+            tell(run, result)
+    return _CODES[result.status]
+
+
+def tell(run: Any, result: Any) -> None:
+    """Leave the result, and say where."""
+    try:
+        directory.write_json(run.directory / directory.RESULT, result.as_dict())
+    except OSError as error:  # a full disk: the summary is all that is left to tell
+        print(f"{directory.RESULT} cannot be written: {error.strerror}", file=sys.stderr)
     with suppress(BrokenPipeError):
         print(summary(run, result), flush=True)
-    return _CODES[result.status]
 
 
 def trained(run: Any) -> Any:
     """The result of training `run`, also when it crashed."""
+    from runner.parallel.crew import RankError
+    from runner.resume import finished
     from runner.run import CrashedError, Result, config_hash
-    from runner.train import train
+    from runner.session import session
 
+    if (done := run.parallel.on_rank_0(partial(finished, run))) is not None:
+        log.info("all %d steps are done: nothing is left to do (more: epochs=N or steps=N)", done.steps)
+        return done
     try:
-        return run.parallel.launch(train, run)
+        return run.parallel.launch(session, run)
     except ConfigError:
         raise
+    except RankError as failure:
+        result = failure.result or Result(
+            "crashed", directory.newest_step(run.directory), config_hash=config_hash(run.config)
+        )
+        result.error, error = str(failure), failure
+        print(failure.trace, end="", file=sys.stderr)
     except CrashedError as crash:
         result, error = crash.result, crash.__cause__
     except Exception as early:  # before the first step

@@ -48,6 +48,7 @@ class Plan:
         accumulation: micro-batches per step and process.
         shard: (index, count): this process trains on part `index` of `count` of every global batch.
         seed: the root seed, which orders the samples.
+        turn: (index, count): this process trains on one of every `count` global batches; (0, 1): on each.
 
     Raises:
         ConfigError: when the batch cannot be cut into equal micro-batches.
@@ -57,6 +58,7 @@ class Plan:
     accumulation: int = 1
     shard: tuple[int, int] = (0, 1)
     seed: int = 0
+    turn: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
         parts = self.accumulation * self.shard[1]
@@ -71,6 +73,27 @@ class Plan:
             f"the nearest that do: {nearest}",
         )
 
+    @property
+    def worker(self) -> int:
+        """Which of the processes that get samples of their own this is: environments and exploration differ by it."""
+        return self.shard[0] * self.turn[1] + self.turn[0]
+
+    @property
+    def num_workers(self) -> int:
+        """How many processes get samples of their own."""
+        return self.shard[1] * self.turn[1]
+
+    def steps(self, after_step: int, last_step: int) -> Iterator[tuple[int, list[MicroBatch]]]:
+        """The number of every step after `after_step`, and this process's micro-batches of it.
+
+        Where processes take turns, a round of steps is done at once, one by each. Its number is that of its last step,
+        the same on every process; it has no micro-batches where the run ends before this process's turn.
+        """
+        index, count = self.turn
+        for before in range(after_step, last_step, count):
+            own = before + 1 + index
+            yield min(before + count, last_step), self.micro_batches(own) if own <= last_step else []
+
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This process's part of the global batch of `step`, which counts from 1."""
         index, count = self.shard
@@ -83,7 +106,8 @@ class Plan:
 
     def stream(self, after_step: int) -> Iterator[MicroBatch]:
         """The micro-batches of all steps after `after_step`, without end."""
-        return itertools.chain.from_iterable(map(self.micro_batches, itertools.count(after_step + 1)))
+        index, count = self.turn
+        return itertools.chain.from_iterable(map(self.micro_batches, itertools.count(after_step + 1 + index, count)))
 
 
 class SampleOrder:

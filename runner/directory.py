@@ -115,6 +115,11 @@ def step_of(checkpoint: Path) -> int | None:
     return int(digits) if digits.isdecimal() and checkpoint.name == step_name(int(digits)) else None
 
 
+def newest_step(directory: Path) -> int:
+    """The step of the newest checkpoint of the run at `directory`; 0 without any."""
+    return max((step_of(path) or 0 for path in (directory / "checkpoints").glob("step_*")), default=0)
+
+
 def lock(directory: Path) -> IO[str] | None:
     """Take the directory for this process, until the returned file is closed or the process ends, however it ends.
 

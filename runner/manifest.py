@@ -11,7 +11,7 @@ from typing import Any
 from runner.config import ConfigError
 
 NAME = "manifest.json"
-SCHEMA = 1
+SCHEMA = 2
 
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 """What reading a damaged checkpoint gives; other errors (no permission, no memory) are no fault of its own."""

@@ -62,13 +62,20 @@ class SGD(Optimizer):
 
     def build(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         parameters = trainable(model)
-        optimizer = torch.optim.SGD(parameters, **self._shared(), momentum=self.momentum, nesterov=self.nesterov)
-        if self.fused and self.momentum > 0:
+        # torch has fused Adam for parameters that are cut over processes, but no fused SGD.
+        options = self._shared() | {"fused": self.fused and not any(map(_is_cut, parameters))}
+        optimizer = torch.optim.SGD(parameters, **options, momentum=self.momentum, nesterov=self.nesterov)
+        if self.momentum > 0:
             # Torch's fused step makes these itself, but leaves whatever was in the memory when loss scaling skips the
             # very first update. From zeros the updates are the same.
             for parameter in parameters:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
+
+
+def _is_cut(parameter: torch.Tensor) -> bool:
+    """Whether `parameter` is a `DTensor`; without loading what knows them, where nobody has made one."""
+    return hasattr(parameter, "device_mesh")
 
 
 @dataclass

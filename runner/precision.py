@@ -35,6 +35,10 @@ class Precision:
         """The model in the format that its parameters are kept in."""
         return model
 
+    def compute_dtype(self, device: torch.device) -> torch.dtype | None:
+        """The 16-bit format of a forward pass on `device`; None where it is the parameters' own."""
+        return None
+
     def autocast(self) -> AbstractContextManager:
         """The context of a forward pass."""
         return _FULL
@@ -105,9 +109,13 @@ class BFloat16(Precision):
     def prepare(self, device: torch.device) -> None:
         _allow_tf32(False)
         self._device_type = device.type
+        self._dtype = self.compute_dtype(device)
+
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        return torch.bfloat16
 
     def autocast(self) -> AbstractContextManager:
-        return torch.autocast(self._device_type, torch.bfloat16)
+        return torch.autocast(self._device_type, self._dtype)
 
 
 @dataclass
@@ -135,8 +143,8 @@ class Float16(BFloat16):
             return
         self._scaler = torch.amp.GradScaler("cuda", init_scale=self.init_scale, growth_interval=self.growth_interval)
 
-    def autocast(self) -> AbstractContextManager:
-        return torch.autocast(self._device_type, torch.bfloat16 if self._scaler is None else torch.float16)
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        return torch.float16 if device.type == "cuda" else torch.bfloat16
 
     def backward(self, loss: torch.Tensor) -> None:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()

@@ -44,7 +44,9 @@ class Progress:
 
     def summary(self, step: int) -> str:
         """Metrics, throughput and time left."""
-        parts = [f"{name.removeprefix('train/')} {value:.4g}" for name, value in self._metrics.items()]
+        parts = [
+            f"{name.removeprefix('train/')} {value:.4g}" for name, value in self._metrics.items() if name.count("/") < 2
+        ]
         if self._rate:
             parts += [
                 f"{self._rate * self.batch_size:,.0f} samples/s",

@@ -101,15 +101,25 @@ class _File(logging.FileHandler):
 
 
 class LogFile:
-    """A context in which the project's log goes to `log.txt` in full, and to the console in short."""
+    """A context in which the project's log goes to a file in full, and from rank 0 to the console in short.
 
-    def __init__(self, directory: Path):
-        self._file = _File(directory / "log.txt", encoding="utf-8", delay=True)
+    Entered again within itself it does nothing more.
+
+    Args:
+        directory: the run's; rank 0 writes `log.txt`, rank 1 `log_rank_1.txt`.
+    """
+
+    def __init__(self, directory: Path, rank: int = 0):
+        name = f"log_rank_{rank}.txt" if rank else "log.txt"
+        self._file = _File(directory / name, encoding="utf-8", delay=True)
         self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        self._console = _Console(logging.INFO)
+        self._console = _Console(logging.INFO if rank == 0 else logging.CRITICAL)
         self._logger = logging.getLogger("runner")
+        self._is_outer = not any(isinstance(handler, _File) for handler in self._logger.handlers)
 
     def __enter__(self) -> None:
+        if not self._is_outer:
+            return
         self._logger.setLevel(logging.DEBUG)
         self._logger.propagate = False
         for handler in (self._file, self._console):
@@ -118,6 +128,8 @@ class LogFile:
         logging.getLogger("py.warnings").addHandler(self._file)
 
     def __exit__(self, *_: object) -> None:
+        if not self._is_outer:
+            return
         logging.getLogger("py.warnings").removeHandler(self._file)
         logging.captureWarnings(False)
         for handler in (self._file, self._console):

@@ -71,10 +71,9 @@ def _is_done(path: Path, run: Run) -> bool:
 
 def _last_is_whole(path: Path) -> bool:
     """Whether the newest checkpoint of the run at `path` is as it was written; else the steps to it are done again."""
-    checkpoints = [place for place in (path / "checkpoints").glob("step_*") if directory.step_of(place) is not None]
     try:
-        return bool(verified_manifest(max(checkpoints, key=lambda place: directory.step_of(place) or 0)))
-    except (DamagedError, ValueError):  # damaged, or none at all
+        return bool(verified_manifest(path / "checkpoints" / directory.step_name(directory.newest_step(path))))
+    except DamagedError:  # or none at all
         return False
 
 

@@ -29,8 +29,8 @@ class State:
 
     def __init__(self, run: Run, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
         self.run, self.model, self.optimizer, self.device = run, model, optimizer, device
-        self.step = 0
-        self.window = Window()
+        self.step, self.logged = 0, 0
+        self.window = Window(torch.zeros(len(run.workload.metrics), device=device))
         self.stopwatch = Stopwatch(device)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
@@ -49,8 +49,9 @@ class State:
         run.parallel.load_full_state(self.model, self.optimizer, checkpoint.tensors, shared["optimizer"])
         run.precision.load_state_dict(shared["precision"])
         self.step, self.metrics, self.best = checkpoint.step, shared["metrics"], shared["best"]
-        rows = shared["window"] if run.parallel.rank == 0 else torch.zeros_like(shared["window"])  # all ranks' sums
-        self.window = Window(list(rows.to(self.device).unbind()))
+        self.logged, rows = shared["logged"], run.parallel.share_of(shared["window"]).to(self.device)
+        self.window = Window(rows.new_zeros(len(run.workload.metrics)), list(rows.unbind()))
+        run.parallel.load_local_state(self.model, self.optimizer, local.get("parallel", {}))
         if local:
             run.workload.load_state_dict(local["workload"])
             _set_random_state(local["random"], self.device)
@@ -68,21 +69,29 @@ class State:
         window = self.window.peek(run.parallel.reduce, self.step)
         tensors, moments = run.parallel.full_state(self.model, self.optimizer)
         broken = _not_finite(tensors, moments)
-        if run.parallel.agree(bool(broken)):  # not every rank has every tensor
+        anywhere = run.parallel.reduce({"broken": torch.tensor(float(bool(broken)), device=self.device)})
+        if anywhere["broken"]:  # not every rank has every tensor
             raise DivergedError(self.step, broken or "the state")
         shared = {
             "optimizer": moments,
             "precision": run.precision.state_dict(),
             "window": window,
+            "logged": self.logged,
             "metrics": self.metrics,
             "best": self.best,
         }
-        local = {"workload": run.workload.state_dict(), "random": _random_state(self.device)}
+        local = {
+            "workload": run.workload.state_dict(),
+            "parallel": run.parallel.local_state(self.model, self.optimizer),
+            "random": _random_state(self.device),
+        }
         self.checkpoints.save(Checkpoint(self.step, tensors, shared, local), self.best.get("step"))
 
     def take_window(self) -> dict[str, float]:
         """The training metrics since the last log, by tag; the window begins anew."""
-        sums = self.window.take(self.run.parallel.reduce, self.step).double().mean(0) / self.run.batch_size
+        num_samples = (self.step - self.logged) * self.run.batch_size
+        sums = self.window.take(self.run.parallel.reduce, self.step).double().sum(0) / num_samples
+        self.logged = self.step
         return {f"train/{name}": float(value) for name, value in zip(self.run.workload.metrics, sums, strict=True)}
 
     def take_evaluation(self, metrics: dict[str, float]) -> bool:

@@ -17,7 +17,6 @@ from runner.clock import clock
 from runner.environment import environment
 from runner.progress import Progress, progress_for
 from runner.record import Record
-from runner.resume import finished
 from runner.run import CrashedError, Result, Run
 from runner.seeds import derive
 from runner.signals import StopRequest
@@ -34,9 +33,6 @@ def train(run: Run) -> Result:
         CrashedError: from any error of a step, with what was done up to it.
     """
     parallel = run.parallel
-    if (result := finished(run)) is not None:
-        log.info("all %d steps are done: nothing is left to do (more: epochs=N or steps=N)", result.steps)
-        return result
     device = parallel.device(run.device)
     writes = parallel.rank == 0
     with run.device.settings(device, run.deterministic):
@@ -67,8 +63,8 @@ def prepare(run: Run, device: torch.device) -> State:
     run.precision.prepare(device)
     torch.manual_seed(derive(run.seed, "weights"))
     model = run.precision.convert(run.workload.build_model())
-    model = run.parallel.place(model, device, run.channels_last, run.compile)
-    torch.manual_seed(derive(run.seed, "rank", run.parallel.rank))
+    model = run.parallel.place(model, device, run)
+    torch.manual_seed(derive(run.seed, "rank", run.parallel.random_stream))
     state = State(run, model, run.optimizer.build(model), device)
     state.resume()
     return state
@@ -83,12 +79,13 @@ def loop(state: State, record: Record, progress: Progress, stop: StopRequest) ->
     model.train()
     state.stopwatch.start()
 
-    for step in range(state.step + 1, run.num_steps + 1):
+    for step, micros in plan.steps(state.step, run.num_steps):
         # One update. Nothing here waits for the device: sums and norm stay on it until a log is due.
-        for micro in plan.micro_batches(step):
+        for micro in micros:
             with clock.section("data"):
                 batch = next(batches)
-            state.window.add(parallel.accumulate(model, workload, batch, precision, micro), micro.is_last)
+            state.window.add(parallel.accumulate(model, workload, batch, precision, micro))
+        state.window.end_step()
         log_due = run.due(run.log_every, step)
         with clock.section("optimizer"):
             run.schedule.set_lr(optimizer, step - 1 - precision.num_skipped(), run.num_steps)
@@ -127,7 +124,7 @@ def log_training(state: State, record: Record, progress: Progress, norm: torch.T
     log.debug("step %d: %s", state.step, means)
     record.scalars(means, state.step)
     record.scalars({"train/gradient_norm": norm, "lr": state.optimizer.param_groups[0]["lr"]}, state.step)
-    record.scalars(run.precision.scalars() | run.workload.scalars(), state.step)
+    record.scalars(run.precision.scalars() | run.workload.scalars() | run.parallel.scalars(), state.step)
     record.scalars(state.stopwatch.rates(run.batch_size) | memory.usage(state.device), state.step)
 
 
@@ -135,11 +132,9 @@ def evaluate(state: State, record: Record, progress: Progress) -> bool:
     """Measure the held-out data; returns whether this is the best so far."""
     run, model, parallel = state.run, state.model, state.run.parallel
     model.eval()
-    with torch.inference_mode(), run.precision.autocast():
-        sums = run.workload.evaluate(partial(parallel.infer, model), parallel.data_shard, state.device)
+    metrics, sums = parallel.evaluate(model, run.workload, run.precision, state.device)
     model.train()
-    sums = parallel.reduce(sums)
-    metrics = {f"eval/{name}": value for name, value in run.workload.summarize(sums).items()}
+    metrics = {f"eval/{name}": value for name, value in metrics.items()}
     progress.metrics(metrics)
     log.debug("step %d: %s", state.step, metrics)
     record.scalars(metrics, state.step)

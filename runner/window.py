@@ -29,28 +29,31 @@ class Window:
     They stay on the device, so that no step waits for it, until a log or a checkpoint is due.
 
     Args:
+        none: the sums of no sample, [num_metrics] zeros on the device.
         rows: those of an earlier session, [num_metrics] each.
     """
 
-    def __init__(self, rows: list[torch.Tensor] | None = None):
-        self._rows = rows or []
+    def __init__(self, none: torch.Tensor, rows: list[torch.Tensor] | None = None):
+        self._none, self._rows = none, rows or []
         self._part: torch.Tensor | None = None
 
-    def add(self, sums: torch.Tensor, is_last: bool) -> None:
-        """Take the sums of a micro-batch, [num_metrics]; the last one completes the step's."""
+    def add(self, sums: torch.Tensor) -> None:
+        """Take the sums of a micro-batch, [num_metrics]."""
         self._part = sums if self._part is None else self._part + sums
-        if is_last:
-            self._rows.append(self._part)
-            self._part = None
+
+    def end_step(self) -> None:
+        """The step has no more micro-batches."""
+        self._rows.append(self._none if self._part is None else self._part)
+        self._part = None
 
     def peek(self, reduce: Callable[[Sums], Sums], last_step: int) -> torch.Tensor:
-        """The sums of all ranks: float32 [num_steps, num_metrics], on the CPU; of no step: [0].
+        """The sums of all ranks: float32 [num_rows, num_metrics], on the CPU; of no step: [0, num_metrics].
 
         Raises:
             DivergedError: naming the first step whose loss is not finite.
         """
         if not self._rows:
-            return torch.zeros(0)
+            return torch.zeros(0, len(self._none))
         values = reduce({"train": torch.stack(self._rows)})["train"].cpu()
         finite = values[:, 0].isfinite()
         if not finite.all():

@@ -14,25 +14,33 @@ from conftest import ROOT, environment
 FLOORS = [
     ["models"],
     ["runner", "runner.lazy", "runner.config", "runner.clock", "runner.signals", "runner.pictures", "runner.processor"],
+    ["runner.forkserver"],
     ["runner.seeds", "runner.directory", "runner.memory", "runner.environment", "runner.progress"],
     ["runner.device", "runner.batching", "runner.optimizer", "runner.schedule", "runner.model"],
+    ["runner.qnet", "runner.env"],
     ["runner.events", "runner.manifest"],
     ["runner.data.base", "runner.precision", "runner.profiler"],
     ["runner.data"],
     ["runner.workloads.base"],
+    ["runner.workloads.replay"],
+    ["runner.workloads.windows", "runner.workloads.playing"],
+    ["runner.workloads.acting"],
+    ["runner.parallel.cluster", "runner.parallel.crew", "runner.parallel.batch_norm"],
     ["runner.workloads", "runner.parallel.base"],
+    ["runner.parallel.processes"],
     ["runner.parallel"],
     ["runner.run"],
     ["runner.checkpoint", "runner.record", "runner.resume", "runner.window"],
     ["runner.state"],
     ["runner.train"],
+    ["runner.session"],
     ["runner.cli"],
     ["runner.explain"],
     ["runner.__main__"],
     ["runner.tools"],
 ]
 # Within these floors modules build on each other; siblings elsewhere do not know each other.
-LAYERED = {"models", "runner.data", "runner.tools", "runner"}
+LAYERED = {"models", "runner.data", "runner.env", "runner.tools", "runner"}
 
 
 def modules() -> dict[str, Path]:

@@ -122,8 +122,9 @@ def test_pictures_are_pictures(trained: Callable[..., Run]) -> None:
 
 def test_without_mistakes_none_are_shown(trained: Callable[..., Run]) -> None:
     run = trained("steps=1")
-    run.workload._predictions = run.workload._targets  # pyright: ignore[reportAttributeAccessIssue]
-    assert set(run.workload.pictures({"confusion": torch.zeros(0)})) == {"eval/samples"}
+    right = run.workload.held_out.targets + 1  # pyright: ignore[reportAttributeAccessIssue]
+    sums = {"confusion": torch.zeros(0), "predictions": right, "targets": right}
+    assert set(run.workload.pictures(sums)) == {"eval/samples"}
 
 
 def text(directory: Path, tag: str) -> list[tuple[int, str]]:
@@ -292,31 +293,41 @@ def test_off_rank_0_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_a_window_adds_micro_batches_and_keeps_steps_apart() -> None:
-    window = Window()
+    window = Window(torch.zeros(2))
     for sums, is_last in (((1.0, 2.0), False), ((3.0, 4.0), True), ((5.0, 6.0), True)):
-        window.add(torch.tensor(sums), is_last)
+        window.add(torch.tensor(sums))
+        if is_last:
+            window.end_step()
     doubled = lambda sums: {name: 2 * tensor for name, tensor in sums.items()}  # noqa: E731
     assert window.peek(doubled, 2).tolist() == [[8, 12], [10, 12]]
     assert window.take(doubled, 2).tolist() == [[8, 12], [10, 12]]
-    assert window.peek(doubled, 2).shape == (0,)
-    window.add(torch.tensor((7.0, 8.0)), True)
+    assert window.peek(doubled, 2).shape == (0, 2)
+    window.add(torch.tensor((7.0, 8.0)))
+    window.end_step()
     assert window.take(lambda sums: sums, 3).tolist() == [[7, 8]]
 
 
 def test_a_window_goes_on_with_earlier_rows() -> None:
     rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    window = Window(list(rows.unbind()))
-    window.add(torch.tensor((5.0, 6.0)), True)
+    window = Window(torch.zeros(2), list(rows.unbind()))
+    window.add(torch.tensor((5.0, 6.0)))
+    window.end_step()
     assert window.take(lambda sums: sums, 9).tolist() == [[1, 2], [3, 4], [5, 6]]
-    assert Window(list(torch.zeros(0).unbind())).peek(lambda sums: sums, 0).shape == (0,)
+
+
+def test_a_step_without_a_micro_batch_adds_nothing() -> None:
+    window = Window(torch.zeros(2))
+    window.end_step()
+    assert window.take(lambda sums: sums, 1).tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("at", [0, 2, 4])
 def test_a_window_names_the_first_bad_step(bad: float, at: int) -> None:
-    window = Window()
+    window = Window(torch.zeros(2))
     for i in range(5):
-        window.add(torch.tensor((bad if i >= at else 1.0, 0.0)), True)
+        window.add(torch.tensor((bad if i >= at else 1.0, 0.0)))
+        window.end_step()
     with pytest.raises(DivergedError) as caught:
         window.peek(lambda sums: sums, 20)
     assert caught.value.step == 16 + at

@@ -278,7 +278,7 @@ def test_moments_get_the_layout_of_their_parameters(optimizer: str) -> None:
     images = run.workload.held_out.inputs[:16]  # pyright: ignore[reportAttributeAccessIssue]
 
     def placed() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model = run.parallel.place(run.workload.build_model(), torch.device("cpu"), channels_last=True, compile=False)
+        model = run.parallel.place(run.workload.build_model(), torch.device("cpu"), run)
         return model, run.optimizer.build(model)
 
     def step(model: torch.nn.Module, update: torch.optim.Optimizer) -> None:

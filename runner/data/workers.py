@@ -1,9 +1,6 @@
 """Worker processes that read samples ahead of the training: torch's DataLoader, and a good end to whatever may happen.
 
-Workers are forked from a fork server. Forking this process itself would copy the locks that its threads hold
-(OpenMP, CUDA, TensorBoard) and may deadlock, which Python 3.12 warns of; starting each from nothing would import torch
-in each, at every evaluation (seconds, and 290 MB a worker). The server imports it once and has no other threads; a
-worker is there in a tenth of a second, and takes 17 MB.
+Workers are forked from the fork server, at every evaluation too: one takes a tenth of a second, and 17 MB.
 """
 
 from __future__ import annotations
@@ -11,7 +8,6 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Generator, Iterable
 from contextlib import suppress
@@ -21,8 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from runner.data.watch import POLL, Watch
-
-METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+from runner.forkserver import METHOD, start_server
 
 
 class Fetch(Protocol):
@@ -55,7 +50,7 @@ class Workers:
         """
         options: dict[str, Any] = {}
         if self.count > 0:
-            start_server()
+            start_server("torch", "PIL.Image", "runner.data.files")
             options = {"timeout": POLL, "prefetch_factor": self.ahead, "multiprocessing_context": METHOD}
         loader = torch.utils.data.DataLoader(
             fetch,  # pyright: ignore[reportArgumentType]  # all it has to have is __getitem__
@@ -89,23 +84,6 @@ def default_count() -> int:
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # those of a distributed run share the machine
     return max(0, min(8, cores // processes - 1))
-
-
-def start_server() -> None:
-    """Have the fork server import torch while this process goes on; nothing where it runs already."""
-    if METHOD != "forkserver":
-        return
-    from multiprocessing import forkserver, resource_tracker
-
-    forkserver.set_forkserver_preload(["torch", "PIL.Image", "runner.data.files"])
-    resource_tracker.ensure_running()  # the server would start it, and that clears the signal mask
-    # A Ctrl-C in the terminal, or a signal to the process group, is the run's to answer: it still wants its batches.
-    # The mask is handed down to the server and to its workers.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_with_the_run(_: int) -> None:
