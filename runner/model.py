@@ -31,6 +31,9 @@ class Model:
     how: ClassVar[tuple[str, ...]] = ("checkpoint_activations", "weights", "reset_head")
     """Options that may differ on a resume: they change how the network computes, or where it once started."""
 
+    num_dims: ClassVar[int | None] = 3
+    """Of one input: images have channels, height and width; None: any, which the network flattens."""
+
     def __post_init__(self) -> None:
         if self.weights is None:
             check(not self.reset_head, "reset_head", True, "without weights every layer is fresh", "name model.weights")
@@ -39,8 +42,8 @@ class Model:
         check(path.suffix in suffixes, "weights", self.weights, f"it is none of {', '.join(suffixes)}", _CONVERT)
         check(path.is_file(), "weights", self.weights, f"there is no such file in {path.parent.absolute()}", _FRESH)
 
-    def build(self, shape: tuple[int, int, int], num_classes: int) -> torch.nn.Module:
-        """The network for inputs of `shape` = (channels, height, width), with weights from torch's global generator.
+    def build(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
+        """The network for inputs of `shape`, of images (channels, height, width); weights from the global generator.
 
         Raises:
             ConfigError: when the network cannot take such inputs, or its weights are not this network's.
@@ -50,7 +53,7 @@ class Model:
             _load_weights(model, self.weights, self.reset_head)
         return model
 
-    def network(self, shape: tuple[int, int, int], num_classes: int) -> torch.nn.Module:
+    def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         """A network with fresh weights.
 
         One that can be cut has `stages()`: (name, module) in the order of the forward pass, the last being the head.
@@ -86,7 +89,7 @@ class ConvNet(Model):
         check_range(self, "hidden", least=1)
         check_range(self, "dropout", least=0, below=1)
 
-    def network(self, shape: tuple[int, int, int], num_classes: int) -> torch.nn.Module:
+    def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         from models import convnet  # here, not above: the config's errors are told before torch is loaded
 
         try:
@@ -127,7 +130,7 @@ class ResNet(Model):
         check_choice(self, "stem", ("imagenet", "cifar"))
         check_choice(self, "norm", ("batch", "group"))
 
-    def network(self, shape: tuple[int, int, int], num_classes: int) -> torch.nn.Module:
+    def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         from models import resnet  # as above, and torchvision
 
         return resnet.ResNet(

@@ -40,6 +40,22 @@ def uniforms(seed: int, epochs: torch.Tensor, samples: torch.Tensor, count: int)
     return ((keys >> 40) & 0xFFFFFF).to(torch.float32) / (1 << 24)  # 24 bits: exact in float32
 
 
+def random_bytes(seed: int, count: int, device: torch.device) -> torch.Tensor:
+    """`count` uniform bytes, made on `device` by hashing their places: the same on every device.
+
+    Returns:
+        uint8 [count].
+    """
+    words = torch.empty(-(-count // 8), dtype=torch.int64, device=device)
+    for start in range(0, len(words), _CHUNK):  # the hash's own temporaries stay small
+        stop = min(start + _CHUNK, len(words))
+        words[start:stop] = _mix(torch.arange(start, stop, device=device) + seed)
+    return words.view(torch.uint8)[:count]
+
+
+_CHUNK = 1 << 18
+
+
 def _mix(x: torch.Tensor) -> torch.Tensor:
     x = x + _GOLDEN
     x = (x ^ _shift(x, 30)) * _MIX_1

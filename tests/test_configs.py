@@ -6,6 +6,7 @@ import itertools
 import re
 import shlex
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,16 @@ import yaml
 from conftest import FAST, ROOT, Forks, built, composed
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from PIL import Image
 
 from runner.cli import groups
 from runner.config import CONF, ConfigError, load_class, option_fields, typed_values
-from runner.run import MATERIALS, ROOMS, Run
+from runner.run import MATERIALS, ROOMS, Result, Run
 from runner.train import train
 
 # What an option needs beside itself to be tried.
 SMALL = ["data.num_samples=64", "data.num_classes=10", "data.size=32"]
-WITH = {"data=imagefolder": ["data.root=photos"], "data=synthetic": SMALL}
+WITH = {"data=imagefolder": ["data.root=photos"], "data=synthetic": SMALL, "workload=resnet50": ["batch_size=64"]}
 
 # What cannot be on this machine, and what is said then.
 ABSENT_HERE = {
@@ -40,7 +42,13 @@ if torch.backends.mps.is_available():
     del ABSENT_HERE["device=mps"]
 
 # Two options that do not go together, and what is said then: none of one device's does not.
-REFUSED: dict[frozenset[str], str] = {}
+REFUSED: dict[frozenset[str], str] = {
+    frozenset(("workload=dqn", f"model={name}")): f"model: got '{kind}': it takes images, and CartPole-v1 shows vectors"
+    for name, kind in {"convnet": "ConvNet", "tiny": "ConvNet", "resnet18": "ResNet", "resnet50": "ResNet"}.items()
+}
+REFUSED[frozenset(("workload=dqn", "debug=overfit"))] = "workload.overfit_batches: DQN has no such option"
+if find_spec("Box2D") is None:
+    REFUSED[frozenset(("workload=dqn", "env=lunarlander"))] = "env.id: got 'LunarLander-v3': it cannot be made here"
 
 FILES = sorted(CONF.glob("*/*.yaml"))
 # An experiment or a local file is a whole of its own, not to be crossed with others.
@@ -196,7 +204,13 @@ def test_every_key_has_a_comment(path: Path) -> None:
         assert len(line) <= 160, line
 
 
-COMPONENTS = [path for path in FILES if path.parent.name in {*ROOMS, *MATERIALS, "workload"}]
+# A file for the whole config says only in what it differs from a component's.
+COMPONENTS = [
+    path
+    for path in FILES
+    if path.parent.name in {*ROOMS, *MATERIALS, "workload"}
+    and len(lines_of(path)) == len(path.read_text().splitlines())
+]
 
 
 @pytest.mark.parametrize("path", COMPONENTS, ids=name_of)
@@ -215,6 +229,47 @@ def assert_typed(node: dict[str, Any], values: dict[str, Any]) -> None:
         got = list(values[key]) if isinstance(values[key], tuple) else values[key]
         assert got == value, key
         assert type(got) is type(value) or (type(got), type(value)) == (float, int), key
+
+
+def test_resnet50_is_the_articles_network_batch_and_images() -> None:
+    run = built("workload=resnet50")
+    run.prepare()
+    assert (run.batch_size, run.num_steps, run.workload.train.shape, run.workload.train.num_classes) == (
+        120,
+        18,
+        (3, 128, 128),
+        1000,
+    )
+    with torch.device("meta"):
+        network = run.workload.build_model()
+    assert sum(parameter.numel() for parameter in network.parameters()) == 25_557_032
+
+
+@pytest.mark.parametrize("choices", [["debug=smoke"], ["precision=16", "epochs=1"]], ids=" ".join)
+def test_resnet50_trains_with_what_is_chosen_beside_it(choices: list[str], tmp_path: Path) -> None:
+    tiny = ["data.size=32", "data.num_samples=8", "data.holdout=4", "batch_size=4"]
+    result = train_resnet50(tmp_path, *tiny, *choices)
+    assert (result.status, result.steps) == ("done", 2)
+    assert result.metrics.keys() == {"train/loss", "train/accuracy", "eval/loss", "eval/accuracy"}
+    assert result.metrics["train/loss"] > 4, "a thousand classes, and nothing to tell them by"
+
+
+def train_resnet50(directory: Path, *overrides: str) -> Result:
+    run = built("workload=resnet50", "device=cpu", "device.threads=1", *overrides)
+    run.prepare()
+    run.directory = directory
+    return train(run)
+
+
+def test_resnet50_trains_on_real_images(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(5):
+            Image.new("RGB", (40, 40), (25 * number, 0, 0)).save(tmp_path / "photos" / name / f"{number}.png")
+    options = [f"data.root={tmp_path / 'photos'}", "data.size=32", "data.workers=0", "batch_size=4"]
+    result = train_resnet50(tmp_path, "data=imagefolder", *options)
+    assert (result.status, result.steps) == ("done", 4)  # 2 epochs of 8 images; the other 2 are held out
+    assert result.metrics["eval/accuracy"] in (0, 0.5, 1)
 
 
 def test_the_root_lists_every_scalar_and_every_group() -> None:

@@ -7,7 +7,8 @@ import hashlib
 import pytest
 import torch
 
-from runner.seeds import derive, uniforms
+from runner import seeds
+from runner.seeds import derive, random_bytes, uniforms
 
 WORD = (1 << 64) - 1
 
@@ -73,6 +74,24 @@ def test_uniforms_are_uniform_and_uncorrelated():
     pairs = [drawn[:, 0], drawn[:, 1], drawn[:, 2], drawn[:, 0].roll(1), later[:, 0], other[:, 0]]
     correlations = torch.corrcoef(torch.stack(pairs)).fill_diagonal_(0)
     assert correlations.abs().max() < 0.03  # 4 standard deviations of chance
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 83, 1000])
+def test_random_bytes_are_those_of_the_reference_whatever_the_chunk(count, monkeypatch):
+    seed = derive(3, "x")
+    words = b"".join(split_mix((place + seed) & WORD).to_bytes(8, "little") for place in range(125))
+    monkeypatch.setattr(seeds, "_CHUNK", 7)
+    drawn = random_bytes(seed, count, torch.device("cpu"))
+    assert drawn.dtype == torch.uint8
+    assert bytes(drawn.tolist()) == words[:count]
+
+
+def test_random_bytes_are_uniform():
+    drawn = random_bytes(derive(0, "y"), 1 << 20, torch.device("cpu"))
+    counts = drawn.long().bincount(minlength=256).double()
+    assert ((counts - 4096) ** 2 / 4096).sum() < 331  # 255 degrees of freedom: 1 in 1,000 above 330.5
+    steps = torch.corrcoef(torch.stack([drawn[:-8].float(), drawn[1:-7].float(), drawn[8:].float()]))
+    assert steps.fill_diagonal_(0).abs().max() < 0.004  # 4 standard deviations of chance
 
 
 def test_seeds_leave_the_global_generator_alone():

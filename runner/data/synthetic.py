@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,16 +10,16 @@ import torch
 from runner.config import check, check_range
 from runner.data.base import Data, Samples
 from runner.data.memory import TensorSamples
-from runner.seeds import derive
+from runner.seeds import derive, random_bytes
 
 _MOST_BYTES = 4 << 30
 
 
 @dataclass
 class Synthetic(Data):
-    """A pool of noise images, made once, held on the device, and drawn from like any data set.
+    """A pool of noise images, made once, on the device, and drawn from like any data set.
 
-    Made on the CPU and not from the run's seed: the same on every device and in every run.
+    A hash of their place, and not drawn from the run's seed: the same on every device and in every run.
 
     Args:
         num_samples: training images.
@@ -53,23 +54,46 @@ class Synthetic(Data):
         )
 
     def load(self) -> tuple[Samples, Samples]:
-        patterns = self._noise("patterns", self.num_classes) if self.learnable else None
-        return self._samples("train", self.num_samples, patterns), self._samples("holdout", self.holdout, patterns)
+        return Noise(self, "train", self.num_samples), Noise(self, "holdout", self.holdout)
 
-    def _samples(self, part: str, count: int, patterns: torch.Tensor | None) -> TensorSamples:
-        images = self._noise(part, count)
-        targets = torch.randint(self.num_classes, (count,), generator=_generator(f"{part} targets"))
-        if patterns is not None:
-            images = images // 2 + patterns[targets] // 2
-        names = [str(number) for number in range(self.num_classes)]
+
+class Noise(TensorSamples):
+    """Random images, made on the device that first asks for them; before that they take no memory.
+
+    Args:
+        options: what they are to be like.
+        part: names their stream of random numbers.
+        count: how many.
+    """
+
+    def __init__(self, options: Synthetic, part: str, count: int):
+        shape, names = (options.channels, options.size, options.size), [str(c) for c in range(options.num_classes)]
+        images = torch.empty(count, *shape, dtype=torch.uint8, device="meta")
+        generator = torch.Generator().manual_seed(derive(0, "synthetic", f"{part} targets"))
+        targets = torch.randint(options.num_classes, (count,), generator=generator)
         # The variance of a number that is uniform in [0, 1] is 1/12, and half that of the mean of two.
-        std = 12**-0.5 if patterns is None else 24**-0.5
-        return TensorSamples(images, targets, names, (0.5,) * self.channels, (std,) * self.channels)
+        std = 24**-0.5 if options.learnable else 12**-0.5
+        super().__init__(images, targets, names, (0.5,) * options.channels, (std,) * options.channels)
+        self._part, self._learnable = part, options.learnable
 
-    def _noise(self, name: str, count: int) -> torch.Tensor:
-        shape = (count, self.channels, self.size, self.size)
-        return torch.randint(256, shape, dtype=torch.uint8, generator=_generator(name))
+    def pictures(self, indices: list[int]) -> torch.Tensor:
+        self._make(torch.device("cpu"))
+        return super().pictures(indices)
+
+    def _move(self, device: torch.device) -> None:
+        self._make(device)
+        super()._move(device)
+
+    def _make(self, device: torch.device) -> None:
+        """Make the images on `device`, unless they are there, on this or another."""
+        if not self.inputs.is_meta:
+            return
+        self.inputs = _noise(self._part, len(self), self.shape, device)
+        if self._learnable:
+            patterns = _noise("patterns", self.num_classes, self.shape, device)
+            self.inputs = self.inputs // 2 + patterns[self.targets.to(device)] // 2
 
 
-def _generator(name: str) -> torch.Generator:
-    return torch.Generator().manual_seed(derive(0, "synthetic", name))
+def _noise(name: str, count: int, shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+    values = random_bytes(derive(0, "synthetic", name), count * math.prod(shape), device)
+    return values.view(count, *shape)

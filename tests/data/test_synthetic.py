@@ -8,12 +8,16 @@ import torch
 from runner.config import ConfigError
 from runner.data.memory import TensorSamples
 from runner.data.synthetic import Synthetic
+from runner.seeds import derive, random_bytes
 
 CPU = torch.device("cpu")
 
 
 def loaded(**options) -> tuple[TensorSamples, TensorSamples]:
+    """Both parts, with their images made."""
     train, held_out = Synthetic(**({"num_samples": 300, "holdout": 60, "size": 16, "num_classes": 5} | options)).load()
+    for samples in (train, held_out):
+        next(samples.in_order(1, (0, 1), CPU))
     assert isinstance(train, TensorSamples)
     assert isinstance(held_out, TensorSamples)
     return train, held_out
@@ -35,6 +39,40 @@ def test_they_are_the_same_in_every_run_and_whatever_the_global_generator_does()
     assert torch.equal(a.inputs, b.inputs)
     assert torch.equal(held_a.targets, held_b.targets)
     assert not torch.equal(a.inputs[:60], held_a.inputs)
+
+
+@pytest.mark.parametrize("learnable", [False, True])
+def test_they_are_made_where_they_are_asked_for_and_take_no_memory_before(learnable):
+    train, _ = Synthetic(num_samples=20, size=8, num_classes=3, learnable=learnable).load()
+    assert isinstance(train, TensorSamples)
+    assert train.inputs.is_meta
+    pictures = train.pictures([3, 0])
+    (batch,) = train.in_order(20, (0, 1), CPU)
+    scaled = batch.inputs[[3, 0]] * train.std[0] + train.mean[0]
+    assert torch.equal((scaled * 255).round().to(torch.uint8), pictures)
+    again, _ = Synthetic(num_samples=20, size=8, num_classes=3, learnable=learnable).load()
+    (other,) = again.in_order(20, (0, 1), torch.device("meta"))  # a device without numbers: nothing was made elsewhere
+    assert other.inputs.is_meta
+
+
+def test_they_are_a_hash_of_their_place():
+    train, held_out = loaded()
+    for part, samples in (("train", train), ("holdout", held_out)):
+        expected = random_bytes(derive(0, "synthetic", part), len(samples) * 3 * 16 * 16, CPU)
+        assert torch.equal(samples.inputs.flatten(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("learnable", [False, True])
+def test_a_gpu_makes_the_same(learnable):
+    (here, _), (there, _) = (
+        Synthetic(num_samples=20, size=8, num_classes=3, learnable=learnable).load() for _ in range(2)
+    )
+    (one,) = here.in_order(20, (0, 1), CPU)
+    (other,) = there.in_order(20, (0, 1), torch.device("cuda", 0))
+    assert other.inputs.is_cuda
+    assert torch.equal(one.inputs, other.inputs.cpu())
+    assert torch.equal(one.targets, other.targets.cpu())
 
 
 @pytest.mark.parametrize("learnable", [False, True])

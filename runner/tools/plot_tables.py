@@ -1,0 +1,99 @@
+"""A study as a table for a terminal, and as CSV for other programs."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from runner.tools.plot_runs import REPEATS, Point, Spread, Study
+
+
+def render(study: Study) -> Group:
+    """The points with mean ± standard deviation over their repeats; below, every run that is not in them."""
+    table = Table(box=SIMPLE_HEAD)
+    for title in (*study.keys, "runs", *_cells(study, study.points[0])) if study.points else ():
+        table.add_column(title, overflow="fold")
+    for point in study.points:
+        keys = [shown(point.values.get(key, "")) for key in study.keys]
+        table.add_row(*map(Text, (*keys, str(len(point.runs)), *_cells(study, point).values())))
+    parts: list[RenderableType] = [table] if study.points else []
+    if len(study.machines) > 1:
+        parts.append(Text(f"measured on several machines: {'; '.join(study.machines)}", style="yellow"))
+    if study.failed:
+        parts.append(Text(f"{len(study.failed)} of {len(study.runs)} runs are not counted", style="bold red"))
+        parts += [Text(f"  {run.directory}: {_one_line(run.failure)}") for run in study.failed]
+    return Group(*parts)
+
+
+def _cells(study: Study, point: Point) -> dict[str, str]:
+    """What was measured at `point`, by column."""
+    cells = {"seconds per step": plus_minus(point.seconds), "samples/s": plus_minus(point.samples_per_second)}
+    if "parallel" in study.keys:
+        single = study.single(point)
+        cells["× single"] = f"{single.seconds.mean / point.seconds.mean:.2f}" if single else ""
+    if study.metric:
+        cells[study.metric] = plus_minus(point.final) if point.final else ""
+    return cells
+
+
+def plus_minus(spread: Spread) -> str:
+    """`mean ± deviation` to a tenth of the deviation's first digit, or four digits where there is none."""
+    if math.isnan(spread.deviation):
+        return f"{spread.mean:.4g}"
+    largest = max(spread.deviation, abs(spread.mean) / 1000)
+    digits = max(0, 1 - math.floor(math.log10(largest))) if largest else 1
+    return f"{spread.mean:.{digits}f} ± {spread.deviation:.{digits}f}"
+
+
+def shown(value: object) -> str:
+    """A config value as the user types it."""
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:200]
+
+
+def write_runs(study: Study, path: Path) -> None:
+    """Every run, those that failed too, with what it measured."""
+    repeats = [key for key in REPEATS if any(key in run.labels for run in study.runs)]
+    titles = [*study.keys, *repeats, "status", "seconds_per_step", "p90_seconds_per_step", "samples_per_second"]
+    rows: list[list[Any]] = [[*titles, study.metric or "metric", "peak_memory_bytes", "world_size", "directory"]]
+    for run in study.runs:
+        times, counted = run.result.get("step_seconds", {}), not run.failure
+        rows.append(
+            [
+                *(run.labels.get(key, "") for key in (*study.keys, *repeats)),
+                "done" if counted else _one_line(run.failure),
+                times.get("median", ""),
+                times.get("p90", ""),
+                run.samples_per_second if counted else "",
+                run.result.get("metrics", {}).get(study.metric, ""),
+                *(run.result.get(key, "") for key in ("peak_memory_bytes", "world_size")),
+                run.directory,
+            ]
+        )
+    _write(path, rows)
+
+
+def write_points(study: Study, path: Path) -> None:
+    """Every point: mean and sample standard deviation over its repeats; no deviation where there is one run."""
+    measures = ["seconds_per_step", "samples_per_second", study.metric or "metric"]
+    rows: list[list[Any]] = [[*study.keys, "runs", *(f"{name}{end}" for name in measures for end in ("", "_std"))]]
+    for point in study.points:
+        spreads = (point.seconds, point.samples_per_second, point.final)
+        numbers = ["" if x is None or math.isnan(x) else x for spread in spreads for x in spread or (None, None)]
+        rows.append([*(point.values.get(key, "") for key in study.keys), len(point.runs), *numbers])
+    _write(path, rows)
+
+
+def _write(path: Path, rows: list[list[Any]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)

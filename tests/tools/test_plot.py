@@ -1,0 +1,511 @@
+"""Pictures, tables and CSV of sweeps whose results are written here, so that every number is known."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from conftest import FAST, Forks, composed, environment, events
+from omegaconf import OmegaConf
+from PIL import Image
+from rich.console import Console
+
+from runner.tools import plot
+from runner.tools.plot_pictures import pictures
+from runner.tools.plot_runs import Spread, Study, find_runs, labels_of
+from runner.tools.plot_split import best_pipelines, split_curves
+from runner.tools.plot_tables import plus_minus, render
+
+BATCH = 120
+PIPELINE = {"_target_": "runner.parallel.pipeline.Pipeline", "split_size": 12, "num_micro_batches": None, "stages": 2}
+MODEL = {"_target_": "runner.parallel.model.ModelParallel", "cuts": "auto"}
+MACHINE = {
+    "cpu": {"model": "EPYC", "allowed_cores": 2},
+    "devices": [],
+    "versions": {"torch": "2.14.1+cu130"},
+}
+
+
+class Sweep:
+    """A sweep directory that is filled by hand."""
+
+    def __init__(self, path: Path):
+        self.path, self.count = path, 0
+        self.base = composed("workload=resnet50")
+
+    def add(self, seconds: float | None, *, status: str = "done", machine: Any = MACHINE, **changes: Any) -> Path:
+        """A run whose steps took `seconds`; None: it left no result. Keys with __ for the dot are within a group."""
+        config = json.loads(json.dumps(self.base))
+        for key, value in changes.items():
+            group, _, name = key.partition("__")
+            (config[group] if name else config)[name or group] = value
+        directory = self.path / f"{self.count:03d}-job"
+        directory.mkdir(parents=True)
+        (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+        (directory / "environment.json").write_text(json.dumps(machine))
+        if seconds is not None:
+            (directory / "result.json").write_text(json.dumps(self._result(seconds, status)))
+        self.count += 1
+        return directory
+
+    def _result(self, seconds: float, status: str) -> dict[str, Any]:
+        done = {
+            "best": {"metric": "eval/accuracy", "value": 1.0, "step": 1},
+            "metrics": {"eval/accuracy": seconds / 10},
+        }
+        times = {"step_seconds": {"median": seconds, "p90": 2 * seconds}}
+        failed = {"metrics": {}, "best": {}, "step_seconds": {}, "error": "OutOfMemoryError: 4 GiB\nand more"}
+        return {"status": status, **(done | times if status == "done" else failed), "world_size": 2}
+
+    @property
+    def study(self) -> Study:
+        return Study(list(find_runs([self.path])))
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Sweep:
+    return Sweep(tmp_path / "sweep")
+
+
+def modes(sweep: Sweep) -> Sweep:
+    """Three repeats each of single, model, and pipeline with three split sizes; one of them failed."""
+    for seed in range(3):
+        sweep.add(6.0 + 0.1 * seed, seed=seed)
+        sweep.add(6.6 + 0.1 * seed, seed=seed, parallel=MODEL)
+        for split_size, seconds in ((3, 5.0), (12, 4.0), (60, 4.8)):
+            sweep.add(seconds + 0.3 * seed, seed=seed, parallel=PIPELINE | {"split_size": split_size})
+    return sweep
+
+
+def told(study: Study) -> str:
+    console = Console(file=io.StringIO(), width=200, legacy_windows=False)
+    console.print(render(study))
+    return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is compared with what
+
+
+def test_seeds_repeat_and_everything_else_that_differs_tells_points_apart(sweep: Sweep) -> None:
+    study = modes(sweep).study
+    assert study.keys == ["parallel", "parallel.split_size"]
+    found = [(point.mode, point.values.get("parallel.split_size"), len(point.runs)) for point in study.points]
+    assert found == [
+        ("single", None, 3),
+        ("model", None, 3),
+        ("pipeline", 3, 3),
+        ("pipeline", 12, 3),
+        ("pipeline", 60, 3),
+    ]
+    pipeline = study.points[3]
+    assert pipeline.seconds == (pytest.approx(4.3), pytest.approx(statistics.stdev([4.0, 4.3, 4.6])))
+    rates = [BATCH / seconds for seconds in (4.0, 4.3, 4.6)]
+    assert pipeline.samples_per_second == (
+        pytest.approx(statistics.mean(rates)),
+        pytest.approx(statistics.stdev(rates)),
+    )
+    assert study.single(pipeline) is study.points[0]
+
+
+def test_a_mode_is_compared_with_the_single_device_that_is_like_it_otherwise(sweep: Sweep) -> None:
+    for batch_size, seconds in ((60, 3.0), (120, 6.0)):
+        sweep.add(seconds, batch_size=batch_size)
+        sweep.add(seconds / 2, batch_size=batch_size, parallel=MODEL)
+    sweep.add(1.0, batch_size=30, parallel=MODEL)
+    study = sweep.study
+    assert [study.single(point) for point in study.points] == [study.points[i] for i in (0, 0, 2, 2)] + [None]
+
+
+def test_a_repeat_key_repeats_too_and_where_a_run_is_written_does_not_count(sweep: Sweep) -> None:
+    for repeat in range(4):
+        sweep.add(1.0 + repeat, repeat=repeat, name=f"n{repeat}", output_root=f"o{repeat}", resume="auto")
+    (point,) = sweep.study.points
+    assert (len(point.runs), sweep.study.keys) == (4, [])
+    assert point.seconds == (2.5, pytest.approx(1.2909944))  # √(5/3)
+
+
+def test_an_option_has_its_files_name_and_what_follows_from_it_is_no_key(sweep: Sweep) -> None:
+    for model, precision in (("resnet50", "'16'"), ("resnet18", "bf16"), ("tiny", "bf16")):
+        config = composed(f"model={model}", f"precision={precision}")
+        sweep.add(1.0, model=config["model"], precision=config["precision"])
+    study = sweep.study
+    assert [point.values for point in study.points] == [
+        {"model": "resnet50", "precision": "16"},
+        {"model": "resnet18", "precision": "bf16"},
+        {"model": "tiny", "precision": "bf16"},
+    ]
+
+
+def test_an_option_with_a_changed_key_keeps_its_name() -> None:
+    labels = labels_of(composed("optimizer=adamw", "optimizer.lr=0.5", "model=tiny", "model.hidden=7"))
+    assert (labels["optimizer"], labels["optimizer.lr"], labels["model"]) == ("adamw", 0.5, "tiny")
+    assert labels["parallel"] == "single"
+
+
+def test_a_key_beside_its_option_is_a_key(sweep: Sweep) -> None:
+    adam, sgd = (composed(f"optimizer={name}")["optimizer"] for name in ("adam", "sgd"))
+    for optimizer in (adam, sgd, sgd | {"lr": 0.3}):
+        sweep.add(1.0, optimizer=optimizer)
+    assert sweep.study.keys == ["optimizer", "optimizer.lr"]
+    assert len(sweep.study.points) == 3
+
+
+def test_runs_are_found_at_any_depth_and_each_once(sweep: Sweep) -> None:
+    directory = sweep.add(1.0)
+    sweep.add(2.0)
+    (directory / "checkpoints").mkdir()
+    (directory / "checkpoints" / "config.yaml").write_text("a: 1")
+    found = list(find_runs([sweep.path, sweep.path.parent, directory]))
+    assert [run.seconds for run in found] == [1.0, 2.0]
+
+
+def test_one_value_has_no_spread() -> None:
+    spread = Spread.of([3.0])
+    assert spread.mean == 3.0
+    assert math.isnan(spread.deviation)
+    assert spread.bar == 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs that failed
+
+
+def test_a_failed_run_is_listed_and_not_counted(sweep: Sweep) -> None:
+    sweep.add(4.0, seed=0)
+    crashed = sweep.add(9.0, seed=1, status="crashed")
+    killed = sweep.add(None, seed=2)
+    broken = sweep.add(1.0, seed=3)
+    (broken / "config.yaml").write_text("a: [1")
+    half = sweep.add(1.0, seed=4)
+    (half / "result.json").write_text(json.dumps({"status": "done", "step_seconds": {}, "metrics": {}, "best": {}}))
+    study = sweep.study
+    assert [run.directory for run in study.failed] == [crashed, killed, broken, half]
+    assert study.points[0].seconds.mean == 4.0
+    text = told(study)
+    assert "4 of 5 runs are not counted" in text
+    assert f"{crashed}: crashed: OutOfMemoryError: 4 GiB and more\n" in text
+    assert f"{killed}: no result: killed, or still running\n" in text
+    assert f"{broken}: its config.yaml cannot be read\n" in text
+    assert f"{half}: it measured no step\n" in text
+
+
+def test_a_sweep_that_failed_throughout_says_so(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = sweep.add(1.0, status="diverged")
+    assert plot.main([str(sweep.path)]) == 2
+    printed = capsys.readouterr()
+    assert "diverged: OutOfMemoryError" in " ".join(printed.out.split())
+    assert printed.err == f"PATH: got {str(sweep.path)!r}: none of its runs came to its end\n  see each run's log.txt\n"
+    assert not (sweep.path / "plots").exists()
+    assert directory.name in printed.out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables and CSV
+
+
+def test_the_table_has_mean_spread_and_speed_up(sweep: Sweep) -> None:
+    sweep.add(5.0, seed=0, parallel=PIPELINE)
+    sweep.add(None, seed=1)
+    text = told(modes(sweep).study)
+    (line,) = (line for line in text.splitlines() if line.split()[:3] == ["pipeline", "12", "4"])
+    # 4.0, 4.3, 4.6 and 5.0: mean 4.475, deviation 0.4272; the single device takes 6.1
+    assert "4.47 ± 0.43" in line or "4.48 ± 0.43" in line
+    assert f"{6.1 / 4.475:.2f}" in line
+    assert "0.447 ± 0.043" in line or "0.448 ± 0.043" in line
+    assert "1 of 17 runs are not counted" in text
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "text"),
+    [
+        (5.3171, 0.0523, "5.317 ± 0.052"),
+        (5.3171, 0.523, "5.32 ± 0.52"),
+        (5.3171, 5.23, "5.3 ± 5.2"),
+        (123.4, 52.3, "123 ± 52"),
+        (0.001234, 0.0000523, "0.001234 ± 0.000052"),
+        (5.0, 0.0, "5.0000 ± 0.0000"),
+        (0.0, 0.0, "0.0 ± 0.0"),
+        (5.31789, math.nan, "5.318"),
+    ],
+)
+def test_a_spread_is_told_to_its_own_digits(mean: float, deviation: float, text: str) -> None:
+    assert plus_minus(Spread(mean, deviation)) == text
+
+
+def test_several_machines_are_told(sweep: Sweep) -> None:
+    sweep.add(1.0, seed=0)
+    gpus = [{"name": "H100"}, {"name": "H100"}]
+    sweep.add(1.0, seed=1, machine=MACHINE | {"devices": gpus})
+    assert "measured on several machines: 2 × H100, torch 2.14.1; EPYC, 2 cores, torch 2.14.1" in told(sweep.study)
+
+
+def test_csv_has_every_run_and_every_point(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    modes(sweep).add(9.0, seed=7, status="crashed")
+    sweep.add(2.0, seed=7, batch_size=60)
+    assert plot.main([str(sweep.path)]) == 0
+    capsys.readouterr()
+    runs, points = rows(sweep.path / "plots" / "runs.csv"), rows(sweep.path / "plots" / "points.csv")
+    assert len(runs) == 17
+    assert runs[3] == {
+        "batch_size": "120", "parallel": "pipeline", "parallel.split_size": "12", "seed": "0", "status": "done",
+        "seconds_per_step": "4.0", "p90_seconds_per_step": "8.0", "samples_per_second": "30.0", "eval/accuracy": "0.4",
+        "peak_memory_bytes": "", "world_size": "2", "directory": str(sweep.path / "003-job"),
+    }  # fmt: skip
+    assert (runs[15]["status"], runs[15]["samples_per_second"]) == ("crashed: OutOfMemoryError: 4 GiB and more", "")
+    assert [point["runs"] for point in points] == ["3"] * 5 + ["1"]
+    assert float(points[3]["seconds_per_step"]) == pytest.approx(4.3)
+    assert float(points[3]["seconds_per_step_std"]) == pytest.approx(0.3)
+    assert float(points[3]["eval/accuracy_std"]) == pytest.approx(0.03)
+    assert (points[5]["samples_per_second"], points[5]["samples_per_second_std"]) == ("30.0", "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The pipeline, and its theory
+
+
+def test_the_best_pipeline_is_the_fastest(sweep: Sweep) -> None:
+    (best,) = best_pipelines(modes(sweep).study.points)
+    assert best.values["parallel.split_size"] == 12
+
+
+def test_the_theory_touches_the_measurements_from_below(sweep: Sweep) -> None:
+    (curve,) = split_curves(modes(sweep).study.points)
+    assert [size for size, _ in curve.points] == [3, 12, 60]
+    assert (curve.batch_size, curve.stages, curve.best[0]) == (120, 2, 12)
+    # m = 40, 10, 2: (m+1)/m = 1.025, 1.1, 1.5; measured 5.3, 4.3, 5.1 on average
+    assert [curve.slowdown(size) for size in (3, 12, 60)] == [pytest.approx(x) for x in (1.025, 1.1, 1.5)]
+    assert curve.seconds_without_bubble == pytest.approx(5.1 / 1.5)
+    gaps = [point.seconds.mean - curve.seconds_without_bubble * curve.slowdown(size) for size, point in curve.points]
+    assert min(gaps) == pytest.approx(0, abs=1e-12)
+    assert gaps[0] > 1
+
+
+def test_micro_batches_are_of_what_goes_through_together(sweep: Sweep) -> None:
+    for number in (2, 5):
+        pipeline = PIPELINE | {"split_size": None, "num_micro_batches": number, "stages": "auto"}
+        sweep.add(1.0, parallel=pipeline, accumulation__steps=2)
+    (curve,) = split_curves(sweep.study.points)
+    assert [size for size, _ in curve.points] == [12, 30]
+    assert (curve.batch_size, curve.stages) == (60, 2)
+
+
+def test_pipelines_that_differ_otherwise_have_curves_of_their_own(sweep: Sweep) -> None:
+    for schedule in ("gpipe", "1f1b"):
+        for split_size in (12, 6):
+            sweep.add(1.0, parallel=PIPELINE | {"schedule": schedule, "split_size": split_size})
+    curves = split_curves(sweep.study.points)
+    assert [(curve.label, [size for size, _ in curve.points]) for curve in curves] == [
+        ("schedule=gpipe", [6, 12]),
+        ("schedule=1f1b", [6, 12]),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures: what was given to matplotlib
+
+
+def axes_of(study: Study, name: str) -> Any:
+    return pictures(study)[name].axes[0]
+
+
+def heights(axes: Any) -> list[float]:
+    return [patch.get_height() for patch in axes.patches]
+
+
+def bars_of(axes: Any) -> list[tuple[float, float]]:
+    """(lower, upper) end of each error bar."""
+    segments = [path for collection in axes.collections for path in collection.get_segments()]
+    return [(float(segment[0][1]), float(segment[1][1])) for segment in segments]
+
+
+def test_the_three_pictures_of_the_study(sweep: Sweep) -> None:
+    assert list(pictures(modes(sweep).study)) == ["modes", "modes_and_pipeline", "split_size"]
+
+
+def test_modes_are_bars_with_their_spread(sweep: Sweep) -> None:
+    axes = axes_of(modes(sweep).study, "modes")
+    assert heights(axes) == [pytest.approx(6.1), pytest.approx(6.7)]
+    assert bars_of(axes) == [(pytest.approx(6.0), pytest.approx(6.2)), (pytest.approx(6.6), pytest.approx(6.8))]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["single", "model"]
+    assert axes.get_ylim()[0] == 0
+
+
+def test_the_best_pipeline_stands_beside_the_modes(sweep: Sweep) -> None:
+    axes = axes_of(modes(sweep).study, "modes_and_pipeline")
+    assert heights(axes) == [pytest.approx(x) for x in (6.1, 6.7, 4.3)]
+    assert axes.get_xticklabels()[2].get_text() == "pipeline\nsplit_size=12"
+    texts = [text.get_text() for text in axes.texts]
+    assert any(text.endswith(f"\n{6.1 / 4.3:.2f} ×") for text in texts)
+    assert any(text.endswith(f"\n{6.1 / 6.7:.2f} ×") for text in texts)
+
+
+def test_over_split_size_the_best_is_marked_and_the_theory_drawn(sweep: Sweep) -> None:
+    axes = axes_of(modes(sweep).study, "split_size")
+    lines = {line.get_label(): line for line in axes.lines}
+    (theory,) = (line for label, line in lines.items() if label.startswith("GPipe's bubble alone"))
+    x, y = theory.get_xdata(), theory.get_ydata()
+    assert (x[0], x[-1]) == (3, 60)
+    assert y[-1] == pytest.approx(5.1)
+    assert y[0] == pytest.approx(5.1 / 1.5 * 1.025)
+    (star,) = (line for line in axes.lines if line.get_marker() == "*")
+    assert (star.get_xdata()[0], star.get_ydata()[0]) == (12, pytest.approx(4.3))
+    assert lines["single: 6.1 s"].get_ydata()[0] == pytest.approx(6.1)
+    assert bars_of(axes) == [(pytest.approx(m - 0.3), pytest.approx(m + 0.3)) for m in (5.3, 4.3, 5.1)]
+
+
+def test_another_sweep_is_drawn_over_its_numbers(sweep: Sweep) -> None:
+    for lr, seconds in ((0.3, 3.0), (0.1, 1.0), (0.2, 2.0)):
+        sweep.add(seconds, optimizer__lr=lr)
+    figure = pictures(sweep.study)["sweep"]
+    time, final = figure.axes
+    assert list(time.lines[0].get_xdata()) == [0.1, 0.2, 0.3]
+    assert list(time.lines[0].get_ydata()) == [1.0, 2.0, 3.0]
+    assert list(final.lines[0].get_ydata()) == [pytest.approx(x) for x in (0.1, 0.2, 0.3)]
+    assert (time.get_xlabel(), time.get_ylabel(), final.get_ylabel()) == (
+        "optimizer.lr",
+        "seconds per step",
+        "eval/accuracy",
+    )
+
+
+def test_another_sweep_is_drawn_over_its_names_side_by_side(sweep: Sweep) -> None:
+    for precision in ("32", "bf16", "tf32"):
+        for lr in (0.1, 0.2):
+            node = composed(f"precision='{precision}'")["precision"]
+            sweep.add(10 * lr, optimizer__lr=lr, precision=node)
+    time = axes_of(sweep.study, "sweep")
+    assert [label.get_text() for label in time.get_xticklabels()] == ["32", "bf16", "tf32"]
+    assert heights(time) == [pytest.approx(1.0)] * 3 + [pytest.approx(2.0)] * 3
+    assert [text.get_text() for text in time.get_legend().get_texts()] == ["optimizer.lr=0.1", "optimizer.lr=0.2"]
+    spans = sorted((patch.get_x(), patch.get_x() + patch.get_width()) for patch in time.patches)
+    assert all(end < start for (_, end), (start, _) in itertools.pairwise(spans)), "no bar hides another"
+
+
+def test_lists_and_truth_values_are_names(sweep: Sweep) -> None:
+    for indices in ([], [0, 1]):
+        for compiled in (False, True):
+            sweep.add(1.0, device__indices=indices, compile=compiled)
+    time = axes_of(sweep.study, "sweep")
+    assert [label.get_text() for label in time.get_xticklabels()] == ["false", "true"]
+    assert [text.get_text() for text in time.get_legend().get_texts()] == ["device.indices=[]", "device.indices=[0, 1]"]
+
+
+def test_a_line_without_the_metric_is_left_out_of_its_panel(sweep: Sweep) -> None:
+    for lr in (0.1, 0.2, 0.3):
+        sweep.add(lr, optimizer__lr=lr)
+    directory = sweep.add(1.0, optimizer__lr=0.1, batch_size=60)
+    result = json.loads((directory / "result.json").read_text())
+    (directory / "result.json").write_text(json.dumps(result | {"metrics": {}, "best": {}}))
+    time, final = pictures(sweep.study)["sweep"].axes
+    assert [len(container.lines[0].get_xdata()) for container in time.containers] == [3, 1]
+    assert [len(container.lines[0].get_xdata()) for container in final.containers] == [3]
+
+
+def test_one_point_needs_no_picture(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep.add(1.0, seed=0)
+    sweep.add(2.0, seed=1)
+    assert pictures(sweep.study) == {}
+    assert plot.main([str(sweep.path)]) == 0
+    assert "1.50 ± 0.71" in capsys.readouterr().out
+    assert sorted(path.name for path in (sweep.path / "plots").iterdir()) == ["points.csv", "runs.csv"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def test_png_and_tensorboard_show_the_same_pictures(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    modes(sweep)
+    for _ in range(2):
+        assert plot.main([str(sweep.path)]) == 0
+    printed, out = capsys.readouterr().out, sweep.path / "plots"
+    read = events(out)
+    for name in ("modes", "modes_and_pipeline", "split_size"):
+        (shown,) = read.Images(f"study/{name}")  # those of the first call are replaced
+        png = numpy.asarray(Image.open(out / f"{name}.png").convert("RGB")).astype(int)
+        board = numpy.asarray(Image.open(io.BytesIO(shown.encoded_image_string)).convert("RGB")).astype(int)
+        assert png.shape == board.shape
+        assert abs(png - board).max() <= 2
+        assert png.std() > 10, "not a blank sheet"
+        assert f"{name}.png\n" in printed
+    assert "look: tensorboard --logdir" in printed
+
+
+def test_several_sweeps_are_one_study_in_the_directory_that_holds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, changes in (("first", {}), ("second", {"parallel": MODEL})):
+        Sweep(tmp_path / "name" / name).add(1.0, **changes)
+    monkeypatch.chdir(tmp_path)
+    assert plot.main(["name/first", str(tmp_path / "name" / "second")]) == 0
+    assert len(rows(tmp_path / "name" / "plots" / "points.csv")) == 2
+    assert plot.main(["name", "--out", "elsewhere"]) == 0
+    assert (tmp_path / "elsewhere" / "modes.png").is_file()
+    assert "elsewhere/modes.png" in capsys.readouterr().out
+
+
+def refusals(sweep: Sweep) -> Iterator[tuple[list[str], str]]:
+    (sweep.path.parent / "empty").mkdir()
+    (sweep.path.parent / "file").write_text("")
+    sweep.add(1.0)
+    yield ["absent"], "PATH: got 'absent': there is no such directory\n  name a sweep's"
+    yield ["empty"], "PATH: got 'empty': it holds no run\n  "
+    yield ["sweep", "--out", "file"], "--out: got 'file': nothing can be written there (File exists)\n  "
+
+
+def test_what_cannot_be_plotted_is_refused(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(sweep.path.parent)
+    for arguments, why in refusals(sweep):
+        assert plot.main(arguments) == 2
+        assert capsys.readouterr().err.startswith(why)
+
+
+def test_without_matplotlib_it_says_how_to_get_it(sweep: Sweep) -> None:
+    sweep.add(1.0)
+    program = (
+        "import sys; sys.modules['matplotlib'] = None; from runner.tools.plot import main; sys.exit(main(sys.argv[1:]))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(sweep.path)], env=environment(), capture_output=True, text=True
+    )
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("matplotlib: it is not installed, and draws the pictures\n  pip install")
+    assert not (sweep.path / "plots").exists()
+
+
+def test_it_reads_what_a_real_sweep_leaves(forks: Forks, tmp_path: Path) -> None:
+    small = (*FAST, "steps=6", "data=synthetic", "data.num_samples=64", "data.num_classes=3", "data.holdout=8")
+    code, said = forks.run("-m", *small, "seed=0,1", "precision=32,bf16", cwd=tmp_path)
+    assert code == 0, said
+    program = [sys.executable, "-m", "runner.tools.plot", "outputs/sweeps"]
+    ran = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    points = rows(tmp_path / "outputs" / "sweeps" / "plots" / "points.csv")
+    assert [(point["precision"], point["runs"]) for point in points] == [("32", "2"), ("bf16", "2")]
+    for point, target in zip(points, ("Precision", "BFloat16"), strict=True):
+        results = [
+            json.loads((path.parent / "result.json").read_text())["step_seconds"]["median"]
+            for path in tmp_path.glob("outputs/sweeps/classifier/*/*/config.yaml")
+            if OmegaConf.load(path).precision._target_.endswith(f".{target}")
+        ]
+        assert float(point["seconds_per_step"]) == pytest.approx(statistics.mean(results))
+    assert (tmp_path / "outputs" / "sweeps" / "plots" / "sweep.png").is_file()
