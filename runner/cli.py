@@ -44,7 +44,7 @@ def root_keys() -> set[str]:
 
 def option_keys(group: str, option: str) -> list[str]:
     """The keys of an option."""
-    return _keys(CONF / group / f"{option}.yaml")
+    return _keys(CONF / group / f"{option}.yaml", group)
 
 
 @cache
@@ -54,8 +54,10 @@ def _chosen() -> set[str]:
     return {str(name) for entry in entries for name in entry if " " not in str(name)}
 
 
-def _keys(file: Path) -> list[str]:
-    return [str(name) for name in OmegaConf.load(file) if name not in ("_target_", "defaults", "hydra")]
+def _keys(file: Path, group: str = "") -> list[str]:
+    content = OmegaConf.load(file)
+    content = content.get(group, content)  # a file for the whole config has its group's keys under that name
+    return [str(name) for name in content if name not in ("_target_", "defaults", "hydra")]
 
 
 def _by_number(name: str) -> tuple[int, str]:

@@ -230,7 +230,7 @@ def _option_file(cls: type) -> str:
     """The file under conf/ that names `cls`, as `conf/optimizer/sgd.yaml`; the root's where none does."""
     target = f"_target_: {cls.__module__}.{cls.__qualname__}"
     for path in sorted(CONF.rglob("*.yaml")):
-        if re.search(rf"^{re.escape(target)}\b", path.read_text(encoding="utf-8"), re.MULTILINE):
+        if re.search(rf"^ *{re.escape(target)}\b", path.read_text(encoding="utf-8"), re.MULTILINE):
             return f"conf/{path.relative_to(CONF).as_posix()}"
     return "conf/config.yaml"
 

@@ -25,6 +25,7 @@ from runner.config import (
 )
 from runner.data.base import Data
 from runner.device import Device
+from runner.env.base import Env
 from runner.model import Model
 from runner.optimizer import Optimizer
 from runner.parallel.base import Parallel
@@ -44,7 +45,7 @@ ROOMS: dict[str, type] = {
 }
 """The config groups that every run has, and the base class that each accepts."""
 
-MATERIALS: dict[str, type] = {"model": Model, "data": Data}
+MATERIALS: dict[str, type] = {"model": Model, "data": Data, "env": Env}
 """The config groups that a workload is made from, where it has a field of that name."""
 
 _MOST = 2**31 - 1  # more steps, or samples in a step, are a slip of the finger
@@ -95,14 +96,16 @@ class Run:
             check_range(self, key, least=0, most=_MOST)
         check_range(self, "epochs", above=0, most=1_000_000)
         check_range(self, "max_grad_norm", above=0)
-        known = self.steps is not None or self.epochs is not None
+        measures = (self.steps, self.epochs, self.workload.num_steps(self.batch_size))
+        known = any(measure is not None for measure in measures)
         check(known, "steps", None, "neither steps nor epochs says how long to train", "set epochs=10 or steps=1000")
         self.plan  # noqa: B018 (refuses a batch that does not divide)
 
     @property
     def plan(self) -> Plan:
         """The batch arithmetic, as this process sees it."""
-        return Plan(self.batch_size, self.accumulation.steps, self.parallel.data_shard, self.seed)
+        parallel = self.parallel
+        return Plan(self.batch_size, self.accumulation.steps, parallel.data_shard, self.seed, parallel.turn)
 
     def prepare(self) -> None:
         """Do the checks that need the device and the data, and resolve what depends on them.
@@ -112,9 +115,17 @@ class Run:
         """
         with errors_under("device"):
             device = self.parallel.device(self.device)
+        with errors_under("parallel"):
+            self.parallel.prepare(device, self)
+        self.plan  # noqa: B018 (now that the number of processes is known)
         self.precision.check_device(device)
         self.workload.prepare()
         epoch = self.workload.steps_per_epoch(self.batch_size)
+        own = self.workload.num_steps(self.batch_size)
+        if self.steps is None and own is not None:
+            why = "this workload has no epochs, but a measure of its own"
+            check(self.epochs is None, "epochs", self.epochs, why, "leave epochs=null, or set steps=N")
+            self.steps = own
         if self.steps is None:
             assert self.epochs is not None
             check(epoch is not None, "epochs", self.epochs, "this workload has no epochs", "set steps=N")
@@ -129,9 +140,17 @@ class Run:
         assert self.steps is not None, "prepare() resolves it"
         return self.steps
 
+    @staticmethod
+    def again(config: dict[str, Any]) -> Run:
+        """The run of a resolved config, in whichever process."""
+        return build_run(config)
+
     def due(self, every: int | None, step: int) -> bool:
-        """Whether something done `every` so many steps (0: only at the end) is due after `step`."""
-        return step == self.num_steps or (bool(every) and step % (every or 1) == 0)
+        """Whether something done `every` so many steps (0: only at the end) is due after `step`.
+
+        Where processes take turns, after the round of steps in which it falls.
+        """
+        return step == self.num_steps or (bool(every) and step % (every or 1) < self.parallel.turn[1])
 
 
 @dataclass

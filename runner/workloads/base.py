@@ -41,6 +41,10 @@ class Workload:
         """Optimizer steps that see every sample once; None where there are no epochs."""
         return None
 
+    def num_steps(self, batch_size: int) -> int | None:
+        """Optimizer steps of a whole run, where the workload has its own measure of one; None: epochs are it."""
+        return None
+
     def build_model(self) -> torch.nn.Module:
         """The model with fresh weights, on the CPU, drawn from torch's global generator."""
         raise NotImplementedError
@@ -62,6 +66,10 @@ class Workload:
     def summarize(self, sums: Sums) -> dict[str, float]:
         """The evaluation's metrics from the sums of all ranks."""
         raise NotImplementedError
+
+    def vote(self, outputs: torch.Tensor) -> torch.Tensor:
+        """What several models say together: of outputs [num_models, n, …], [n, …]."""
+        return outputs.mean(0)
 
     def pictures(self, sums: Sums) -> dict[str, torch.Tensor]:
         """What the last evaluation looks like: RGB images, uint8 [3, height, width], by TensorBoard tag."""

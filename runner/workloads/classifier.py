@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ import torch
 
 from runner.batching import MicroBatch, Plan
 from runner.config import check, check_range, errors_under
-from runner.data.base import Batch, Data
+from runner.data.base import Batch, Data, shard_bounds
 from runner.model import Model
 from runner.pictures import confusion_matrix, grid
 from runner.workloads.base import Sums, Workload
@@ -101,11 +102,13 @@ class Classifier(Workload):
             "correct": torch.zeros((), dtype=torch.int64, device=device),
             "count": torch.zeros((), dtype=torch.int64, device=device),
             "confusion": torch.zeros(matrix * matrix, dtype=torch.int64, device=device),
+            # Of each sample, counted from 1; 0 for those of other shards, and for those that could not be read.
+            "predictions": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
+            "targets": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
         }
         if device.type == "mps":  # Metal has no float64
             sums["loss"] = sums["loss"].float()
-        none = torch.zeros(0, dtype=torch.int64, device=device)  # a shard may be empty
-        predictions, targets = [none], [none]
+        start, _ = shard_bounds(len(self.held_out), shard)
         for batch in self.held_out.in_order(self.eval_batch_size, shard, device):
             outputs = infer(batch.inputs).float()
             predicted = outputs.argmax(1)
@@ -114,20 +117,25 @@ class Classifier(Workload):
             sums["count"] += len(batch.targets)
             if matrix:
                 sums["confusion"] += torch.bincount(batch.targets * matrix + predicted, minlength=matrix * matrix)
-            predictions.append(predicted)
-            targets.append(batch.targets)
-        # What this process saw, for its pictures; not summed over ranks.
-        self._predictions, self._targets = torch.cat(predictions), torch.cat(targets)
+            stop = start + len(batch.targets)
+            sums["predictions"][start:stop] = predicted + 1
+            sums["targets"][start:stop] = batch.targets + 1
+            start = stop
         return sums
 
     def summarize(self, sums: Sums) -> dict[str, float]:
         count = int(sums["count"])
         return {"loss": float(sums["loss"]) / count, "accuracy": int(sums["correct"]) / count}
 
+    def vote(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The logarithms of the mean probabilities."""
+        return outputs.log_softmax(-1).logsumexp(0) - math.log(len(outputs))
+
     def pictures(self, sums: Sums) -> dict[str, torch.Tensor]:
-        predictions, targets = self._predictions.cpu(), self._targets.cpu()
+        predictions, targets = sums["predictions"].cpu() - 1, sums["targets"].cpu() - 1
         wrong = (predictions != targets).nonzero().flatten()
-        pictures = {"eval/samples": self._captioned(torch.arange(len(targets))[:_MOST_SHOWN], predictions, targets)}
+        seen = (targets >= 0).nonzero().flatten()
+        pictures = {"eval/samples": self._captioned(seen[:_MOST_SHOWN], predictions, targets)}
         if len(wrong):
             pictures["eval/misclassified"] = self._captioned(wrong[:_MOST_SHOWN], predictions, targets)
         if num_classes := int(len(sums["confusion"]) ** 0.5):

@@ -1,0 +1,107 @@
+"""An agent's speed at equal work: the runner beside Stable-Baselines3, with CleanRL's hyper-parameters.
+
+`python -m benchmarks.dqn [--repeats 5] [--steps 50000]`. CartPole-v1, a network of 4-120-84-2, batch 128, one update per
+ten environment steps after 10,000, a replay of 10,000, Adam 2.5e-4, the target copied every 500 environment steps,
+1-step returns without double Q-learning, ε from 1 to 0.05 over half of the run (CleanRL's dqn.py; Huang et al., 2022).
+One thread each. The runner logs every 100 updates and shows its progress; Stable-Baselines3 logs every 100 episodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.measure import interleave, report, write
+
+GOALS = {("runner", "sb3"): 3.0}
+
+
+def sb3(steps: int) -> float:
+    """Stable-Baselines3, ten environments of its own kind, logging to TensorBoard."""
+    from stable_baselines3 import DQN  # pyright: ignore[reportMissingImports]
+    from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore[reportMissingImports]
+
+    with tempfile.TemporaryDirectory() as root:
+        agent = DQN(
+            "MlpPolicy",
+            make_vec_env("CartPole-v1", n_envs=10),
+            learning_rate=2.5e-4,
+            buffer_size=10_000,
+            learning_starts=10_000,
+            batch_size=128,
+            tau=1.0,
+            gamma=0.99,
+            train_freq=1,  # a step of all ten
+            gradient_steps=1,
+            target_update_interval=500,
+            exploration_fraction=0.5,
+            exploration_final_eps=0.05,
+            policy_kwargs={"net_arch": [120, 84]},
+            tensorboard_log=root,
+            device="cpu",
+            seed=0,
+        )
+        began = time.perf_counter()
+        agent.learn(steps, log_interval=100)
+        return steps / (time.perf_counter() - began)
+
+
+def ours(steps: int) -> float:
+    """The whole run but its start: acting, updates, logs, progress, a checkpoint; the evaluation at the end left out."""
+    from runner import train
+    from runner.__main__ import main
+
+    options = ["workload=dqn", "model.hidden=[120,84]", "batch_size=128", "optimizer.lr=2.5e-4", "schedule=constant"]
+    options += ["env.num_envs=10", f"workload.env_steps={steps}", "workload.warm_up=10000", "workload.replay_ratio=0.1"]
+    options += ["workload.replay_size=10000", "workload.n_step=1", "workload.double=false", "workload.target_tau=1"]
+    options += ["workload.target_every=50", "workload.epsilon_fraction=0.5", "workload.epsilon_final=0.05"]
+    options += ["workload.td_loss=huber", "log_every=100", "eval_every=0", "device=cpu", f"save_every={steps // 20}"]
+    times: list[float] = []
+    loop, evaluate = train.loop, train.evaluate
+
+    def timed(*arguments) -> str:
+        times.append(time.perf_counter())
+        return loop(*arguments)
+
+    def ended(*arguments) -> bool:
+        times.append(time.perf_counter())
+        return evaluate(*arguments)
+
+    train.loop, train.evaluate = timed, ended
+    with tempfile.TemporaryDirectory() as root:
+        sys.argv = ["runner", *options, f"device.threads={torch.get_num_threads()}", f"output_root={root}"]
+        if main():
+            raise SystemExit(1)
+    began, done = times
+    return steps / (done - began)
+
+
+CONTENDERS: dict[str, Callable[[int], float]] = {"sb3": sb3, "runner": ours}
+
+
+def main() -> None:
+    """Measure all contenders, or, with `--run`, one in this process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=50_000)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--run", choices=CONTENDERS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.run:
+        print(CONTENDERS[arguments.run](arguments.steps))
+        return
+    passed = ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
+    rates = interleave("benchmarks.dqn", list(CONTENDERS), arguments.repeats, passed)
+    table = report(f"DQN on CartPole-v1, {arguments.threads} thread(s)", "environment steps/s", rates, GOALS)
+    command = ["python", "-m", "benchmarks.dqn", *passed, "--repeats", str(arguments.repeats)]
+    write("dqn", [table], " ".join(command))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Environments to act in: which, how many at once, and how they are stepped."""
