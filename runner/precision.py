@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,6 +23,9 @@ class Precision:
 
     A mode of computing only: parameters and checkpoints stay float32 (float64 under `64`).
     """
+
+    tolerance: ClassVar[float] = 1e-6
+    """How far weights and gradients may be from one device's after a few steps, relative: sums in another order."""
 
     def check_device(self, device: torch.device) -> None:
         """Refuse a device that cannot do this precision, with a `ConfigError`."""
@@ -80,6 +83,8 @@ class Precision:
 class TF32(Precision):
     """float32 with matrix products in TensorFloat-32 on Ampere and later: 10 bits of mantissa, much faster."""
 
+    tolerance: ClassVar[float] = 5e-3
+
     def prepare(self, device: torch.device) -> None:
         able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
         _allow_tf32(able)  # only where it is meant: on a CPU the same switch may allow oneDNN to round too
@@ -90,6 +95,8 @@ class TF32(Precision):
 @dataclass
 class Double(Precision):
     """float64 throughout: for checking gradients, not for speed."""
+
+    tolerance: ClassVar[float] = 1e-13
 
     def check_device(self, device: torch.device) -> None:
         check(device.type != "mps", "precision", "64", "Metal has no float64", "choose device=cpu or precision=32")
@@ -103,6 +110,8 @@ class Double(Precision):
 @dataclass
 class BFloat16(Precision):
     """bfloat16 autocast: float32's range in 16 bits, so that no loss scaling is needed."""
+
+    tolerance: ClassVar[float] = 4e-2
 
     _device_type = "cpu"
 

@@ -90,6 +90,11 @@ class Parallel:
         return self.data_shard
 
     @property
+    def incomparable(self) -> str:
+        """Why no single device computes the same; empty where one does."""
+        return ""
+
+    @property
     def random_stream(self) -> int:
         """Which stream of random numbers this process draws from, once the weights are made."""
         return self.rank

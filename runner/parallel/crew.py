@@ -1,6 +1,6 @@
 """The processes of a run, seen from the one that starts them: watched, and none of them left behind.
 
-Each has a pipe to this process. It sends a beat every second and, at the end, a report; when the pipe breaks, because
+Each has a pipe to this process. It sends a beat now and then and, at the end, a report; when the pipe breaks, because
 this process was killed, it takes its fellows with it. A process that dies, fails or falls silent ends the others.
 """
 
@@ -25,8 +25,11 @@ from runner.signals import StopRequest
 
 log = logging.getLogger(__name__)
 
-BEAT = 1.0
-"""Seconds between two signs of life."""
+BEAT = 0.3
+"""Seconds between two signs of life: well within the shortest timeout, which is one second."""
+
+START = 60.0
+"""Seconds more for the first of them: torch may come from a slow disk."""
 
 GRACE = 2.0
 """Seconds that the others have to tell what they saw, once one has failed."""
@@ -100,7 +103,7 @@ def attend(pipe: connection.Connection) -> Callable[[Report], None]:
     sending = threading.Lock()
 
     def send(message: Report | None) -> None:
-        with sending, suppress(BrokenPipeError):
+        with sending, suppress(ConnectionError):
             pipe.send(message)
 
     def beat() -> None:
@@ -140,7 +143,7 @@ class Crew:
         self.processes: list[Any] = []
         self.pipes: list[connection.Connection] = []
         self.reports: list[Report | None] = [None] * len(arguments)
-        self.silence = [0.0] * len(arguments)
+        self.silence = [-START] * len(arguments)
         try:
             for rank, its_own in enumerate(arguments):
                 ours, theirs = context.Pipe()
@@ -149,8 +152,11 @@ class Crew:
                     process = context.Process(target=work, args=(theirs, *its_own), name=f"rank {rank}")
                     process.start()
                 self.processes.append(process)
+            pids = [process.pid for process in self.processes]
+            log.debug("the ranks' processes: %s", " ".join(map(str, pids)))
             for pipe in self.pipes:
-                pipe.send([process.pid for process in self.processes])
+                with suppress(ConnectionError):  # it has ended already, as `wait` will see
+                    pipe.send(pids)
         except BaseException:
             self.close()
             raise
@@ -202,10 +208,14 @@ class Crew:
             # A moment in which this process did not run itself (Ctrl-Z, a laptop's lid) is nobody's silence.
             self.silence[rank] += min(time.monotonic() - since, 0.5)
             if pipe in ready:
-                with suppress(EOFError, OSError):
-                    while self.reports[rank] is None and pipe.poll():
-                        self.reports[rank] = pipe.recv()
-                        self.silence[rank] = 0.0
+                self._hear(rank)
+
+    def _hear(self, rank: int) -> None:
+        """Take what one of them has said."""
+        with suppress(EOFError, OSError):
+            while self.reports[rank] is None and self.pipes[rank].poll():
+                self.reports[rank] = self.pipes[rank].recv()
+                self.silence[rank] = 0.0
 
     def _broken(self) -> bool:
         failed = any(report is not None and not report.ended_well for report in self.reports)
@@ -213,7 +223,10 @@ class Crew:
 
     def _dead(self) -> list[int]:
         """The ranks that ended without a report."""
-        return [r for r, process in enumerate(self.processes) if self.reports[r] is None and not process.is_alive()]
+        ended = [rank for rank, process in enumerate(self.processes) if not process.is_alive()]
+        for rank in ended:
+            self._hear(rank)  # its last word, which may have come since we listened
+        return [rank for rank in ended if self.reports[rank] is None]
 
     def _blame(self) -> Exception:
         """The error of the rank that was the first to fail. The others have a moment to tell what they saw."""

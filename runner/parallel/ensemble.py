@@ -33,6 +33,10 @@ class Ensemble(Processes):
         return (0, 1)
 
     @property
+    def incomparable(self) -> str:
+        return "" if self.world_size == 1 else "each trains another model: member i is the run of seed + i"
+
+    @property
     def random_stream(self) -> int:
         return 0
 

@@ -62,6 +62,11 @@ class Hogwild(Processes):
     def eval_shard(self) -> tuple[int, int]:
         return (self.rank, self.world_size)
 
+    @property
+    def incomparable(self) -> str:
+        alone = self.world_size == 1
+        return "" if alone else "they take turns without waiting for each other: no two runs are the same"
+
     def device(self, choice: Device) -> torch.device:
         why = "hogwild's processes share the host's memory"
         check(choice.kind in ("auto", "cpu"), "kind", choice.kind, why, "choose device=cpu, or parallel=ddp")

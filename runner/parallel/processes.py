@@ -271,9 +271,9 @@ def _work(
 ) -> None:
     """A rank's work from its start to its report."""
     report = attend(pipe)
-    if place.rank > 0:
-        _redirect(directory / f"log_rank_{place.rank}.txt")
     try:
+        if place.rank > 0:
+            _redirect(directory / f"log_rank_{place.rank}.txt")
         run = again(config)
         assert isinstance(run.parallel, Processes)
         run.directory = directory
