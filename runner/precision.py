@@ -214,4 +214,5 @@ def _arrival(device: torch.device) -> torch.cuda.Event | None:
 
 def _gradient_norm(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients)
+    norm: Any = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of parts on several processes: of the whole

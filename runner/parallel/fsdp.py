@@ -28,8 +28,8 @@ class FSDP(Processes):
 
     Rajbhandari et al., ZeRO (2020), stage 3; Zhao et al., PyTorch FSDP (2023). A block is a stage of the network, where
     it says what its stages are. In 16 bits the parameters are sent in 16 bits, the gradients in 32. An evaluation
-    gathers the whole model, since processes with unequal shares of the samples could not take turns. Weights keep the
-    contiguous layout, the only one that FSDP2 can cut. Batch normalisation is treated as under ddp.
+    gathers the whole model, since processes with unequal shares of the samples could not take turns. `channels_last` is
+    for the images alone: FSDP2 cuts contiguous weights only. Batch normalisation is treated as under ddp.
 
     Args:
         reshard_after_forward: drop a block's gathered parameters after its forward pass, and gather them again for the
@@ -44,8 +44,8 @@ class FSDP(Processes):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        if run.channels_last:
-            log.debug("parallel=fsdp: weights stay contiguous, channels_last is left out")
+        if run.channels_last:  # of the images: FSDP2 can cut no weights in that layout
+            model.register_forward_pre_hook(_to_channels_last)
         if self.offload and device.type == "cpu":
             log.warning("parallel.offload: the parts are in the host's memory anyway, without a GPU")
         model.to(device)
@@ -110,6 +110,10 @@ def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     own = {id(module) for module in model.modules()}
     found = [stage for _, stage in stages()] if stages else []
     return [stage for stage in found if id(stage) in own and any(True for _ in stage.parameters())]
+
+
+def _to_channels_last(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs)
 
 
 def _cut_tensors() -> type[DTensor]:

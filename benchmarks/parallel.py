@@ -1,0 +1,138 @@
+"""Two processes against one, and the runner's modes against the same loops written by hand.
+
+`python -m benchmarks.parallel`: ResNet50 at 128×128, global batch 48, float32, channels_last (fsdp: contiguous
+weights), processes of one thread each, on a CPU. The rate is that of the median step; the memory is rank 0's peak.
+Beside it: how long the first step takes to come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import interleave, report, write
+
+BATCH, SIZE, STEPS, WARMUP = 48, 128, 7, 2
+GOALS = {("ddp", "single"): 1.7, ("ddp", "ddp-by-hand"): 0.97, ("fsdp", "fsdp-by-hand"): 0.9}
+FIRST_STEP_GOAL = 8.0
+
+
+def ours(mode: str) -> float:
+    """Images per second of the runner's command."""
+    options = [f"parallel={mode}", "model=resnet50", "data=synthetic", f"data.size={SIZE}", "data.num_classes=1000"]
+    options += [f"data.num_samples={4 * BATCH}", f"batch_size={BATCH}", f"steps={STEPS}", "schedule=constant"]
+    options += ["optimizer.lr=0.01", "log_every=1", "eval_every=0", "save_every=0", "device=cpu", "device.threads=1"]
+    result = command(options)[0]
+    print(f"{mode}: peak {result['peak_memory_bytes'] / 2**20:.0f} MiB", file=sys.stderr)
+    return BATCH / result["step_seconds"]["median"]
+
+
+def command(options: list[str]) -> tuple[dict[str, Any], float]:
+    """The result of `python -m runner OPTIONS`, and the seconds until its first logged step."""
+    with tempfile.TemporaryDirectory() as scratch:
+        began = time.time()
+        line = [sys.executable, "-m", "runner", *options, f"output_root={scratch}", "name=bench"]
+        subprocess.run(line, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        (directory,) = Path(scratch, "bench").iterdir()
+        return json.loads((directory / "result.json").read_text()), first_point(directory) - began
+
+
+def first_point(directory: Path) -> float:
+    """When the first point of a training curve was logged."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(directory)).Reload().Scalars("train/loss")[0].wall_time
+
+
+def by_hand(mode: str) -> float:
+    """Images per second of the loop that torch's tutorials show, with the same numbers."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "seconds.json")
+        torch.multiprocessing.spawn(_rank, (mode, str(path), f"file://{scratch}/store"), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+        return BATCH / statistics.median(json.loads(path.read_text())[WARMUP:])
+
+
+def _rank(rank: int, mode: str, path: str, meeting: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torchvision.models import resnet50
+    from torchvision.models.resnet import Bottleneck
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = resnet50(weights=None)
+    if mode == "ddp":
+        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        for block in (module for module in model.modules() if isinstance(module, Bottleneck)):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        wrapped = model
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9, fused=mode == "ddp")
+    part = BATCH // 2
+    images, labels = torch.randn(4 * part, 3, SIZE, SIZE), torch.randint(1000, (4 * part,))
+    images = images.to(memory_format=torch.channels_last)
+    seconds = []
+    for step in range(STEPS):
+        began = time.perf_counter()
+        rows = torch.arange(part) + step % 4 * part
+        loss = torch.nn.functional.cross_entropy(wrapped(images[rows]), labels[rows])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - began)
+    if rank == 0:
+        Path(path).write_text(json.dumps(seconds))
+    torch.distributed.destroy_process_group()
+
+
+CONTENDERS: dict[str, Callable[[], float]] = {
+    "single": lambda: ours("single"),
+    "ddp": lambda: ours("ddp"),
+    "ddp-by-hand": lambda: by_hand("ddp"),
+    "fsdp": lambda: ours("fsdp"),
+    "fsdp-by-hand": lambda: by_hand("fsdp"),
+}
+
+
+def first_steps(repeats: int) -> dict[str, Any]:
+    """Seconds from the command to the first logged step, with two processes on the digits."""
+    seconds = [command(["parallel=ddp", "steps=1", "log_every=1"])[1] for _ in range(repeats)]
+    median = statistics.median(seconds)
+    verdict = "reached" if median <= FIRST_STEP_GOAL else "MISSED"
+    print(f"\nfirst step of two processes: median {median:.1f} s ({min(seconds):.1f} – {max(seconds):.1f}): {verdict}")
+    return {"title": "from the command to the first step, ddp, two processes", "unit": "s", "seconds": seconds}
+
+
+def main() -> None:
+    """Measure all, or, with `--run`, one in this process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--run", choices=CONTENDERS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        print(CONTENDERS[arguments.run]())
+        return
+    first = first_steps(arguments.repeats)
+    rates = interleave("benchmarks.parallel", list(CONTENDERS), arguments.repeats)
+    table = report(f"ResNet50, {SIZE}×{SIZE}, batch {BATCH}, float32, one thread a process", "images/s", rates, GOALS)
+    write("parallel", [table, first], f"python -m benchmarks.parallel --repeats {arguments.repeats}")
+
+
+if __name__ == "__main__":
+    main()
