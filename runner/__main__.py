@@ -25,13 +25,13 @@ import_lazily("torch", "torchvision")
 import hydra  # noqa: E402
 from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from hydra.errors import HydraException  # noqa: E402
-from hydra.types import RunMode  # noqa: E402
 from omegaconf import DictConfig, OmegaConf  # noqa: E402
 from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 
 from runner import cli, directory  # noqa: E402
 from runner.config import CONF, ConfigError  # noqa: E402
 from runner.explain import explained  # noqa: E402
+from runner.sweep import Sweep  # noqa: E402
 
 DONE, CRASHED, REFUSED, DIVERGED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 _CODES = {"done": DONE, "crashed": CRASHED, "diverged": DIVERGED, "stopped": STOPPED}
@@ -91,12 +91,12 @@ def launch_hydra(arguments: list[str]) -> list[int]:
         arguments = cli.with_saved(saved_overrides(source), arguments)
     sys.argv[1:] = [cli.quoted(argument, sweep) for argument in arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, so that `failed` can explain
-    sweep_name = directory.unique_name()
+    jobs = Sweep(argument for argument in arguments if not argument.startswith("-")) if sweep else None
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def composed(config: DictConfig) -> None:
         try:
-            codes.append(job(config, sweep_name))
+            codes.append(job(config, jobs))
         except Exception as error:  # not to Hydra, which would end the sweep
             codes.append(failed(error))
 
@@ -109,35 +109,53 @@ def launch_hydra(arguments: list[str]) -> list[int]:
             raise
         except (ValueError, OSError) as error:  # what Hydra does not foresee
             raise HydraException(str(error)) from error
-    if sweep and codes:
+    if jobs is not None and codes:
+        jobs.end()
         print(f"\n{codes.count(DONE)} of {len(codes)} jobs done")
     return codes
 
 
-def job(config: DictConfig, sweep_name: str) -> int:
+def job(config: DictConfig, sweep: Sweep | None) -> int:
     """One run, alone or as a job of a sweep."""
     settings = HydraConfig.get()
-    sweep = settings.mode == RunMode.MULTIRUN
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportAssignmentType]
     overrides = list(settings.overrides.task)
-    if not sweep:
-        return run_one(plain, overrides)
+    if sweep is None:
+        from runner.run import build_run
+
+        run = build_run(plain)
+        return run_one(run, overrides, Path(run.output_root) / run.name)
     print(f"\njob {settings.job.num}: {' '.join(overrides)}", file=sys.stderr)
-    code = run_one(plain, overrides, sweep_name, settings.job.num)
+    code = job_of(sweep, settings.job.num, plain, overrides)
     if code == STOPPED:
         raise SystemExit(STOPPED)  # asked to stop: not only this job
     return code
 
 
-def run_one(config: dict[str, Any], overrides: list[str], sweep: str = "", number: int = 0) -> int:
-    """Build, check and train one run, job `number` of `sweep` if there is one; says where its result is."""
-    from runner.resume import claimed_directory
-    from runner.run import build_run
+def job_of(sweep: Sweep, number: int, config: dict[str, Any], overrides: list[str]) -> int:
+    """One job of a sweep, unless it is done already; what becomes of it is kept in the sweep's ledger."""
+    from runner.run import build_run, config_hash
 
-    run = build_run(config)
+    root, name, resume = (str(config[key]) for key in ("output_root", "name", "resume"))
+    parent = sweep.directory(Path(root, "sweeps", name), resume)
+    label, known = directory.job_name(number, overrides), config_hash(config)
+    if (code := sweep.settled(parent, number, known)) is not None:
+        print(f"done before: {os.path.relpath(parent / label)}", file=sys.stderr)
+        return code
+    entry: dict[str, Any] = {"overrides": overrides, "config_hash": known, "directory": label, "error": ""}
+    try:
+        code = run_one(build_run(config), overrides, parent, label)
+    except Exception as error:  # not to Hydra, which would end the sweep
+        code, entry["error"] = failed(error), str(error)
+    sweep.note(parent, number, **entry, code=code)
+    return code
+
+
+def run_one(run: Any, overrides: list[str], parent: Path, label: str | None = None) -> int:
+    """Check and train one run, in a directory under `parent`; says where its result is."""
+    from runner.resume import claimed_directory
+
     run.prepare()
-    root, label = Path(run.output_root), directory.job_name(number, overrides) if sweep else None
-    parent = root / "sweeps" / run.name / sweep if sweep else root / run.name
     with run.parallel.joined(run), ExitStack() as claims:
         claim = partial(claimed_directory, run, parent, label, overrides)
         run.directory = run.parallel.on_rank_0(lambda: claims.enter_context(claim()))

@@ -26,12 +26,12 @@ def claimed_directory(run: Run, parent: Path, name: str | None, overrides: list[
 
     Args:
         parent: where a new directory is made.
-        name: its name; None for `<date>_<time>-<id>`.
+        name: its name, under which a job of a sweep goes on too; None for `<date>_<time>-<id>`.
 
     Raises:
         ConfigError: when `resume` names nothing to go on with, another run's directory, or one in use.
     """
-    found, held = _to_resume(run, parent)
+    found, held = _to_resume(run, parent, name)
     there_before = directory.nearest_existing(parent)
     path = found or directory.create(parent, name)
     held = held or directory.lock(path)
@@ -117,12 +117,12 @@ def _later(checkpoint: Path | None) -> list[Path]:
     return [path for path in checkpoint.parent.iterdir() if (directory.step_of(path) or 0) > step]
 
 
-def _to_resume(run: Run, parent: Path) -> tuple[Path | None, IO[str] | None]:
+def _to_resume(run: Run, parent: Path, name: str | None) -> tuple[Path | None, IO[str] | None]:
     """The directory to go on in, and the hold on it; (None, None) for a new one."""
     if run.resume == "never":
         return None, None
     if run.resume == "auto":
-        return _unfinished(run, parent)
+        return _unfinished(run, parent) if name is None else _begun(run, parent / name)
     path = _run_directory(Path(run.resume)).resolve()
     check((path / "config.yaml").is_file(), "resume", run.resume, "there is no run", "name a run directory")
     if checkpoint := _named_checkpoint(run):
@@ -148,6 +148,23 @@ def _unfinished(run: Run, parent: Path) -> tuple[Path | None, IO[str] | None]:
             held.close()
         elif held is not None:
             return path.resolve(), held
+    return None, None
+
+
+def _begun(run: Run, path: Path) -> tuple[Path | None, IO[str] | None]:
+    """The directory at `path`, where a run with this very config was begun; what another one left is set aside."""
+    if not path.is_dir():
+        return None, None
+    held = directory.lock(path)
+    check(held is not None, "resume", str(path), "another process is at work in it", "wait for it, or stop it")
+    assert held is not None
+    saved: Any = (
+        OmegaConf.to_container(OmegaConf.load(path / "config.yaml")) if (path / "config.yaml").is_file() else {}
+    )
+    if saved and config_hash(saved) == config_hash(run.config):
+        return path.resolve(), held
+    held.close()
+    os.replace(path, directory.free_name(path, "superseded"))
     return None, None
 
 

@@ -318,7 +318,7 @@ def test_a_sweep_has_a_labelled_directory_for_each_job_and_nothing_else(forks: F
     [sweep] = tmp_path.glob("outputs/sweeps/classifier/*")
     fixed = ",".join((*FAST, "steps=1"))
     labels = [f"{i:03d}-{fixed},precision={precision}" for i, precision in enumerate(("16", "32", "bf16"))]
-    assert sorted(path.name for path in sweep.iterdir()) == labels
+    assert sorted(path.name for path in sweep.iterdir()) == [*labels, "sweep.json"]
     classes = [yaml.safe_load((sweep / label / "config.yaml").read_text())["precision"]["_target_"] for label in labels]
     assert [name.rpartition(".")[2] for name in classes] == ["Float16", "Precision", "BFloat16"]
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["sweeps"]
@@ -361,7 +361,7 @@ def test_a_job_that_crashes_does_not_end_the_others(
 def test_a_swept_name_and_output_root_are_each_jobs_own(forks: Forks, tmp_path: Path) -> None:
     code, told = forks.run(*FAST, "-m", "name=a,b c", "output_root=x,y=z", "steps=1", cwd=tmp_path)
     assert code == 0, told
-    found = sorted(path.parent.parent.relative_to(tmp_path).parts for path in tmp_path.glob("*/sweeps/*/*/*"))
+    found = sorted(path.parent.parent.relative_to(tmp_path).parts for path in tmp_path.glob("*/sweeps/*/*/0*"))
     assert [(root, name) for root, _, name in found] == [("x", "a"), ("x", "b c"), ("y=z", "a"), ("y=z", "b c")]
     assert leftovers(tmp_path) == {"x", "y=z"}
 

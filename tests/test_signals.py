@@ -192,7 +192,7 @@ def test_a_signal_ends_a_sweep(number: signal.Signals, forks: Forks, tmp_path: P
     os.kill(process, number)
     code, told = ended(forks, tmp_path)
     assert code == 75, told
-    [run] = tmp_path.glob("outputs/sweeps/*/*/*")
+    [run] = tmp_path.glob("outputs/sweeps/*/*/0*")
     assert run.name.startswith("000-")
     assert whole(run)["result"]["status"] == "stopped"
 
