@@ -1,7 +1,7 @@
 """An agent's speed at equal work: the runner beside Stable-Baselines3, with CleanRL's hyper-parameters.
 
-`python -m benchmarks.dqn [--repeats 5] [--steps 50000]`. CartPole-v1, a network of 4-120-84-2, batch 128, one update per
-ten environment steps after 10,000, a replay of 10,000, Adam 2.5e-4, the target copied every 500 environment steps,
+`python -m benchmarks.dqn [--repeats 5] [--steps 50000]`. CartPole-v1, a network of 4-120-84-2, batch 128, one update
+per ten environment steps after 10,000, a replay of 10,000, Adam 2.5e-4, the target copied every 500 environment steps,
 1-step returns without double Q-learning, ε from 1 to 0.05 over half of the run (CleanRL's dqn.py; Huang et al., 2022).
 One thread each. The runner logs every 100 updates and shows its progress; Stable-Baselines3 logs every 100 episodes.
 """
@@ -52,7 +52,7 @@ def sb3(steps: int) -> float:
 
 
 def ours(steps: int) -> float:
-    """The whole run but its start: acting, updates, logs, progress, a checkpoint; the evaluation at the end left out."""
+    """The whole run but its start and its end: acting, updates, logs, progress and a checkpoint."""
     from runner import train
     from runner.__main__ import main
 

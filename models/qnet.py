@@ -32,23 +32,20 @@ class QNet(nn.Sequential):
         duelling: bool = False,
         checkpoint_activations: bool = False,
     ):
-        stages: OrderedDict[str, nn.Module] = OrderedDict()
+        stages: OrderedDict[str, nn.Module] = OrderedDict() if hidden else OrderedDict(flatten=nn.Flatten())
         for i, (inputs, outputs) in enumerate(pairwise((num_inputs, *hidden)), start=1):
             stages[f"hidden{i}"] = Rectified(inputs, outputs, checkpoint_activations)
         width = (num_inputs, *hidden)[-1]
         stages["head"] = Duelling(width, num_actions) if duelling else nn.Linear(width, num_actions)
         super().__init__(stages)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input if input.ndim == 2 else input.flatten(1))
-
     def stages(self) -> list[tuple[str, nn.Module]]:
-        """The places where the network can be cut, in the order of the forward pass: hidden1, …, head."""
+        """The places where the network can be cut, in the order of the forward pass: hidden1, hidden2, …, head."""
         return list(self.named_children())
 
 
 class Rectified(nn.Linear):
-    """A linear layer and its rectifier in one module: at these sizes a call costs as much as the arithmetic."""
+    """A linear layer of flattened inputs and its rectifier in one module: at these sizes each call tells."""
 
     def __init__(self, in_features: int, out_features: int, checkpoint_activations: bool = False):
         super().__init__(in_features, out_features)
@@ -56,7 +53,8 @@ class Rectified(nn.Linear):
 
     @recomputable
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(input, self.weight, self.bias).relu_()
+        flat = input if input.ndim == 2 else input.flatten(1)
+        return nn.functional.linear(flat, self.weight, self.bias).relu_()
 
 
 class Duelling(nn.Module):
@@ -125,9 +123,9 @@ class WithTarget(nn.Module):
         """Move the target's weights by `tau` of the way to the online network's; 1: copy them."""
         target, online = (list(map(_local, net.parameters())) for net in (self.target, self.online))
         if tau == 1:
-            torch._foreach_copy_(target, online)
+            torch._foreach_copy_(target, online)  # pyright: ignore[reportPrivateImportUsage]
         else:
-            torch._foreach_lerp_(target, online, tau)
+            torch._foreach_lerp_(target, online, tau)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

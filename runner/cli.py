@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -55,7 +56,7 @@ def _chosen() -> set[str]:
 
 
 def _keys(file: Path, group: str = "") -> list[str]:
-    content = OmegaConf.load(file)
+    content: Any = OmegaConf.load(file)
     content = content.get(group, content)  # a file for the whole config has its group's keys under that name
     return [str(name) for name in content if name not in ("_target_", "defaults", "hydra")]
 

@@ -19,7 +19,7 @@ class Device:
     Args:
         kind: `cpu`, `cuda`, `mps`, or `auto`: the first of cuda, mps and cpu that is there.
         index: which of several CUDA devices, counted among the visible ones (CUDA_VISIBLE_DEVICES); null: the first.
-        indices: the devices that `parallel=dp` spreads a batch over; empty: all visible.
+        indices: the devices that a mode of several may use; empty: all visible.
         threads: CPU threads that one operation may use; null: one a core.
     """
 
@@ -63,6 +63,20 @@ class Device:
             check(torch.backends.mps.is_available(), "kind", kind, "this machine has no Metal device", _OTHERWISE)
         check(self.index is None, "index", self.index, f"auto found only the {kind}", "leave device.index null")
         return torch.device(kind)
+
+    def resolve_all(self) -> list[torch.device]:
+        """The CUDA devices to compute on: the one at `index`, those at `indices`, or all visible ones.
+
+        Raises:
+            ConfigError: when one is not there.
+        """
+        first = Device("cuda", self.index).resolve()
+        if self.index is not None:
+            return [first]
+        count = torch.cuda.device_count()
+        why, remedy = f"{count} CUDA devices are visible{_hidden()}", f"numbers from 0 to {count - 1}"
+        check(all(index < count for index in self.indices), "indices", self.indices, why, remedy)
+        return [torch.device("cuda", index) for index in self.indices or range(count)]
 
     @contextmanager
     def settings(self, device: torch.device, deterministic: bool) -> Iterator[None]:

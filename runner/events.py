@@ -73,6 +73,12 @@ def points(values: dict[str, float]) -> Summary:
     return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
+def animation(tag: str, gif: bytes, height: int, width: int) -> Summary:
+    """A film, which TensorBoard shows among the images."""
+    shown = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif)
+    return Summary(value=[Summary.Value(tag=tag, image=shown)])
+
+
 def row_start(values: dict[str, float | str | bool]) -> Summary:
     """A run's row in the HPARAMS tab.
 

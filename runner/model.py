@@ -92,9 +92,12 @@ class ConvNet(Model):
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         from models import convnet  # here, not above: the config's errors are told before torch is loaded
 
+        channels, height, width = shape
         try:
             return convnet.ConvNet(
-                *shape,
+                channels,
+                height,
+                width,
                 num_classes,
                 channels=self.channels,
                 kernel_size=self.kernel_size,

@@ -6,9 +6,11 @@ Drawn with Pillow, which comes with torchvision and brings its own font: no plot
 from __future__ import annotations
 
 import functools
+import io
 import math
 import unicodedata
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +27,21 @@ _DARKEST = (8, 48, 107)
 _GAP, _STRIP, _FONT = 4, 18, 12
 _UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 _SPELLED = str.maketrans({"→": "->", "–": "-", "×": "x", "ß": "ss", "æ": "ae", "ø": "o", "ł": "l"})
+
+
+def gif(frames: torch.Tensor, seconds: float = 0.04) -> bytes:
+    """A film as an endless GIF.
+
+    Args:
+        frames: uint8 [n, 3, height, width].
+        seconds: how long each is shown.
+    """
+    from PIL import Image
+
+    first, *rest = (Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in frames)
+    buffer = io.BytesIO()
+    first.save(buffer, "GIF", save_all=True, append_images=rest, duration=round(1000 * seconds), loop=0)
+    return buffer.getvalue()
 
 
 def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | None = None) -> torch.Tensor:
@@ -55,8 +72,8 @@ def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | N
         canvas.paste(_to_pillow(image).resize((width, height), scaling), (left, top))
         draw.rectangle((left, top + height, left + width - 1, top + height + _STRIP - 1), colour)
         place = (left + width / 2, top + height + _STRIP / 2)
-        draw.text(place, _fitting(caption, width - 4, _FONT), _WHITE, _font(_FONT), anchor="mm")
-    return _to_tensor(canvas)
+        draw.text(place, _fitting(caption, width - 4, _FONT), _WHITE, font(_FONT), anchor="mm")
+    return to_tensor(canvas)
 
 
 def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.Tensor:
@@ -99,7 +116,7 @@ def _with_numbers(counts: torch.Tensor, class_names: Sequence[str]) -> torch.Ten
 
     num_classes, cell, widest = len(counts), 44, 110
     names = [_fitting(name, widest, _FONT) for name in class_names]
-    margin = 30 + math.ceil(max(_font(_FONT).getlength(name) for name in names))
+    margin = 30 + math.ceil(max(font(_FONT).getlength(name) for name in names))
     size = margin + num_classes * cell + _GAP
     canvas = Image.new("RGB", (size, size), _WHITE)
     canvas.paste(_scaled(shades(counts), cell), (margin, margin))
@@ -107,11 +124,11 @@ def _with_numbers(counts: torch.Tensor, class_names: Sequence[str]) -> torch.Ten
     shares = _row_shares(counts).tolist()
     for i, row in enumerate(counts.tolist()):
         middle = margin + (i + 0.5) * cell
-        draw.text((margin - 6, middle), names[i], _INK, _font(_FONT), anchor="rm")
+        draw.text((margin - 6, middle), names[i], _INK, font(_FONT), anchor="rm")
         _draw_upwards(canvas, names[i], round(middle), margin - 6)
         for j, count in enumerate(row):
             colour = _WHITE if shares[i][j] > 0.25 else _INK  # half of the way to the darkest blue
-            draw.text((margin + (j + 0.5) * cell, middle), _short(count), colour, _font(_FONT), anchor="mm")
+            draw.text((margin + (j + 0.5) * cell, middle), _short(count), colour, font(_FONT), anchor="mm")
     return _framed(canvas, margin, num_classes * cell)
 
 
@@ -127,8 +144,8 @@ def _heat_map(counts: torch.Tensor) -> torch.Tensor:
     canvas.paste(_scaled(shades(counts), cell), (margin, margin))
     draw = ImageDraw.Draw(canvas)
     for number, place, across, down in ((0, margin, "l", "t"), (num_classes - 1, margin + extent, "r", "b")):
-        draw.text((place, margin - 6), str(number), _INK, _font(_FONT), anchor=f"{across}s")
-        draw.text((margin - 6, place), str(number), _INK, _font(_FONT), anchor=f"r{down}")
+        draw.text((place, margin - 6), str(number), _INK, font(_FONT), anchor=f"{across}s")
+        draw.text((margin - 6, place), str(number), _INK, font(_FONT), anchor=f"r{down}")
     return _framed(canvas, margin, extent)
 
 
@@ -144,17 +161,22 @@ def _framed(canvas: Image.Image, margin: int, extent: int) -> torch.Tensor:
 
     draw = ImageDraw.Draw(canvas)
     draw.rectangle((margin - 1, margin - 1, margin + extent, margin + extent), outline=_INK)
-    draw.text((margin + extent / 2, 4), "predicted", _INK, _font(_FONT + 1), anchor="mt")
+    draw.text((margin + extent / 2, 4), "predicted", _INK, font(_FONT + 1), anchor="mt")
     _draw_upwards(canvas, "true", 10, round(margin + extent / 2), _FONT + 1)
-    return _to_tensor(canvas)
+    return to_tensor(canvas)
+
+
+def save(picture: torch.Tensor, path: Path) -> None:
+    """Write an RGB image, uint8 [3, height, width], as PNG."""
+    _to_pillow(picture).save(path, "PNG")
 
 
 def _draw_upwards(canvas: Image.Image, text: str, middle: int, bottom: int, size: int = _FONT) -> None:
     """Write `text` from below to above: centred on the column `middle`, ending at the row `bottom`."""
     from PIL import Image, ImageDraw
 
-    label = Image.new("RGB", (math.ceil(_font(size).getlength(text)) + 2, size + 6), _WHITE)
-    ImageDraw.Draw(label).text((1, label.height / 2), text, _INK, _font(size), anchor="lm")
+    label = Image.new("RGB", (math.ceil(font(size).getlength(text)) + 2, size + 6), _WHITE)
+    ImageDraw.Draw(label).text((1, label.height / 2), text, _INK, font(size), anchor="lm")
     label = label.transpose(Image.Transpose.ROTATE_90)
     canvas.paste(label, (middle - label.width // 2, bottom - label.height))
 
@@ -170,10 +192,10 @@ def _tile_size(width: int, height: int) -> tuple[int, int]:
 def _fitting(text: str, width: int, size: int) -> str:
     """`text` on one line, cut off with an ellipsis where it is wider than `width` pixels."""
     text = _drawable(text)
-    if _font(size).getlength(text) <= width:
+    if font(size).getlength(text) <= width:
         return text
     text = text[:width]  # no letter is narrower than a pixel: the rest would only take time
-    while text and _font(size).getlength(text + "…") > width:
+    while text and font(size).getlength(text + "…") > width:
         text = text[:-1]
     return text + "…"
 
@@ -193,7 +215,7 @@ def _short(count: int) -> str:
 
 
 @functools.cache
-def _font(size: int) -> ImageFont.FreeTypeFont:
+def font(size: int) -> ImageFont.FreeTypeFont:
     from PIL import ImageFont
 
     font = ImageFont.load_default(size)
@@ -215,6 +237,6 @@ def _to_pillow(image: torch.Tensor) -> Image.Image:
     return Image.frombytes("RGB", (image.shape[2], image.shape[1]), pixels.numpy().tobytes())
 
 
-def _to_tensor(canvas: Image.Image) -> torch.Tensor:
+def to_tensor(canvas: Image.Image) -> torch.Tensor:
     pixels = torch.frombuffer(bytearray(canvas.tobytes()), dtype=torch.uint8)
     return pixels.view(canvas.height, canvas.width, 3).permute(2, 0, 1).contiguous()

@@ -46,15 +46,25 @@ class Precision:
         """The context of a forward pass."""
         return _FULL
 
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """What to differentiate in the place of `loss`: `step` divides the gradients again."""
+        return loss
+
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss` (scaled, where losses are scaled) to the parameters'."""
-        loss.backward()
+        self.scaled(loss).backward()
 
-    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], torch.Tensor] | None) -> torch.Tensor | None:
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip: Callable[[], torch.Tensor] | None,
+        anywhere: Callable[[torch.Tensor], None] = lambda flag: None,
+    ) -> torch.Tensor | None:
         """Unscale, clip, update, and drop the gradients.
 
         Args:
             clip: clips the gradients and returns their norm before that; None where neither is wanted.
+            anywhere: sets a flag on the device to the largest of all ranks that hold parts of one gradient.
 
         Returns:
             The gradients' norm, a scalar on the device, where it was computed.
@@ -155,19 +165,30 @@ class Float16(BFloat16):
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         return torch.float16 if device.type == "cuda" else torch.bfloat16
 
-    def backward(self, loss: torch.Tensor) -> None:
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self._scaler is None else self._scaler.scale(loss)
 
-    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], torch.Tensor] | None) -> torch.Tensor | None:
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip: Callable[[], torch.Tensor] | None,
+        anywhere: Callable[[torch.Tensor], None] = lambda flag: None,
+    ) -> torch.Tensor | None:
         if self._scaler is None:
             return super().step(optimizer, clip)
         self._scaler.unscale_(optimizer)
+        overflows = _overflows(self._scaler, optimizer)
+        for overflow in overflows:
+            anywhere(overflow)
         norm = clip() if clip is not None else _gradient_norm(optimizer)
         self._scaler.step(optimizer)  # a fused optimizer is told of an overflow on the device: no sync
         self._scaler.update()
         optimizer.zero_grad(set_to_none=True)
         self.num_skipped()  # the step before this one, whose flag has long arrived
-        self._pending = torch.isfinite(norm).to("cpu", non_blocking=True), _arrival(norm.device)
+        finite = torch.isfinite(norm)
+        for overflow in overflows:  # on another rank, or another device
+            finite = finite & (overflow.to(norm.device, non_blocking=True) == 0)
+        self._pending = finite.to("cpu", non_blocking=True), _arrival(norm.device)
         return norm
 
     def num_skipped(self) -> int:
@@ -210,6 +231,11 @@ def _arrival(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))  # by itself it takes the current device's stream
     return event
+
+
+def _overflows(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The flags that `unscale_` has set, one a device: `step` and `update` go by them. torch has no public name."""
+    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
 def _gradient_norm(optimizer: torch.optim.Optimizer) -> torch.Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.utils.tensorboard.summary import image, text
 
-from runner.events import EventFile, points, row_end, row_start
+from runner.events import EventFile, animation, points, row_end, row_start
+from runner.pictures import gif
 
 
 class Record:
@@ -24,6 +25,7 @@ class Record:
 
     def __init__(self, directory: Path, after_step: int, visible: bool = True):
         self._first_step = after_step + 1
+        self._directory = directory
         self._file = EventFile(directory, self._first_step) if visible else None
 
     def __enter__(self) -> Record:
@@ -39,10 +41,15 @@ class Record:
             self._file.add(points({tag: float(value) for tag, value in values.items()}), step)
 
     def pictures(self, pictures: dict[str, torch.Tensor], step: int) -> None:
-        """Log RGB images, uint8 [3, height, width], by tag."""
+        """Log RGB images, uint8 [3, height, width], by tag; a film, [frames, 3, height, width], is also a GIF."""
         if self._file is not None:
             for tag, picture in pictures.items():
-                self._file.add(image(tag, picture, dataformats="CHW"), step)
+                if picture.ndim == 3:
+                    self._file.add(image(tag, picture, dataformats="CHW"), step)
+                    continue
+                film = gif(picture)
+                (self._directory / f"{tag.rpartition('/')[2]}.gif").write_bytes(film)
+                self._file.add(animation(tag, film, picture.shape[2], picture.shape[3]), step)
 
     def texts(self, texts: dict[str, str]) -> None:
         """Log preformatted texts by tag; x is the session's first step, from which on they hold."""

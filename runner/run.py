@@ -120,6 +120,7 @@ class Run:
         self.plan  # noqa: B018 (now that the number of processes is known)
         self.precision.check_device(device)
         self.workload.prepare()
+        self.parallel.check_workload(self)
         epoch = self.workload.steps_per_epoch(self.batch_size)
         own = self.workload.num_steps(self.batch_size)
         if self.steps is None and own is not None:

@@ -89,7 +89,7 @@ def loop(state: State, record: Record, progress: Progress, stop: StopRequest) ->
         log_due = run.due(run.log_every, step)
         with clock.section("optimizer"):
             run.schedule.set_lr(optimizer, step - 1 - precision.num_skipped(), run.num_steps)
-            norm = precision.step(optimizer, clip if log_due or run.max_grad_norm else None)
+            norm = precision.step(optimizer, clip if log_due or run.max_grad_norm else None, parallel.anywhere)
             workload.after_step(model, step)
         state.step = step
         evaluation_due, save_due = run.due(run.eval_every, step), run.due(run.save_every, step)
@@ -138,7 +138,7 @@ def evaluate(state: State, record: Record, progress: Progress) -> bool:
     progress.metrics(metrics)
     log.debug("step %d: %s", state.step, metrics)
     record.scalars(metrics, state.step)
-    record.pictures(run.workload.pictures(sums), state.step)
+    record.pictures(run.workload.pictures(sums) | parallel.pictures(), state.step)
     return state.take_evaluation(metrics)
 
 

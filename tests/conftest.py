@@ -18,6 +18,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
+from ranks import Ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from runner.cli import quoted
@@ -50,14 +51,14 @@ def built(*overrides: str) -> Run:
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Callable[..., Run]:
-    """Train a command line in this process; the run's directory and `run.result` tell the rest."""
+    """Train a command line, in this process or in those of its mode; its directory and `run.result` tell the rest."""
 
     def train_it(*overrides: str, directory: str = "run") -> Run:
         run = built(*FAST, *overrides)
         run.prepare()
         run.directory = tmp_path / directory
         run.directory.mkdir(exist_ok=True)
-        run.result = train(run)  # pyright: ignore[reportAttributeAccessIssue]
+        run.result = run.parallel.launch(train, run)  # pyright: ignore[reportAttributeAccessIssue]
         return run
 
     return train_it
@@ -150,6 +151,15 @@ def forks() -> Iterator[Forks]:
     with forks.server:
         yield forks
         forks.server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """`ranks(3)`: three processes that one run after another can join; started when they are first asked for."""
+    crews: dict[int, Ranks] = {}
+    yield lambda count: crews.setdefault(count, Ranks(count))
+    for crew in crews.values():
+        crew.close()
 
 
 def events(directory: Path) -> EventAccumulator:

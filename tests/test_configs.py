@@ -47,8 +47,16 @@ REFUSED: dict[frozenset[str], str] = {
     for name, kind in {"convnet": "ConvNet", "tiny": "ConvNet", "resnet18": "ResNet", "resnet50": "ResNet"}.items()
 }
 REFUSED[frozenset(("workload=dqn", "debug=overfit"))] = "workload.overfit_batches: DQN has no such option"
+REFUSED[frozenset(("workload=dqn", "parallel=pipeline"))] = "workload: got 'DQN': its loss is not criterion"
 if find_spec("Box2D") is None:
     REFUSED[frozenset(("workload=dqn", "env=lunarlander"))] = "env.id: got 'LunarLander-v3': it cannot be made here"
+
+if torch.cuda.is_available():
+    REFUSED[frozenset(("parallel=hogwild", "device=cuda"))] = "device.kind: got 'cuda': hogwild's processes share the"
+if torch.backends.mps.is_available():
+    for mode in ("ddp", "fsdp", "ensemble"):
+        REFUSED[frozenset((f"parallel={mode}", "device=mps"))] = "device.kind: got 'mps': tensors of a Metal device"
+    REFUSED[frozenset(("parallel=hogwild", "device=mps"))] = "device.kind: got 'mps': hogwild's processes share the"
 
 FILES = sorted(CONF.glob("*/*.yaml"))
 # An experiment or a local file is a whole of its own, not to be crossed with others.
@@ -141,7 +149,7 @@ def test_every_two_options_alone_go_together(pair: list[str]) -> None:
 def test_every_two_options_train_together(row: list[str], tmp_path: Path) -> None:
     run = tried(row, "steps=2", "log_every=1", "eval_every=0", "batch_size=64", "device.threads=1")
     run.directory = tmp_path
-    result = train(run)
+    result = run.parallel.launch(train, run)
     assert (result.status, result.steps) == ("done", 2)
 
 

@@ -203,8 +203,8 @@ def test_accents_are_dropped_and_signs_spelled() -> None:
 def test_text_is_cut_where_it_is_too_wide() -> None:
     cut = pictures._fitting("a rather long name", 60, 12)
     assert cut.endswith("…")
-    assert pictures._font(12).getlength(cut) <= 60
-    assert pictures._font(12).getlength("a rather long name"[: len(cut)] + "…") > 60
+    assert pictures.font(12).getlength(cut) <= 60
+    assert pictures.font(12).getlength("a rather long name"[: len(cut)] + "…") > 60
     assert pictures._fitting("short", 60, 12) == "short"
 
 

@@ -58,6 +58,10 @@ def assert_same(got: Any, wanted: Any, where: str = "") -> None:
         assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), where
         bits, wanted_bits = (t.contiguous().flatten().view(torch.uint8) for t in (got, wanted))
         assert bits.equal(wanted_bits), where
+    elif isinstance(got, list | tuple):
+        assert len(got) == len(wanted), where
+        for index, value in enumerate(got):
+            assert_same(value, wanted[index], f"{where}/{index}")
     else:
         assert got == wanted, where
 

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from runner.env.vector import Vector
 
 _MOST = 4096  # more at once is a slip of the finger
-_PACKAGES = {"box2d": ("Box2D", "box2d"), "classic_control": ("pygame", "render")}
-"""What families of environments need (to run, to be drawn), and the extra of this project that brings it."""
+_MOST_PROCESSES = 128  # forking thousands brings a machine to its knees before any limit of the system stops it
+_EXTRAS = {"box2d": "box2d", "classic_control": "render"}
+"""Families of environments that need more than gymnasium, and the extra of this project that brings it."""
 
 
 @dataclass
@@ -53,11 +54,16 @@ class Env:
         from runner.env.spaces import described  # here, not above: it loads gymnasium and numpy
 
         spec = self._spec()
-        self.shape, self.num_actions = described(self.id, self._make_one(spec))
+        single = self._make_one(spec)
+        self._drawable = "rgb_array" in single.metadata.get("render_modes", ())
+        self._is_gymnasiums = type(single.unwrapped).__module__.startswith("gymnasium.")
+        self.shape, self.num_actions = described(self.id, single)
         self.longest = self.max_episode_steps or spec.max_episode_steps
         with self.vector(1, in_process=True) as vector:
             self.one_stream = vector.one_stream
         if self.vectorization == "async":
+            why, fewer = f"a process each, and {_MOST_PROCESSES} are the most here", "fewer, or env.vectorization=sync"
+            check(self.num_envs <= _MOST_PROCESSES, "num_envs", self.num_envs, why, fewer)
             with self.vector(self.num_envs) as vector:  # all of them, now: later it would cost a run
                 vector.reset(0)
 
@@ -83,9 +89,10 @@ class Env:
 
     def cannot_be_drawn(self) -> tuple[str, str] | None:
         """Why this environment cannot be drawn here, and what to do; None where it can."""
-        package, extra = _PACKAGES["classic_control"]
-        if importlib.util.find_spec(package) is None:
-            return f"{package}, which draws the environments, is not installed", f"pip install 'runner[{extra}]'"
+        if not self._drawable:
+            return f"{self.id} does not draw itself", "leave it false"
+        if self._is_gymnasiums and importlib.util.find_spec("pygame") is None:
+            return "pygame, which draws the environments, is not installed", "pip install 'runner[render]'"
         return None
 
     def _options(self, render: bool) -> dict[str, Any]:
@@ -116,8 +123,8 @@ class Env:
             return gymnasium.make(spec, **self._options(render=False))
         except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
             sentence = str(error).splitlines()[0]
-            family = next((name for name in _PACKAGES if name in str(spec.entry_point)), "")
-            remedy = f"pip install 'runner[{_PACKAGES[family][1]}]'" if family else "install what it names"
+            extra = next((name for family, name in _EXTRAS.items() if family in str(spec.entry_point)), "")
+            remedy = f"pip install 'runner[{extra}]'" if extra else "install what it names"
             raise ConfigError("id", self.id, f"it cannot be made here: {sentence}", remedy) from None
         except Exception as error:  # somebody else's environment may raise anything
             why = f"it cannot be made: {type(error).__name__}: {error}"

@@ -71,7 +71,7 @@ def _is_plain(kept: Any) -> bool:
 
 
 def plain(kept: Any) -> Any:
-    """`kept` as a checkpoint may hold it: arrays become tensors, numpy's numbers ({"number": tensor}) keep their type."""
+    """`kept` as a checkpoint may hold it: arrays become tensors, and numpy's numbers {"number": tensor}."""
     if isinstance(kept, np.ndarray):
         return torch.from_numpy(kept.copy())
     if isinstance(kept, str):

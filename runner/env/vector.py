@@ -79,7 +79,7 @@ class Vector:
         self._episodes = np.zeros(self.num_envs, np.int64)
         self._lengths = np.zeros(self.num_envs, np.int64)
         self._ended = np.zeros(self.num_envs, bool)
-        seeds = seed if isinstance(seed, int) else list(seed)
+        seeds: Any = seed if isinstance(seed, int) else list(seed)  # gymnasium's own type knows no list
         observations, _ = self._asked(lambda: self.envs.reset(seed=seeds))
         self._see(observations, np.zeros(self.num_envs))
 

@@ -41,6 +41,13 @@ class Parallel:
         why = f"{started} processes were started by torchrun or SLURM, and this mode has one"
         check(started == 1, "processes", started, why, "choose parallel=ddp or fsdp, or start one process")
 
+    def check_workload(self, run: Run) -> None:
+        """Do the checks that need the workload, whose data is there.
+
+        Raises:
+            ConfigError: with the key from the root.
+        """
+
     def joined(self, run: Run) -> AbstractContextManager:
         """A context in which the processes that another launcher started are one run; nothing without such a launcher.
 
@@ -110,10 +117,7 @@ class Parallel:
             The module whose parameters are trained, under their plain names. A mode that calls it through a wrapper
             keeps the wrapper to itself.
         """
-        model.to(device)
-        if run.channels_last:
-            # pyright knows no overload of `to` with a memory format alone
-            model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        move(model, device, run.channels_last)
         if run.compile:
             model.compile()  # in place: the names of the parameters stay
         return model
@@ -168,8 +172,15 @@ class Parallel:
         """Whether any rank has said so: all must leave a loop at the same step. The answer may come a call later."""
         return flag
 
+    def anywhere(self, flag: torch.Tensor) -> None:
+        """Set `flag`, a scalar on the device, to the largest of all ranks that hold parts of one gradient."""
+
     def scalars(self) -> dict[str, float]:
         """What to log of the mode itself, since it was asked last; every rank asks at once."""
+        return {}
+
+    def pictures(self) -> dict[str, torch.Tensor]:
+        """What a step of the mode looks like: RGB images, uint8 [3, height, width], by TensorBoard tag."""
         return {}
 
     def barrier(self) -> None:
@@ -234,6 +245,10 @@ class Parallel:
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Take over `local_state()`'s, after the full state; empty where this rank had none."""
 
+    def gathered(self, tensors: Sums) -> Sums:
+        """Tensors of the model by name, whole, on the CPU, from all ranks that have some; on rank 0."""
+        return {name: self.whole(tensor).to("cpu", copy=True) for name, tensor in tensors.items()}
+
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the model, the gradients or the optimizer, whole; every rank asks at once."""
         return tensor
@@ -253,6 +268,14 @@ class Parallel:
             else value
             for key, value in state.items()
         }
+
+
+def move(model: torch.nn.Module, device: torch.device, channels_last: bool) -> None:
+    """Bring `model` to `device`, and into its memory layout."""
+    model.to(device)
+    if channels_last:
+        # pyright knows no overload of `to` with a memory format alone
+        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
 def _names_in_order(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import struct
+import sys
+from contextlib import suppress
 from typing import NamedTuple
 
 
@@ -88,6 +92,28 @@ def _expanded_counts(text: str) -> list[int]:
 
 def first_host(nodes: str) -> str:
     """The first of a SLURM node list: `gpu[07-09,12],login` → `gpu07`."""
-    first = re.match(r"[^,\[]+(\[[^\]]*\])?[^,\[]*", nodes)
+    first = re.match(r"([^,\[]|\[[^\]]*\])+", nodes)
     assert first, nodes
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group())
+
+
+_SIOCGIFADDR = 0x8915  # netdevice(7): the address of an interface
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface that leads from this machine to `host`; None where that cannot be told (Linux, IPv4).
+
+    Gloo would take the one that this machine's own name leads to, which often is 127.0.0.1.
+    """
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        address = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no such address
+                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == address:
+                    return name
+    return None

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from runner.batching import MicroBatch
-from runner.config import check
 from runner.device import Device
 from runner.parallel.base import Parallel
+from runner.parallel.devices import check_not_hidden, first, spread
 from runner.precision import Precision
 from runner.workloads.base import Workload
 
@@ -33,22 +32,18 @@ class DP(Parallel):
     """
 
     def device(self, choice: Device) -> torch.device:
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        why = f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU, and there is nothing to spread a batch over"
-        hides_all = hidden is not None and hidden.split(",")[0].strip() in ("", "-1")
-        check(choice.kind == "cpu" or not hides_all, "kind", choice.kind, why, "unset it, or say device=cpu")
-        first = choice.indices[0] if choice.indices else choice.index
-        device = Device(choice.kind, index=first).resolve()
-        self._devices = [device]
-        if device.type == "cuda" and choice.index is None:
-            indices = choice.indices or range(torch.cuda.device_count())
-            self._devices = [Device("cuda", index=index).resolve() for index in indices]
+        check_not_hidden(choice)
+        device = first(choice)
+        self._devices = spread(choice, device)
         return device
 
     def place(self, model: torch.nn.Module, device: torch.device, run: Run) -> torch.nn.Module:
         model = super().place(model, device, run)
         self._replicas = model
         if len(self._devices) > 1:
+            if (dtype := run.precision.compute_dtype(device)) is not None:
+                # autocast is passed on to the GPUs' threads, but not its format: each would compute in float16.
+                model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype(device.type, dtype))
             self._replicas = torch.nn.DataParallel(model, [device.index for device in self._devices])
         else:
             log.warning("parallel=dp: there is one device, %s: nothing is split, this is parallel=single", device)

@@ -79,14 +79,12 @@ class Ensemble(Processes):
         return sums
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if self.rank == 0:
-            return {}
-        tensors, moments = self._state_on_cpu(model, optimizer, kept=True)
-        return {"tensors": tensors, "moments": moments}
+        tensors, moments = self._state_on_cpu(model, optimizer, kept=True) if self.rank > 0 else ({}, {})
+        return {"members": self.world_size, "tensors": tensors, "moments": moments}
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        if self.rank == 0:
-            return
-        why = f"the checkpoint holds no member {self.rank}"
-        check(bool(state), "parallel.processes", self.world_size, why, "take as many as saved it, or start anew")
-        self.load_full_state(model, optimizer, state["tensors"], state["moments"])
+        saved = state.get("members", 1)
+        why, remedy = f"the checkpoint holds {saved} member{'s' * (saved > 1)}", f"parallel.processes={saved}"
+        check(saved == self.world_size, "parallel.processes", self.world_size, why, f"{remedy}, or start anew")
+        if self.rank > 0:
+            self.load_full_state(model, optimizer, state["tensors"], state["moments"])

@@ -143,18 +143,19 @@ class Hogwild(Processes):
         return bool(self.reduce({"asked": torch.tensor(float(self._asked))})["asked"])
 
     def scalars(self) -> dict[str, float]:
-        """How many updates of others, and how far relative to its norm, the model moved between a read and a write."""
+        """All updates; how many of others, and how far by its norm, moved the model between a read and its write."""
         staleness = self.reduce({"staleness": self._staleness})["staleness"].tolist()
         self._staleness.zero_()
         updates, steps, distance, measured = staleness
         return {
-            "hogwild/updates": float(self._shared.updates.sum()),
+            "hogwild/updates": steps,
             "hogwild/staleness": updates / max(1.0, steps),
             "hogwild/distance": distance / max(1.0, measured),
         }
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return {"moments": self._state_on_cpu(model, optimizer, kept=True)[1]}
+        moments = self._state_on_cpu(model, optimizer, kept=True)[1]
+        return {"moments": moments, "staleness": self._staleness.clone()}
 
     def load_full_state(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Sums, moments: dict[str, Any]
@@ -163,8 +164,9 @@ class Hogwild(Processes):
         self.barrier()  # nobody trains while another still loads
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        if state.get("moments"):
+        if "staleness" in state:
             self._load_moments(model, optimizer, state["moments"])
+            self._staleness.copy_(state["staleness"])
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -21,13 +21,13 @@ from runner.config import ABSENT, ConfigError, check, check_range
 from runner.device import Device
 from runner.forkserver import start_server
 from runner.parallel.base import Parallel
-from runner.parallel.cluster import Place, outer_place
+from runner.parallel.cluster import Place, interface_to, outer_place
 from runner.parallel.crew import Crew, RankError, Report, attend, report_of
 from runner.signals import StopRequest
 from runner.workloads.base import Sums
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     from runner.run import Result, Run
 
@@ -97,10 +97,7 @@ class Processes(Parallel):
 
     def _gpus(self, choice: Device) -> list[int]:
         """The GPUs that the processes of this machine may use."""
-        if choice.index is not None:
-            return [Device("cuda", choice.index).resolve().index]
-        Device("cuda").resolve()  # refuses where there is none
-        return [Device("cuda", i).resolve().index for i in choice.indices or range(torch.cuda.device_count())]
+        return [device.index for device in choice.resolve_all()]
 
     def prepare(self, device: torch.device, run: Run) -> None:
         if self._is_joined:
@@ -109,12 +106,12 @@ class Processes(Parallel):
             check(asked in ("auto", started), "processes", asked, why, "leave parallel.processes=auto")
         if self._place is not None:
             return
-        start_server(*_PRELOADED)
         gpus = len(self._gpus(run.device)) if device.type == "cuda" else None
         if self.processes == "auto":
             self._count = gpus or 2
         why = f"{gpus} GPUs may be used, and each process needs its own"
         check(gpus is None or self._count <= gpus, "processes", self._count, why, f"at most {gpus}, or device=cpu")
+        start_server(*_PRELOADED)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Start and end
@@ -127,7 +124,7 @@ class Processes(Parallel):
         assert self._place is not None
         if not torch.distributed.is_initialized():  # the jobs of a sweep go on with one group
             self.enter(self._place, None, run.device)
-            atexit.register(torch.distributed.destroy_process_group)
+            atexit.register(self._part)
         self._check_equal(run.config)
         self.personalise(run)
         yield
@@ -158,17 +155,28 @@ class Processes(Parallel):
 
     def launch(self, train: Callable[[Run], Result], run: Run) -> Result:
         if self._is_joined:
-            return train(run)
+            return self._train_joined(train, run)
         with StopRequest() as stop:
-            for restarts_left in reversed(range(self.max_restarts + 1)):
+            for restart in range(1, self.max_restarts + 2):
                 try:
                     return self._start(train, run, stop)
                 except RankError as error:
-                    if not restarts_left or stop.received:
+                    if restart > self.max_restarts or stop.received:
                         raise
-                    again = f"all start again from the last checkpoint ({restarts_left} restarts left)"
+                    again = f"all start again from the last checkpoint (restart {restart} of {self.max_restarts})"
                     log.warning("%s\n%s%s", error, error.trace, again)
         raise AssertionError("the last attempt returns or raises")
+
+    def _train_joined(self, train: Callable[[Run], Result], run: Run) -> Result:
+        """Train as one of the processes that another launcher started. Where it fails, the others learn at once."""
+        try:
+            return train(run)
+        except Exception as error:
+            report = report_of(error)
+            if self.rank > 0 and report.what and not report.by_others:  # rank 0's the command tells
+                log.critical("rank %d %s\n%s", self.rank, report.what, report.trace)
+            self._part()  # the next job of a sweep makes a new group
+            raise
 
     def _start(self, train: Callable[[Run], Result], run: Run, stop: StopRequest) -> Result:
         count, common = self.world_size, self.common(run)
@@ -194,11 +202,10 @@ class Processes(Parallel):
         os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world_size)  # data workers share the machine's cores
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, num_cores() // place.local_world_size))
-        if place.host == _HOST and sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # needs no network, and so outlives its failures
+        if interface := interface_to(place.host):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if (started := outer_place()) is not None:
-            os.environ.update(started.variables())
-            store = None
+            store = _outer_store(started, patience)
         else:
             from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -214,7 +221,13 @@ class Processes(Parallel):
     def leave(self) -> None:
         """Part from the others, who are leaving too."""
         self._settle()
-        torch.distributed.destroy_process_group()
+        self._part()
+
+    def _part(self) -> None:
+        """Leave the group, if there is one; whoever waits for this process in it is told that it went."""
+        self._question = None
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
     def _settle(self) -> None:
         """Hear the answer to the last question, whatever it is."""
@@ -306,6 +319,23 @@ def _store(port: int | None) -> TCPStore:
     except RuntimeError as error:
         why = f"nothing can listen there ({str(error).splitlines()[0][:100]})"
         raise ConfigError("parallel.port", port, why, "choose another, or null for any free one") from None
+
+
+def _outer_store(place: Place, patience: timedelta) -> Store:
+    """The store of processes that torchrun or SLURM started, with room of its own for each group that they form."""
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+    if not _outer_stores:
+        os.environ.update(place.variables())
+        meeting = torch.distributed.rendezvous("env://", place.rank, place.world_size, timeout=patience)
+        _outer_stores.append(next(meeting)[0])  # kept: a second one would find the port taken by the first
+    _outer_stores.append(PrefixStore(f"group {len(_outer_stores)}", _outer_stores[0]))
+    _outer_stores[-1].set_timeout(patience)
+    return _outer_stores[-1]
+
+
+_outer_stores: list[Store] = []
+"""The store, and its part for each group so far: where a job of a sweep failed, those after it make a new group."""
 
 
 def num_cores() -> int:

@@ -124,9 +124,9 @@ def probe(run: Run) -> Result:
                 loss = parallel.reduce({"loss": torch.stack(sums)[:, 0].sum()})["loss"] / run.batch_size
                 losses = {"the first step": loss.cpu()}
                 graded = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-                gradients = {name: parallel.whole(grad).to("cpu", copy=True) for name, grad in graded.items()}
+                gradients = parallel.gathered(graded)
             run.schedule.set_lr(optimizer, step - 1 - precision.num_skipped(), run.num_steps)
-            precision.step(optimizer, lambda: parallel.clip_gradients(model, run.max_grad_norm))
+            precision.step(optimizer, lambda: parallel.clip_gradients(model, run.max_grad_norm), parallel.anywhere)
             workload.after_step(model, step)
         tensors, _ = parallel.full_state(model, optimizer)
         if parallel.rank == 0:

@@ -72,7 +72,11 @@ class Workload:
         return outputs.mean(0)
 
     def pictures(self, sums: Sums) -> dict[str, torch.Tensor]:
-        """What the last evaluation looks like: RGB images, uint8 [3, height, width], by TensorBoard tag."""
+        """What the last evaluation looks like, by TensorBoard tag.
+
+        Returns:
+            RGB images, uint8 [3, height, width], and films, uint8 [frames, 3, height, width].
+        """
         return {}
 
     def after_step(self, model: torch.nn.Module, step: int) -> None:

@@ -64,7 +64,7 @@ class DQN(Workload):
     env: Env
     env_steps: int = 50_000
     warm_up: int = 1_000
-    replay_ratio: float = 0.25
+    replay_ratio: float = 0.2
     replay_size: int = 50_000
     replay_device: str = "learner"
     discount: float = 0.99
@@ -72,9 +72,9 @@ class DQN(Workload):
     double: bool = True
     td_loss: str = "huber"
     target_every: int = 1
-    target_tau: float = 0.02
+    target_tau: float = 0.01
     epsilon_start: float = 1.0
-    epsilon_final: float = 0.05
+    epsilon_final: float = 0.1
     epsilon_fraction: float = 0.2
     normalize: bool = False
     eval_episodes: int = 100
@@ -117,7 +117,7 @@ class DQN(Workload):
 
     def _check_memory(self) -> None:
         machine = memory()
-        room = min(machine[key] or math.inf for key in ("available_bytes", "limit_bytes"))
+        room = min(machine[key] or math.inf for key in ("available_bytes", "limit_bytes", "total_bytes"))
         row = 4 * (2 * math.prod(self.env.shape) + 3)
         why = f"{self.replay_size * row / 1e9:.1f} GB, and {room / 1e9:.1f} GB are free"
         fitting = f"at most workload.replay_size={int(room // row)}"
@@ -142,7 +142,7 @@ class DQN(Workload):
 
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
         self._count = plan.num_workers
-        self._logged = (time.perf_counter(), 0)
+        self._logged = (_training_time(), 0)
         self._actor = actor = self._new_actor(plan, device)
         if after_step:
             self._go_on(actor, after_step + 1 + plan.turn[0] - plan.turn[1])
@@ -155,14 +155,15 @@ class DQN(Workload):
 
         sizes = [micro.stop - micro.start for micro in plan.micro_batches(1)]
         index, turns = plan.turn
-        for step in itertools.count(after_step + 1 + index, turns):
-            self._own_step = step
-            while actor.num_steps < self._due(step):
-                warming = actor.num_steps * self._count < self.warm_up
-                actor.step(None if warming else policy, self.epsilon(actor.num_steps * self._count))
-            # Drawn at once for the whole step: the same transitions, into however many parts they are cut.
-            for rows in actor.sample(sum(sizes)).split(sizes):
-                yield unpacked(rows.to(device, non_blocking=True))
+        with actor.vector:  # closed when the loop lets go of this stream
+            for step in itertools.count(after_step + 1 + index, turns):
+                self._own_step = step
+                while actor.num_steps < self._due(step):
+                    warming = actor.num_steps * self._count < self.warm_up
+                    actor.step(None if warming else policy, self.epsilon(actor.num_steps * self._count))
+                # Drawn at once for the whole step: the same transitions, into however many parts they are cut.
+                for rows in actor.sample(sum(sizes)).split(sizes):
+                    yield unpacked(rows.to(device, non_blocking=True))
 
     def _due(self, step: int) -> float:
         """The environment steps of this process before the update of `step`: the same number on every process."""
@@ -205,14 +206,14 @@ class DQN(Workload):
         # A function of the step, however many processes there were: what is extra does not count.
         each = actor.vector.num_envs
         actor.num_steps = math.ceil(self._due(last_step) / each) * each
-        self._logged = (time.perf_counter(), actor.num_steps)
+        self._logged = (_training_time(), actor.num_steps * self._count)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Learning
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         # One call for both networks: a mode that wraps the model sees one forward pass.
-        values, following = model(batch.observations, batch.next_observations, self.double)
+        values, following = model(batch.observations, batch.next_observations, double=self.double)
         dtype = torch.promote_types(values.dtype, torch.float32)  # 16 bits are for the network, not for the sums
         chosen = values.gather(1, batch.actions).squeeze(1).to(dtype)
         targets = torch.addcmul(batch.returns.to(dtype), batch.discounts.to(dtype), following.to(dtype))
@@ -247,7 +248,7 @@ class DQN(Workload):
     def scalars(self) -> dict[str, float]:
         assert self._actor is not None
         env_steps = self._actor.num_steps * self._count
-        now, (since, before) = time.perf_counter(), self._logged
+        now, (since, before) = _training_time(), self._logged
         self._logged = (now, env_steps)
         return self._actor.take_episodes() | {
             "episode/env_steps": env_steps,
@@ -266,6 +267,11 @@ class DQN(Workload):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._saved = state
         self._best = state.get("best", -math.inf)
+
+
+def _training_time() -> float:
+    """Seconds that pass while nothing is logged, evaluated or saved."""
+    return time.perf_counter() - sum(map(clock.spent, ("log", "evaluate", "checkpoint")))
 
 
 def _greedy(model: torch.nn.Module, device: torch.device) -> Policy:

@@ -7,21 +7,24 @@ import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from conftest import Forks, built, curves
+from conftest import Forks, built, curves, events
+from gymnasium.envs.registration import EnvSpec
+from PIL import Image
+from test_resume import assert_kills_change_nothing
 from torch import nn
 
 from models.qnet import Duelling, QNet, WithTarget
 from runner.batching import Plan
 from runner.config import ConfigError
 from runner.optimizer import trainable
-from runner.run import Run
+from runner.run import CrashedError, Run
 from runner.seeds import derive
 from runner.train import train
 from runner.workloads.acting import Actor
@@ -33,6 +36,8 @@ SMALL = (
     "device.threads=1",
     "model.hidden=[16]",
     "workload.warm_up=80",
+    "workload.replay_ratio=0.5",
+    "batch_size=64",
     "workload.eval_episodes=4",
     "env.max_episode_steps=60",
 )
@@ -85,6 +90,23 @@ def test_loss_and_gradient_are_those_worked_out_by_hand(double: bool, kind: str)
         gradient[action] += slope / 3 * observation
     torch.testing.assert_close(model.online.head.weight.grad, gradient)  # pyright: ignore
     assert all(parameter.grad is None for parameter in model.target.parameters())
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_global_batch_in_parts_has_the_same_gradient(count: int) -> None:
+    """As ranks and micro-batches share one: each part counts by its share."""
+    workload: Any = built(*SMALL).workload
+    models = [WithTarget(QNet(2, 2, (16,))).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    rows = torch.randn(32, 7, dtype=torch.float64)
+    rows[:, 4] = torch.randint(2, (32,))
+    workload.loss(models[0], unpacked(rows))[0].backward()
+    for index in range(count):
+        for micro in Plan(32, 2, (index, count)).micro_batches(1):
+            loss, _ = workload.loss(models[1], unpacked(rows[micro.start : micro.stop]))
+            (loss * micro.weight).backward()
+    for whole, parts in zip(trainable(models[0]), trainable(models[1]), strict=True):
+        torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_the_bootstrap_has_no_gradient_through_the_online_network() -> None:
@@ -146,6 +168,11 @@ def test_the_network_is_that_of_plain_torch_and_recomputes_when_asked() -> None:
         other(x).square().sum().backward()
     for a, b in zip(net.parameters(), again.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)  # pyright: ignore
+    image = x.view(3, 1, 2, 2)  # flattened by the first stage, so that the stages can be run one by one
+    for _, stage in net.stages():
+        image = stage(image)
+    assert torch.equal(image, net(x))
+    assert QNet(4, 2, ())(x.view(3, 1, 2, 2)).shape == (3, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,7 +237,9 @@ def test_epsilon_falls_along_a_line() -> None:
 
 
 def test_actions_are_greedy_but_for_epsilon() -> None:
-    run = built(*SMALL, "env.num_envs=64", "workload.warm_up=320", "workload.epsilon_start=0.5", "workload.epsilon_final=0.5")
+    run = built(
+        *SMALL, "env.num_envs=64", "workload.warm_up=320", "workload.epsilon_start=0.5", "workload.epsilon_final=0.5"
+    )
     run.prepare()
     workload: Any = run.workload
     model = workload.build_model()
@@ -315,10 +344,39 @@ def test_the_curves_of_an_agent(agent: Callable[..., Run]) -> None:
     assert run.result.notes["env_steps"] == 280  # pyright: ignore
 
 
-def test_it_learns_on_a_budget(agent: Callable[..., Run]) -> None:
-    rest = ("model.hidden=[64]", "workload.env_steps=6000", "workload.normalize=true", "optimizer.lr=0.003")
-    run = agent(*rest, "seed=100", "eval_every=0", "save_every=0", "workload.target_tau=0.05")
-    assert run.result.metrics["eval/return"] == 60  # pyright: ignore
+class Corridor(gymnasium.Env):
+    """Five places in a row; the last pays 1 and ends the episode."""
+
+    observation_space = gymnasium.spaces.Discrete(5)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict]:
+        super().reset(seed=seed)
+        self.place = 0
+        return 0, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+        self.place = max(self.place + (1 if action else -1), 0)
+        return self.place, float(self.place == 4), self.place == 4, False, {}
+
+
+@pytest.mark.parametrize(("n_step", "near"), [(1, 0.03), (3, 0.1)])  # longer returns hold what exploring costs
+def test_the_values_it_learns_are_the_true_ones(
+    agent: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, n_step: int, near: float
+) -> None:
+    monkeypatch.setitem(gymnasium.registry, "Corridor-v0", EnvSpec("Corridor-v0", Corridor, disable_env_checker=True))
+    small = ("env.id=Corridor-v0", "workload.env_steps=4000", "workload.discount=0.9", "workload.target_tau=0.05")
+    run = agent(*small, f"workload.n_step={n_step}", "seed=100", "model.hidden=[32]", "eval_every=0", "save_every=0")
+    assert run.result.metrics["eval/length"] == 4  # pyright: ignore
+    online = {name.removeprefix("online."): tensor for name, tensor in weights(run).items() if "online" in name}
+    net = QNet(5, 2, (32,))
+    net.load_state_dict(online)
+    values = net(torch.eye(5)[:4])
+    right = torch.tensor([0.9**steps for steps in (3, 2, 1, 0)])
+    torch.testing.assert_close(values[:, 1].detach(), right, atol=near, rtol=0)
+    if n_step == 1:
+        left = torch.tensor([0.9**steps for steps in (4, 4, 3, 2)])
+        torch.testing.assert_close(values[:, 0].detach(), left, atol=0.05, rtol=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -390,6 +448,44 @@ def test_observations_are_normalized_by_fixed_moments() -> None:
     assert {"shift", "scale"} <= model.state_dict().keys()
 
 
+class Drawn(gymnasium.Env):
+    """Three steps; the picture tells which, by its colour."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}
+    observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, render_mode: str | None = None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.now = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.now += 1
+        return np.full(1, self.now, np.float32), 1.0, self.now == 6, False, {}
+
+    def render(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return np.full((10, 20, 3), 40 * self.now, np.uint8)
+
+
+def test_the_best_policy_is_filmed(agent: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gymnasium.registry, "Drawn-v0", EnvSpec("Drawn-v0", Drawn, disable_env_checker=True))
+    run = agent("env.id=Drawn-v0", "steps=4", "eval_every=2", "workload.record_video=true")
+    with Image.open(run.directory / "best_policy.gif") as film:
+        assert (film.size, film.n_frames) == ((10, 5), 3)  # pyright: ignore
+        shades = []
+        for frame in range(3):
+            film.seek(frame)
+            shades.append(film.convert("RGB").getpixel((2, 2)))
+    assert shades == [(shade,) * 3 for shade in (0, 80, 160)], "every other picture"
+    [picture] = events(run.directory).Images("eval/best_policy")
+    assert picture.encoded_image_string == (run.directory / "best_policy.gif").read_bytes()
+    assert (picture.step, picture.width, picture.height) == (2, 10, 5), "the second was no better"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Refused
 
@@ -398,7 +494,8 @@ REFUSED = {
     "env.id=Pendulum-v1": "env.id: got 'Pendulum-v1': its actions are continuous",
     "model=convnet": "model: got 'ConvNet': it takes images, and CartPole-v1 shows vectors of 4\n  model=qnet",
     "env.num_envs=0": "env.num_envs: got 0",
-    "workload.replay_size=32": "workload.replay_size: got 32: a batch of 64 would hold",
+    "workload.warm_up=1000 env.num_envs=200 env.vectorization=async": "env.num_envs: got 200: a process each, and",
+    "workload.replay_size=32": "workload.replay_size: got 32: a batch of 128 would hold",
     "workload.replay_size=2147483647": "workload.replay_size: got 2147483647",
     "workload.warm_up=79 env.num_envs=16": "workload.warm_up: got 79: the first transitions are complete after",
     "workload.env_steps=1001": "workload.env_steps: got 1001: the warm-up takes all of them",
@@ -415,9 +512,9 @@ def test_what_cannot_run_says_why(typed: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         "runner.workloads.dqn.memory", lambda: {"available_bytes": 10**9, "limit_bytes": None, "total_bytes": 10**9}
     )
+    overrides = [f"+{text}" if "overfit" in text else text for text in typed.split()]
     with pytest.raises(ConfigError) as refusal:
-        run = built("workload=dqn", *(f"+{text}" if "overfit" in text else text for text in typed.split()))
-        run.prepare()
+        built("workload=dqn", *overrides).prepare()
     assert str(refusal.value).startswith(REFUSED[typed])
 
 
@@ -438,5 +535,93 @@ def test_a_mistake_exits_with_2_and_leaves_no_directory(forks: Forks, tmp_path: 
 
 @pytest.mark.skipif(importlib.util.find_spec("pygame") is not None, reason="the render extra is installed")
 def test_a_film_without_the_render_extra_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"workload.record_video: got True: pygame.*\n.*pip install 'runner\[render\]'"):
+    with pytest.raises(
+        ConfigError, match=r"workload.record_video: got True: pygame.*\n.*pip install 'runner\[render\]'"
+    ):
         built(*SMALL, "workload.record_video=true").prepare()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interrupted
+
+
+@pytest.mark.parametrize("env", ["env=cartpole", "env=acrobot"])
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_an_agent_killed_at_any_moment_ends_where_one_left_in_peace_ends(
+    forks: Forks, tmp_path: Path, env: str, kills: int
+) -> None:
+    schedule = ("steps=60", "save_every=4", "log_every=3", "eval_every=30", "accumulation=2", "workload.n_step=3")
+    small = ("workload.replay_size=300", "workload.eval_episodes=1", "env.num_envs=4")
+    assert_kills_change_nothing(forks, tmp_path, [*SMALL, *schedule, *small, env], kills)
+
+
+def test_environments_that_cannot_be_saved_say_that_they_begin_anew(
+    agent: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    common = ("env.vectorization=async", "env.num_envs=2", "eval_every=0", "save_every=4")
+    agent(*common, "steps=4")
+    with caplog.at_level("WARNING", "runner"):
+        run = agent(*common, "steps=8")
+    assert "CartPole-v1: its state cannot be saved, so new episodes begin here" in caplog.text
+    assert run.result.notes["env_steps"] == 80 + 8 * 2  # pyright: ignore
+
+
+def test_a_process_that_was_not_there_fills_its_replay_and_keeps_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+    run = built(*SMALL)
+    run.prepare()
+    workload: Any = run.workload
+    with caplog.at_level("WARNING", "runner"):
+        batches = workload.batches(workload.build_model(), Plan(64, 1, (1, 2)), 20, torch.device("cpu"))
+    assert "no replay was saved for this process: it is filled by 80 random steps" in caplog.text
+    assert len(workload._actor.replay) > 20
+    next(batches)
+    assert workload._actor.num_steps * 2 == math.ceil((80 + 21 / 0.5) / 8) * 8
+
+
+def test_another_number_of_environments_keeps_the_replay_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    states, model = [], None
+    for shard in ((0, 2), (0, 1)):
+        run = built(*SMALL)
+        run.prepare()
+        workload: Any = run.workload
+        model = model or workload.build_model()
+        if states:
+            workload.load_state_dict(states[0])
+        with caplog.at_level("WARNING", "runner"):
+            batches = workload.batches(model, Plan(64, 1, shard), 10 * len(states), torch.device("cpu"))
+        if not states:
+            for _ in range(10):
+                next(batches)
+        states.append(workload.state_dict())
+    assert "these are not as many as were saved, so new episodes begin here" in caplog.text
+    assert torch.equal(states[0]["replay"]["rows"], states[1]["replay"]["rows"])
+
+
+class Poisoned(gymnasium.Env):
+    """All is well, until something is not a number."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.now = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.now += 1
+        return np.full(2, np.nan if self.now == 25 else 0, np.float32), 1.0, False, False, {}
+
+
+def test_an_environment_that_breaks_ends_the_run_and_leaves_the_checkpoint(
+    agent: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(gymnasium.registry, "Poisoned-v0", EnvSpec("Poisoned-v0", Poisoned, disable_env_checker=True))
+    options = ("env.id=Poisoned-v0", "env.max_episode_steps=null", "steps=60", "save_every=7", "eval_every=0")
+    with pytest.raises(CrashedError) as crash:
+        agent(*options)
+    message = str(crash.value.__cause__)
+    assert message.startswith("Poisoned-v0 is not finite; environment 0 (seed ")
+    assert message.endswith("), episode 0, step 25")
+    assert (crash.value.result.status, crash.value.result.steps) == ("crashed", 56)  # 25 steps of 8 are due at the next
+    assert (tmp_path / "run" / "checkpoints" / "step_00000056" / "manifest.json").is_file()

@@ -1,4 +1,4 @@
-"""Every stored transition against a slow, obvious reference, on an environment whose episodes end where a script says."""
+"""Every stored transition against a slow, obvious reference, on an environment whose episodes end by a script."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def actor(num_envs: int, length: int, discount: float, capacity: int = 10_000) -
 
 
 def reference(length: int, discount: float) -> dict[tuple, tuple]:
-    """What the environments' own diary amounts to, window by window: {observation: (action, return, next, discount)}."""
+    """What the environments' diary amounts to, by window: {observation: (action, return, next, discount)}."""
     wanted = {}
     for episodes in Scripted.diary.values():
         for number, steps in enumerate(episodes):

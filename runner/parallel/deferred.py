@@ -1,0 +1,76 @@
+"""Batch normalisation over micro-batches that leaves the running statistics of the whole batch.
+
+Huang et al., GPipe (2019), section 2.2: statistics for training are those of each micro-batch, those for evaluation
+track the whole batch. Kim et al., torchgpipe (2020), call it deferred batch normalisation. The whole batch's mean and
+variance are put together from the micro-batches' (Chan, Golub and LeVeque, 1979), to rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def defer(model: torch.nn.Module) -> None:
+    """Have every batch normalisation in `model` keep its running statistics until `update` is called."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            module.__class__ = DeferredBatchNorm  # in place: parameters, buffers and names stay
+            assert isinstance(module, DeferredBatchNorm)
+            assert module.running_mean is not None
+            # Buffers, so that a forward pass that is done again (models.recompute) does not count twice.
+            for name in ("seen", "seen_mean", "seen_squares"):
+                like = module.running_mean if name != "seen" else torch.zeros((), device=module.running_mean.device)
+                module.register_buffer(name, torch.zeros_like(like), persistent=False)
+
+
+def update(model: torch.nn.Module) -> None:
+    """The global batch is complete: move the running statistics towards its own, once."""
+    for module in model.modules():
+        if isinstance(module, DeferredBatchNorm):
+            module.update()
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """Over inputs [n, channels, …]; `seen` values a channel since the last update, their mean, and their squares."""
+
+    seen: torch.Tensor
+    seen_mean: torch.Tensor
+    seen_squares: torch.Tensor
+    """The sum of the squared distances from the mean, [channels]."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"got an input of shape {list(input.shape)}: there are no channels (its second dimension)")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        # With a momentum of one, torch's own kernel leaves the micro-batch's statistics: no second pass over it.
+        mean, variance = torch.zeros_like(self.seen_mean), torch.zeros_like(self.seen_squares)
+        output = torch.nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        self._note(mean, variance, input.numel() // input.size(1))
+        return output
+
+    @torch.no_grad()
+    def _note(self, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
+        """Take in a micro-batch of `count` values a channel, their mean, and their variance (of a sample)."""
+        total = self.seen + count
+        distance = mean - self.seen_mean
+        self.seen_mean += distance * (count / total)
+        self.seen_squares += variance * (count - 1) + distance.square() * (self.seen * count / total)
+        self.seen += count
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """As `_BatchNorm` does after each batch."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked += 1
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        variance = self.seen_squares / (self.seen - 1).clamp(min=1)
+        self.running_mean.lerp_(self.seen_mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+        for buffer in (self.seen, self.seen_mean, self.seen_squares):
+            buffer.zero_()

@@ -1,0 +1,104 @@
+"""What the modes refuse: with the key, the reason and the remedy, and before any process is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import FAST, Forks, built
+
+import runner.parallel.processes
+from runner.config import ConfigError
+
+
+class Bad(NamedTuple):
+    """Overrides, and the refusal: how it begins, and what it advises.
+
+    Args:
+        gpus: how many this machine pretends to have.
+    """
+
+    overrides: str
+    told: str
+    remedy: str
+    gpus: int = 0
+
+
+TABLE = [
+    # processes
+    Bad("parallel=ddp parallel.processes=0", "parallel.processes: got 0", "≥ 1"),
+    Bad("parallel=fsdp parallel.processes=-2", "parallel.processes: got -2", "≥ 1"),
+    Bad("parallel=ddp parallel.processes=two", "parallel.processes: got 'two'", "parallel.processes=2"),
+    Bad("parallel=hogwild parallel.processes=null", "parallel.processes: got null", "conf/parallel/hogwild.yaml"),
+    Bad("parallel=ddp parallel.processes=2.5", "parallel.processes: got 2.5", "conf/parallel/ddp.yaml"),
+    Bad("parallel=ddp parallel.processes=9999999", "parallel.processes: got 9999999", "≤ 4096"),
+    Bad("parallel=ddp parallel.processes=4", "parallel.processes: got 4: 2 GPUs may be used", "at most 2", gpus=2),
+    # the batch
+    Bad("parallel=ddp parallel.processes=4 batch_size=2", "batch_size: got 2", "batch_size=4"),
+    Bad("parallel=fsdp parallel.processes=3 batch_size=64", "batch_size: got 64", "batch_size=63 or batch_size=66"),
+    Bad("parallel=ddp batch_size=9", "batch_size: got 9", "batch_size=8 or batch_size=10"),
+    Bad("parallel=ddp batch_size=6 accumulation=2", "batch_size: got 6", "batch_size=4 or batch_size=8"),
+    # patience and ports
+    Bad("parallel=ddp parallel.timeout=0", "parallel.timeout: got 0", "≥ 1"),
+    Bad("parallel=ddp parallel.timeout=inf", "parallel.timeout: got inf", "≤ 86400"),
+    Bad("parallel=ddp parallel.timeout=nan", "parallel.timeout: got nan", "≥ 1"),
+    Bad("parallel=ddp parallel.max_restarts=-1", "parallel.max_restarts: got -1", "≥ 0"),
+    Bad("parallel=ddp parallel.port=0", "parallel.port: got 0", "≥ 1"),
+    Bad("parallel=ddp parallel.port=70000", "parallel.port: got 70000", "≤ 65535"),
+    # devices
+    Bad("parallel=hogwild device=cuda", "device.kind: got 'cuda'", "parallel=ddp", gpus=2),
+    Bad("parallel=hogwild device=mps", "device.kind: got 'mps'", "device=cpu"),
+    Bad("parallel=ddp device=mps", "device.kind: got 'mps': tensors of a Metal device", "parallel=single"),
+    Bad("parallel=fsdp device=cuda", "device.kind: got 'cuda': torch finds no CUDA device", "device=auto"),
+    Bad("parallel=ddp device=cuda device.index=2", "device.index: got 2: 2 CUDA devices are visible", "0 to 1", gpus=2),
+    Bad("parallel=ddp device=cuda device.indices=[0,7]", "device.indices: got [0, 7]", "0 to 1", gpus=2),
+    Bad("parallel=dp device=cuda device.indices=[0,7]", "device.indices: got [0, 7]", "0 to 1", gpus=2),
+    Bad("parallel=dp device=cuda device.indices=[7,0]", "device.indices: got [7, 0]", "0 to 1", gpus=2),
+    Bad("parallel=ddp device=cuda device.indices=[0,0]", "device.indices: got [0, 0]", "device.indices=[0,1]", gpus=2),
+    # options
+    Bad("parallel=ddp parallel.static_graph=true accumulation=2", "parallel.static_graph: got True", "accumulation=1"),
+    Bad("parallel=ddp parallel.compression=zip", "parallel.compression: got 'zip'", "powersgd"),
+    Bad("parallel=ddp parallel.bucket_mb=0", "parallel.bucket_mb: got 0", "> 0"),
+    Bad("parallel=ddp parallel.powersgd_rank=0", "parallel.powersgd_rank: got 0", "≥ 1"),
+    Bad("parallel=ddp +parallel.members=3", "parallel.members", "max_restarts"),
+    Bad("parallel=hogwild +parallel.bucket_mb=3", "parallel.bucket_mb", "processes"),
+]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was asked to start processes."""
+    calls: list[str] = []
+    monkeypatch.setattr(runner.parallel.processes, "start_server", lambda *_: calls.append("server"))
+    monkeypatch.setattr(runner.parallel.processes, "Crew", lambda *_: calls.append("crew"))
+    return calls
+
+
+@pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.overrides)
+def test_bad_input_is_refused_before_a_process_starts(
+    bad: Bad, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the fork server, which imports what the processes will need while this one reads the data."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bad.gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: bad.gpus)
+    with pytest.raises(ConfigError) as refusal:
+        built(*bad.overrides.split()).prepare()
+    assert str(refusal.value).startswith(bad.told)
+    assert bad.remedy in str(refusal.value)
+    assert len(str(refusal.value).splitlines()) <= 10
+    assert "crew" not in started
+
+
+@pytest.mark.parametrize("bad", [bad for bad in TABLE if not bad.gpus][::7], ids=lambda bad: bad.overrides)
+def test_the_command_says_so_and_leaves_nothing(bad: Bad, forks: Forks, tmp_path: Path) -> None:
+    code, told = forks.run(*bad.overrides.split(), cwd=tmp_path)
+    assert (code, told.startswith(bad.told)) == (2, True), told
+    assert {path.name for path in tmp_path.iterdir()} == {"console.txt", "code"}
+
+
+def test_good_input_would_start_them(started: list[str]) -> None:
+    """Or the tests above would see nothing whatever happened."""
+    built(*FAST, "parallel=ddp").prepare()
+    assert started == ["server"]

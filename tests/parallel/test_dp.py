@@ -1,0 +1,149 @@
+"""`DataParallel`: what it says where nothing is to be split, its traps, and its answer on several GPUs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+from conftest import FAST, built
+from plain import COMMON, largest_difference, weights_at
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from runner.config import ConfigError
+from runner.parallel.dp import DP
+
+
+def test_on_a_cpu_it_says_that_it_has_nothing_to_split(trained, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = weights_at(trained(*COMMON, directory="single").directory, 10)
+    with caplog.at_level(logging.WARNING):
+        got = weights_at(trained(*COMMON, "parallel=dp", directory="dp").directory, 10)
+    assert caplog.messages == ["parallel=dp: there is one device, cpu: nothing is split, this is parallel=single"]
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "-1,0"])
+def test_hidden_gpus_are_refused(hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    with pytest.raises(ConfigError) as refusal:
+        built("parallel=dp").prepare()
+    assert str(refusal.value).startswith(f"device.kind: got 'auto': CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU")
+    assert "unset it, or say device=cpu" in str(refusal.value)
+    built("parallel=dp", "device=cpu").prepare()
+
+
+def test_gpus_in_threads_of_their_own_compute_in_the_format_that_was_chosen() -> None:
+    """DataParallel hands its threads the word that autocast is on, but not its format: they would take float16."""
+    run, devices = built(*FAST, "precision=bf16"), [torch.device("cuda", i) for i in range(2)]
+    run.prepare()
+    mode = DP()
+    mode._devices = devices
+    model = nn.Linear(2, 2)
+    model.to = lambda *_, **__: model  # type: ignore[method-assign]  # there is no GPU here
+    mode.place(model, devices[0], run)
+    seen = []
+
+    def replica() -> None:
+        seen.append(torch.get_autocast_dtype("cuda"))
+        model(torch.zeros(1, 2))
+        seen.append(torch.get_autocast_dtype("cuda"))
+
+    thread = threading.Thread(target=replica)
+    thread.start()
+    thread.join()
+    assert seen == [torch.float16, torch.bfloat16]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The traps that the option's file tells of, on copies as `replicate` makes them for each GPU
+
+
+def replicas(model: nn.Module) -> list[nn.Module]:
+    """Two copies of a module without children, by the method that `torch.nn.parallel.replicate` calls."""
+    copies = [model._replicate_for_data_parallel() for _ in range(2)]
+    for copy in copies:
+        for name, parameter in model._parameters.items():
+            setattr(copy, name, parameter)
+    return copies
+
+
+class Counting(nn.Linear):
+    """Counts its calls in an attribute, and in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.calls = 0
+        self.register_buffer("counted", torch.zeros(()))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.counted += 1
+        return super().forward(input)
+
+
+def test_trap_one_what_forward_writes_to_the_module_is_lost() -> None:
+    model = Counting()
+    first, second = replicas(model)
+    second.counted = model.counted.clone()  # broadcast: the first GPU's buffers are the module's own
+    for copy, part in zip((first, second), torch.ones(4, 3).chunk(2), strict=True):
+        copy(part)
+    assert (first.calls, second.calls, model.calls) == (1, 1, 0)
+    assert model.counted == 1, "of two calls, those on the first GPU"
+
+
+def test_trap_two_hooks_fire_once_a_copy() -> None:
+    model, shapes = Counting(), []
+    model.register_forward_hook(lambda module, inputs, _: shapes.append((module is model, len(inputs[0]))))
+    for copy, part in zip(replicas(model), torch.ones(4, 3).chunk(2), strict=True):
+        copy(part)
+    assert shapes == [(False, 2), (False, 2)], "with a part of the batch each, and never the module itself"
+
+
+class Recurrent(nn.Module):
+    """Sequences of any length, padded to the longest: [n, length, 3] → [n, length, 4]."""
+
+    def __init__(self, keep_length: bool) -> None:
+        super().__init__()
+        self.keep_length, self.rnn = keep_length, nn.RNN(3, 4, batch_first=True)
+
+    def forward(self, inputs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(inputs, lengths, batch_first=True, enforce_sorted=False)
+        total = inputs.size(1) if self.keep_length else None
+        return pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=total)[0]
+
+
+def test_trap_three_packed_sequences_need_total_length() -> None:
+    inputs, lengths = torch.ones(4, 7, 3), torch.tensor([7, 3, 2, 5])
+    parts = list(zip(inputs.chunk(2), lengths.chunk(2), strict=True))
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        torch.cat([Recurrent(keep_length=False)(*part) for part in parts])  # what gathering does
+    model = Recurrent(keep_length=True)
+    assert torch.allclose(torch.cat([model(*part) for part in parts]), model(inputs, lengths))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On GPUs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_gpus_end_where_one_ends(accumulation: int, trained) -> None:
+    overrides = (*COMMON, "device=cuda", f"accumulation={accumulation}", "eval_every=5")
+    one = trained(*overrides, directory="one")
+    two = trained(*overrides, "parallel=dp", "device.indices=[0,1]", directory="two")
+    assert largest_difference(weights_at(two.directory, 10), weights_at(one.directory, 10)) <= 1e-6
+    assert two.result.metrics == pytest.approx(one.result.metrics, rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("precision", ["16", "bf16", "64"])
+def test_two_gpus_compute_in_every_precision(precision: str, trained) -> None:
+    overrides = (*COMMON, "device=cuda", f"precision={precision}")
+    one = trained(*overrides, directory="one")
+    two = trained(*overrides, "parallel=dp", "device.indices=[0,1]", directory="two")
+    tolerance = 1e-13 if precision == "64" else 0.05
+    assert largest_difference(weights_at(two.directory, 10), weights_at(one.directory, 10)) <= tolerance

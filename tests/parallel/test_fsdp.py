@@ -1,0 +1,135 @@
+"""A part of every tensor in each process: who holds what, what is gathered when, and what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAST, composed
+from plain import COMMON
+from ranks import Ranks, prepared
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.convnet import ConvNet
+from models.resnet import ResNet
+from runner.parallel.fsdp import blocks
+from runner.train import prepare
+
+SHAPES = {
+    "conv1.conv.weight": (16, 1, 3, 3),
+    "conv1.conv.bias": (16,),
+    "conv2.conv.weight": (32, 16, 3, 3),
+    "conv2.conv.bias": (32,),
+    "hidden.fc.weight": (64, 128),
+    "hidden.fc.bias": (64,),
+    "head.fc.weight": (10, 64),
+    "head.fc.bias": (10,),
+}
+"""Of model=tiny on 8×8 digits."""
+
+
+@pytest.fixture
+def config() -> dict[str, Any]:
+    return composed(*FAST, *COMMON, "parallel=fsdp")
+
+
+def test_each_process_holds_its_part_of_weights_gradients_and_moments(
+    config: dict[str, Any], ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    for rank, held in enumerate(ranks(3).do(shapes_held, config, tmp_path)):
+        for name, shape in SHAPES.items():
+            rows = -(-shape[0] // 3)  # rounded up; the last process has what is left
+            own = max(0, min(rows, shape[0] - rank * rows))
+            assert held[name] == {
+                "weight": (own, *shape[1:]),
+                "gradient": (own, *shape[1:]),
+                "moment": (own, *shape[1:]),
+            }
+
+
+def shapes_held(config: dict[str, Any], directory: Path) -> dict[str, dict[str, tuple[int, ...]]]:
+    """In a rank: the shapes of what it has in memory after a step."""
+    run = prepared(config, directory)
+    with run.parallel.joined(run):
+        state = prepare(run, torch.device("cpu"))
+        one_step(state)
+        gradients = {name: tuple(p.grad.to_local().shape) for name, p in state.model.named_parameters()}
+        state.optimizer.step()
+        return {
+            name: {
+                "weight": tuple(p.to_local().shape),
+                "gradient": gradients[name],
+                "moment": tuple(state.optimizer.state[p]["momentum_buffer"].to_local().shape),
+            }
+            for name, p in state.model.named_parameters()
+        }
+
+
+def one_step(state: Any, counts: Callable[[], int] = lambda: 0) -> list[int]:
+    """Forward and backward of the first step; returns `counts()` after each micro-batch."""
+    run, after = state.run, []
+    batches = run.workload.batches(state.model, run.plan, 0, state.device)
+    for micro in run.plan.micro_batches(1):
+        run.parallel.accumulate(state.model, run.workload, next(batches), run.precision, micro)
+        after.append(counts())
+    return after
+
+
+def test_a_block_is_a_stage_that_is_a_module_of_the_network() -> None:
+    convnet = ConvNet(1, 8, 8, 10, channels=[4, 4], kernel_size=3, padding=1)
+    assert blocks(convnet) == [convnet.conv1, convnet.conv2, convnet.hidden, convnet.head]
+    resnet = ResNet(18, num_classes=10)
+    residual = [block for layer in (resnet.layer1, resnet.layer2, resnet.layer3, resnet.layer4) for block in layer]
+    assert blocks(resnet) == residual, "stem and head are views: they go with the whole network"
+    assert blocks(torch.nn.Linear(2, 2)) == [], "it does not say what its stages are"
+
+
+def test_offloading_without_a_gpu_says_that_it_changes_nothing(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    config = composed(*FAST, *COMMON, "parallel=fsdp", "parallel.offload=true", "steps=1")
+    ranks(2).train(config, tmp_path)
+    assert "the parts are in the host's memory anyway, without a GPU" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(("reshard", "gathers"), [("true", 8), ("false", 4)])
+def test_gradients_are_sent_once_a_step_and_weights_gathered_as_chosen(
+    reshard: str, gathers: int, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    """Four blocks: each gathered for the forward pass, and where it is resharded again for the backward pass.
+
+    An evaluation between two steps, which keeps the whole model gathered, changes nothing of that.
+    """
+    more = ("parallel=fsdp", "accumulation=4", f"parallel.reshard_after_forward={reshard}")
+    for sent, gathered in ranks(2).do(collectives, composed(*FAST, *COMMON, *more), tmp_path):
+        assert sent == [0, 0, 0, 4], "gradients of four blocks, after the last micro-batch"
+        assert gathered == gathers
+
+
+def collectives(config: dict[str, Any], directory: Path) -> tuple[list[int], int]:
+    """In a rank: how often gradients were sent after each micro-batch, and weights gathered in the last."""
+    run, seen = prepared(config, directory), Operations()
+    with run.parallel.joined(run), seen:
+        state = prepare(run, torch.device("cpu"))
+        sent = one_step(state, lambda: seen.count("reduce_scatter"))
+        run.parallel.evaluate(state.model.eval(), run.workload, run.precision, state.device)
+        state.model.train()
+        gathered = one_step(state, lambda: seen.count("allgather"))
+        return sent, gathered[-1] - gathered[-2]
+
+
+class Operations(TorchDispatchMode):
+    """A context that takes down the names of torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def count(self, word: str) -> int:
+        """How many had `word` in their names."""
+        return sum(word in name for name in self.names)
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        self.names.append(str(operation))
+        return operation(*arguments, **(options or {}))

@@ -1,0 +1,102 @@
+"""Every mode under every precision and every accumulation: the README's matrix, each cell of it a run."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FAST, built, composed
+from ranks import Ranks, prepared
+from ranks import train as train_joined
+
+from runner.cli import groups
+from runner.run import Run
+from runner.train import train
+
+PRECISIONS, ACCUMULATIONS = groups()["precision"], groups()["accumulation"]
+OVERRIDES = (*FAST, "steps=2", "batch_size=32", "schedule=constant", "log_every=2", "eval_every=0", "data.holdout=0.01")
+
+TOLERANCES = {"16": 0.01, "bf16": 0.01}
+"""Of the mean loss of two steps, where it is not 1e-5: sixteen bits round."""
+
+ROUGHLY = {"hogwild": 0.02, "ensemble": 0.05}
+"""Of modes that take the second step from other weights, or average over other weights."""
+
+
+def cell(mode: str, precision: str, accumulation: str) -> tuple[str, ...]:
+    return (*OVERRIDES, f"parallel={mode}", f"precision={precision}", f"accumulation={accumulation}")
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """The mean training loss of a single process in float32."""
+    config = composed(*cell("single", "32", "1"))
+    return train(prepared(config, tmp_path_factory.mktemp("single"))).metrics["train/loss"]
+
+
+def check(result: Any, mode: str, precision: str, baseline: float) -> None:
+    assert (result.status, result.steps) == ("done", 2)
+    tolerance = max(TOLERANCES.get(precision, 1e-5), ROUGHLY.get(mode, 0))
+    assert result.metrics["train/loss"] == pytest.approx(baseline, rel=tolerance)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("mode", ["single", "dp"])
+def test_in_one_process(mode: str, precision: str, baseline: float, tmp_path: Path) -> None:
+    for accumulation in ACCUMULATIONS:
+        config = composed(*cell(mode, precision, accumulation))
+        (directory := tmp_path / accumulation).mkdir()
+        check(train(prepared(config, directory)), mode, precision, baseline)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "ensemble"])
+def test_in_two_processes(
+    mode: str, precision: str, baseline: float, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    configs = {accumulation: composed(*cell(mode, precision, accumulation)) for accumulation in ACCUMULATIONS}
+    for result in ranks(2).do(train_all, configs, tmp_path)[0]:
+        check(result, mode, precision, baseline)
+
+
+def train_all(configs: dict[str, dict[str, Any]], root: Path) -> list[Any]:
+    """In a rank: the results of all `configs`."""
+    return [train_joined(config, made(root / name), None) for name, config in configs.items()]
+
+
+def made(directory: Path) -> Path:
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+def test_in_two_processes_that_share_one_model(baseline: float, tmp_path: Path) -> None:
+    """All cells in one pair of workers, whose memory is large enough for a model in float64."""
+    cells = list(itertools.product(PRECISIONS, ACCUMULATIONS))
+    run = built(*cell("hogwild", "64", "1"))
+    run.prepare()
+    run.directory = tmp_path
+    configs = {"_".join(names): composed(*cell("hogwild", *names)) for names in cells}
+    results = run.parallel.launch(functools.partial(train_all_together, configs), run)
+    for (precision, _), result in zip(cells, results, strict=True):
+        check(result, "hogwild", precision, baseline)
+
+
+def train_all_together(configs: dict[str, dict[str, Any]], run: Run) -> list[Any]:
+    """In a worker of `run`: the results of all `configs`."""
+    gc.freeze()  # or each of them would look for garbage among all that torch has made
+    results = []
+    for name, config in configs.items():
+        own = prepared(config, made(run.directory / name))
+        own.parallel = run.parallel
+        results.append(train(own))
+    return results
+
+
+def test_every_mode_is_in_the_matrix() -> None:
+    """The modes that cut the network into pieces have a table of their own."""
+    assert set(groups()["parallel"]) - {"model", "pipeline"} == {"single", "dp", "ddp", "fsdp", "hogwild", "ensemble"}

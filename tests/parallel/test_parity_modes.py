@@ -1,0 +1,218 @@
+"""dp, ddp and fsdp against a plain PyTorch loop in one process: the same weights, curve, evaluation and pictures."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import FAST, built, composed, curves, events
+from plain import CASES, COMMON, STEPS, Plain, largest_difference, plain_evaluation, plain_loop, weights_at
+from ranks import Ranks
+
+from runner.run import Run
+from runner.session import session
+
+HALF = STEPS // 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is done to a run where no option says it; here by name, for other processes to find
+
+
+def freeze_first(run: Run) -> None:
+    """The first stage of the network is not trained."""
+    build = run.workload.build_model
+
+    def frozen() -> torch.nn.Module:
+        model = build()
+        model.get_submodule("conv1").requires_grad_(False)
+        return model
+
+    run.workload.build_model = frozen
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+
+
+class Row(NamedTuple):
+    """A mode's run, and how close it must come to the plain loop.
+
+    Args:
+        case: the optimizer, of `CASES`.
+        more: overrides that the plain loop's run gets too.
+        tolerance: of the weights, relative. 1e-6 in float32: a few roundings; in float64 as many of its own.
+    """
+
+    mode: str
+    processes: int = 1
+    accumulation: int = 1
+    case: str = "sgd"
+    max_norm: float | None = None
+    more: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    change: Callable[[Run], None] | None = None
+    tolerance: float = 1e-6
+
+    def __str__(self) -> str:
+        change = self.change.__name__ if self.change else ""
+        words = (self.mode, self.processes, f"acc{self.accumulation}", self.case, *self.more, *self.options, change)
+        return " ".join(str(word) for word in (*words, f"clip{self.max_norm}" if self.max_norm else "") if word != "")
+
+
+SHORT = 3
+DOUBLE = ("precision=64",)
+GROUP = ("model=resnet18", "model.norm=group", "data.holdout=0.02", "batch_size=12", f"steps={SHORT}", *DOUBLE)
+ARTICLE = ("model=convnet", "data.size=28")
+"""The 20-20-50-10 network on 28×28 digits."""
+NARROW = ("model.hidden=2", "model.channels=[2]")
+"""Tensors with fewer rows than there are processes: some of them hold nothing."""
+DDP, FSDP = ("ddp", 2), ("fsdp", 3)
+
+ROWS = [
+    *(
+        Row(mode, processes, accumulation)
+        for mode, processes in (("dp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3))
+        for accumulation in (1, 2, 4)
+    ),
+    # Adam divides each gradient by its own size, and with it the rounding of the smallest: in float64 it is exact.
+    *(Row(*mode, 2, case, more=DOUBLE, tolerance=1e-13) for mode in (DDP, FSDP) for case in ("nesterov", "adamw")),
+    Row(*DDP, 1, "adamw", tolerance=2e-6),
+    Row(*FSDP, 1, "adam", tolerance=2e-6),
+    # A norm is of the whole model and the whole batch.
+    *(Row(*mode, 2, max_norm=0.1) for mode in (("dp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3))),
+    *(Row(*mode, 1, more=ARTICLE) for mode in (DDP, FSDP)),
+    # In so deep a network a rectifier is always a rounding away from zero: float32 may open it here and not there.
+    *(Row(*mode, 2, more=GROUP, tolerance=1e-12) for mode in (DDP, FSDP)),
+    *(Row(*mode, 2, change=freeze_first) for mode in (DDP, FSDP)),
+    Row(*FSDP, 2, more=NARROW, max_norm=0.1),
+    Row(*DDP, 2, more=NARROW),
+    *(
+        Row(*DDP, accumulation, options=options)
+        for options, accumulation in {
+            ("parallel.bucket_mb=0.001",): 2,
+            ("parallel.static_graph=true",): 1,
+            ("parallel.gradients_as_views=false",): 2,
+            ("parallel.find_unused=true",): 2,
+        }.items()
+    ),
+    *(Row("fsdp", 2, 2, options=(f"parallel.{option}",)) for option in ("reshard_after_forward=false", "offload=true")),
+]
+
+
+@functools.cache
+def reference(
+    case: str, max_norm: float | None, more: tuple[str, ...], change: Callable[[Run], None] | None, parts: int = 1
+) -> tuple[Plain, dict[int, tuple[float, float]]]:
+    """The plain loop's weights and curve, and what an evaluation says at half of its way and at its end."""
+    run = plainly(case, more)
+    kind = torch.float64 if DOUBLE[0] in more else torch.float32
+    loop = functools.partial(plain_loop, run, CASES[case][1], max_norm=max_norm, dtype=kind, change=change, parts=parts)
+    steps, half = (SHORT, SHORT - 1) if more == GROUP else (STEPS, HALF)
+    ends = {step: loop(steps=step) for step in (half, steps)}
+    return ends[steps], {step: plain_evaluation(run, plain.weights) for step, plain in ends.items()}
+
+
+def plainly(case: str, more: tuple[str, ...]) -> Run:
+    return built(*FAST, *COMMON, *CASES[case][0], *more)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_mode_ends_where_a_plain_loop_ends(row: Row, trained, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    plain, evaluations = reference(row.case, row.max_norm, row.more, row.change)
+    half, steps = evaluations
+    clip = (f"max_grad_norm={row.max_norm}",) if row.max_norm else ()
+    overrides = (*COMMON, *CASES[row.case][0], *row.more, *row.options, *clip)
+    overrides += (f"parallel={row.mode}", f"accumulation={row.accumulation}", f"eval_every={half}")
+    directory = tmp_path / "run"
+    if row.processes == 1:
+        result = trained(*overrides).result
+    else:
+        result = ranks(row.processes).train(composed(*FAST, *overrides), directory, row.change)
+    assert (result.status, result.steps, result.world_size) == ("done", steps, row.processes)
+    assert largest_difference(weights_at(directory, steps), plain.weights) <= row.tolerance
+
+    logged = curves(directory)
+    close = pytest.approx(plain.losses, rel=1e-5), pytest.approx(plain.accuracies)
+    for tag, values in zip(("train/loss", "train/accuracy"), close, strict=True):
+        assert [step for step, _ in logged[tag]] == list(range(1, steps + 1))
+        assert [value for _, value in logged[tag]] == values
+    for place, tag in enumerate(("eval/loss", "eval/accuracy")):
+        wanted = [(step, pytest.approx(evaluation[place], rel=1e-5)) for step, evaluation in evaluations.items()]
+        assert logged[tag] == wanted
+    assert result.metrics["eval/accuracy"] == evaluations[steps][1], "every held-out sample, once"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is seen beside the weights
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run in one process, whose images are shifted by random numbers."""
+    return whole_run("parallel=single", tmp_path_factory.mktemp("single"))
+
+
+def whole_run(mode: str, directory: Path) -> Run:
+    """Ten steps as the command does them: the mode starts its processes."""
+    run = built(*FAST, *COMMON, "data.crop=2", "eval_every=5", "workload.eval_batch_size=50", mode)
+    run.prepare()
+    run.directory = directory
+    run.parallel.launch(session, run)
+    return run
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_processes_that_the_mode_starts_leave_what_one_leaves(mode: str, single: Run, tmp_path: Path) -> None:
+    run = whole_run(f"parallel={mode}", tmp_path)
+    assert largest_difference(weights_at(tmp_path, STEPS), weights_at(single.directory, STEPS)) <= 1e-6
+    got, wanted = curves(tmp_path), curves(single.directory)
+    assert got.keys() == wanted.keys(), "tags know no mode"
+    for tag in wanted:
+        if not tag.startswith(("time/", "memory/", "hparams")):
+            assert [step for step, _ in got[tag]] == [step for step, _ in wanted[tag]]
+            assert [value for _, value in got[tag]] == pytest.approx([value for _, value in wanted[tag]], rel=1e-5)
+    assert pictures(tmp_path) == pictures(single.directory)
+    assert (run.directory / "log_rank_1.txt").is_file()
+
+
+def pictures(directory: Path) -> dict[str, list[tuple[int, bytes]]]:
+    """(step, PNG) of every picture, by tag."""
+    read = events(directory)
+    found = {tag: [(p.step, p.encoded_image_string) for p in read.Images(tag)] for tag in read.Tags()["images"]}
+    assert found.keys() == {"eval/samples", "eval/misclassified", "eval/confusion"}
+    return found
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_process_without_a_sample_to_evaluate_holds_nobody_up(
+    mode: str, trained, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    overrides = (*COMMON, "data.holdout=0.001", "steps=2", "precision=64")
+    alone = trained(*overrides, directory="alone")
+    assert len(alone.workload.held_out) == 2
+    got = ranks(3).train(composed(*FAST, *overrides, f"parallel={mode}"), tmp_path / "three")
+    assert got.metrics == pytest.approx(alone.result.metrics, rel=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sixteen bits
+
+
+@pytest.mark.parametrize(("mode", "tolerance"), [("ddp", 1e-6), ("fsdp", 0.01)])
+@pytest.mark.parametrize("precision", ["bf16", "16"])
+def test_sixteen_bits_round_where_a_single_process_rounds(
+    mode: str, tolerance: float, precision: str, trained, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    """Two processes see the micro-batches of one that accumulates. FSDP rounds parameters that autocast keeps."""
+    overrides = (*COMMON, *CASES["sgd"][0], f"precision={precision}")
+    alone = weights_at(trained(*overrides, "accumulation=2", directory="alone").directory, STEPS)
+    ranks(2).train(composed(*FAST, *overrides, f"parallel={mode}"), tmp_path / "two")
+    got, (plain, _) = weights_at(tmp_path / "two", STEPS), reference("sgd", None, (), None)
+    assert all(tensor.dtype == torch.float32 for tensor in got.values())
+    assert largest_difference(got, alone) <= tolerance
+    assert 1e-6 < largest_difference(got, plain.weights) < 0.05, "rounded to 16 bits, and not more"
