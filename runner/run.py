@@ -141,6 +141,11 @@ class Run:
         assert self.steps is not None, "prepare() resolves it"
         return self.steps
 
+    @property
+    def round_size(self) -> int:
+        """Samples of the steps that are done at once: of one, but of several where processes take turns."""
+        return self.batch_size * self.parallel.turn[1]
+
     @staticmethod
     def again(config: dict[str, Any]) -> Run:
         """The run of a resolved config, in whichever process."""

@@ -122,7 +122,7 @@ class State:
             metrics=self.metrics,
             best=self.best,
             seconds=stopwatch.elapsed(),
-            samples_per_second=len(stopwatch.seconds) * run.batch_size / training if training else 0.0,
+            samples_per_second=len(stopwatch.seconds) * run.round_size / training if training else 0.0,
             step_seconds=quantiles(stopwatch.steady()),
             peak_memory_bytes=int(memory.usage(self.device)["memory/peak"]),
             world_size=run.parallel.world_size,

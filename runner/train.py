@@ -125,7 +125,7 @@ def log_training(state: State, record: Record, progress: Progress, norm: torch.T
     record.scalars(means, state.step)
     record.scalars({"train/gradient_norm": norm, "lr": state.optimizer.param_groups[0]["lr"]}, state.step)
     record.scalars(run.precision.scalars() | run.workload.scalars() | run.parallel.scalars(), state.step)
-    record.scalars(state.stopwatch.rates(run.batch_size) | memory.usage(state.device), state.step)
+    record.scalars(state.stopwatch.rates(run.round_size) | memory.usage(state.device), state.step)
 
 
 def evaluate(state: State, record: Record, progress: Progress) -> bool:

@@ -99,13 +99,13 @@ class Stopwatch:
         self.seconds.append(now - self._started - (pauses - self._pauses))
         self._started, self._pauses = now, pauses
 
-    def rates(self, batch_size: int) -> dict[str, float]:
+    def rates(self, round_size: int) -> dict[str, float]:
         """Throughput, and the share of the time that the loop waited for data, since this was asked last."""
         recent, data = self.seconds[self._logged :], clock.spent("data")
         seconds, share = sum(recent), (data - self._data) / sum(recent)
         self._logged, self._data = len(self.seconds), data
         return {
-            "time/samples_per_second": batch_size * len(recent) / seconds,
+            "time/samples_per_second": round_size * len(recent) / seconds,
             "time/step_seconds": seconds / len(recent),
             "time/data_share": share,
         }
