@@ -46,6 +46,7 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset(("workload=dqn", f"model={name}")): f"model: got '{kind}': it takes images, and CartPole-v1 shows vectors"
     for name, kind in {"convnet": "ConvNet", "tiny": "ConvNet", "resnet18": "ResNet", "resnet50": "ResNet"}.items()
 }
+REFUSED[frozenset(("workload=dqn", "parallel=pipeline"))] = "workload: got 'DQN': its loss is not criterion(model("
 REFUSED[frozenset(("workload=dqn", "debug=overfit"))] = "workload.overfit_batches: DQN has no such option"
 REFUSED[frozenset(("workload=dqn", "parallel=pipeline"))] = "workload: got 'DQN': its loss is not criterion"
 if find_spec("Box2D") is None:

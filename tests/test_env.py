@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,6 +93,21 @@ def test_a_saved_state_goes_on_bitwise(id: str, vectorization: str, tmp_path: An
             actions = random.integers(env.num_actions, size=3)
             for mine, others in zip(vector.step(actions), other.step(actions), strict=True):
                 assert np.array_equal(mine, others)
+
+
+def test_processes_end_when_they_are_told_to_whatever_the_run_does_with_signals() -> None:
+    env = prepared("CartPole-v1", num_envs=2, vectorization="async")
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with env.vector(2) as vector:
+            vector.reset(0)
+            for process in vector.envs.processes:  # pyright: ignore[reportAttributeAccessIssue]
+                process.terminate()
+                process.join(10)
+                assert process.exitcode == -signal.SIGTERM
+            vector.envs.close(terminate=True)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_state_of_processes_cannot_be_had() -> None:

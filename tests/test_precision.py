@@ -195,6 +195,7 @@ def scaled(growth_interval: int = 2, device: torch.device = CPU) -> Float16:
     precision.prepare(device)
     if device.type == "cpu":
         precision._scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=growth_interval)
+        precision._dtype = torch.float16
     return precision
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -43,9 +46,22 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
         envs.close()
     mode = "sync" if vectorization == "auto" else vectorization
     single = gymnasium.make(spec, **options)
-    wrappers = [FlattenObservation] if needs_flattening(single.observation_space) else []
+    wrappers: list[Any] = [FlattenObservation] if needs_flattening(single.observation_space) else []
+    if mode == "async":
+        wrappers.append(partial(_in_worker, parent=os.getpid()))
     single.close()
     return gymnasium.make_vec(spec, num_envs, mode, wrappers=wrappers, **options)
+
+
+def _in_worker(env: gymnasium.Env, parent: int) -> gymnasium.Env:
+    """`env`, whose process, if it is not `parent`, ends when it is told to.
+
+    It is forked off a run, whose handlers only take note of a signal: the run could not end before its environments.
+    """
+    if os.getpid() != parent:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the run closes its environments itself
+    return env
 
 
 class Vector:

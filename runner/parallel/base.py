@@ -97,6 +97,11 @@ class Parallel:
         return self.data_shard
 
     @property
+    def num_parts(self) -> int:
+        """Into how many parts the mode splits each micro-batch, one after the other."""
+        return 1
+
+    @property
     def incomparable(self) -> str:
         """Why no single device computes the same; empty where one does."""
         return ""

@@ -112,7 +112,13 @@ def parsed(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
     found = [places[cut] for cut in cuts]
     rising = all(one < next_one for one, next_one in pairwise(found))
     in_order = f"[{','.join(names[i] for i in sorted(set(found)))}]"
-    check(rising, "parallel.cuts", list(cuts), "they are not in the network's order, each once", f"parallel.cuts={in_order}")
+    check(
+        rising,
+        "parallel.cuts",
+        list(cuts),
+        "they are not in the network's order, each once",
+        f"parallel.cuts={in_order}",
+    )
     return found
 
 

@@ -19,8 +19,8 @@ def defer(model: torch.nn.Module) -> None:
             assert isinstance(module, DeferredBatchNorm)
             assert module.running_mean is not None
             # Buffers, so that a forward pass that is done again (models.recompute) does not count twice.
-            for name in ("seen", "seen_mean", "seen_squares"):
-                like = module.running_mean if name != "seen" else torch.zeros((), device=module.running_mean.device)
+            mean = module.running_mean
+            for name, like in (("seen", mean.new_zeros(())), ("seen_mean", mean), ("seen_squares", mean)):
                 module.register_buffer(name, torch.zeros_like(like), persistent=False)
 
 

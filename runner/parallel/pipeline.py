@@ -80,10 +80,11 @@ class Pipeline(Cuts, Processes):
             check(fits, "schedule", self.schedule, why, "parallel.schedule=gpipe, or parallel.engine=processes")
             self.processes = 1
         elif self.processes == "auto" and self.stages is not None and outer_processes() == 1:
-            two_each = self.schedule == "interleaved_1f1b" and self.stages % 2 == 0
+            two_each = self.schedule == "interleaved_1f1b" and self.stages % 2 == 0 and self.stages > 2
             self.processes = self.stages // 2 if two_each else self.stages
         Processes.__post_init__(self)
         self._devices: list[torch.device] = []
+        self._num_micros = 1
         self._spans: list[Span] = []
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -92,6 +93,10 @@ class Pipeline(Cuts, Processes):
     @property
     def data_shard(self) -> tuple[int, int]:
         return (0, 1)  # every process walks the same batches
+
+    @property
+    def num_parts(self) -> int:
+        return self._num_micros
 
     @property
     def num_stages(self) -> int:
@@ -276,6 +281,8 @@ class Pipeline(Cuts, Processes):
         return total
 
     def anywhere(self, flag: torch.Tensor) -> None:
+        if self.world_size == 1:
+            return
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
 
     def infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import sys
@@ -123,8 +124,9 @@ class Processes(Parallel):
             return
         assert self._place is not None
         if not torch.distributed.is_initialized():  # the jobs of a sweep go on with one group
+            gc.collect()  # where a job failed: the connections of its group close with the last reference to it
             self.enter(self._place, None, run.device)
-            atexit.register(self._part)
+            atexit.register(_part)
         self._check_equal(run.config)
         self.personalise(run)
         yield
@@ -168,14 +170,15 @@ class Processes(Parallel):
         raise AssertionError("the last attempt returns or raises")
 
     def _train_joined(self, train: Callable[[Run], Result], run: Run) -> Result:
-        """Train as one of the processes that another launcher started. Where it fails, the others learn at once."""
+        """Train as one of the processes that another launcher started."""
         try:
             return train(run)
         except Exception as error:
             report = report_of(error)
             if self.rank > 0 and report.what and not report.by_others:  # rank 0's the command tells
                 log.critical("rank %d %s\n%s", self.rank, report.what, report.trace)
-            self._part()  # the next job of a sweep makes a new group
+            self._question = None
+            _part()  # what is on its way in this group must not meet the next job of a sweep: that makes another
             raise
 
     def _start(self, train: Callable[[Run], Result], run: Run, stop: StopRequest) -> Result:
@@ -221,13 +224,7 @@ class Processes(Parallel):
     def leave(self) -> None:
         """Part from the others, who are leaving too."""
         self._settle()
-        self._part()
-
-    def _part(self) -> None:
-        """Leave the group, if there is one; whoever waits for this process in it is told that it went."""
-        self._question = None
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        _part()
 
     def _settle(self) -> None:
         """Hear the answer to the last question, whatever it is."""
@@ -321,13 +318,20 @@ def _store(port: int | None) -> TCPStore:
         raise ConfigError("parallel.port", port, why, "choose another, or null for any free one") from None
 
 
+def _part() -> None:
+    """Leave the group, if there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def _outer_store(place: Place, patience: timedelta) -> Store:
     """The store of processes that torchrun or SLURM started, with room of its own for each group that they form."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed.rendezvous import rendezvous
 
     if not _outer_stores:
         os.environ.update(place.variables())
-        meeting = torch.distributed.rendezvous("env://", place.rank, place.world_size, timeout=patience)
+        meeting = rendezvous("env://", place.rank, place.world_size, timeout=patience)
         _outer_stores.append(next(meeting)[0])  # kept: a second one would find the port taken by the first
     _outer_stores.append(PrefixStore(f"group {len(_outer_stores)}", _outer_stores[0]))
     _outer_stores[-1].set_timeout(patience)

@@ -79,8 +79,9 @@ class Scheduled:
             loss: of a micro-batch's outputs and targets; what it returns is differentiated.
         """
         self._loss = loss
-        # Where there is no loss to compute, torch wants no targets.
-        self._schedule.step(*((inputs,) if self.has_first else ()), target=targets if self.has_last else None)
+        # As the example that torch was shown: it takes contiguous inputs only, and targets where there is a loss.
+        own = (inputs.contiguous(),) if self.has_first else ()
+        self._schedule.step(*own, target=targets if self.has_last else None)
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
         """The network's outputs, in every process. While a stage computes, those before it go on with what follows."""

@@ -61,7 +61,8 @@ class Streams:
             if stage < last:
                 under_way[micro] = self._down[stage].send(y.detach())
 
-        for micro, stage in reversed(list(clock(len(chunks), len(self.pieces)))):
+        for micro, place in clock(len(chunks), len(self.pieces)):
+            stage = last - place
             gradient = self._up[stage].receive(under_way.pop(micro)) if stage < last else None
             x, y = entered.pop((micro, stage)), left.pop((micro, stage))
             with self._timeline.span(stage, "backward", micro, self.devices[stage]):

@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{error.trace}{error}", file=sys.stderr)
         return 1
     code = report(run.precision.tolerance, differences(ours, theirs), differences(theirs, exact))
-    if code == DIFFERENT and ours["sees_parts"] and run.plan.num_workers * run.accumulation.steps > 1:
+    parts = run.plan.num_workers * run.accumulation.steps * run.parallel.num_parts
+    if code == DIFFERENT and ours["sees_parts"] and parts > 1:
         print(_PARTS)
     return code
 
@@ -129,13 +130,13 @@ def probe(run: Run) -> Result:
             precision.step(optimizer, lambda: parallel.clip_gradients(model, run.max_grad_norm), parallel.anywhere)
             workload.after_step(model, step)
         tensors, _ = parallel.full_state(model, optimizer)
+        weights = parallel.gathered({name: parameter.detach() for name, parameter in model.named_parameters()})
         if parallel.rank == 0:
-            trained = {name for name, _ in model.named_parameters()}
             kept = {
                 "loss": losses,
                 "gradients": gradients,
-                "weights": {name: tensor for name, tensor in tensors.items() if name in trained},
-                "buffers": {name: tensor for name, tensor in tensors.items() if name not in trained},
+                "weights": weights,
+                "buffers": {name: tensor for name, tensor in tensors.items() if name not in weights},
                 "sees_parts": any(isinstance(module, _BatchNorm) for module in model.modules()),
             }
             torch.save(kept, run.directory / _FILE)

@@ -14,6 +14,7 @@ import torch
 from runner.parallel.cluster import Place
 from runner.parallel.crew import Report, attend
 from runner.parallel.processes import Processes
+from runner.record import LogFile
 from runner.run import Result, Run
 from runner.session import session
 
@@ -91,16 +92,16 @@ def jobs(configs: list[dict[str, Any]], directory: Path) -> list[str]:
     Returns:
         What became of each on this rank.
     """
-    outcomes = []
-    for number, config in enumerate(configs):
-        run = Run.again(config)
-        run.prepare()
-        run.directory = directory / str(number)
-        run.directory.mkdir(exist_ok=True)
-        with run.parallel.joined(run):
-            try:
-                work = partial(fail, 1, 5, ValueError("only here")) if number == 1 else session
-                outcomes.append(run.parallel.launch(work, run).status)
-            except Exception as error:
-                outcomes.append(str(error.__cause__))
-    return outcomes
+    return [job(config, directory / str(number), fails=number == 1) for number, config in enumerate(configs)]
+
+
+def job(config: dict[str, Any], directory: Path, fails: bool) -> str:
+    run = Run.again(config)
+    run.prepare()
+    run.directory = directory
+    directory.mkdir(exist_ok=True)
+    with run.parallel.joined(run), LogFile(directory, run.parallel.rank):
+        try:
+            return run.parallel.launch(partial(fail, 1, 5, ValueError("only here")) if fails else session, run).status
+        except Exception as error:
+            return str(error.__cause__)

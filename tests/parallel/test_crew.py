@@ -205,26 +205,32 @@ def test_one_that_cannot_be_started_takes_those_before_it_along(monkeypatch: pyt
 def test_a_dead_fork_server_is_told_and_replaced() -> None:
     """In a process of its own: this one's server has taken seconds to load torch."""
     program = """if True:
-        import os, signal, threading
+        import os, signal
+        from functools import partial
         from multiprocessing import forkserver
-        import test_crew as here
-        here.start_server("runner.parallel.crew")
-        with here.Crew(here.does, [(here.HANG,), (here.HANG,)], 60) as ranks:
+        from crew_work import WELL, does, value
+        from runner.forkserver import start_server
+        from runner.parallel.crew import Crew, RankError
+        from runner.signals import StopRequest
+
+        start_server("runner.parallel.crew")
+        with Crew(does, [(partial(value, 1, 60),)] * 2, 60) as ranks:
             pids = [process.pid for process in ranks.processes]
             os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
             try:
-                ranks.wait(here.StopRequest())
-            except here.RankError as error:
-                print(error.rank, error.what)
+                ranks.wait(StopRequest())
+            except RankError as error:
+                print(error)
         while any(os.path.exists(f"/proc/{pid}") for pid in pids):
             pass
-        here.start_server("runner.parallel.crew")
-        print(here.outcome(here.WELL, here.WELL))
+        start_server("runner.parallel.crew")
+        with Crew(does, [(WELL,)] * 2, 60) as ranks:
+            print(ranks.wait(StopRequest()))
     """
-    paths = os.pathsep.join([str(ROOT), *(str(ROOT / place) for place in ("tests", "tests/parallel"))])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/parallel")])
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "check": False}
     done = subprocess.run([sys.executable, "-c", program], env=environment() | {"PYTHONPATH": paths}, **options)
-    assert done.stdout.splitlines() == ["0 exited with code 255", "[1, 1]"], done.stderr
+    assert done.stdout.splitlines() == ["rank 0 exited with code 255", "[1, 1]"], done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------

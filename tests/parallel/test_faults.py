@@ -29,6 +29,7 @@ from runner.session import session
 STEPS = 120
 LONG = (*TWO, f"steps={STEPS}", "save_every=10", "log_every=20", "eval_every=60", "model.dropout=0.1", "data.crop=1")
 KILLED = "was killed by SIGKILL (the kernel does that where memory runs out)"
+SLOW = pytest.mark.slow
 STOPPED = "was not where the others waited for it: it is stopped, or hangs (parallel.timeout="
 
 
@@ -86,8 +87,8 @@ def test_killed_again_and_again_it_ends_where_one_left_in_peace_ends(
     assert not list(launch.directory.glob("checkpoints/*.corrupt*"))
 
 
-@pytest.mark.parametrize("mode", ["fsdp", "hogwild", "ensemble"])
-def test_killed_in_any_mode(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["hogwild", pytest.param("fsdp", marks=SLOW), pytest.param("ensemble", marks=SLOW)])
+def test_killed_in_other_modes(mode: str, tmp_path: Path) -> None:
     launch = Launch(tmp_path, *LONG, f"parallel={mode}")
     launch.saved().kill(signal.SIGKILL, launch.ranks()[1])
     assert_crashed(launch, 1, KILLED, seconds=10)
@@ -276,7 +277,7 @@ def test_a_killed_parent_leaves_nothing(moment: str, tmp_path: Path) -> None:
     assert sockets, "where they meet"
     launch.kill(signal.SIGKILL)
     assert launch.ended(10)[0] == -signal.SIGKILL
-    assert not sockets & listening()
+    until(lambda: not sockets & listening(), 5, "left behind")  # the kernel closes them as the last of them ends
 
 
 @pytest.fixture
@@ -299,7 +300,16 @@ def cold(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         process.wait()
 
 
-def test_a_killed_parent_leaves_no_server_no_worker_no_memory(cold: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_killed_parent_leaves_no_server(cold: Callable[..., Any], tmp_path: Path) -> None:
+    process = cold(*LONG, "steps=100000")
+    assert len(processes_in(tmp_path)) >= 5, "the parent, the tracker of shared memory, the fork server, two ranks"
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    until(lambda: not processes_in(tmp_path), 20, "left behind")
+
+
+@pytest.mark.slow
+def test_a_killed_parent_leaves_no_worker_and_no_memory(cold: Callable[..., Any], tmp_path: Path) -> None:
     from test_resume import pictures
 
     pictures(tmp_path / "pictures")
@@ -307,11 +317,11 @@ def test_a_killed_parent_leaves_no_server_no_worker_no_memory(cold: Callable[...
     few = ["model=tiny", "device=cpu", "device.threads=1", "steps=100000", "save_every=5", "eval_every=0"]
     process = cold("parallel=ddp", *few, *data)
     sockets, names = until(lambda: held if all(held := held_in(tmp_path)) else None)
-    assert len(processes_in(tmp_path)) >= 9, "parent, tracker, server, and rank, its server and its worker, twice"
+    assert len(processes_in(tmp_path)) >= 9, "and each rank's own fork server and worker"
     process.kill()
     assert process.wait() == -signal.SIGKILL
     until(lambda: not processes_in(tmp_path), 20, "left behind")
-    assert not sockets & listening()
+    until(lambda: not sockets & listening(), 5, "left behind")  # the kernel closes them as the last of them ends
     assert not [name for name in names if Path(name).exists()]
 
 
@@ -320,7 +330,7 @@ def test_a_killed_parent_leaves_no_server_no_worker_no_memory(cold: Callable[...
 
 
 def assert_stopped(launch: Launch, told_by: str) -> list[str]:
-    """Refuse a launch that does not stop after saving once; returns the arguments with which it says that it goes on."""
+    """Refuse a launch that does not stop after saving once; returns the arguments that it says to go on with."""
     code, told = launch.ended(20)
     assert code == 75, told
     assert "Traceback" not in told
@@ -333,6 +343,10 @@ def assert_stopped(launch: Launch, told_by: str) -> list[str]:
     return shlex.split(typed[1])
 
 
+def resumed(launch: Launch, step: int) -> bool:
+    return f"resumed after step {step}" in launch.log
+
+
 def test_asked_to_stop_again_and_again_it_ends_where_one_left_in_peace_ends(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
@@ -343,13 +357,12 @@ def test_asked_to_stop_again_and_again_it_ends_where_one_left_in_peace_ends(
         (None, signal.SIGINT),
         (0, signal.SIGTERM),
         (None, signal.SIGUSR1),
-        (1, signal.SIGUSR1),
         (1, signal.SIGINT),
     ]:
         launch = Launch(tmp_path, *arguments)
         ranks = launch.ranks()
         if done:
-            until(lambda done=done: f"resumed after step {done}" in launch.log)
+            until(partial(resumed, launch, done))
         launch.kill(number, *([] if rank is None else [ranks[rank]]))
         arguments = assert_stopped(launch, number.name if rank is None else "")
         before, done = done, int(weights(launch.directory)["step"])
@@ -358,8 +371,8 @@ def test_asked_to_stop_again_and_again_it_ends_where_one_left_in_peace_ends(
     assert_bitwise(launch.directory, undisturbed)
 
 
-@pytest.mark.parametrize("mode", ["fsdp", "hogwild", "ensemble"])
-def test_a_signal_in_any_mode(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["hogwild", "ensemble", pytest.param("fsdp", marks=SLOW)])
+def test_a_signal_in_other_modes(mode: str, tmp_path: Path) -> None:
     launch = Launch(tmp_path, *LONG, "steps=100000", f"parallel={mode}").saved()
     launch.kill(signal.SIGTERM, launch.ranks()[1])
     code, told = launch.ended(20)
@@ -367,10 +380,8 @@ def test_a_signal_in_any_mode(mode: str, tmp_path: Path) -> None:
     assert f"stopped after step {weights(launch.directory)['step']}/100000" in told
 
 
-def test_a_ctrl_c_in_a_terminal_reaches_all_and_stops_all_once(
-    cold: Callable[..., Any], tmp_path: Path, undisturbed: dict[str, torch.Tensor]
-) -> None:
-    """The signal goes to the whole process group: command, fork server, ranks. Then the second, which leaves at once."""
+def test_a_ctrl_c_in_a_terminal_reaches_all_and_stops_all_once(cold: Callable[..., Any], tmp_path: Path) -> None:
+    """The signal goes to the whole process group: command, fork server, ranks."""
     process = cold(*LONG)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(30) == 75
@@ -378,8 +389,9 @@ def test_a_ctrl_c_in_a_terminal_reaches_all_and_stops_all_once(
     assert told.count("SIGINT: finishing the step, then saving") == 1
     assert "Traceback" not in told
     until(lambda: not processes_in(tmp_path), 10, "left behind")
-    finished(tmp_path, f"resume={next(tmp_path.glob('outputs/*/*'))}")
-    assert_bitwise(next(tmp_path.glob("outputs/*/*")), undisturbed)
+    [run] = tmp_path.glob("outputs/*/*")
+    assert_whole(run)
+    assert f"stopped after step {weights(run)['step']}/{STEPS}" in told
 
 
 def test_the_second_ctrl_c_leaves_at_once_and_nothing_behind(tmp_path: Path) -> None:
