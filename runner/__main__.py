@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 from runner import cli, directory  # noqa: E402
 from runner.config import CONF, ConfigError  # noqa: E402
 from runner.explain import explained  # noqa: E402
+from runner.parallel.cluster import outer_place  # noqa: E402
 from runner.sweep import Sweep  # noqa: E402
 
 DONE, CRASHED, REFUSED, DIVERGED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
@@ -111,7 +112,8 @@ def launch_hydra(arguments: list[str]) -> list[int]:
             raise HydraException(str(error)) from error
     if jobs is not None and codes:
         jobs.end()
-        print(f"\n{codes.count(DONE)} of {len(codes)} jobs done")
+        if is_first():
+            print(f"\n{codes.count(DONE)} of {len(codes)} jobs done")
     return codes
 
 
@@ -125,7 +127,8 @@ def job(config: DictConfig, sweep: Sweep | None) -> int:
 
         run = build_run(plain)
         return run_one(run, overrides, Path(run.output_root) / run.name)
-    print(f"\njob {settings.job.num}: {' '.join(overrides)}", file=sys.stderr)
+    if is_first():
+        print(f"\njob {settings.job.num}: {' '.join(overrides)}", file=sys.stderr)
     code = job_of(sweep, settings.job.num, plain, overrides)
     if code == STOPPED:
         raise SystemExit(STOPPED)  # asked to stop: not only this job
@@ -140,7 +143,8 @@ def job_of(sweep: Sweep, number: int, config: dict[str, Any], overrides: list[st
     parent = sweep.directory(Path(root, "sweeps", name), resume)
     label, known = directory.job_name(number, overrides), config_hash(config)
     if (code := sweep.settled(parent, number, known)) is not None:
-        print(f"done before: {os.path.relpath(parent / label)}", file=sys.stderr)
+        if is_first():
+            print(f"done before: {os.path.relpath(parent / label)}", file=sys.stderr)
         return code
     entry: dict[str, Any] = {"overrides": overrides, "config_hash": known, "directory": label, "error": ""}
     try:
@@ -149,6 +153,12 @@ def job_of(sweep: Sweep, number: int, config: dict[str, Any], overrides: list[st
         code, entry["error"] = failed(error), str(error)
     sweep.note(parent, number, **entry, code=code)
     return code
+
+
+def is_first() -> bool:
+    """Whether this is the process that talks: of those that torchrun or SLURM started, the one of rank 0."""
+    place = outer_place()
+    return place is None or place.rank == 0
 
 
 def run_one(run: Any, overrides: list[str], parent: Path, label: str | None = None) -> int:

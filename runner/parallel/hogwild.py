@@ -76,7 +76,13 @@ class Hogwild(Processes):
         super().prepare(device, run)
         started = run.parallel.world_size if self._is_joined else 1
         why = f"torchrun or SLURM started {started} processes, which can share no memory"
-        check(started == 1, "processes", self.processes, why, "start one: parallel.processes says how many workers")
+        check(
+            started == 1,
+            "processes",
+            self.processes,
+            why,
+            "leave torchrun or srun out: this mode starts its workers itself",
+        )
 
     def common(self, run: Run) -> Shared:
         with torch.random.fork_rng(devices=[]):
