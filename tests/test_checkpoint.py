@@ -260,8 +260,8 @@ def resealed(path: Path, **changes: Any) -> None:
 
 
 def test_another_schema_is_refused_and_left_alone(two: Checkpoints) -> None:
-    resealed(two.root / "step_00000002", schema=2)
-    with pytest.raises(ConfigError, match="it has schema 2, this version reads 1") as caught:
+    resealed(two.root / "step_00000002", schema=3)
+    with pytest.raises(ConfigError, match="it has schema 3, this version reads 2") as caught:
         two.latest()
     assert caught.value.key == "resume"
     assert two.steps() == [1, 2]
@@ -395,7 +395,7 @@ def test_the_manifest_tells_what_is_there(trained: Callable[..., Run]) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     hashes = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in path.iterdir() if f.name != "manifest.json"}
     assert manifest["files"] == hashes
-    assert (manifest["schema"], manifest["step"], manifest["world_size"]) == (1, 2, 1)
+    assert (manifest["schema"], manifest["step"], manifest["world_size"]) == (2, 2, 1)
     assert manifest["config_hash"] == run.result.config_hash
 
 

@@ -334,6 +334,23 @@ def test_precisions_sweeps_both_on_three_seeds(forks: Forks, tmp_path: Path) -> 
     assert swept == [(precision, seed) for precision in ("BFloat16", "Precision") for seed in (0, 1, 2)]
 
 
+@pytest.mark.parametrize(
+    ("name", "swept"),
+    [
+        ("resnet50_modes", {"parallel": "single,model,pipeline"}),
+        ("split_size", {"parallel.split_size": "1,3,5,8,10,12,20,40,60"}),
+    ],
+)
+def test_the_resnet50_studies_repeat_what_the_articles_measured(name: str, swept: dict[str, str]) -> None:
+    node = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert node["hydra"]["sweeper"]["params"] == swept | {"seed": "0,1,2"}
+    [(key, values)] = swept.items()
+    for value in values.split(","):
+        run = built(f"experiment={name}", f"{key}={value}")
+        run.prepare()
+        assert (run.batch_size, run.num_steps, run.workload.train.shape) == (120, 8, (3, 128, 128))
+
+
 def test_debug_smoke_runs_every_part(trained) -> None:
     run = trained("debug=smoke")
     assert (run.result.status, run.result.steps) == ("done", 2)

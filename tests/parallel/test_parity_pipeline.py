@@ -185,11 +185,11 @@ def test_how_it_is_cut_and_computed_changes_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["processes", "streams"])
-def test_compiled_pieces(engine: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_compiled_pieces(engine: str, tmp_path: Path) -> None:
+    """The mode starts its processes itself: compiling takes longer than `Ranks` wait."""
     options = ("compile=true", "parallel=pipeline", f"parallel.engine={engine}")
-    crew = ranks(2 if engine == "processes" else 1)
-    result = crew.train(composed(*FAST, *COMMON, *CASES["sgd"][0], *SIX, *options), tmp_path)
-    assert_as_plain(tmp_path, result, *plain())
+    run = prepared(composed(*FAST, *COMMON, *CASES["sgd"][0], *SIX, *options), tmp_path)
+    assert_as_plain(tmp_path, run.parallel.launch(session, run), *plain())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
