@@ -155,9 +155,13 @@ def resumed(arguments: Iterable[str]) -> Path | None:
 
 
 def with_saved(saved: list[str], now: list[str]) -> list[str]:
-    """The overrides of a resumed run: those it was started with, less those that are given anew."""
+    """The overrides of a resumed run: those it was started with, less those that are given anew.
+
+    Another option of a group brings its own keys: those that were typed for the one before go with it.
+    """
     given = {_key(text) for text in now}
-    return [*(text for text in saved if _key(text) not in given), *now]
+    replaced = {_key(text) for text in now if text not in saved} & _chosen()
+    return [*(t for t in saved if _key(t) not in given and _key(t).partition(".")[0] not in replaced), *now]
 
 
 def _key(override: str) -> str:

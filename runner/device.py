@@ -59,10 +59,16 @@ class Device:
             count, index = torch.cuda.device_count(), self.index or 0
             check(index < count, "index", index, f"{count} CUDA devices are visible{_hidden()}", f"0 to {count - 1}")
             return torch.device("cuda", index)
+        self.check_unnumbered(kind)
         if kind == "mps":
             check(torch.backends.mps.is_available(), "kind", kind, "this machine has no Metal device", _OTHERWISE)
-        check(self.index is None, "index", self.index, f"auto found only the {kind}", "leave device.index null")
         return torch.device(kind)
+
+    def check_unnumbered(self, kind: str) -> None:
+        """Refuse GPUs that were asked for by number where the device is another `kind`."""
+        why = f"the device is the {kind}"
+        check(self.index is None, "index", self.index, why, "leave device.index null")
+        check(not self.indices, "indices", self.indices, why, "leave device.indices empty")
 
     def resolve_all(self) -> list[torch.device]:
         """The CUDA devices to compute on: the one at `index`, those at `indices`, or all visible ones.

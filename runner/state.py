@@ -44,6 +44,8 @@ class State:
         """Go on where the newest whole checkpoint of the run directory stands, if there is one."""
         checkpoint = self.checkpoints.latest()
         if checkpoint is None:
+            if self.run.resume != "never":
+                log.info("there is no checkpoint to go on from: the run begins")
             return
         shared, local, run = checkpoint.state, checkpoint.local, self.run
         run.parallel.load_full_state(self.model, self.optimizer, checkpoint.tensors, shared["optimizer"])

@@ -111,6 +111,7 @@ def loop(state: State, record: Record, progress: Progress, stop: StopRequest) ->
         progress.step(step)
         run.profiler.after_step(step)
         if stopping and step < run.num_steps:
+            log.info("asked to stop by a signal: saved after step %d", step)
             return "stopped"
     return "done"
 

@@ -275,6 +275,10 @@ def test_flags_may_stand_anywhere(typed: list[str], ordered: list[str]) -> None:
 
 def test_what_is_given_anew_replaces_what_was_saved() -> None:
     saved = ["seed=1", "precision=16", "++name=a", "~debug"]
+    typed = ["parallel=ddp", "parallel.processes=3", "device.threads=1"]
+    assert cli.with_saved(typed, ["parallel=single"]) == ["device.threads=1", "parallel=single"]
+    assert cli.with_saved(typed, ["parallel=ddp"]) == [*typed[1:], "parallel=ddp"]
+    assert cli.with_saved(typed, ["parallel.processes=2"]) == [typed[0], typed[2], "parallel.processes=2"]
     assert cli.with_saved(saved, ["precision=32", "name=b"]) == ["seed=1", "~debug", "precision=32", "name=b"]
     assert cli.with_saved(saved, ["debug=smoke", "-m"]) == [*saved[:3], "debug=smoke", "-m"]
     assert cli.override_value(["resume=a", "seed=1", "resume='b c'"], "resume") == "b c"

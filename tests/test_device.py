@@ -54,7 +54,7 @@ def test_what_is_not_there_is_refused(machine, monkeypatch: pytest.MonkeyPatch) 
     assert refusal(Device(kind="cuda")).key == "kind"
     assert "no Metal device" in str(refusal(Device(kind="mps")))
     refused = refusal(Device(kind="auto", index=0))
-    assert (refused.key, refused.why) == ("index", "auto found only the cpu")
+    assert (refused.key, refused.why) == ("index", "the device is the cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert "CUDA_VISIBLE_DEVICES='7'" in str(refusal(Device(kind="cuda")))
     machine(2)

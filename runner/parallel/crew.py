@@ -20,6 +20,8 @@ from multiprocessing import connection
 from typing import Any
 
 from runner.config import ConfigError
+from runner.data.base import DataError
+from runner.directory import StorageError
 from runner.forkserver import METHOD
 from runner.signals import StopRequest
 
@@ -78,7 +80,8 @@ def report_of(error: BaseException) -> Report:
         return Report(refused=error)
     result, cause = getattr(error, "result", None), error.__cause__
     error = cause if result is not None and cause is not None else error
-    trace = "".join(traceback.format_exception(error))
+    told = isinstance(error, StorageError | DataError)  # a user's to mend: where in the code tells nothing
+    trace = "" if told else "".join(traceback.format_exception(error))
     return Report(what=f"failed: {type(error).__name__}: {error}", trace=trace, result=result, by_others=_lost(error))
 
 

@@ -89,6 +89,7 @@ class Processes(Parallel):
         why = "tensors of a Metal device cannot be sent between processes"
         check(kind != "mps", "kind", kind, why, "choose device=cpu, or parallel=single")
         if kind == "cpu":
+            choice.check_unnumbered(kind)
             return torch.device("cpu")
         indices = self._gpus(choice)
         local_rank = self._place.local_rank if self._place else 0
