@@ -349,7 +349,7 @@ def test_a_job_that_crashes_does_not_end_the_others(
 
     build_run = runner.run.build_run
     monkeypatch.setattr("runner.run.build_run", build)
-    monkeypatch.setattr("runner.train.train", train)
+    monkeypatch.setattr("runner.session.train", train)
     monkeypatch.setattr(sys, "argv", ["runner", "-m", "seed=1,2,3", *FAST])
     monkeypatch.chdir(tmp_path)
     assert main() == 1
