@@ -19,6 +19,8 @@ bench: .venv/bench
 	@$(BIN)/python -m benchmarks.overhead
 	@$(BIN)/python -m benchmarks.overhead --channels-last
 	@$(BIN)/python -m benchmarks.resnet
+	@$(BIN)/python -m benchmarks.parallel
+	@$(BIN)/python -m benchmarks.dqn
 
 .venv/ready: pyproject.toml constraints.txt
 	@echo "setting up .venv: the versions in constraints.txt (about 5 GB with torch; a minute or two)"
