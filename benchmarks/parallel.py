@@ -11,8 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import interleave, report, write
+from benchmarks.measure import command, interleave, points, report, result, tell, write
 
 BATCH, SIZE, STEPS, WARMUP = 48, 128, 7, 2
 GOALS = {("ddp", "single"): 1.7, ("ddp", "ddp-by-hand"): 0.97, ("fsdp", "fsdp-by-hand"): 0.9}
@@ -33,26 +31,17 @@ def ours(mode: str) -> float:
     options = [f"parallel={mode}", "model=resnet50", "data=synthetic", f"data.size={SIZE}", "data.num_classes=1000"]
     options += [f"data.num_samples={4 * BATCH}", f"batch_size={BATCH}", f"steps={STEPS}", "schedule=constant"]
     options += ["optimizer.lr=0.01", "log_every=1", "eval_every=0", "save_every=0", "device=cpu", "device.threads=1"]
-    result = command(options)[0]
-    print(f"{mode}: peak {result['peak_memory_bytes'] / 2**20:.0f} MiB", file=sys.stderr)
-    return BATCH / result["step_seconds"]["median"]
+    with command(options) as directory:
+        told = result(directory)
+    tell("peak MiB of rank 0:", told["peak_memory_bytes"] / 2**20)
+    return BATCH / told["step_seconds"]["median"]
 
 
-def command(options: list[str]) -> tuple[dict[str, Any], float]:
-    """The result of `python -m runner OPTIONS`, and the seconds until its first logged step."""
-    with tempfile.TemporaryDirectory() as scratch:
-        began = time.time()
-        line = [sys.executable, "-m", "runner", *options, f"output_root={scratch}", "name=bench"]
-        subprocess.run(line, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        (directory,) = Path(scratch, "bench").iterdir()
-        return json.loads((directory / "result.json").read_text()), first_point(directory) - began
-
-
-def first_point(directory: Path) -> float:
-    """When the first point of a training curve was logged."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    return EventAccumulator(str(directory)).Reload().Scalars("train/loss")[0].wall_time
+def first_step() -> float:
+    """Seconds from the command to the first logged step of two processes, on the digits."""
+    began = time.time()
+    with command(["parallel=ddp", "steps=1", "log_every=1"]) as directory:
+        return points(directory, "train/loss")[0][0] - began
 
 
 def by_hand(mode: str) -> float:
@@ -111,8 +100,8 @@ CONTENDERS: dict[str, Callable[[], float]] = {
 
 
 def first_steps(repeats: int) -> dict[str, Any]:
-    """Seconds from the command to the first logged step, with two processes on the digits."""
-    seconds = [command(["parallel=ddp", "steps=1", "log_every=1"])[1] for _ in range(repeats)]
+    """`first_step` again and again, as a table."""
+    seconds = [first_step() for _ in range(repeats)]
     median = statistics.median(seconds)
     verdict = "reached" if median <= FIRST_STEP_GOAL else "MISSED"
     print(f"\nfirst step of two processes: median {median:.1f} s ({min(seconds):.1f} – {max(seconds):.1f}): {verdict}")

@@ -27,12 +27,18 @@ def cpu() -> dict[str, Any]:
         "model": first.get("model name") or _sysctl("machdep.cpu.brand_string") or platform.machine(),
         "physical_cores": _physical_cores(blocks),
         "logical_cores": os.cpu_count(),
-        "allowed_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "allowed_cores": allowed_cores(),
         "quota_cores": _quota_cores(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "features": [name for name in FEATURES if name in flags],
     }
+
+
+def allowed_cores() -> int:
+    """The logical cores in this process's affinity mask."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def memory() -> dict[str, int | None]:

@@ -18,6 +18,7 @@ import torch
 
 from runner.data.watch import POLL, Watch
 from runner.forkserver import METHOD, start_server
+from runner.processor import allowed_cores
 
 
 class Fetch(Protocol):
@@ -80,10 +81,8 @@ class Workers:
 
 def default_count() -> int:
     """One worker a core that this process may use, less one for the training, and at most eight."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # those of a distributed run share the machine
-    return max(0, min(8, cores // processes - 1))
+    return max(0, min(8, allowed_cores() // processes - 1))
 
 
 def _end_with_the_run(_: int) -> None:

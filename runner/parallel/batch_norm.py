@@ -21,12 +21,26 @@ def with_shared_batch_norm(model: torch.nn.Module, device: torch.device) -> torc
     return model
 
 
-class SharedBatchNorm(_BatchNorm):
-    """Ioffe and Szegedy, Batch Normalization (2015), over the parts [n, channels, …] of all processes."""
+class AnyBatchNorm(_BatchNorm):
+    """Ioffe and Szegedy, Batch Normalization (2015), over [n, channels, …], with statistics that are handed in."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"got an input of shape {list(input.shape)}: there are no channels (its second dimension)")
+
+    @torch.no_grad()
+    def track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Move the running statistics towards a batch's, [channels] each, as `_BatchNorm` does."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked += 1
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+class SharedBatchNorm(AnyBatchNorm):
+    """Over the parts of all processes."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
@@ -40,20 +54,11 @@ class SharedBatchNorm(_BatchNorm):
         mean = _sum_over_ranks(x.sum(others)) / count
         centred = x - mean.view(shape)
         variance = _sum_over_ranks(centred.square().sum(others)) / count
-        self._note(mean.detach(), variance.detach() * (count / max(1, count - 1)))
+        self.track(mean, variance * (count / max(1, count - 1)))
         normalised = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             normalised = normalised * self.weight.view(shape) + self.bias.view(shape)
         return normalised.to(input.dtype)
-
-    def _note(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Move the running statistics towards those of this batch, as `_BatchNorm` does."""
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked += 1
-        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 
 
 def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from runner.parallel.batch_norm import AnyBatchNorm
+
 
 def defer(model: torch.nn.Module) -> None:
     """Have every batch normalisation in `model` keep its running statistics until `update` is called."""
@@ -31,17 +33,13 @@ def update(model: torch.nn.Module) -> None:
             module.update()
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(AnyBatchNorm):
     """Over inputs [n, channels, …]; `seen` values a channel since the last update, their mean, and their squares."""
 
     seen: torch.Tensor
     seen_mean: torch.Tensor
     seen_squares: torch.Tensor
     """The sum of the squared distances from the mean, [channels]."""
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"got an input of shape {list(input.shape)}: there are no channels (its second dimension)")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
@@ -64,13 +62,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def update(self) -> None:
-        """As `_BatchNorm` does after each batch."""
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked += 1
-        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        variance = self.seen_squares / (self.seen - 1).clamp(min=1)
-        self.running_mean.lerp_(self.seen_mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+        """Move the running statistics towards those of all that was seen, and begin anew."""
+        self.track(self.seen_mean, self.seen_squares / (self.seen - 1).clamp(min=1))
         for buffer in (self.seen, self.seen_mean, self.seen_squares):
             buffer.zero_()

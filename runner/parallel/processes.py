@@ -24,6 +24,7 @@ from runner.forkserver import start_server
 from runner.parallel.base import Parallel
 from runner.parallel.cluster import Place, interface_to, outer_place
 from runner.parallel.crew import Crew, RankError, Report, attend, report_of
+from runner.processor import allowed_cores
 from runner.signals import StopRequest
 from runner.workloads.base import Sums
 
@@ -205,7 +206,7 @@ class Processes(Parallel):
             torch.cuda.set_device(device)
         os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world_size)  # data workers share the machine's cores
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, num_cores() // place.local_world_size))
+            torch.set_num_threads(max(1, allowed_cores() // place.local_world_size))
         if interface := interface_to(place.host):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if (started := outer_place()) is not None:
@@ -341,12 +342,6 @@ def _outer_store(place: Place, patience: timedelta) -> Store:
 
 _outer_stores: list[Store] = []
 """The store, and its part for each group so far: where a job of a sweep failed, those after it make a new group."""
-
-
-def num_cores() -> int:
-    """CPU cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any]:

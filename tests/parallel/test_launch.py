@@ -21,7 +21,8 @@ from ranks import Ranks
 
 from runner.parallel.cluster import Place
 from runner.parallel.crew import Crew
-from runner.parallel.processes import _store, num_cores
+from runner.parallel.processes import _store
+from runner.processor import allowed_cores
 from runner.run import Run
 from runner.session import session
 from runner.signals import StopRequest
@@ -86,7 +87,7 @@ def test_each_rank_knows_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "overrides", "wanted"),
     [
-        (None, ["device.threads=null"], max(1, num_cores() // 2)),
+        (None, ["device.threads=null"], max(1, allowed_cores() // 2)),
         (None, ["device.threads=3"], 3),
         ("5", ["device.threads=null"], 5),
         ("5", ["device.threads=3"], 3),

@@ -1,0 +1,147 @@
+"""ResNet50 in two stages on two cores, against one process, against its own bound and against the same by hand.
+
+`python -m benchmarks.pipeline [--precision bf16]`: 128×128, global batch 48, channels_last, processes of one thread
+each, on a CPU. The rate is that of the median step. Beside it, what part of the speed was reached that the measured
+times of the stages allow: the least seconds of a step by those that it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import command, interleave, points, report, result, tell, write
+
+BATCH, SIZE, STEPS = 48, 128, 6
+CUT, SPLIT = "layer3.1", 6
+"""Of the loop that is written by hand, and of the runner's that it is compared with."""
+
+
+def ours(*options: str) -> Callable[[str], float]:
+    """Images per second of the runner's command; and, of a pipeline, what part of its bound it reached."""
+
+    def rate(precision: str) -> float:
+        line = [*options, f"precision={precision}", "model=resnet50", "data=synthetic", f"data.size={SIZE}"]
+        line += [f"data.num_samples={4 * BATCH}", "data.num_classes=1000", f"batch_size={BATCH}", f"steps={STEPS}"]
+        line += ["schedule=constant", "optimizer.lr=0.01", "log_every=1", "eval_every=0", "save_every=0"]
+        with command([*line, "device=cpu", "device.threads=1"]) as directory:
+            told = {tag: points(directory, f"pipeline/{tag}") for tag in ("bubble", "bubble_bound")}
+            # Busy time is the same in both: 1 − idle share is busy by seconds.
+            reached = [(1 - is_) / (1 - bound) for (_, is_), (_, bound) in zip(*told.values(), strict=True)]
+            if reached:
+                tell("of its bound:", statistics.median(reached[1:]))
+            return BATCH / result(directory)["step_seconds"]["median"]
+
+    return rate
+
+
+def by_hand(precision: str) -> float:
+    """Images per second of torch's own stages and schedule, in a loop with the same numbers."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "seconds.json")
+        torch.multiprocessing.spawn(_rank, (precision, str(path), f"file://{scratch}/store"), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+        return BATCH / statistics.median(json.loads(path.read_text())[1:])
+
+
+class _Part(torch.nn.Module):
+    """Blocks of a network; what comes in and goes out is contiguous, as torch sends it."""
+
+    def __init__(self, blocks: list[torch.nn.Module], dtype: torch.dtype):
+        super().__init__()
+        self.blocks, self.dtype = torch.nn.Sequential(*blocks), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+            return self.blocks(x).contiguous()
+
+
+def _rank(rank: int, precision: str, path: str, meeting: str) -> None:
+    from torch.distributed import pipelining
+    from torchvision.models import resnet50
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    whole = resnet50(weights=None)
+    blocks: dict[str, Any] = {name: getattr(whole, name) for name in ("conv1", "bn1", "relu", "maxpool")}
+    for i in range(1, 5):
+        blocks |= {f"layer{i}.{j}": block for j, block in enumerate(getattr(whole, f"layer{i}"))}
+    blocks |= {"avgpool": whole.avgpool, "flatten": torch.nn.Flatten(), "fc": whole.fc}
+    at = list(blocks).index(CUT)
+    own = list(blocks.values())[:at] if rank == 0 else list(blocks.values())[at:]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    part = _Part(own, dtype).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    stage = pipelining.PipelineStage(part, rank, 2, torch.device("cpu"))
+    loss = torch.nn.functional.cross_entropy
+    schedule = pipelining.Schedule1F1B(stage, BATCH // SPLIT, loss_fn=lambda out, target: loss(out.float(), target))
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9, fused=True)
+    images, labels = torch.randn(4 * BATCH, 3, SIZE, SIZE), torch.randint(1000, (4 * BATCH,))
+    seconds = []
+    for step in range(STEPS):
+        began = time.perf_counter()
+        rows = torch.arange(BATCH) + step % 4 * BATCH
+        if rank == 0:
+            schedule.step(images[rows])
+        else:
+            schedule.step(target=labels[rows])
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.distributed.barrier()  # both have done the step; the runner asks as much after each
+        seconds.append(time.perf_counter() - began)
+    if rank == 0:
+        Path(path).write_text(json.dumps(seconds))
+    torch.distributed.destroy_process_group()
+
+
+def _pipeline(schedule: str, split: int, cuts: str = "auto") -> Callable[[str], float]:
+    options = [f"parallel.schedule={schedule}", f"parallel.split_size={split}", f"parallel.cuts={cuts}"]
+    return ours("parallel=pipeline", *options)
+
+
+CONTENDERS: dict[str, Callable[[str], float]] = {
+    "single": ours("parallel=single"),
+    **{f"1f1b, split {split}": _pipeline("1f1b", split) for split in (4, 6, 8, 12)},
+    "gpipe, split 6": _pipeline("gpipe", 6),
+    "interleaved_1f1b, split 6": _pipeline("interleaved_1f1b", 6),
+    "zero_bubble, split 6": _pipeline("zero_bubble", 6),
+    **{f"cut at {cut}": _pipeline("1f1b", SPLIT, f"[{cut}]") for cut in ("layer2.2", "layer2.3", "layer3.0", CUT)},
+    "by hand": by_hand,
+}
+_HAND_CUTS = [name for name in CONTENDERS if name.startswith("cut at")]
+_SPLITS = [name for name in CONTENDERS if "split" in name]
+
+
+def main() -> None:
+    """Measure all, or, with `--run`, one in this process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--precision", choices=("32", "bf16"), default="32")
+    parser.add_argument("--run", choices=CONTENDERS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        print(CONTENDERS[arguments.run](arguments.precision))
+        return
+    passed = ["--precision", arguments.precision]
+    rates = interleave("benchmarks.pipeline", list(CONTENDERS), arguments.repeats, passed)
+    best = max(_SPLITS, key=lambda name: statistics.median(rates[name]))
+    cut = max(_HAND_CUTS, key=lambda name: statistics.median(rates[name]))
+    goals = {(best, "single"): 1.6, (f"1f1b, split {SPLIT}", cut): 1.0, (f"cut at {CUT}", "by hand"): 0.97}
+    title = f"ResNet50, {SIZE}×{SIZE}, batch {BATCH}, precision {arguments.precision}, two stages of one thread each"
+    table = report(title, "images/s", rates, goals)
+    name = "pipeline" if arguments.precision == "32" else f"pipeline_{arguments.precision}"
+    write(name, [table], f"python -m benchmarks.pipeline {' '.join(passed)} --repeats {arguments.repeats}")
+
+
+if __name__ == "__main__":
+    main()
