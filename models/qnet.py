@@ -102,7 +102,7 @@ class WithTarget(nn.Module):
                 Silver, Deep Reinforcement Learning with Double Q-learning, 2016); else the target does both.
 
         Returns:
-            Q [n, num_actions]; or Q and, without gradient, the value of each next observation's best action [n].
+            Q [n, num_actions]; or Q and, without gradient, the value of each next observation's best action [n, 1].
         """
         values = self.online(self._normalized(observations))
         if next_observations is None:
@@ -110,8 +110,9 @@ class WithTarget(nn.Module):
         with torch.no_grad():
             following = self._normalized(next_observations)
             judged = self.target(following)
-            chosen = (self.online(following) if double else judged).argmax(1, keepdim=True)
-            return values, judged.gather(1, chosen).squeeze(1)
+            if not double:
+                return values, judged.amax(1, keepdim=True)
+            return values, judged.gather(1, self.online(following).argmax(1, keepdim=True))
 
     def _normalized(self, observations: torch.Tensor) -> torch.Tensor:
         if self.shift is None or self.scale is None:

@@ -214,9 +214,9 @@ class DQN(Workload):
     def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         # One call for both networks: a mode that wraps the model sees one forward pass.
         values, following = model(batch.observations, batch.next_observations, double=self.double)
-        dtype = torch.promote_types(values.dtype, torch.float32)  # 16 bits are for the network, not for the sums
-        chosen = values.gather(1, batch.actions).squeeze(1).to(dtype)
-        targets = torch.addcmul(batch.returns.to(dtype), batch.discounts.to(dtype), following.to(dtype))
+        chosen = values.gather(1, batch.actions)
+        targets = torch.addcmul(batch.returns, batch.discounts, following)  # float32, or the network's float64
+        chosen = chosen.to(targets.dtype)  # 16 bits are for the network, not for the sums
         compare = torch.nn.functional.smooth_l1_loss if self.td_loss == "huber" else torch.nn.functional.mse_loss
         loss = compare(chosen, targets)
         sums = torch.stack((loss.detach() * len(targets), chosen.detach().sum())).float()

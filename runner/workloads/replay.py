@@ -16,11 +16,11 @@ class Batch(NamedTuple):
     actions: torch.Tensor
     """int64 [n, 1]"""
     returns: torch.Tensor
-    """The discounted sum of the rewards in between: float32 [n]."""
+    """The discounted sum of the rewards in between: float32 [n, 1]."""
     next_observations: torch.Tensor
     """float32 [n, size]"""
     discounts: torch.Tensor
-    """What the value of the next observation counts for: float32 [n]; 0 where the episode has come to its end."""
+    """What the value of the next observation counts for: float32 [n, 1]; 0 where the episode has come to its end."""
 
 
 def row_width(observation_size: int) -> int:
@@ -33,7 +33,7 @@ def unpacked(rows: torch.Tensor) -> Batch:
     size = (rows.shape[1] - 3) // 2
     observations, following, actions, returns, discounts = rows.split_with_sizes((size, size, 1, 1, 1), 1)
     # The last row's action is a float, exact up to 2²⁴ actions.
-    return Batch(observations, actions.long(), returns.squeeze(1), following, discounts.squeeze(1))
+    return Batch(observations, actions.long(), returns, following, discounts)
 
 
 class Replay:

@@ -58,9 +58,9 @@ def linear_agent() -> WithTarget:
 BATCH = Batch(
     observations=torch.tensor([[1.0, 1.0], [2.0, -1.0], [0.5, 0.0]]),
     actions=torch.tensor([[0], [1], [0]]),
-    returns=torch.tensor([1.0, 0.0, 5.0]),
+    returns=torch.tensor([[1.0], [0.0], [5.0]]),
     next_observations=torch.tensor([[1.0, 1.0], [2.0, 1.0], [1.0, 0.0]]),
-    discounts=torch.tensor([0.5, 0.9, 0.0]),  # the last one has come to its end
+    discounts=torch.tensor([[0.5], [0.9], [0.0]]),  # the last one has come to its end
 )
 # Q(o) = (o₀, 2·o₁): of the actions taken 1, −2 and 0.5. The next observations are worth, to the online network,
 # (1, 2), (2, 2) → the first, (1, 0); to the target (3·o₀, o₁) = (3, 1), (6, 1), (3, 0).

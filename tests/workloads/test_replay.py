@@ -90,7 +90,7 @@ def _over(steps: list[tuple]) -> bool:
 def stored(replay: Replay) -> dict[tuple, tuple]:
     batch = unpacked(replay.rows[: len(replay)])
     rows = zip(*(field.tolist() for field in batch), strict=True)
-    return {tuple(o): (a[0], r, tuple(following), d) for o, a, r, following, d in rows}
+    return {tuple(o): (a[0], r[0], tuple(following), d[0]) for o, a, r, following, d in rows}
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
@@ -166,5 +166,5 @@ def test_samples_are_uniform_and_unpack_to_what_was_stored() -> None:
     assert frequency.min() > 50
     assert ((frequency - 100) ** 2 / 100).sum() == pytest.approx(count, abs=5 * (2 * count) ** 0.5)  # χ²
     batch = unpacked(drawn[:7])
-    assert [tuple(field.shape) for field in batch] == [(7, 3), (7, 1), (7,), (7, 3), (7,)]
+    assert [tuple(field.shape) for field in batch] == [(7, 3), (7, 1), (7, 1), (7, 3), (7, 1)]
     assert batch.actions.dtype == torch.int64
