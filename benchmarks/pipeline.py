@@ -111,11 +111,11 @@ def _pipeline(schedule: str, split: int, cuts: str = "auto") -> Callable[[str], 
 
 CONTENDERS: dict[str, Callable[[str], float]] = {
     "single": ours("parallel=single"),
-    **{f"1f1b, split {split}": _pipeline("1f1b", split) for split in (4, 6, 8, 12)},
+    **{f"1f1b, split {split}": _pipeline("1f1b", split) for split in (6, 8, 12)},
     "gpipe, split 6": _pipeline("gpipe", 6),
     "interleaved_1f1b, split 6": _pipeline("interleaved_1f1b", 6),
     "zero_bubble, split 6": _pipeline("zero_bubble", 6),
-    **{f"cut at {cut}": _pipeline("1f1b", SPLIT, f"[{cut}]") for cut in ("layer2.2", "layer2.3", "layer3.0", CUT)},
+    **{f"cut at {cut}": _pipeline("1f1b", SPLIT, f"[{cut}]") for cut in ("layer2.3", "layer3.0", CUT)},
     "by hand": by_hand,
 }
 _HAND_CUTS = [name for name in CONTENDERS if name.startswith("cut at")]

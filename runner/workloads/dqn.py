@@ -162,7 +162,7 @@ class DQN(Workload):
                     warming = actor.num_steps * self._count < self.warm_up
                     actor.step(None if warming else policy, self.epsilon(actor.num_steps * self._count))
                 # Drawn at once for the whole step: the same transitions, into however many parts they are cut.
-                for rows in actor.sample(sum(sizes)).split(sizes):
+                for rows in actor.sample(sum(sizes)).split_with_sizes(sizes):
                     yield unpacked(rows.to(device, non_blocking=True))
 
     def _due(self, step: int) -> float:
