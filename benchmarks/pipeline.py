@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.measure import command, interleave, points, report, result, tell, write
 
-BATCH, SIZE, STEPS = 48, 128, 6
+BATCH, SIZE, STEPS = 48, 128, 5
 CUT, SPLIT = "layer3.1", 6
 """Of the loop that is written by hand, and of the runner's that it is compared with."""
 

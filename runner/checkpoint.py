@@ -12,7 +12,7 @@ import logging
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Checkpoints:
 
     Args:
         directory: the run's.
-        keep: how many of the latest to keep; the best one is kept beside them.
+        keep: how many of the latest to keep; the best one is kept beside them. 0: one, until the run is done.
         rank, world_size: this process among those that save together.
         barrier: waits for all of them.
         config_hash: goes into the manifest.
@@ -115,10 +115,17 @@ class Checkpoints:
         _sync(self.root)
 
     def _prune(self, best_step: int | None) -> None:
-        for step in self.steps()[: -self.keep]:
-            if step != best_step:  # renamed first: half a checkpoint must not look like one
-                path = self.root / step_name(step)
-                os.replace(path, free_name(path, "pruned"))
+        self._remove(step for step in self.steps()[: -max(1, self.keep)] if step != best_step)
+
+    def finish(self) -> None:
+        """The run is done: what was kept only to go on from goes."""
+        if self.keep == 0 and self.rank == 0:
+            self._remove(self.steps())
+
+    def _remove(self, steps: Iterable[int]) -> None:
+        for step in steps:  # renamed first: half a checkpoint must not look like one
+            path = self.root / step_name(step)
+            os.replace(path, free_name(path, "pruned"))
         for left_over in [*self.root.glob("tmp.*"), *self.root.glob("*.pruned*")]:
             shutil.rmtree(left_over, ignore_errors=True)
 

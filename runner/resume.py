@@ -66,7 +66,7 @@ def _is_done(path: Path, run: Run) -> bool:
     result, named = directory.read_result(path), _named_checkpoint(run)
     newest = named is None or not _later(named)
     done = result.get("status") == "done" and result["steps"] >= run.num_steps and newest
-    return done and _last_is_whole(path)
+    return done and (run.keep == 0 or _last_is_whole(path))
 
 
 def _last_is_whole(path: Path) -> bool:

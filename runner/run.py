@@ -90,9 +90,9 @@ class Run:
             path, "output_root", self.output_root, "it is no path of a directory", "output_root=. is the one you are in"
         )
         check_range(self, "seed", least=0, most=2**63 - 1)
-        for key in ("batch_size", "steps", "log_every", "keep"):
+        for key in ("batch_size", "steps", "log_every"):
             check_range(self, key, least=1, most=_MOST)
-        for key in ("eval_every", "save_every"):
+        for key in ("eval_every", "save_every", "keep"):
             check_range(self, key, least=0, most=_MOST)
         check_range(self, "epochs", above=0, most=1_000_000)
         check_range(self, "max_grad_norm", above=0)

@@ -53,6 +53,7 @@ def train(run: Run) -> Result:
                 raise CrashedError(state.result("crashed", f"{type(error).__name__}: {error}")) from error
             if status == "done":
                 record.close_row()
+                state.checkpoints.finish()
         return state.result(status, error)
 
 

@@ -319,6 +319,29 @@ def test_the_latest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int |
     assert is_whole(checkpoints.latest(), 6)
 
 
+def test_none_is_kept_once_the_run_is_done(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=0)
+    for step in (1, 2, 3):
+        checkpoints.save(checkpoint(step), best_step=1)
+    assert checkpoints.steps() == [1, 3], "until then, one to go on from, and the best"
+    Checkpoints(tmp_path, keep=0, rank=1).finish()
+    assert checkpoints.steps() == [1, 3], "rank 0 does it"
+    checkpoints.finish()
+    assert list(checkpoints.root.iterdir()) == []
+    Checkpoints(tmp_path, keep=1).save(checkpoint(1))
+    Checkpoints(tmp_path, keep=1).finish()
+    assert checkpoints.steps() == [1]
+
+
+def test_a_run_that_keeps_none_is_done_all_the_same(forks: Forks, tmp_path: Path) -> None:
+    code, said = forks.run(*FAST, "steps=4", "save_every=1", "keep=0", cwd=tmp_path)
+    assert code == 0, said
+    (run,) = tmp_path.glob("outputs/*/*")
+    assert list((run / "checkpoints").iterdir()) == []
+    code, said = forks.run(f"resume={run}", cwd=tmp_path)
+    assert (code, "nothing is left to do" in said) == (0, True), said
+
+
 def test_what_was_set_aside_is_not_pruned(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     asides = {"step_00000001.corrupt", "step_00000001.superseded", "step_00000002.corrupt2"}

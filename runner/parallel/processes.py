@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import os
+import socket
+import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -126,7 +127,6 @@ class Processes(Parallel):
             return
         assert self._place is not None
         if not torch.distributed.is_initialized():  # the jobs of a sweep go on with one group
-            gc.collect()  # where a job failed: the connections of its group close with the last reference to it
             self.enter(self._place, None, run.device)
             atexit.register(_part)
         self._check_equal(run.config)
@@ -180,7 +180,9 @@ class Processes(Parallel):
             if self.rank > 0 and report.what and not report.by_others:  # rank 0's the command tells
                 log.critical("rank %d %s\n%s", self.rank, report.what, report.trace)
             self._question = None
-            _part()  # what is on its way in this group must not meet the next job of a sweep: that makes another
+            # What is on its way in this group must not meet the next job of a sweep, which makes another.
+            _hang_up()
+            _part()
             raise
 
     def _start(self, train: Callable[[Run], Result], run: Run, stop: StopRequest) -> Result:
@@ -215,6 +217,7 @@ class Processes(Parallel):
             from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
             store = TCPStore(place.host, place.port, timeout=patience)
+        before = _sockets()
         torch.distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -222,6 +225,7 @@ class Processes(Parallel):
             world_size=place.world_size,
             timeout=patience,
         )
+        _connections[:] = _sockets() - before
 
     def leave(self) -> None:
         """Part from the others, who are leaving too."""
@@ -326,6 +330,28 @@ def _part() -> None:
         torch.distributed.destroy_process_group()
 
 
+def _sockets() -> set[int]:
+    """The sockets that this process has open, by number; none where the system does not list them."""
+    found = set()
+    with suppress(OSError):
+        for name in os.listdir("/dev/fd"):  # Linux and macOS
+            with suppress(OSError):  # what listed them is closed by now
+                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    found.add(int(name))
+    return found
+
+
+def _hang_up() -> None:
+    """End the connections of the group, so that the others do not wait for this process until their time is up.
+
+    Gloo closes them with the last reference to the group: and a traceback, a mesh or a replica may hold one.
+    """
+    for number in _connections:
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            connection.getpeername()  # raises for the one that listens, whose end gloo does not survive
+            connection.shutdown(socket.SHUT_RDWR)
+
+
 def _outer_store(place: Place, patience: timedelta) -> Store:
     """The store of processes that torchrun or SLURM started, with room of its own for each group that they form."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -342,6 +368,9 @@ def _outer_store(place: Place, patience: timedelta) -> Store:
 
 _outer_stores: list[Store] = []
 """The store, and its part for each group so far: where a job of a sweep failed, those after it make a new group."""
+
+_connections: list[int] = []
+"""The sockets of the group that this process is in, by number."""
 
 
 def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any]:

@@ -95,12 +95,17 @@ def jobs(configs: list[dict[str, Any]], directory: Path) -> list[str]:
     return [job(config, directory / str(number), fails=number == 1) for number, config in enumerate(configs)]
 
 
+held: list[Any] = []
+
+
 def job(config: dict[str, Any], directory: Path, fails: bool) -> str:
     run = Run.again(config)
     run.prepare()
     run.directory = directory
     directory.mkdir(exist_ok=True)
     with run.parallel.joined(run), LogFile(directory, run.parallel.rank):
+        if fails:
+            held.append(torch.distributed.group.WORLD)  # as a replica in a traceback may: nothing frees the group
         try:
             return run.parallel.launch(partial(fail, 1, 5, ValueError("only here")) if fails else session, run).status
         except Exception as error:

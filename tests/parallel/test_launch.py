@@ -217,7 +217,6 @@ def test_a_sweep_of_joined_processes(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("outputs/sweeps/*/*/*/result.json"))) == 2
 
 
-@pytest.mark.slow  # alone it passes in seconds; after other tests of this session the survivor waits: see the notes
 def test_the_jobs_after_one_that_failed_on_one_rank(tmp_path: Path, launched: Path) -> None:
     """Both make a new group: nothing of the failed job is taken for the next one's."""
     config = composed(*TWO, *SHORT)
