@@ -225,7 +225,7 @@ def summary(run: Any, result: Any) -> str:
     """The last words of a run: how it ended, where it is, how to look at it."""
     where, logs = (shlex.quote(os.path.relpath(path)) for path in (run.directory, run.output_root))
     steps = f"{result.steps}/{max(result.steps, run.num_steps)}"
-    lines = [f"{result.status} after step {steps}, {result.seconds:.1f} s"]
+    lines = [f"{result.status} after step {steps}" + (f", {result.seconds:.1f} s" if result.seconds else "")]
     lines[0] += f": {result.error}" if result.error and result.status != "crashed" else ""  # told already
     if best := result.best:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")

@@ -170,7 +170,7 @@ class Result:
         seconds: from the first step of this session to its end.
         samples_per_second: of training alone, evaluations and checkpoints left out.
         step_seconds: median and p90, the warm-up left out.
-        notes: whatever else a reader of the numbers must know.
+        notes: whatever else a reader of the numbers must know; rank 0's, as is the memory.
     """
 
     status: str

@@ -27,6 +27,7 @@ FLOORS = [
     ["runner.workloads.acting"],
     ["runner.parallel.cluster", "runner.parallel.crew", "runner.parallel.batch_norm"],
     ["runner.parallel.cuts", "runner.parallel.deferred", "runner.parallel.devices", "runner.parallel.gather"],
+    ["runner.parallel.group"],
     ["runner.parallel.micro", "runner.parallel.pieces", "runner.parallel.timeline"],
     ["runner.parallel.scheduled", "runner.parallel.streams"],
     ["runner.workloads", "runner.parallel.base"],

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ONE_STAGE_EACH = ("auto", "gpipe", "1f1b")
+_ONE_STAGE_EACH = ("gpipe", "1f1b")
 _PICTURE = "pipeline.png"
 _ONE = "leave parallel.processes=auto, or choose parallel.engine=processes"
 
@@ -51,9 +51,9 @@ class Pipeline(Cuts, Processes):
         engine: `processes`: a process a stage, on `torch.distributed.pipelining`; `streams`: one process with several
             CUDA devices, and copies between them on streams of their own.
         schedule: `gpipe`: all forward passes, then all backward passes; `1f1b`: in turns as soon as can be, which holds
-            fewer activations (Narayanan et al., PipeDream, 2019); `interleaved_1f1b`: two or more stages a process, a
-            smaller bubble (Narayanan et al., 2021); `zero_bubble`: the gradients of weights are put off into the bubble
-            (Qi et al., 2023); `auto`: 1f1b, or gpipe where there are fewer micro-batches than stages.
+            fewer activations (Narayanan et al., PipeDream, 2019), and lets a stage that is late hold up the others at
+            once; `interleaved_1f1b`: two or more stages a process, a smaller bubble (Narayanan et al., 2021);
+            `zero_bubble`: the gradients of weights are put off into the bubble (Qi et al., 2023).
         split_size: samples in a micro-batch.
         num_micro_batches: how many there are, in the place of `split_size`; both null: about four a stage.
         batch_norm: running statistics of `micro`-batches, or, by `defer`, of the whole batch (GPipe, section 2.2), so
@@ -61,7 +61,7 @@ class Pipeline(Cuts, Processes):
     """
 
     engine: str = "processes"
-    schedule: str = "auto"
+    schedule: str = "gpipe"
     split_size: int | None = None
     num_micro_batches: int | None = None
     batch_norm: str = "micro"
@@ -76,8 +76,13 @@ class Pipeline(Cuts, Processes):
         if self.engine == "streams":
             check(self.processes in ("auto", 1), "processes", self.processes, "engine=streams has one", _ONE)
             why = "engine=streams queues all forward passes before the backward passes"
-            fits = self.schedule in ("auto", "gpipe")
-            check(fits, "schedule", self.schedule, why, "parallel.schedule=gpipe, or parallel.engine=processes")
+            check(
+                self.schedule == "gpipe",
+                "schedule",
+                self.schedule,
+                why,
+                "parallel.schedule=gpipe, or parallel.engine=processes",
+            )
             self.processes = 1
         elif self.processes == "auto" and self.stages is not None and outer_processes() == 1:
             two_each = self.schedule == "interleaved_1f1b" and self.stages % 2 == 0 and self.stages > 2
@@ -217,10 +222,8 @@ class Pipeline(Cuts, Processes):
         pieces = {number: Piece(grouped[number], sent[number], sent[number + 1], autocast) for number in own}
         if 0 in pieces:
             run.precision.convert(pieces[0])  # it takes the inputs, where the whole network did
-        schedule = self.schedule
-        if schedule == "auto":
-            schedule = "1f1b" if self._num_micros >= self.num_stages else "gpipe"
-        self._engine: Any = Scheduled(pieces, borders, schedule, self._size, self._num_micros, device, self._timeline)
+        size, count = self._size, self._num_micros
+        self._engine: Any = Scheduled(pieces, borders, self.schedule, size, count, device, self._timeline)
         return pieces
 
     def _place_here(

@@ -5,13 +5,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import socket
-import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,24 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runner.config import ABSENT, ConfigError, check, check_range
+from runner.config import ABSENT, check, check_range
 from runner.device import Device
 from runner.forkserver import start_server
+from runner.parallel import group
 from runner.parallel.base import Parallel
-from runner.parallel.cluster import Place, interface_to, outer_place
+from runner.parallel.cluster import Place, outer_place
 from runner.parallel.crew import Crew, RankError, Report, attend, report_of
 from runner.processor import allowed_cores
 from runner.signals import StopRequest
 from runner.workloads.base import Sums
 
 if TYPE_CHECKING:
-    from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
     from runner.run import Result, Run
 
 log = logging.getLogger(__name__)
 
-_HOST = "127.0.0.1"
 _PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "runner.train")
 """What a rank needs; the fork server imports it while this process reads the data."""
 
@@ -128,7 +123,7 @@ class Processes(Parallel):
         assert self._place is not None
         if not torch.distributed.is_initialized():  # the jobs of a sweep go on with one group
             self.enter(self._place, None, run.device)
-            atexit.register(_part)
+            atexit.register(group.part)
         self._check_equal(run.config)
         self.personalise(run)
         yield
@@ -180,15 +175,13 @@ class Processes(Parallel):
             if self.rank > 0 and report.what and not report.by_others:  # rank 0's the command tells
                 log.critical("rank %d %s\n%s", self.rank, report.what, report.trace)
             self._question = None
-            # What is on its way in this group must not meet the next job of a sweep, which makes another.
-            _hang_up()
-            _part()
+            group.hang_up()  # what is on its way in this group must not meet the next job of a sweep: it makes another
             raise
 
     def _start(self, train: Callable[[Run], Result], run: Run, stop: StopRequest) -> Result:
         count, common = self.world_size, self.common(run)
-        store = _store(self.port)
-        places = [Place(rank, count, rank, count, _HOST, store.port) for rank in range(count)]
+        store = group.store_here(self.port)
+        places = [Place(rank, count, rank, count, group.HOST, store.port) for rank in range(count)]
         work = partial(_work, train, run.again, run.config, run.directory)
         with Crew(work, [(place, common) for place in places], self.timeout) as crew:
             return crew.wait(stop)[0]
@@ -203,34 +196,18 @@ class Processes(Parallel):
     def enter(self, place: Place, common: Any, choice: Device) -> None:
         """Become the process at `place`, and meet the others."""
         self._place = place
-        device, patience = self.device(choice), timedelta(seconds=self.timeout)
+        device = self.device(choice)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world_size)  # data workers share the machine's cores
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, allowed_cores() // place.local_world_size))
-        if interface := interface_to(place.host):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if (started := outer_place()) is not None:
-            store = _outer_store(started, patience)
-        else:
-            from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-            store = TCPStore(place.host, place.port, timeout=patience)
-        before = _sockets()
-        torch.distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=patience,
-        )
-        _connections[:] = _sockets() - before
+        group.meet(place, device, self.timeout)
 
     def leave(self) -> None:
         """Part from the others, who are leaving too."""
         self._settle()
-        _part()
+        group.part()
 
     def _settle(self) -> None:
         """Hear the answer to the last question, whatever it is."""
@@ -311,66 +288,6 @@ def _redirect(path: Path) -> None:
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)
-
-
-def _store(port: int | None) -> TCPStore:
-    """The store where the processes of this machine meet; it lives in the one that starts them."""
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    try:
-        return TCPStore(_HOST, port or 0, is_master=True, wait_for_workers=False)
-    except RuntimeError as error:
-        why = f"nothing can listen there ({str(error).splitlines()[0][:100]})"
-        raise ConfigError("parallel.port", port, why, "choose another, or null for any free one") from None
-
-
-def _part() -> None:
-    """Leave the group, if there is one."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-def _sockets() -> set[int]:
-    """The sockets that this process has open, by number; none where the system does not list them."""
-    found = set()
-    with suppress(OSError):
-        for name in os.listdir("/dev/fd"):  # Linux and macOS
-            with suppress(OSError):  # what listed them is closed by now
-                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                    found.add(int(name))
-    return found
-
-
-def _hang_up() -> None:
-    """End the connections of the group, so that the others do not wait for this process until their time is up.
-
-    Gloo closes them with the last reference to the group: and a traceback, a mesh or a replica may hold one.
-    """
-    for number in _connections:
-        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-            connection.getpeername()  # raises for the one that listens, whose end gloo does not survive
-            connection.shutdown(socket.SHUT_RDWR)
-
-
-def _outer_store(place: Place, patience: timedelta) -> Store:
-    """The store of processes that torchrun or SLURM started, with room of its own for each group that they form."""
-    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
-    from torch.distributed.rendezvous import rendezvous
-
-    if not _outer_stores:
-        os.environ.update(place.variables())
-        meeting = rendezvous("env://", place.rank, place.world_size, timeout=patience)
-        _outer_stores.append(next(meeting)[0])  # kept: a second one would find the port taken by the first
-    _outer_stores.append(PrefixStore(f"group {len(_outer_stores)}", _outer_stores[0]))
-    _outer_stores[-1].set_timeout(patience)
-    return _outer_stores[-1]
-
-
-_outer_stores: list[Store] = []
-"""The store, and its part for each group so far: where a job of a sweep failed, those after it make a new group."""
-
-_connections: list[int] = []
-"""The sockets of the group that this process is in, by number."""
 
 
 def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any]:

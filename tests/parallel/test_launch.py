@@ -21,7 +21,7 @@ from ranks import Ranks
 
 from runner.parallel.cluster import Place
 from runner.parallel.crew import Crew
-from runner.parallel.processes import _store
+from runner.parallel.group import store_here
 from runner.processor import allowed_cores
 from runner.run import Run
 from runner.session import session
@@ -95,7 +95,7 @@ def test_each_rank_knows_its_place(tmp_path: Path) -> None:
     ids=["cores are shared out", "device.threads", "OMP_NUM_THREADS", "device.threads wins"],
 )
 def test_threads_of_each_rank(asked: str | None, overrides: list[str], wanted: int, tmp_path: Path) -> None:
-    run, store = prepared(tmp_path, *overrides), _store(None)
+    run, store = prepared(tmp_path, *overrides), store_here(None)
     places = [Place(rank, 2, rank, 2, "127.0.0.1", store.port) for rank in (0, 1)]
     with Crew(rank_work.threads, [(asked, run.config, place) for place in places], 60) as ranks:
         assert ranks.wait(StopRequest()) == [wanted] * 2

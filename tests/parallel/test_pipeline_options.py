@@ -45,7 +45,7 @@ def refusal(*overrides: str) -> str:
             "parallel.schedule=interleaved_1f1b parallel.num_micro_batches=1",
             ["got 1", "as many as there are processes"],
         ),
-        ("parallel.schedule=2f2b", ["parallel.schedule: got '2f2b': it is none of auto, gpipe, 1f1b"]),
+        ("parallel.schedule=2f2b", ["parallel.schedule: got '2f2b': it is none of gpipe, 1f1b"]),
         ("parallel.split_size=12", ["parallel.split_size: got 12: it does not divide the 64", "=8 or ", "=16"]),
         ("parallel.split_size=12 accumulation=2", ["does not divide the 32", "=8 or ", "=16"]),
         ("parallel.split_size=65", ["parallel.split_size: got 65: there are no more than 64"]),
