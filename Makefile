@@ -20,6 +20,8 @@ bench: .venv/bench
 	@$(BIN)/python -m benchmarks.overhead --channels-last
 	@$(BIN)/python -m benchmarks.resnet
 	@$(BIN)/python -m benchmarks.parallel
+	@$(BIN)/python -m benchmarks.pipeline
+	@$(BIN)/python -m benchmarks.pipeline --precision bf16
 	@$(BIN)/python -m benchmarks.dqn
 
 .venv/ready: pyproject.toml constraints.txt

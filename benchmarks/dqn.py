@@ -1,26 +1,30 @@
-"""An agent's speed at equal work: the runner beside Stable-Baselines3, with CleanRL's hyper-parameters.
+"""An agent's speed: at equal work beside Stable-Baselines3, and in one and two processes.
 
 `python -m benchmarks.dqn [--repeats 5] [--steps 50000]`. CartPole-v1, a network of 4-120-84-2, batch 128, one update
 per ten environment steps after 10,000, a replay of 10,000, Adam 2.5e-4, the target copied every 500 environment steps,
 1-step returns without double Q-learning, ε from 1 to 0.05 over half of the run (CleanRL's dqn.py; Huang et al., 2022).
 One thread each. The runner acts in ten environments at once, logs every 100 updates and shows its progress.
 Stable-Baselines3 acts in one environment, as CleanRL does, or also in ten, and logs every 100 episodes.
+
+The modes are measured on the defaults of `workload=dqn`, one thread a process: environment steps of all processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from benchmarks.measure import interleave, report, write
+from benchmarks.measure import command, interleave, points, report, write
 
 GOALS = {("runner", "sb3"): 3.0, ("runner", "sb3, ten environments"): 1.0}
+MODE_GOALS = {("hogwild, two", "one"): 1.6}
 
 
 def sb3(steps: int, num_envs: int = 1) -> float:
@@ -83,10 +87,22 @@ def ours(steps: int) -> float:
     return steps / (done - began)
 
 
+def in_mode(options: Sequence[str], steps: int) -> float:
+    """The median of what a run logs; it is of the steps between two logs, what is not training left out."""
+    line = ["workload=dqn", f"workload.env_steps={steps}", "workload.eval_episodes=1", "log_every=200", *options]
+    with command([*line, "eval_every=0", "save_every=0", "keep=0", "device=cpu", "device.threads=1"]) as directory:
+        return statistics.median(rate for _, rate in points(directory, "time/env_steps_per_second"))
+
+
 CONTENDERS: dict[str, Callable[[int], float]] = {
     "sb3": sb3,
     "sb3, ten environments": partial(sb3, num_envs=10),
     "runner": ours,
+}
+MODES: dict[str, Callable[[int], float]] = {
+    "one": partial(in_mode, ["parallel=single"]),
+    "ddp, two": partial(in_mode, ["parallel=ddp"]),
+    "hogwild, two": partial(in_mode, ["parallel=hogwild"]),
 }
 
 
@@ -96,17 +112,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50_000)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--run", choices=CONTENDERS)
+    parser.add_argument("--run", choices=CONTENDERS | MODES)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.run:
-        print(CONTENDERS[arguments.run](arguments.steps))
+        print((CONTENDERS | MODES)[arguments.run](arguments.steps))
         return
     passed = ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
-    rates = interleave("benchmarks.dqn", list(CONTENDERS), arguments.repeats, passed)
-    table = report(f"DQN on CartPole-v1, {arguments.threads} thread(s)", "environment steps/s", rates, GOALS)
-    command = ["python", "-m", "benchmarks.dqn", *passed, "--repeats", str(arguments.repeats)]
-    write("dqn", [table], " ".join(command))
+    title, unit = f"DQN on CartPole-v1, {arguments.threads} thread(s)", "environment steps/s"
+    tables = [
+        report(f"{title}{kind}", unit, interleave("benchmarks.dqn", list(group), arguments.repeats, passed), goals)
+        for kind, group, goals in ((", CleanRL's settings", CONTENDERS, GOALS), (" a process", MODES, MODE_GOALS))
+    ]
+    line = ["python", "-m", "benchmarks.dqn", *passed, "--repeats", str(arguments.repeats)]
+    write("dqn", tables, " ".join(line))
 
 
 if __name__ == "__main__":
