@@ -51,9 +51,9 @@ class Pipeline(Cuts, Processes):
         engine: `processes`: a process a stage, on `torch.distributed.pipelining`; `streams`: one process with several
             CUDA devices, and copies between them on streams of their own.
         schedule: `gpipe`: all forward passes, then all backward passes; `1f1b`: in turns as soon as can be, which holds
-            fewer activations (Narayanan et al., PipeDream, 2019), and lets a stage that is late hold up the others at
-            once; `interleaved_1f1b`: two or more stages a process, a smaller bubble (Narayanan et al., 2021);
-            `zero_bubble`: the gradients of weights are put off into the bubble (Qi et al., 2023).
+            fewer activations (Narayanan et al., PipeDream, 2019); `interleaved_1f1b`: two or more stages a process, a
+            smaller bubble (Narayanan et al., 2021); `zero_bubble`: the gradients of weights are put off into the bubble
+            (Qi et al., 2023).
         split_size: samples in a micro-batch.
         num_micro_batches: how many there are, in the place of `split_size`; both null: about four a stage.
         batch_norm: running statistics of `micro`-batches, or, by `defer`, of the whole batch (GPipe, section 2.2), so
