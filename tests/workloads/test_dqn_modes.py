@@ -22,6 +22,7 @@ from torch import nn
 from runner.cli import groups
 from runner.run import Run
 from runner.seeds import derive
+from runner.session import session
 from runner.train import train
 
 STEPS, BATCH, LR, TAU, CLIP = 12, 48, 0.01, 0.1, 2.0
@@ -165,6 +166,28 @@ def test_every_precision_and_accumulation_keeps_the_budget(
         assert result.notes["env_steps"] == math.ceil((120 + 4 / 0.1) / 12) * 12, (precision, accumulation, members)
         assert math.isfinite(result.metrics["train/td_loss"])
         assert 5 < result.metrics["eval/return"] <= 60
+
+
+@pytest.mark.parametrize(("precision", "accumulation"), [("32", "1"), ("bf16", "4")])
+def test_actors_that_do_not_wait_share_the_budget(precision: str, accumulation: str, tmp_path: Path) -> None:
+    config = composed(
+        *AGENT, "parallel=hogwild", f"precision={precision}", f"accumulation={accumulation}", "log_every=4"
+    )
+    run = prepared(config, tmp_path)
+    result = run.parallel.launch(session, run)
+    assert (result.status, result.steps, result.world_size) == ("done", STEPS, 2)
+    assert result.notes["env_steps"] == 120 + STEPS / 0.1
+    assert math.isfinite(result.metrics["train/td_loss"])
+    assert [step for step, _ in curves(tmp_path)["hogwild/updates"]] == [4, 8, 12]
+
+
+def test_one_actor_that_has_nobody_to_wait_for_is_the_single_one(tmp_path: Path) -> None:
+    for name, mode in (("one", "parallel=single"), ("alone", "parallel=hogwild parallel.processes=1")):
+        (tmp_path / name).mkdir()
+        run = prepared(composed(*AGENT, *mode.split()), tmp_path / name)
+        run.parallel.launch(session, run)
+    wanted, got = (weights_at(tmp_path / name, STEPS) for name in ("one", "alone"))
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize(("mode", "processes"), [("ddp", 2), ("fsdp", 2), ("ensemble", 2)])
