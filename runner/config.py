@@ -229,12 +229,12 @@ def _see(component: object) -> str:
 
 
 def _option_file(cls: type) -> str:
-    """The file under conf/ that names `cls`, as `conf/optimizer/sgd.yaml`; the root's where none does."""
-    target = f"_target_: {cls.__module__}.{cls.__qualname__}"
-    for path in sorted(CONF.rglob("*.yaml")):
-        if re.search(rf"^ *{re.escape(target)}\b", path.read_text(encoding="utf-8"), re.MULTILINE):
-            return f"conf/{path.relative_to(CONF).as_posix()}"
-    return "conf/config.yaml"
+    """The file under conf/ that names `cls`: `conf/optimizer/sgd.yaml`; of several, their folder; of none, the root's."""
+    named = re.compile(rf"^ *_target_: {re.escape(f'{cls.__module__}.{cls.__qualname__}')}\b", re.MULTILINE)
+    found = [path for path in sorted(CONF.rglob("*.yaml")) if named.search(path.read_text(encoding="utf-8"))]
+    if len(found) > 1:
+        return f"conf/{found[0].parent.relative_to(CONF).as_posix()}/"
+    return f"conf/{found[0].relative_to(CONF).as_posix()}" if found else "conf/config.yaml"
 
 
 def _shown(value: object) -> str:

@@ -117,7 +117,7 @@ class Run:
             device = self.parallel.device(self.device)
         with errors_under("parallel"):
             self.parallel.prepare(device, self)
-        self.plan  # noqa: B018 (now that the number of processes is known)
+        self.workload.check_plan(self.plan)  # now that the number of processes is known
         self.precision.check_device(device)
         self.workload.prepare()
         self.parallel.check_workload(self)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _MOST = 4096  # more at once is a slip of the finger
 _MOST_PROCESSES = 128  # forking thousands brings a machine to its knees before any limit of the system stops it
-_EXTRAS = {"box2d": "box2d", "classic_control": "render"}
-"""Families of environments that need more than gymnasium, and the extra of this project that brings it."""
+_EXTRAS = {"box2d": "box2d", "classic_control": "classic-control"}
+"""Families of environments that need more than gymnasium, and the extra of gymnasium that brings it."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Env:
         if not self._drawable:
             return f"{self.id} does not draw itself", "leave it false"
         if self._is_gymnasiums and importlib.util.find_spec("pygame") is None:
-            return "pygame, which draws the environments, is not installed", "pip install 'runner[render]'"
+            return "pygame, which draws the environments, is not installed", "pip install 'gymnasium[classic-control]'"
         return None
 
     def _options(self, render: bool) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Env:
         except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
             sentence = str(error).splitlines()[0]
             extra = next((name for family, name in _EXTRAS.items() if family in str(spec.entry_point)), "")
-            remedy = f"pip install 'runner[{extra}]'" if extra else "install what it names"
+            remedy = f"pip install 'gymnasium[{extra}]'" if extra else "install what it names"
             raise ConfigError("id", self.id, f"it cannot be made here: {sentence}", remedy) from None
         except Exception as error:  # somebody else's environment may raise anything
             why = f"it cannot be made: {type(error).__name__}: {error}"

@@ -29,7 +29,8 @@ def defer(model: torch.nn.Module) -> None:
 def update(model: torch.nn.Module) -> None:
     """The global batch is complete: move the running statistics towards its own, once."""
     for module in model.modules():
-        if isinstance(module, DeferredBatchNorm):
+        # The stages of other processes have nothing here.
+        if isinstance(module, DeferredBatchNorm) and module.running_mean is not None:
             module.update()
 
 

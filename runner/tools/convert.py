@@ -127,7 +127,7 @@ def _newest(run: Path) -> Path:
         except DamagedError as error:
             print(f"{error}; going back to the one before", file=sys.stderr)
     why = "none of its checkpoints is whole" if found else "it has no checkpoint yet"
-    raise ConfigError("SOURCE", str(run), why, "resume the run, which saves one, or name another")
+    raise ConfigError("SOURCE", str(run), why, "let the run save one (keep=1 or more), or name another")
 
 
 def _best(run: Path) -> Path:

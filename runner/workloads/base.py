@@ -79,6 +79,13 @@ class Workload:
         """
         return {}
 
+    def check_plan(self, plan: Plan) -> None:
+        """Refuse a number of processes that this workload's work cannot be dealt out to.
+
+        Raises:
+            ConfigError: with the key from the root.
+        """
+
     def after_step(self, model: torch.nn.Module, step: int) -> None:
         """Whatever follows an update (a target network's)."""
 

@@ -129,6 +129,9 @@ class DQN(Workload):
         check(self.replay_size >= batch_size, "workload.replay_size", self.replay_size, why, least)
         return math.floor((self.env_steps - self.warm_up) * self.replay_ratio + 1e-6)
 
+    def check_plan(self, plan: Plan) -> None:
+        share(self.env.num_envs, plan.num_workers)
+
     def build_model(self) -> torch.nn.Module:
         from models.qnet import WithTarget  # here, not above: it loads torch
         from runner.workloads.playing import moments  # as above, and numpy

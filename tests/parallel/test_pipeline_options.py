@@ -69,8 +69,9 @@ def test_what_cannot_be_is_refused_with_its_key_and_a_remedy(overrides: str, wor
     assert len(told.splitlines()) <= 3
 
 
-def test_a_workload_without_a_criterion_is_refused() -> None:
-    run = built("workload=dqn", "parallel=pipeline")
+@pytest.mark.parametrize("mode", ["pipeline", "model"])
+def test_a_workload_without_a_criterion_is_refused(mode: str) -> None:
+    run = built("workload=dqn", f"parallel={mode}")
     with pytest.raises(
         ConfigError, match=r"^workload: got 'DQN': its loss is not criterion\(model\(inputs\), targets\)"
     ):

@@ -522,7 +522,10 @@ def test_environments_that_do_not_deal_out_evenly_are_refused() -> None:
     run = built(*SMALL)
     run.prepare()
     with pytest.raises(ConfigError, match=r"env.num_envs: got 8: they cannot be dealt out evenly to 3 processes\n.*=9"):
-        run.workload.batches(run.workload.build_model(), Plan(63, 1, (0, 3)), 0, torch.device("cpu"))
+        run.workload.check_plan(Plan(63, 1, (0, 3)))
+    for mode in ("ddp", "hogwild"):
+        with pytest.raises(ConfigError, match=r"^env.num_envs: got 3"):  # before any process starts
+            built(*SMALL, "env.num_envs=3", f"parallel={mode}").prepare()
 
 
 def test_a_mistake_exits_with_2_and_leaves_no_directory(forks: Forks, tmp_path: Path) -> None:
@@ -536,7 +539,7 @@ def test_a_mistake_exits_with_2_and_leaves_no_directory(forks: Forks, tmp_path: 
 @pytest.mark.skipif(importlib.util.find_spec("pygame") is not None, reason="the render extra is installed")
 def test_a_film_without_the_render_extra_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"workload.record_video: got True: pygame.*\n.*pip install 'runner\[render\]'"
+        ConfigError, match=r"workload.record_video: got True: pygame.*\n.*pip install 'gymnasium\[classic-control\]'"
     ):
         built(*SMALL, "workload.record_video=true").prepare()
 
