@@ -229,7 +229,7 @@ def _see(component: object) -> str:
 
 
 def _option_file(cls: type) -> str:
-    """The file under conf/ that names `cls`: `conf/optimizer/sgd.yaml`; of several, their folder; of none, the root's."""
+    """The file under conf/ that names `cls`: `conf/optimizer/sgd.yaml`; of several, their folder; of none: root."""
     named = re.compile(rf"^ *_target_: {re.escape(f'{cls.__module__}.{cls.__qualname__}')}\b", re.MULTILINE)
     found = [path for path in sorted(CONF.rglob("*.yaml")) if named.search(path.read_text(encoding="utf-8"))]
     if len(found) > 1:
