@@ -56,7 +56,12 @@ def test_a_tenth_ten_times_is_one_epoch() -> None:
 
 def endless(epoch: float | None) -> Any:
     """A workload whose epoch has so many steps; None: it has none."""
-    return SimpleNamespace(num_steps=lambda _: None, prepare=lambda: None, steps_per_epoch=lambda batch_size: epoch)
+    return SimpleNamespace(
+        num_steps=lambda _: None,
+        check_plan=lambda plan: None,
+        prepare=lambda: None,
+        steps_per_epoch=lambda batch_size: epoch,
+    )
 
 
 def test_a_workload_without_epochs_wants_steps() -> None:

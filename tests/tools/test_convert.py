@@ -264,7 +264,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     out = tmp_path / "out.pt"
     for source, why in {
         "absent": "there is no such file or directory\n  name a run directory, a checkpoint in one, or a file",
-        "empty": "it has no checkpoint yet\n  resume the run",
+        "empty": "it has no checkpoint yet\n  let the run save one",
         "folder": "it holds no checkpoint\n  name a run directory",
         "no_weights.pt": "it holds no state_dict\n  ",
         "broken.safetensors": "it cannot be read as weights: ",
