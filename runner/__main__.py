@@ -164,7 +164,9 @@ def is_first() -> bool:
 def run_one(run: Any, overrides: list[str], parent: Path, label: str | None = None) -> int:
     """Check and train one run, in a directory under `parent`; says where its result is."""
     from runner.resume import claimed_directory
+    from runner.run import check_used
 
+    check_used(run, overrides)
     run.prepare()
     with run.parallel.joined(run), ExitStack() as claims:
         claim = partial(claimed_directory, run, parent, label, overrides)

@@ -17,6 +17,8 @@ from omegaconf import OmegaConf
 from runner.config import ConfigError
 
 RESULT = "result.json"
+_LONGEST = 120
+"""Bytes of a job's name: file systems take 255, and a terminal shows fewer."""
 
 
 class StorageError(Exception):
@@ -75,8 +77,10 @@ def remove_empty(path: Path, end: Path) -> None:
 
 def job_name(number: int, overrides: list[str]) -> str:
     """`<job>-<overrides>` of a sweep's job, as a directory name."""
-    label = re.sub(r"[^\w.=,+-]", "_", ",".join(overrides).replace("'", "").replace('"', ""))
-    return f"{number:03d}-{label}".encode()[:120].decode(errors="ignore").rstrip(".-")
+    labels = [re.sub(r"[^\w.=,+-]", "_", text.replace("'", "").replace('"', "")) for text in overrides]
+    while len(labels) > 1 and len(f"{number:03d}-{','.join(labels)}".encode()) > _LONGEST:
+        labels.pop()
+    return f"{number:03d}-{','.join(labels)}".encode()[:_LONGEST].decode(errors="ignore").rstrip(".-")
 
 
 def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:

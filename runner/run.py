@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -210,6 +210,23 @@ def build_run(config: Mapping[str, Any]) -> Run:
     run = Run(**typed_values(Run, {key: config[key] for key in scalars if key in config}), **parts)
     run.config = dict(config)
     return run
+
+
+def check_used(run: Run, overrides: Iterable[str]) -> None:
+    """Refuse a material that was asked for, and that the workload is not made from.
+
+    Args:
+        overrides: as typed: `env=acrobot`, `data.size=32`.
+
+    Raises:
+        ConfigError: where leaving it unsaid would train something else than was meant.
+    """
+    used = component_fields(type(run.workload))
+    for text in overrides:
+        key, _, value = text.lstrip("+~").partition("=")
+        room = key.partition(".")[0]
+        why = f"{type(run.workload).__name__} is not made from any {room}"
+        check(room in used or room not in MATERIALS, key, value, why, "leave it out, or choose another workload")
 
 
 def _node(config: Mapping[str, Any], room: str) -> Mapping[str, Any]:

@@ -202,6 +202,8 @@ def test_a_refusal_takes_back_what_was_made_for_it_alone(forks: Forks, tmp_path:
         ([], "007"),
         (["name=größe"], "007-name=größe"),
         (["a=..."], "007-a="),
+        ([f"name={'x' * 55}", f"experiment={'y' * 40}", "seed=1"], f"007-name={'x' * 55},experiment={'y' * 40}"),
+        ([f"name={'x' * 80}", f"experiment={'y' * 40}", "seed=1"], f"007-name={'x' * 80}"),
     ],
 )
 def test_a_jobs_name_tells_its_overrides(overrides: list[str], name: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from conftest import FAST, built, composed
 
 from runner.config import ConfigError
-from runner.run import Result, Run, build_run, config_hash
+from runner.run import Result, Run, build_run, check_used, config_hash
 
 SAMPLES = 1438  # of the digits, 1,797, less the fifth that is held out
 
@@ -104,6 +104,26 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
     ):
         prepared("batch_size=1439")
     assert prepared(f"batch_size={SAMPLES}", "epochs=4").num_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("typed", "key"),
+    [
+        (["env=acrobot"], "env"),
+        (["++env.num_envs=4"], "env.num_envs"),
+        (["workload=dqn", "data=synthetic"], "data"),
+        (["workload=dqn", "data.crop=2"], "data.crop"),
+    ],
+)
+def test_what_the_workload_is_not_made_from_is_refused(typed: list[str], key: str) -> None:
+    """It would train something else than was meant, without a word."""
+    with pytest.raises(ConfigError, match=rf"^{key}: got '.*is not made from any {key.partition('.')[0]}\n"):
+        check_used(built(*typed), typed)
+
+
+def test_what_it_is_made_from_is_not() -> None:
+    for typed in (["data=synthetic", "data.size=8", "model=tiny"], ["workload=dqn", "env.num_envs=4", "seed=1"], []):
+        check_used(built(*typed), typed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -109,7 +109,8 @@ class Env:
                 importlib.import_module(module)
             return gymnasium.spec(name)
         except (gymnasium.error.Error, ImportError):
-            known = did_you_mean(name, gymnasium.registry)
+            # Not the variants in namespaces (phys2d/…, for JAX), unless a namespace was typed.
+            known = did_you_mean(name, [each for each in gymnasium.registry if ("/" in each) == ("/" in name)])
             remedy = (
                 known if known.startswith("did") else "env=cartpole, acrobot, mountaincar and lunarlander are there"
             )

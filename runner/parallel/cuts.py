@@ -49,6 +49,11 @@ class Cuts:
             check(self.stages in (None, told), "stages", self.stages, why, "leave parallel.stages=null")
             self.cuts, self.stages = list(names), told
 
+    def check_workload(self, run: Run) -> None:
+        why = "its loss is not criterion(model(inputs), targets), which is all that a cut network knows"
+        known = run.workload.criterion is not None
+        check(known, "workload", type(run.workload).__name__, why, "parallel=ddp or fsdp spread it over processes")
+
     def check_cuts(self, run: Run, count: int) -> None:
         """Refuse a network that cannot be cut into `count` pieces as asked; without memory for its weights.
 

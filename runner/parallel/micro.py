@@ -48,8 +48,10 @@ def micro_batches(samples: int, split_size: int | None, count: int | None, rule:
         why = f"{rule.refuses(samples)}, and a batch of {samples} samples cannot be split so"
         raise ConfigError("schedule", rule.schedule, why, "a larger batch_size, or parallel.schedule=gpipe")
     if split_size is None and count is None:
+        # Several, of several samples: one alone has nothing to overlap with, and no variance to normalise by.
+        fitting = [number for number in possible if 1 < number <= samples // 2] or possible
         wanted = _A_STAGE * rule.num_stages
-        return min(possible, key=lambda number: (abs(number - wanted), -number))
+        return min(fitting, key=lambda number: (abs(number - wanted), -number))
     if split_size is None:
         assert count is not None
         _check(samples, count, "num_micro_batches", count, possible, rule)

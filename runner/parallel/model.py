@@ -47,9 +47,7 @@ class ModelParallel(Cuts, Parallel):
         self._devices = self._devices[:stages]
 
     def check_workload(self, run: Run) -> None:
-        why = "its loss is not criterion(model(inputs), targets), which is all that a cut network knows"
-        known = run.workload.criterion is not None
-        check(known, "workload", type(run.workload).__name__, why, "parallel=ddp or fsdp spread it over processes")
+        super().check_workload(run)
         if self.cuts != "auto" or self.stages is not None or len(self._devices) > 1:
             self.check_cuts(run, self.stages or len(self._devices))
 

@@ -155,9 +155,7 @@ class Pipeline(Cuts, Processes):
         check(stages == each * processes, "stages", stages, why, f"parallel.stages={each * processes}")
 
     def check_workload(self, run: Run) -> None:
-        why = "its loss is not criterion(model(inputs), targets), which is all that a pipeline knows"
-        known = run.workload.criterion is not None
-        check(known, "workload", type(run.workload).__name__, why, "parallel=ddp or fsdp spread it over processes")
+        super().check_workload(run)
         compiled = run.compile and self.schedule == "zero_bubble"
         why = "schedule=zero_bubble takes the backward pass apart, and a compiled one is whole"
         check(not compiled, "compile", True, why, "compile=false, or another parallel.schedule")
@@ -175,6 +173,8 @@ class Pipeline(Cuts, Processes):
         (shape, dtype), blocks = self.on_rank_0(partial(self._probed, model, run, device))
         cuts = self.borders(blocks, self.num_stages)
         log.info("stages: %s", told(blocks, cuts))
+        if self._num_micros == 1:
+            log.warning("one micro-batch of %d samples: one stage is at work at a time, nothing overlaps", self._size)
         stages = [stage for _, stage in stages_of(model)]
         grouped = [stages[start:stop] for start, stop in pairwise(cuts)]
         borders = [

@@ -19,6 +19,7 @@ from yaml import YAMLError
 
 from runner.config import CONF
 from runner.directory import read_result
+from runner.sweep import read_ledger
 
 REPEATS = ("seed", "repeat")
 """The keys that repeat a measurement instead of making another one."""
@@ -121,6 +122,8 @@ class Study:
         self.runs = runs
         self.failed = [run for run in runs if run.failure]
         counted = [run for run in runs if not run.failure]
+        ledgers = {path: read_ledger(path) for path in sorted({run.directory.parent for run in runs})}
+        self.unfinished = {path: ledger for path, ledger in ledgers.items() if ledger and not ledger.get("complete")}
         self.keys = swept_keys(runs)
         self.metric = _metric(counted)
         self.machines = sorted({run.machine for run in counted})

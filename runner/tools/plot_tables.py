@@ -29,6 +29,10 @@ def render(study: Study) -> Group:
     if study.failed:
         parts.append(Text(f"{len(study.failed)} of {len(study.runs)} runs are not counted", style="bold red"))
         parts += [Text(f"  {run.directory}: {_one_line(run.failure)}") for run in study.failed]
+    for path, ledger in study.unfinished.items():
+        parts.append(Text(f"{path} is not complete: its command with resume=auto does what is missing", "bold red"))
+        refused = [job for job in ledger["jobs"].values() if job["code"] and not (path / job["directory"]).is_dir()]
+        parts += [Text(f"  {' '.join(job['overrides'])}: {_one_line(job['error'])}") for job in refused]
     return Group(*parts)
 
 

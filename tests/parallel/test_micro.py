@@ -24,11 +24,12 @@ def test_divisors() -> None:
         (120, 12, 10, GPIPE, 10),
         (120, None, None, GPIPE, 8),
         (120, None, None, Rule("gpipe", 4, 4), 15),
+        (12, None, None, Rule("gpipe", 3, 3), 6),
         (7, None, None, GPIPE, 7),
         (7, 7, None, GPIPE, 1),
         (1, None, None, GPIPE, 1),
         (48, None, None, Rule("1f1b", 3, 3), 12),
-        (10, None, None, Rule("interleaved_1f1b", 8, 4), 10),
+        (10, None, None, Rule("interleaved_1f1b", 8, 4), 5),
         (64, None, None, Rule("zero_bubble", 2, 2), 8),
     ],
 )

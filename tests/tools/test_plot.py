@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 from rich.console import Console
 
+from runner.sweep import LEDGER
 from runner.tools import plot
 from runner.tools.plot_pictures import pictures
 from runner.tools.plot_runs import Spread, Study, find_runs, labels_of
@@ -204,6 +205,23 @@ def test_a_failed_run_is_listed_and_not_counted(sweep: Sweep) -> None:
     assert f"{killed}: no result: killed, or still running\n" in text
     assert f"{broken}: its config.yaml cannot be read\n" in text
     assert f"{half}: it measured no step\n" in text
+
+
+def test_a_sweep_that_is_not_complete_says_what_is_missing(sweep: Sweep) -> None:
+    sweep.add(1.0, seed=1)
+    sweep.add(2.0, seed=2)
+    jobs: dict[str, Any] = {
+        "0": {"overrides": ["seed=1"], "directory": "000-job", "code": 0, "error": ""},
+        "1": {"overrides": ["seed=x"], "directory": "001-refused", "code": 2, "error": "seed: got x\nchoose a number"},
+    }
+    ledger = {"typed": ["seed=1,x,2"], "complete": False, "jobs": jobs}
+    (sweep.path / LEDGER).write_text(json.dumps(ledger))
+    text = told(sweep.study)
+    assert f"{sweep.path} is not complete: its command with resume=auto" in text
+    assert "seed=x: seed: got x choose a number\n" in text
+    assert "seed=1:" not in text, "this one was done"
+    (sweep.path / LEDGER).write_text(json.dumps(ledger | {"complete": True}))
+    assert "not complete" not in told(sweep.study)
 
 
 def test_a_sweep_that_failed_throughout_says_so(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:

@@ -490,7 +490,8 @@ def test_the_best_policy_is_filmed(agent: Callable[..., Run], monkeypatch: pytes
 # Refused
 
 REFUSED = {
-    "env.id=CartPol-v1": "env.id: got 'CartPol-v1': gymnasium knows no such environment\n  did you mean CartPole-v1",
+    "env.id=CartPol-v1": "env.id: got 'CartPol-v1': gymnasium knows no such environment\n"
+    "  did you mean CartPole-v1 or CartPole-v0",  # not the variants for JAX
     "env.id=Pendulum-v1": "env.id: got 'Pendulum-v1': its actions are continuous",
     "model=convnet": "model: got 'ConvNet': it takes images, and CartPole-v1 shows vectors of 4\n  model=qnet",
     "env.num_envs=0": "env.num_envs: got 0",
