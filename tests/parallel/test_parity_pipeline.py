@@ -270,15 +270,22 @@ def test_sixteen_bits_round_where_one_process_rounds(
 BATCH_NORM = (*COMMON, *RESNET, DOUBLE)
 
 
-@pytest.mark.parametrize("options", [("parallel.processes=2",), (STREAMS,)], ids=" ".join)
+RESNET50 = (*COMMON, "model=resnet50", *RESNET[1:], DOUBLE)
+
+
+@pytest.mark.parametrize(
+    ("network", "options"),
+    [(RESNET50, ("parallel.processes=2",)), (BATCH_NORM, (STREAMS,))],
+    ids=["resnet50 in two processes", "resnet18 in streams"],
+)
 def test_batch_normalisation_sees_micro_batches(
-    options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+    network: tuple[str, ...], options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     """Weights and running statistics are those of one device that accumulates as many."""
-    run_here(tmp_path / "one", *BATCH_NORM, "accumulation.steps=3")
-    overrides = ("parallel=pipeline", "parallel.split_size=4", *options)
-    ranks(1 if STREAMS in options else 2).train(composed(*FAST, *BATCH_NORM, *overrides), tmp_path / "two")
-    assert largest_difference(weights_at(tmp_path / "two", SHORT), weights_at(tmp_path / "one", SHORT)) <= 1e-13
+    run_here(tmp_path / "one", *network, "steps=2", "accumulation.steps=3")
+    overrides = ("steps=2", "parallel=pipeline", "parallel.split_size=4", *options)
+    ranks(1 if STREAMS in options else 2).train(composed(*FAST, *network, *overrides), tmp_path / "two")
+    assert largest_difference(weights_at(tmp_path / "two", 2), weights_at(tmp_path / "one", 2)) <= 1e-13
 
 
 def test_deferred_statistics_are_those_of_the_whole_batch(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
