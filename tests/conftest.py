@@ -26,6 +26,8 @@ from runner.config import CONF
 from runner.run import Run, build_run
 from runner.train import train
 
+torch.set_num_threads(1)  # tests run beside each other: more threads than cores wait for each other in circles
+
 ROOT = Path(__file__).parent.parent
 FAST = ("model=tiny", "data.size=8", "device=cpu", "device.threads=1")
 """Overrides with which a step takes a millisecond."""

@@ -74,8 +74,13 @@ def test_reading_leaves_the_global_generator_alone(count):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_reading_that_is_left_ends_its_workers():
-    others = set(multiprocessing.active_children())
+@pytest.fixture
+def others():
+    """The processes that other tests keep."""
+    return set(multiprocessing.active_children())
+
+
+def test_a_reading_that_is_left_ends_its_workers(others):
     results = Workers(2).read(Squares(), jobs(100))
     next(results)
     assert len(set(multiprocessing.active_children()) - others) == 2
@@ -98,33 +103,33 @@ def read_to_the_end(results) -> tuple[DataError, float]:
 
 
 @pytest.mark.parametrize("fate", ["SIGKILL", "SIGBUS"])
-def test_a_worker_that_dies_ends_the_reading_at_once(fate):
+def test_a_worker_that_dies_ends_the_reading_at_once(fate, others):
     error, seconds = read_to_the_end(Workers(2, timeout=100).read(Squares(), jobs(1000, 0.01, {20: fate})))
     assert f"was killed by {fate}" in error.why
     assert "data.workers=0" in error.remedy
     assert seconds < 3
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= others
 
 
-def test_a_worker_that_is_stopped_ends_the_reading_after_the_timeout():
+def test_a_worker_that_is_stopped_ends_the_reading_after_the_timeout(others):
     error, seconds = read_to_the_end(Workers(2, timeout=3).read(Squares(), jobs(1000, 0.01, {20: "SIGSTOP"})))
     assert "no batch came for 3 s" in error.why
     assert "data.timeout" in error.remedy
     assert 2 < seconds < 8
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= others
 
 
-def test_workers_that_are_stopped_with_batches_on_their_way_end_the_reading_too():
+def test_workers_that_are_stopped_with_batches_on_their_way_end_the_reading_too(others):
     results = Workers(2, timeout=3).read(Squares(), jobs(1000))
     next(results)
     time.sleep(0.5)  # the next ones are announced; their memory is still the workers' to hand over
-    for worker in multiprocessing.active_children():
+    for worker in set(multiprocessing.active_children()) - others:
         os.kill(worker.pid, signal.SIGSTOP)  # pyright: ignore[reportArgumentType]
     began = time.monotonic()
     with pytest.raises(DataError, match="no batch came for 3 s"):
         list(results)
     assert time.monotonic() - began < 8
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= others
 
 
 def test_a_slow_worker_is_waited_for():
