@@ -13,7 +13,7 @@ test: .venv/ready
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
-	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile $(ARGS)
 
 bench: .venv/bench
 	@$(BIN)/python -m benchmarks.overhead

@@ -22,13 +22,18 @@ def test_an_import_loads_nothing():
 
 FIRST_USES = [
     "torch.zeros(1)",
-    "import torch.utils.data",
-    "import torch.nn.functional as F",
     "from torch import nn",
-    "from torch.utils.tensorboard.summary import scalar",
     "import torchvision.transforms.v2",
     "import inspect; inspect.getmodule(inspect.currentframe())",
-    "import copyreg, pickle; pickle.loads(b'ctorch._utils\\n_rebuild_tensor_v2\\n.')",
+    *(
+        pytest.param(first_use, marks=pytest.mark.slow)  # three seconds each
+        for first_use in (
+            "import torch.utils.data",
+            "import torch.nn.functional as F",
+            "from torch.utils.tensorboard.summary import scalar",
+            "import copyreg, pickle; pickle.loads(b'ctorch._utils\\n_rebuild_tensor_v2\\n.')",
+        )
+    ),
 ]
 
 

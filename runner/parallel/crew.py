@@ -90,7 +90,7 @@ def _lost(error: BaseException) -> bool:
     import torch.distributed as dist
 
     text = str(error).lower()
-    return isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
+    return isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "pair closure"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def assert_as_plain(directory: Path, result: Any, wanted: Plain, evaluation: tup
     assert result.metrics["eval/accuracy"] == evaluation[1], "every held-out sample, once"
 
 
-FEW = [("gpipe", 2, 1), ("zero_bubble", 3, 2)]
+FEW = [("zero_bubble", 3, 2)]  # the others are slow; each schedule goes with a small network above
 ALL = [(schedule, stages, accumulation) for schedule in SCHEDULES for stages in (2, 3) for accumulation in (1, 2)]
 
 
