@@ -48,6 +48,10 @@ class RankError(Exception):
         return f"rank {self.rank} {self.what}"
 
 
+class LostError(RuntimeError):
+    """Another process did not come to where this one waited for it."""
+
+
 @dataclass
 class Report:
     """How a rank's work ended.
@@ -90,7 +94,9 @@ def _lost(error: BaseException) -> bool:
     import torch.distributed as dist
 
     text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "pair closure"))
+    return isinstance(error, LostError | dist.DistError) or any(
+        word in text for word in ("gloo", "nccl", "pair closure")
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +12,7 @@ from runner.batching import MicroBatch
 from runner.config import check
 from runner.device import Device
 from runner.optimizer import trainable
+from runner.parallel.crew import LostError
 from runner.parallel.processes import Processes
 from runner.precision import Precision
 from runner.workloads.base import Sums, Workload
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 _ALIGNED = 64  # bytes: a tensor begins a cache line, so that no two workers fight for one at its border
 
-_MEET_EVERY = 8
-"""Rounds between two points at which the workers wait for each other, to stop together if one was asked to."""
+_LEAD = 8
+"""Rounds that a worker may be ahead of another, so that all can stop after the same one."""
 
 _MEASURE_EVERY = 16
 """A worker's steps between two measurements of how far the model moved, which copy it."""
@@ -33,10 +35,16 @@ class Shared(NamedTuple):
     Args:
         memory: uint8 [num_bytes], of the model's parameters and buffers.
         updates: int64 [num_workers]: how many each has made.
+        rounds: int64 [num_workers]: how many each has done.
+        asked: int64 [num_workers]: whether each was asked to stop.
+        last: int64 [1]: the round after which all stop; 0 while nobody was asked to.
     """
 
     memory: torch.Tensor
     updates: torch.Tensor
+    rounds: torch.Tensor
+    asked: torch.Tensor
+    last: torch.Tensor
 
 
 @dataclass
@@ -88,23 +96,27 @@ class Hogwild(Processes):
         with torch.random.fork_rng(devices=[]):
             model = run.precision.convert(run.workload.build_model())
         num_bytes = sum(_padded(tensor) for tensor in _tensors(model))
-        return Shared(
-            torch.zeros(num_bytes, dtype=torch.uint8).share_memory_(),
-            torch.zeros(self.world_size, dtype=torch.int64).share_memory_(),
-        )
+        each = (self.world_size,) * 3
+        counts = (torch.zeros(length, dtype=torch.int64).share_memory_() for length in (*each, 1))
+        return Shared(torch.zeros(num_bytes, dtype=torch.uint8).share_memory_(), *counts)
 
     def enter(self, place: Any, common: Shared, choice: Device) -> None:
         super().enter(place, common, choice)
-        self._shared = common
-        self._rounds, self._asked = 0, False
+        self.share(common)
         self._before: tuple[int, list[torch.Tensor] | None] | None = None
-        self._staleness = torch.zeros(4, dtype=torch.float64)  # sums and counts of: updates, distance
+        self._staleness = [0.0] * 4  # sums and counts of: updates, distance
+
+    def share(self, shared: Shared) -> None:
+        """Count in the memory that all workers see."""
+        self._memory = shared.memory
+        # Every step reads them, and numpy is quick at it: views of the same memory.
+        self._updates, self._rounds, self._asked, self._last = (counts.numpy() for counts in shared[1:])
 
     def place(self, model: torch.nn.Module, device: torch.device, run: Run) -> torch.nn.Module:
         model = super().place(model, device, run)
         start = 0
         for tensor in _tensors(model):  # all processes have made the same, and write the same
-            piece = self._shared.memory[start : start + tensor.nbytes].view(tensor.dtype)
+            piece = self._memory[start : start + tensor.nbytes].view(tensor.dtype)
             tensor.data = piece.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
             start += _padded(tensor)
         self.barrier()
@@ -119,22 +131,24 @@ class Hogwild(Processes):
         if micro.is_last:
             self._measure(model, *self._before)
             self._before = None
-            self._shared.updates[self.rank] += 1
+            self._updates[self.rank] += 1
         return sums
 
     def _read(self, model: torch.nn.Module) -> tuple[int, list[torch.Tensor] | None]:
         """What the model is like as a step begins: the number of updates so far, and now and then a copy."""
-        updates = self._shared.updates
-        measured = self.world_size > 1 and int(updates[self.rank]) % _MEASURE_EVERY == 0
-        return int(updates.sum()), [p.detach().clone() for p in trainable(model)] if measured else None
+        measured = self.world_size > 1 and self._updates[self.rank] % _MEASURE_EVERY == 0
+        return int(self._updates.sum()), [p.detach().clone() for p in trainable(model)] if measured else None
 
     def _measure(self, model: torch.nn.Module, updates: int, weights: list[torch.Tensor] | None) -> None:
         """Note how far the model has moved since `_read`, as this process is about to write."""
-        self._staleness[:2] += torch.tensor([float(self._shared.updates.sum() - updates), 1.0])
+        staleness = self._staleness
+        staleness[0] += int(self._updates.sum()) - updates
+        staleness[1] += 1
         if weights is not None:
             moved = [p.detach() - before for p, before in zip(trainable(model), weights, strict=True)]
             distance = torch.nn.utils.get_total_norm(moved) / torch.nn.utils.get_total_norm(weights)
-            self._staleness[2:] += torch.tensor([float(distance), 1.0])
+            staleness[2] += float(distance)
+            staleness[3] += 1
 
     def evaluate(
         self, model: torch.nn.Module, workload: Workload, precision: Precision, device: torch.device
@@ -143,16 +157,28 @@ class Hogwild(Processes):
         return super().evaluate(model, workload, precision, device)
 
     def agree(self, flag: bool) -> bool:
-        self._rounds, self._asked = self._rounds + 1, self._asked or flag
-        if self._rounds % _MEET_EVERY:
-            return False
-        return bool(self.reduce({"asked": torch.tensor(float(self._asked))})["asked"])
+        """Rank 0 names the round after which all stop: one that, as nobody is far ahead, all still have before them."""
+        own = int(self._rounds[self.rank]) + 1
+        self._asked[self.rank] |= flag
+        if self.rank == 0 and not self._last[0] and self._asked.any():
+            self._last[0] = own + _LEAD + 1
+        self._rounds[self.rank] = own
+        self._wait_for(own - _LEAD)
+        return bool(self._last[0] == own)
+
+    def _wait_for(self, num_rounds: int) -> None:
+        """Let the others do `num_rounds`."""
+        until = time.monotonic() + self.timeout
+        while self._rounds.min() < num_rounds:
+            if time.monotonic() > until:
+                raise LostError(f"rank {self._rounds.argmin()} did not come within {self.timeout:g} s")
+            time.sleep(0.0002)
 
     def scalars(self) -> dict[str, float]:
         """All updates; how many of others, and how far by its norm, moved the model between a read and its write."""
-        staleness = self.reduce({"staleness": self._staleness})["staleness"].tolist()
-        self._staleness.zero_()
-        updates, steps, distance, measured = staleness
+        total = self.reduce({"staleness": torch.tensor(self._staleness, dtype=torch.float64)})["staleness"]
+        self._staleness = [0.0] * 4
+        updates, steps, distance, measured = total.tolist()
         return {
             "hogwild/updates": steps,
             "hogwild/staleness": updates / max(1.0, steps),
@@ -161,7 +187,7 @@ class Hogwild(Processes):
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         moments = self._state_on_cpu(model, optimizer, kept=True)[1]
-        return {"moments": moments, "staleness": self._staleness.clone()}
+        return {"moments": moments, "staleness": torch.tensor(self._staleness, dtype=torch.float64)}
 
     def load_full_state(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Sums, moments: dict[str, Any]
@@ -172,7 +198,7 @@ class Hogwild(Processes):
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         if "staleness" in state:
             self._load_moments(model, optimizer, state["moments"])
-            self._staleness.copy_(state["staleness"])
+            self._staleness = state["staleness"].tolist()
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from random import Random
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -11,6 +14,9 @@ from conftest import FAST, built, curves
 from plain import weights_at
 from test_resume import assert_same, outcome
 
+from runner.parallel.cluster import Place
+from runner.parallel.crew import LostError, report_of
+from runner.parallel.hogwild import Hogwild, Shared
 from runner.run import Run
 from runner.train import prepare, train
 
@@ -58,7 +64,7 @@ def trained_in_shared_memory(run: Run) -> tuple[bool, bool]:
     place = run.parallel.place
     run.parallel.place = lambda *arguments: seen.append(place(*arguments)) or seen[0]
     train(run)
-    memory = run.parallel._shared.memory  # pyright: ignore[reportAttributeAccessIssue]
+    memory = run.parallel._memory  # pyright: ignore[reportAttributeAccessIssue]
     start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     tensors = [*seen[0].parameters(), *seen[0].buffers()]
     filters = [t for t in tensors if t.ndim == 4]
@@ -142,3 +148,55 @@ def test_scalars_go_on_where_a_checkpoint_between_two_logs_left_them(tmp_path: P
     launched(tmp_path, train, "steps=8", "log_every=6")
     launched(tmp_path, train, "steps=16", "log_every=6")
     assert curves(tmp_path)["hogwild/updates"] == [(6, 6.0), (8, 2.0), (12, 4.0), (16, 4.0)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stopping together without waiting for each other
+
+
+def crew_of(count: int) -> list[Hogwild]:
+    """Workers as in `count` processes, which share only the counts."""
+    shared = Shared(
+        torch.zeros(0, dtype=torch.uint8),
+        *(torch.zeros(n, dtype=torch.int64) for n in (count,) * 3),
+        torch.zeros(1, dtype=torch.int64),
+    )
+    workers = [Hogwild(processes=count) for _ in range(count)]
+    for rank, worker in enumerate(workers):
+        worker._place = Place(rank, count, rank, count, "127.0.0.1", 1)
+        worker.share(shared)
+    return workers
+
+
+@pytest.mark.parametrize("asked", [(0, 1), (2, 1), (1, 17), (2, 40)])
+def test_all_stop_after_the_same_round_however_fast_each_is(asked: tuple[int, int]) -> None:
+    workers, random = crew_of(3), [Random(seed) for seed in range(3)]
+    done, leads = [0, 0, 0], []
+
+    def work(rank: int) -> None:
+        stopping = False
+        while not stopping:
+            time.sleep(random[rank].random() * 0.004 * (rank == random[rank].randrange(3)))
+            stopping = workers[rank].agree((rank, done[rank] + 1) == asked)
+            done[rank] += 1
+            leads.append(done[rank] - min(done))
+
+    threads = [Thread(target=work, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert done[0] == done[1] == done[2]
+    assert asked[1] < done[0] <= asked[1] + 18
+    assert max(leads) <= 9, "eight rounds, and the one that is counted here a moment late"
+
+
+def test_a_worker_that_does_not_come_is_waited_for_until_the_timeout() -> None:
+    fast, _ = crew_of(2)
+    fast.timeout = 0.2
+    assert not any(fast.agree(False) for _ in range(8))
+    began = time.monotonic()
+    with pytest.raises(LostError, match=r"^rank 1 did not come within 0.2 s$") as error:
+        fast.agree(False)
+    assert 0.2 <= time.monotonic() - began < 5
+    assert report_of(error.value).by_others
