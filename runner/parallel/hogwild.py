@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ALIGNED = 64  # bytes: a tensor begins a cache line, so that no two workers fight for one at its border
 
-_LEAD = 8
+_LEAD = 4
 """Rounds that a worker may be ahead of another, so that all can stop after the same one."""
 
 _MEASURE_EVERY = 16
