@@ -200,6 +200,7 @@ def trained(run: Any) -> Any:
     if (done := run.parallel.on_rank_0(partial(finished, run))) is not None:
         log.info("all %d steps are done: nothing is left to do (more: epochs=N or steps=N)", done.steps)
         return done
+    trace = ""  # of another process; of this one the log tells
     try:
         return run.parallel.launch(session, run)
     except ConfigError:
@@ -208,8 +209,7 @@ def trained(run: Any) -> Any:
         result = failure.result or Result(
             "crashed", directory.newest_step(run.directory), config_hash=config_hash(run.config)
         )
-        result.error, error = str(failure), failure
-        print(failure.trace, end="", file=sys.stderr)
+        result.error, error, trace = str(failure), failure, failure.trace
     except CrashedError as crash:
         result, error = crash.result, crash.__cause__
     except Exception as early:  # before the first step
@@ -218,6 +218,11 @@ def trained(run: Any) -> Any:
     if run.deterministic and "deterministic" in str(error):
         why = str(error).splitlines()[0].split(". You can turn off")[0]
         raise ConfigError("deterministic", True, why, "set deterministic=false, or choose another model")
+    if "Expected more than 1 value per channel" in str(error):
+        why = "batch normalisation would see one sample of one pixel, which has no variance"
+        larger = "more samples that go through together (batch_size, accumulation.steps, parallel.split_size)"
+        raise ConfigError("batch_size", run.batch_size, why, f"{larger}, larger images, or model.norm=group")
+    print(trace, end="", file=sys.stderr)
     log.debug("crashed", exc_info=error)
     log.error("%s", result.error)
     return result

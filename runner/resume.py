@@ -132,6 +132,9 @@ def _to_resume(run: Run, parent: Path, name: str | None) -> tuple[Path | None, I
         check(there, "resume", run.resume, "there is no such checkpoint", remedy)
     saved: Any = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
     check_resumable(saved, run.config, run.resume)
+    done = directory.newest_step(path) if checkpoint is None else directory.step_of(checkpoint) or 0
+    why, more = f"{done} are done already", f"steps={done + 1} or more, or name an earlier checkpoint of it"
+    check(done <= run.num_steps or _is_done(path, run), "steps", run.num_steps, why, more)
     held = directory.lock(path)
     check(held is not None, "resume", str(path), "another process is at work in it", "wait for it, or stop it")
     return path, held

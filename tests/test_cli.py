@@ -386,3 +386,11 @@ def test_a_flag_check_is_not_for_values() -> None:
         cli.overrides_first(["--nope=3"])
     assert cli.overrides_first(["name=--nope"]) == ["name=--nope"]
     assert sys.modules["runner.cli"].CONF == ROOT / "conf"
+
+
+def test_a_batch_that_has_no_variance_is_refused_in_words(forks: Forks, tmp_path: Path) -> None:
+    few = ("model=resnet18", "data.size=32", "device=cpu", "device.threads=1", "steps=1", "batch_size=1")
+    code, said = forks.run(*few, cwd=tmp_path)
+    assert code == 2
+    assert said.splitlines()[0].startswith("batch_size: got 1: batch normalisation would see one sample of one pixel")
+    assert "Traceback" not in said

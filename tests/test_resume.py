@@ -447,6 +447,17 @@ def test_a_name_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         claim(tmp_path, f"resume={tmp_path}")
 
 
+def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
+    """It would be done with another length than its own, without an evaluation at its end."""
+    run = claim(tmp_path)
+    for step in (4, 9):
+        (run.directory / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"^steps: got 8: 9 are done already\n  steps=10 or more"):
+        claim(tmp_path, f"resume={run.directory}", "steps=8")
+    assert claim(tmp_path, f"resume={run.directory}", "steps=9").directory == run.directory
+    assert claim(tmp_path, f"resume={run.directory}/checkpoints/step_00000004", "steps=8").directory == run.directory
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # From the command line
 
