@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ALIGNED = 64  # bytes: a tensor begins a cache line, so that no two workers fight for one at its border
 
 _LEAD = 4
-"""Rounds that a worker may be ahead of another, so that all can stop after the same one."""
+"""Updates that a worker may be ahead of another, so that all can stop after as many."""
 
 _MEASURE_EVERY = 16
 """A worker's steps between two measurements of how far the model moved, which copy it."""
@@ -35,14 +35,12 @@ class Shared(NamedTuple):
     Args:
         memory: uint8 [num_bytes], of the model's parameters and buffers.
         updates: int64 [num_workers]: how many each has made.
-        rounds: int64 [num_workers]: how many each has done.
-        asked: int64 [num_workers]: whether each was asked to stop.
-        last: int64 [1]: the round after which all stop; 0 while nobody was asked to.
+        asked: int64 [1]: whether one of them was asked to stop.
+        last: int64 [1]: the update after which all stop; 0 while nobody was asked to.
     """
 
     memory: torch.Tensor
     updates: torch.Tensor
-    rounds: torch.Tensor
     asked: torch.Tensor
     last: torch.Tensor
 
@@ -96,8 +94,7 @@ class Hogwild(Processes):
         with torch.random.fork_rng(devices=[]):
             model = run.precision.convert(run.workload.build_model())
         num_bytes = sum(_padded(tensor) for tensor in _tensors(model))
-        each = (self.world_size,) * 3
-        counts = (torch.zeros(length, dtype=torch.int64).share_memory_() for length in (*each, 1))
+        counts = (torch.zeros(length, dtype=torch.int64).share_memory_() for length in (self.world_size, 1, 1))
         return Shared(torch.zeros(num_bytes, dtype=torch.uint8).share_memory_(), *counts)
 
     def enter(self, place: Any, common: Shared, choice: Device) -> None:
@@ -110,7 +107,7 @@ class Hogwild(Processes):
         """Count in the memory that all workers see."""
         self._memory = shared.memory
         # Every step reads them, and numpy is quick at it: views of the same memory.
-        self._updates, self._rounds, self._asked, self._last = (counts.numpy() for counts in shared[1:])
+        self._updates, self._asked, self._last = (counts.numpy() for counts in shared[1:])
 
     def place(self, model: torch.nn.Module, device: torch.device, run: Run) -> torch.nn.Module:
         model = super().place(model, device, run)
@@ -157,21 +154,20 @@ class Hogwild(Processes):
         return super().evaluate(model, workload, precision, device)
 
     def agree(self, flag: bool) -> bool:
-        """Rank 0 names the round after which all stop: one that, as nobody is far ahead, all still have before them."""
-        own = int(self._rounds[self.rank]) + 1
-        self._asked[self.rank] |= flag
-        if self.rank == 0 and not self._last[0] and self._asked.any():
-            self._last[0] = own + _LEAD + 1
-        self._rounds[self.rank] = own
+        """Rank 0 names the update after which all stop: as nobody is far ahead, all still have it before them."""
+        own = int(self._updates[self.rank])
+        self._asked[0] |= flag
+        if self.rank == 0 and self._asked[0] and not self._last[0]:
+            self._last[0] = own + _LEAD + 1  # whoever comes so far has waited for an update of rank 0 after this line
         self._wait_for(own - _LEAD)
         return bool(self._last[0] == own)
 
-    def _wait_for(self, num_rounds: int) -> None:
-        """Let the others do `num_rounds`."""
+    def _wait_for(self, num_updates: int) -> None:
+        """Let each of the others make `num_updates`."""
         until = time.monotonic() + self.timeout
-        while self._rounds.min() < num_rounds:
+        while self._updates.min() < num_updates:
             if time.monotonic() > until:
-                raise LostError(f"rank {self._rounds.argmin()} did not come within {self.timeout:g} s")
+                raise LostError(f"rank {self._updates.argmin()} did not come within {self.timeout:g} s")
             time.sleep(0.0002)
 
     def scalars(self) -> dict[str, float]:
