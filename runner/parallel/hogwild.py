@@ -156,7 +156,8 @@ class Hogwild(Processes):
     def agree(self, flag: bool) -> bool:
         """Rank 0 names the update after which all stop: as nobody is far ahead, all still have it before them."""
         own = int(self._updates[self.rank])
-        self._asked[0] |= flag
+        if flag:  # only ever set: reading it to write it again could undo what another has just written
+            self._asked[0] = 1
         if self.rank == 0 and self._asked[0] and not self._last[0]:
             self._last[0] = own + _LEAD + 1  # whoever comes so far has waited for an update of rank 0 after this line
         self._wait_for(own - _LEAD)
