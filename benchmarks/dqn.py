@@ -60,7 +60,7 @@ def sb3(steps: int, num_envs: int = 1) -> float:
 def ours(steps: int) -> float:
     """The whole run but its start and its end: acting, updates, logs, progress and a checkpoint."""
     from runner import train
-    from runner.__main__ import main
+    from runner.cli.main import main
 
     options = ["workload=dqn", "model.hidden=[120,84]", "batch_size=128", "optimizer.lr=2.5e-4", "schedule=constant"]
     options += ["env.num_envs=10", f"workload.env_steps={steps}", "workload.warm_up=10000", "workload.replay_ratio=0.1"]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from runner.environment import environment
+from runner.system.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
 

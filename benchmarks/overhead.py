@@ -148,7 +148,7 @@ def ours(steps: int) -> float:
 def run(options: list[str], warmup: int = 0) -> float:
     """Steps per second of a run in this process after `warmup` steps, logs, checkpoints and progress counted in."""
     from runner import train
-    from runner.__main__ import main
+    from runner.cli.main import main
 
     began: list[float] = []
     lap = train.Progress.step  # called at the end of every step, when its logs and checkpoints are written

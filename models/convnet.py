@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from models.recompute import Stage
+from models.recompute import Block
 
 
 class ConvNet(nn.Sequential):
@@ -23,7 +23,7 @@ class ConvNet(nn.Sequential):
         padding: pixels of zeros around every convolution's input.
         hidden: width of the layer between the convolutions and the classes.
         dropout: share of the hidden layer that is dropped in training.
-        checkpoint_activations: keep only the stages' inputs for the backward pass.
+        checkpoint_activations: keep only the blocks' inputs for the backward pass.
 
     Raises:
         ValueError: when the inputs are so small that the poolings leave nothing of them.
@@ -48,22 +48,22 @@ class ConvNet(nn.Sequential):
                 f"inputs of {height}×{width} are too small for {len(channels)} convolutions of "
                 f"{kernel_size}×{kernel_size}, each followed by a 2×2 pooling: they take {least}×{least} or more"
             )
-        stages: OrderedDict[str, nn.Module] = OrderedDict()
+        blocks: OrderedDict[str, nn.Module] = OrderedDict()
         for i, (inputs, outputs) in enumerate(pairwise((in_channels, *channels)), start=1):
             conv = nn.Conv2d(inputs, outputs, kernel_size, padding=padding)
             relu, pool = nn.ReLU(inplace=True), nn.MaxPool2d(2)
-            stages[f"conv{i}"] = Stage(checkpoint_activations, conv=conv, relu=relu, pool=pool)
+            blocks[f"conv{i}"] = Block(checkpoint_activations, conv=conv, relu=relu, pool=pool)
             height, width = ((side + 2 * padding - kernel_size + 1) // 2 for side in (height, width))
         fc = nn.Linear(channels[-1] * height * width, hidden)
         # A dropout of nothing would still draw random numbers.
         drop = {"dropout": nn.Dropout(dropout)} if dropout else {}
-        stages["hidden"] = Stage(
+        blocks["hidden"] = Block(
             checkpoint_activations, flatten=nn.Flatten(), fc=fc, relu=nn.ReLU(inplace=True), **drop
         )
-        stages["head"] = Stage(checkpoint_activations, fc=nn.Linear(hidden, num_classes))
-        super().__init__(stages)
+        blocks["head"] = Block(checkpoint_activations, fc=nn.Linear(hidden, num_classes))
+        super().__init__(blocks)
 
-    def stages(self) -> list[tuple[str, nn.Module]]:
+    def blocks(self) -> list[tuple[str, nn.Module]]:
         """The places where the network can be cut, in the order of the forward pass: conv1, conv2, …, hidden, head."""
         return list(self.named_children())
 

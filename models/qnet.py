@@ -32,14 +32,14 @@ class QNet(nn.Sequential):
         duelling: bool = False,
         checkpoint_activations: bool = False,
     ):
-        stages: OrderedDict[str, nn.Module] = OrderedDict() if hidden else OrderedDict(flatten=nn.Flatten())
+        blocks: OrderedDict[str, nn.Module] = OrderedDict() if hidden else OrderedDict(flatten=nn.Flatten())
         for i, (inputs, outputs) in enumerate(pairwise((num_inputs, *hidden)), start=1):
-            stages[f"hidden{i}"] = Rectified(inputs, outputs, checkpoint_activations)
+            blocks[f"hidden{i}"] = Rectified(inputs, outputs, checkpoint_activations)
         width = (num_inputs, *hidden)[-1]
-        stages["head"] = Duelling(width, num_actions) if duelling else nn.Linear(width, num_actions)
-        super().__init__(stages)
+        blocks["head"] = Duelling(width, num_actions) if duelling else nn.Linear(width, num_actions)
+        super().__init__(blocks)
 
-    def stages(self) -> list[tuple[str, nn.Module]]:
+    def blocks(self) -> list[tuple[str, nn.Module]]:
         """The places where the network can be cut, in the order of the forward pass: hidden1, hidden2, …, head."""
         return list(self.named_children())
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchvision.models import resnet
 
-from models.recompute import Stage, recomputable
+from models.recompute import Block, recomputable
 
 
 class BasicBlock(resnet.BasicBlock):
@@ -54,7 +54,7 @@ class ResNet(resnet.ResNet):
             `cifar` leaves inputs of about 32×32 their size (3×3 convolution, no pooling; section 4.2 of the paper).
         norm: `batch` normalisation, or `group` normalisation (Wu and He, 2018; 32 groups), which treats each sample
             alone: the same numbers however a batch is split.
-        checkpoint_activations: keep only the stages' inputs for the backward pass.
+        checkpoint_activations: keep only the blocks' inputs for the backward pass.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ResNet(resnet.ResNet):
         super().__init__(block, counts, num_classes, norm_layer=NORMS[norm])
         self.flatten = nn.Flatten()  # no module in torchvision, whose forward pass calls a function
         self.checkpoint_activations = checkpoint_activations
-        for residual in self._blocks().values():
+        for residual in self._residual_blocks().values():
             residual.checkpoint_activations = checkpoint_activations
         if stem == "cifar":
             self._replace_conv1(nn.Conv2d(in_channels, 64, 3, padding=1, bias=False))
@@ -78,23 +78,23 @@ class ResNet(resnet.ResNet):
         elif in_channels != 3:
             self._replace_conv1(nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False))
 
-    def stages(self) -> list[tuple[str, nn.Module]]:
+    def blocks(self) -> list[tuple[str, nn.Module]]:
         """The places where the network can be cut, in the order of the forward pass: stem, each block, head.
 
         The blocks are the network's own modules, under their names in it. Stem and head are views of its modules, made
         anew at each call: kept, they would miss a layer that was replaced (by its synchronised or replicated twin).
         """
         again = self.checkpoint_activations
-        stem = Stage(again, conv1=self.conv1, bn1=self.bn1, relu=self.relu, maxpool=self.maxpool)
-        head = Stage(again, avgpool=self.avgpool, flatten=self.flatten, fc=self.fc)
-        return [("stem", stem), *self._blocks().items(), ("head", head)]
+        stem = Block(again, conv1=self.conv1, bn1=self.bn1, relu=self.relu, maxpool=self.maxpool)
+        head = Block(again, avgpool=self.avgpool, flatten=self.flatten, fc=self.fc)
+        return [("stem", stem), *self._residual_blocks().items(), ("head", head)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _, stage in self.stages():
-            x = stage(x)
+        for _, block in self.blocks():
+            x = block(x)
         return x
 
-    def _blocks(self) -> dict[str, BasicBlock | Bottleneck]:
+    def _residual_blocks(self) -> dict[str, BasicBlock | Bottleneck]:
         layers = {name: getattr(self, name) for name in ("layer1", "layer2", "layer3", "layer4")}
         return {f"{name}.{i}": block for name, layer in layers.items() for i, block in enumerate(layer)}
 

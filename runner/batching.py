@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from runner.config import check, check_range
+from runner.config.errors import check, check_range
 from runner.seeds import derive
 
 
@@ -29,7 +29,7 @@ class Accumulation:
 
 
 class MicroBatch(NamedTuple):
-    """One forward and backward pass: the samples at the positions [start, stop) of the stream."""
+    """The samples of one forward and backward pass: positions [start, stop) of the sample stream."""
 
     start: int
     stop: int
@@ -39,6 +39,21 @@ class MicroBatch(NamedTuple):
     """Whether the gradient of the step is complete on this process after it."""
 
 
+class Step(NamedTuple):
+    """One pass of the training loop: an optimizer step, in which all processes take part.
+
+    Where the processes divide the steps and not the batches (`step_shard`), it is a round of several optimizer steps,
+    one on each process.
+    """
+
+    number: int
+    """Counts from 1 and is the same on every process; of a round, its last step."""
+    own: int
+    """The step whose batch this process trains on; `number`, unless it is a round."""
+    micro_batches: list[MicroBatch]
+    """This process's; none where the run ends before its own step."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The batch arithmetic of a run, seen from one process.
@@ -46,9 +61,9 @@ class Plan:
     Args:
         batch_size: the global batch of one optimizer step, over all processes and micro-batches.
         accumulation: micro-batches per step and process.
-        shard: (index, count): this process trains on part `index` of `count` of every global batch.
-        seed: the root seed, which orders the samples.
-        turn: (index, count): this process trains on one of every `count` global batches; (0, 1): on each.
+        data_shard: (index, count): this process trains on part `index` of `count` of every global batch.
+        step_shard: (index, count): this process trains on one of every `count` global batches; (0, 1): on each.
+        seed: orders the samples.
 
     Raises:
         ConfigError: when the batch cannot be cut into equal micro-batches.
@@ -56,12 +71,13 @@ class Plan:
 
     batch_size: int
     accumulation: int = 1
-    shard: tuple[int, int] = (0, 1)
+    data_shard: tuple[int, int] = (0, 1)
+    step_shard: tuple[int, int] = (0, 1)
     seed: int = 0
-    turn: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
-        parts = self.accumulation * self.shard[1]
+        count = self.data_shard[1]
+        parts = self.accumulation * count
         below = self.batch_size // parts * parts
         nearest = " or ".join(f"batch_size={size}" for size in (below, below + parts) if size > 0)
         check(
@@ -69,34 +85,51 @@ class Plan:
             "batch_size",
             self.batch_size,
             f"it does not divide into {self.accumulation} micro-batches (accumulation.steps) on each of "
-            f"{self.shard[1]} processes",
+            f"{count} processes",
             f"the nearest that do: {nearest}",
         )
 
     @property
     def worker(self) -> int:
-        """Which of the processes that get samples of their own this is: environments and exploration differ by it."""
-        return self.shard[0] * self.turn[1] + self.turn[0]
+        """The index of this process among those that train on different samples: its environments differ by it."""
+        return self.data_shard[0] * self.step_shard[1] + self.step_shard[0]
 
     @property
     def num_workers(self) -> int:
-        """How many processes get samples of their own."""
-        return self.shard[1] * self.turn[1]
+        """How many processes train on different samples."""
+        return self.data_shard[1] * self.step_shard[1]
 
-    def steps(self, after_step: int, last_step: int) -> Iterator[tuple[int, list[MicroBatch]]]:
-        """The number of every step after `after_step`, and this process's micro-batches of it.
+    @property
+    def steps_per_round(self) -> int:
+        """Optimizer steps in one pass of the training loop: one, unless the processes divide the steps."""
+        return self.step_shard[1]
 
-        Where processes take turns, a round of steps is done at once, one by each. Its number is that of its last step,
-        the same on every process; it has no micro-batches where the run ends before this process's turn.
-        """
-        index, count = self.turn
+    @property
+    def samples_per_round(self) -> int:
+        """Samples that all processes together train on in one pass of the training loop."""
+        return self.batch_size * self.steps_per_round
+
+    def describe(self) -> str:
+        """How a global batch is divided, in words."""
+        shards, parts = self.data_shard[1], self.accumulation
+        size = self.batch_size // shards // parts
+        text = f"{self.batch_size} samples"
+        if shards > 1 or parts > 1:
+            text += f" = {shards} process{'es' * (shards > 1)} × {parts} micro-batch{'es' * (parts > 1)} × {size}"
+        return text + (
+            f", divided over {self.steps_per_round} processes step by step" if self.steps_per_round > 1 else ""
+        )
+
+    def steps(self, after_step: int, last_step: int) -> Iterator[Step]:
+        """The steps after `after_step`, up to and including `last_step`."""
+        index, count = self.step_shard
         for before in range(after_step, last_step, count):
             own = before + 1 + index
-            yield min(before + count, last_step), self.micro_batches(own) if own <= last_step else []
+            yield Step(min(before + count, last_step), own, self.micro_batches(own) if own <= last_step else [])
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This process's part of the global batch of `step`, which counts from 1."""
-        index, count = self.shard
+        index, count = self.data_shard
         size = self.batch_size // count // self.accumulation
         start = (step - 1) * self.batch_size + index * (self.batch_size // count)
         return [
@@ -105,8 +138,8 @@ class Plan:
         ]
 
     def stream(self, after_step: int) -> Iterator[MicroBatch]:
-        """The micro-batches of all steps after `after_step`, without end."""
-        index, count = self.turn
+        """This process's micro-batches of all steps after `after_step`, without end."""
+        index, count = self.step_shard
         return itertools.chain.from_iterable(map(self.micro_batches, itertools.count(after_step + 1 + index, count)))
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from runner.config import check, check_choice, check_range
+from runner.config.errors import check, check_choice, check_range
+from runner.system.cpu import cpu_model
 
 
 @dataclass
@@ -120,6 +121,13 @@ def _best() -> str:
 def _hidden() -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+
+
+def device_name(device: torch.device) -> str:
+    """The device with the name of its hardware: `cuda:0 (NVIDIA H200)`."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device} ({cpu_model()})"
 
 
 def synchronize(device: torch.device) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from runner.config import check, check_range
+from runner.config.errors import check, check_range
 
 
 @dataclass
-class Optimizer:
+class Optimizer(ABC):
     """Builds a `torch.optim.Optimizer` over a model's trainable parameters.
 
     Args:
@@ -29,9 +30,9 @@ class Optimizer:
         check_range(self, "lr", above=0, most=1000)
         check_range(self, "weight_decay", least=0, most=1000)
 
+    @abstractmethod
     def build(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over the parameters of `model` that require gradients."""
-        raise NotImplementedError(f"{type(self).__name__} must build an optimizer")
+        """The optimizer of the parameters of `model` that require gradients."""
 
     def _shared(self) -> dict[str, Any]:
         return {"lr": self.lr, "weight_decay": self.weight_decay, "fused": self.fused}

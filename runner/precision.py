@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from runner.config import check, check_range
+from runner.config.errors import check, check_range
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ class Precision:
 
     A mode of computing only: parameters and checkpoints stay float32 (float64 under `64`).
     """
+
+    description: ClassVar[str] = "float32"
 
     tolerance: ClassVar[float] = 1e-6
     """How far weights and gradients may be from one device's after a few steps, relative: sums in another order."""
@@ -93,6 +95,7 @@ class Precision:
 class TF32(Precision):
     """float32 with matrix products in TensorFloat-32 on Ampere and later: 10 bits of mantissa, much faster."""
 
+    description: ClassVar[str] = "float32, matrix products in TF32 where the device has it"
     tolerance: ClassVar[float] = 5e-3
 
     def prepare(self, device: torch.device) -> None:
@@ -106,6 +109,7 @@ class TF32(Precision):
 class Double(Precision):
     """float64 throughout: for checking gradients, not for speed."""
 
+    description: ClassVar[str] = "float64"
     tolerance: ClassVar[float] = 1e-13
 
     def check_device(self, device: torch.device) -> None:
@@ -121,6 +125,7 @@ class Double(Precision):
 class BFloat16(Precision):
     """bfloat16 autocast: float32's range in 16 bits, so that no loss scaling is needed."""
 
+    description: ClassVar[str] = "bfloat16 autocast, float32 weights"
     tolerance: ClassVar[float] = 4e-2
 
     _device_type = "cpu"
@@ -144,6 +149,8 @@ class Float16(BFloat16):
     CPUs have no float16 convolutions (50 times slower here): there, and on Metal, it is bfloat16, and says so. An
     update whose gradients overflowed is skipped, and the schedule does not advance.
     """
+
+    description: ClassVar[str] = "float16 autocast with loss scaling on CUDA, bfloat16 elsewhere; float32 weights"
 
     init_scale: float = 65536.0
     growth_interval: int = 2000

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from runner.clock import clock
-from runner.config import check_range
+from runner.config.errors import check_range
 from runner.device import synchronize
+from runner.system.section_timer import timer
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +48,12 @@ class Simple(Profiler):
     @contextmanager
     def profile(self, directory: Path, device: torch.device) -> Iterator[None]:
         self._num_steps = 0
-        clock.reset(None if device.type == "cpu" else partial(synchronize, device))
+        timer.reset(None if device.type == "cpu" else partial(synchronize, device))
         try:
             yield
         finally:
-            seconds, calls = clock.seconds(), dict(clock.calls)
-            clock.synchronize = None
+            seconds, calls = timer.seconds(), dict(timer.calls)
+            timer.synchronize = None
             table = section_table(seconds, calls, self._num_steps)
             path = _folder(directory) / "simple.txt"
             path.write_text(table, encoding="utf-8")

@@ -1,40 +1,35 @@
-"""One experiment: its parts, and the checks that need two parts at once."""
+"""One experiment: its components, the checks that need two of them at once, and what follows from the machine."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from runner.batching import Accumulation, Plan
-from runner.config import (
-    ABSENT,
-    build,
-    check,
-    check_range,
-    component_fields,
-    did_you_mean,
-    errors_under,
-    load_class,
-    option_fields,
-    typed_values,
-)
+from runner.config.errors import ABSENT, check, check_range, did_you_mean, errors_under
+from runner.config.schema import build, component_fields, load_class, option_fields, typed_values
 from runner.data.base import Data
-from runner.device import Device
+from runner.device import Device, device_name
 from runner.env.base import Env
-from runner.model import Model
+from runner.model.base import Model
 from runner.optimizer import Optimizer
 from runner.parallel.base import Parallel
+from runner.parallel.collectives import Collectives
+from runner.parallel.context import Context, Process
 from runner.precision import Precision
 from runner.profiler import Profiler
 from runner.schedule import Schedule
 from runner.workloads.base import Workload
 
-ROOMS: dict[str, type] = {
+CONFIG_GROUPS: dict[str, type] = {
     "device": Device,
     "parallel": Parallel,
     "precision": Precision,
@@ -45,15 +40,18 @@ ROOMS: dict[str, type] = {
 }
 """The config groups that every run has, and the base class that each accepts."""
 
-MATERIALS: dict[str, type] = {"model": Model, "data": Data, "env": Env}
-"""The config groups that a workload is made from, where it has a field of that name."""
+WORKLOAD_INPUTS: dict[str, type] = {"model": Model, "data": Data, "env": Env}
+"""The config groups that a workload is built from, where it has a field of that name."""
 
-_MOST = 2**31 - 1  # more steps, or samples in a step, are a slip of the finger
+_LARGEST = 2**31 - 1  # more steps, or samples in a step, are a typing error
 
 
 @dataclass
 class Run:
-    """One experiment, composed and checked. conf/config.yaml says what each scalar means."""
+    """One experiment, composed and checked; conf/config.yaml says what each value means.
+
+    Its options never change: what follows from the machine and the data is in the `Session` that `prepare` returns.
+    """
 
     device: Device
     parallel: Parallel
@@ -79,98 +77,157 @@ class Run:
     channels_last: bool = True
     output_root: str = "outputs"
     config: dict[str, Any] = field(default_factory=dict, init=False)
-    directory: Path = field(default=Path(), init=False)
+    """What it was built from, as plain values."""
 
     def __post_init__(self) -> None:
         plain = self.name.isprintable() and self.name.strip() not in ("", ".", "..") and not set(self.name) & set("/\\")
         check(plain, "name", self.name, "it becomes a directory's name", "use letters, digits, - and _")
         check(len(self.name.encode()) <= 200, "name", self.name, "it is too long for a directory", "shorten it")
         path = self.output_root.isprintable() and self.output_root.strip() != ""
-        check(
-            path, "output_root", self.output_root, "it is no path of a directory", "output_root=. is the one you are in"
-        )
+        remedy = "output_root=. is the current directory"
+        check(path, "output_root", self.output_root, "it is no path of a directory", remedy)
         check_range(self, "seed", least=0, most=2**63 - 1)
         for key in ("batch_size", "steps", "log_every"):
-            check_range(self, key, least=1, most=_MOST)
+            check_range(self, key, least=1, most=_LARGEST)
         for key in ("eval_every", "save_every", "keep"):
-            check_range(self, key, least=0, most=_MOST)
+            check_range(self, key, least=0, most=_LARGEST)
         check_range(self, "epochs", above=0, most=1_000_000)
         check_range(self, "max_grad_norm", above=0)
-        measures = (self.steps, self.epochs, self.workload.num_steps(self.batch_size))
-        known = any(measure is not None for measure in measures)
+        lengths = (self.steps, self.epochs, self.workload.num_steps(self.batch_size))
+        known = any(length is not None for length in lengths)
         check(known, "steps", None, "neither steps nor epochs says how long to train", "set epochs=10 or steps=1000")
-        self.plan  # noqa: B018 (refuses a batch that does not divide)
+        Plan(self.batch_size, self.accumulation.steps)  # refuses a batch that does not divide
 
-    @property
-    def plan(self) -> Plan:
-        """The batch arithmetic, as this process sees it."""
-        parallel = self.parallel
-        return Plan(self.batch_size, self.accumulation.steps, parallel.data_shard, self.seed, parallel.turn)
-
-    def prepare(self) -> None:
-        """Do the checks that need the device and the data, and resolve what depends on them.
+    def prepare(self, process: Process) -> Session:
+        """Do the checks that need the device and the data; load the data.
 
         Raises:
             ConfigError: while nothing has been written yet.
         """
-        with errors_under("device"):
-            device = self.parallel.device(self.device)
-        with errors_under("parallel"):
-            self.parallel.prepare(device, self)
-        self.workload.check_plan(self.plan)  # now that the number of processes is known
-        self.precision.check_device(device)
+        context = self._context(process)
+        self.parallel.check(context)
+        self.workload.check_plan(context.plan)
+        self.precision.check_device(context.device)
         self.workload.prepare()
-        self.parallel.check_workload(self)
+        self.parallel.check_workload(context)
         epoch = self.workload.steps_per_epoch(self.batch_size)
+        num_steps = self._num_steps(epoch)
+        once_an_epoch = math.ceil(epoch) if epoch else max(1, num_steps // 10)
+        return Session(
+            run=self,
+            context=context,
+            seed=self.seed + context.layout.seed_offset,
+            num_steps=num_steps,
+            eval_every=once_an_epoch if self.eval_every is None else self.eval_every,
+            save_every=once_an_epoch if self.save_every is None else self.save_every,
+        )
+
+    def _context(self, process: Process) -> Context:
+        layout = self.parallel.layout(process.rank_info)
+        plan = Plan(
+            self.batch_size,
+            self.accumulation.steps,
+            layout.data_shard,
+            layout.step_shard,
+            self.seed + layout.seed_offset,
+        )
+        return Context(process, layout, plan, self.workload, self.precision, self.channels_last, self.compile)
+
+    def _num_steps(self, epoch: float | None) -> int:
+        """The optimizer steps of the run; `epoch`: those of an epoch, where there are any."""
+        if self.steps is not None:
+            return self.steps
         own = self.workload.num_steps(self.batch_size)
-        if self.steps is None and own is not None:
-            why = "this workload has no epochs, but a measure of its own"
+        if own is not None:
+            why = "this workload has no epochs: its own options say how long it is"
             check(self.epochs is None, "epochs", self.epochs, why, "leave epochs=null, or set steps=N")
-            self.steps = own
-        if self.steps is None:
-            assert self.epochs is not None
-            check(epoch is not None, "epochs", self.epochs, "this workload has no epochs", "set steps=N")
-            self.steps = max(1, math.ceil(self.epochs * (epoch or 1) - 1e-9))
-        often = math.ceil(epoch) if epoch else max(1, self.steps // 10)
-        self.eval_every = often if self.eval_every is None else self.eval_every
-        self.save_every = often if self.save_every is None else self.save_every
+            return own
+        assert self.epochs is not None
+        check(epoch is not None, "epochs", self.epochs, "this workload has no epochs", "set steps=N")
+        return max(1, math.ceil(self.epochs * (epoch or 1) - 1e-9))
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run as one of its processes sees it, once the device, the data and the other processes are known.
+
+    Args:
+        run: the options.
+        context: this process, its part of the work, and the batch arithmetic.
+        seed: of this process's model; the run's, but for the members of an ensemble.
+        num_steps: optimizer steps of the whole run.
+        eval_every: steps between two evaluations; 0: only at the end.
+        save_every: steps between two checkpoints; 0: only at the end.
+    """
+
+    run: Run
+    context: Context
+    seed: int
+    num_steps: int
+    eval_every: int
+    save_every: int
 
     @property
-    def num_steps(self) -> int:
-        """How many optimizer steps the whole run has."""
-        assert self.steps is not None, "prepare() resolves it"
-        return self.steps
+    def device(self) -> torch.device:
+        """The device of this process; of several, the first."""
+        return self.context.device
 
     @property
-    def round_size(self) -> int:
-        """Samples of the steps that are done at once: of one, but of several where processes take turns."""
-        return self.batch_size * self.parallel.turn[1]
+    def plan(self) -> Plan:
+        """The batch arithmetic of this process."""
+        return self.context.plan
 
-    @staticmethod
-    def again(config: dict[str, Any]) -> Run:
-        """The run of a resolved config, in whichever process."""
-        return build_run(config)
+    @property
+    def collectives(self) -> Collectives:
+        """This process's collectives with the others."""
+        return self.context.collectives
 
-    def due(self, every: int | None, step: int) -> bool:
-        """Whether something done `every` so many steps (0: only at the end) is due after `step`.
+    @property
+    def rank(self) -> int:
+        """This process among those of the run; rank 0 writes."""
+        return self.context.rank
 
-        Where processes take turns, after the round of steps in which it falls.
+    def describe(self, model: str, directory: Path) -> str:
+        """The first lines of a run: what is trained, on what, how, and where it is written.
+
+        Args:
+            model: the model in words, from before a mode has split it.
         """
-        return step == self.num_steps or (bool(every) and step % (every or 1) < self.parallel.turn[1])
+        run, context, plan = self.run, self.context, self.plan
+        threads = torch.get_num_threads()
+        lines = {
+            "model": model,
+            **run.workload.describe(),
+            "device": f"{device_name(self.device)}, {threads} CPU thread{'s' * (threads > 1)} per process",
+            "precision": type(run.precision).description,
+            "parallel": f"{type(run.parallel).__name__}, {context.world_size} process{'es' * (context.world_size > 1)}",
+            "batch": plan.describe(),
+            "length": f"{self.num_steps:,} steps, {self.num_steps * run.batch_size:,} samples",
+            "directory": os.path.relpath(directory),
+        }
+        return "\n".join(f"{key:<10} {text}" for key, text in lines.items())
+
+    def is_due(self, every: int, step: int) -> bool:
+        """Whether something that is done every so many steps (0: only at the end) is due after `step`.
+
+        Where a pass of the loop is a round of several steps, it is due after the round in which it falls.
+        """
+        return step == self.num_steps or (bool(every) and step % every < self.plan.steps_per_round)
 
 
 @dataclass
 class Result:
-    """What became of a run; `result.json` is this. Metrics' keys are TensorBoard's tags.
+    """How a run ended; `result.json` is this. The keys of metrics are TensorBoard's tags.
 
     Args:
         status: `done`, `stopped` (by a signal, after saving), `diverged` or `crashed`.
-        steps: optimizer steps done, those before a resume counted in.
+        steps: optimizer steps done, including those before a resume.
         best: the best evaluation: metric, value, step.
         seconds: from the first step of this session to its end.
-        samples_per_second: of training alone, evaluations and checkpoints left out.
-        step_seconds: median and p90, the warm-up left out.
-        notes: whatever else a reader of the numbers must know; rank 0's, as is the memory.
+        samples_per_second: of training alone, without evaluations and checkpoints.
+        step_seconds: median and p90, without the warm-up.
+        peak_memory_bytes: of rank 0.
+        notes: what else a reader of the numbers should know; rank 0's.
     """
 
     status: str
@@ -197,47 +254,80 @@ def build_run(config: Mapping[str, Any]) -> Run:
     Raises:
         ConfigError: with the key that the user would type.
     """
-    scalars = [name for name in option_fields(Run) if name not in ROOMS]
-    known = [*scalars, *ROOMS, *MATERIALS, "workload"]
+    scalars = [name for name in option_fields(Run) if name not in CONFIG_GROUPS]
+    known = [*scalars, *CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload"]
     for key in config:
         check(key in known, key, ABSENT, "there is no such key;", did_you_mean(key, known))
-    parts = {room: build(_node(config, room), base, room) for room, base in ROOMS.items()}
+    parts = {group: build(_node(config, group), base, group) for group, base in CONFIG_GROUPS.items()}
     node = _node(config, "workload")
     with errors_under("workload"):
         needed = component_fields(load_class(node.get("_target_"), Workload))
-    materials = {room: build(_node(config, room), MATERIALS[room], room) for room in needed}
-    parts["workload"] = build(node, Workload, "workload", **materials)
+    inputs = {group: build(_node(config, group), WORKLOAD_INPUTS[group], group) for group in needed}
+    parts["workload"] = build(node, Workload, "workload", **inputs)
     run = Run(**typed_values(Run, {key: config[key] for key in scalars if key in config}), **parts)
     run.config = dict(config)
     return run
 
 
 def check_used(run: Run, overrides: Iterable[str]) -> None:
-    """Refuse a material that was asked for, and that the workload is not made from.
+    """Refuse an option of a group that was typed, but that the workload is not built from.
 
     Args:
         overrides: as typed: `env=acrobot`, `data.size=32`.
 
     Raises:
-        ConfigError: where leaving it unsaid would train something else than was meant.
+        ConfigError: as the run would otherwise train something else than was meant.
     """
     used = component_fields(type(run.workload))
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
-        room = key.partition(".")[0]
-        why = f"{type(run.workload).__name__} is not made from any {room}"
-        check(room in used or room not in MATERIALS, key, value, why, "leave it out, or choose another workload")
+        group = key.partition(".")[0]
+        why = f"{type(run.workload).__name__} is not made from any {group}"
+        check(
+            group in used or group not in WORKLOAD_INPUTS, key, value, why, "leave it out, or choose another workload"
+        )
 
 
-def _node(config: Mapping[str, Any], room: str) -> Mapping[str, Any]:
-    node = config.get(room)
-    check(isinstance(node, Mapping), room, node, "nothing is chosen", f"choose one of the options in conf/{room}/")
+def check_same_config(config: dict[str, Any], collectives: Collectives) -> None:
+    """Refuse processes that were started with different configs, on each of them.
+
+    Raises:
+        ConfigError: naming the first key that differs.
+    """
+    ours, *others = collectives.all_gather(config)
+    for rank, other in enumerate(others, start=1):
+        path, one, another = first_difference(ours, other)
+        why = f"rank 0 was started with {one!r}, rank {rank} with {another!r}"
+        check(not path, path, ABSENT, why, "start all processes with the same command")
+
+
+def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any]:
+    """(key, its value in one, its value in the other) of the first difference of two configs; an empty key for none."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in (*one, *(key for key in other if key not in one)):
+            found = first_difference(one.get(key), other.get(key), f"{path}.{key}" if path else key)
+            if found[0]:
+                return found
+        return "", None, None
+    return ("", None, None) if one == other else (path, one, other)
+
+
+def _node(config: Mapping[str, Any], group: str) -> Mapping[str, Any]:
+    node = config.get(group)
+    check(isinstance(node, Mapping), group, node, "nothing is chosen", f"choose one of the options in conf/{group}/")
     assert isinstance(node, Mapping)
     return node
 
 
+def describe_model(model: torch.nn.Module) -> str:
+    """A model in words: `ConvNet, 26,650 trainable parameters, 0.11 MB`."""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    return f"{type(model).__name__}, {trained:,} trainable parameters, {size / 1e6:,.2f} MB"
+
+
 class CrashedError(Exception):
-    """A run ended by an error, which is its `__cause__`; `result` tells how far it had come."""
+    """A run was ended by an error, its `__cause__`; `result` says how far it had come."""
 
     def __init__(self, result: Result):
         super().__init__(result)
@@ -248,6 +338,6 @@ _NOT_HASHED = ("name", "output_root", "resume")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Twelve hexadecimal digits for everything in `config` but where it is written."""
+    """Twelve hexadecimal digits for everything in `config` except where it is written."""
     hashed = {key: value for key, value in config.items() if key not in _NOT_HASHED}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()[:12]

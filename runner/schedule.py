@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runner.config import check, check_range
+from runner.config.errors import check, check_range
 
 
 @dataclass

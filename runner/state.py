@@ -1,18 +1,18 @@
-"""All that changes while a run goes on; a checkpoint is this, in no mode's terms."""
+"""All that changes while a run goes on, and what of it goes into a checkpoint."""
 
 from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from runner import memory
-from runner.checkpoint import Checkpoint, Checkpoints
-from runner.run import Result, Run, config_hash
-from runner.window import DivergedError, Stopwatch, Window, quantiles
-from runner.workloads.base import Sums
+from runner.run import Result, Session, config_hash
+from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.system import memory
+from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles
 
 log = logging.getLogger(__name__)
 
@@ -21,82 +21,92 @@ class State:
     """Where a run stands.
 
     Args:
-        run: the parts that do not change.
+        session: what does not change.
+        directory: the run's.
         model: placed.
-        optimizer: over the placed model's parameters.
-        device: this process's.
+        optimizer: of the placed model's parameters.
+        model_description: the model in words, for the first lines of the run.
     """
 
-    def __init__(self, run: Run, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
-        self.run, self.model, self.optimizer, self.device = run, model, optimizer, device
-        self.step, self.logged = 0, 0
-        self.window = Window(torch.zeros(len(run.workload.metrics), device=device))
-        self.stopwatch = Stopwatch(device)
+    def __init__(
+        self,
+        session: Session,
+        directory: Path,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        model_description: str = "",
+    ):
+        self.session, self.directory, self.model, self.optimizer = session, directory, model, optimizer
+        self.model_description = model_description
+        self.step, self.logged_step = 0, 0
+        self.metric_buffer = MetricBuffer(torch.zeros(len(session.run.workload.metrics), device=session.device))
+        self.step_timer = StepTimer(session.device)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
-        parallel = run.parallel
-        self.hash = config_hash(run.config)
-        self.checkpoints = Checkpoints(
-            run.directory, run.keep, parallel.rank, parallel.world_size, parallel.barrier, self.hash
-        )
+        self.hash = config_hash(session.run.config)
+        world_size, barrier = session.context.world_size, session.collectives.barrier
+        self.checkpoints = Checkpoints(directory, session.run.keep, session.rank, world_size, barrier, self.hash)
 
     def resume(self) -> None:
-        """Go on where the newest whole checkpoint of the run directory stands, if there is one."""
+        """Continue from the newest valid checkpoint of the run directory, if there is one."""
+        run, collectives, device = self.session.run, self.session.collectives, self.session.device
         checkpoint = self.checkpoints.latest()
         if checkpoint is None:
-            if self.run.resume != "never":
-                log.info("there is no checkpoint to go on from: the run begins")
+            if run.resume != "never":
+                log.info("there is no checkpoint to resume from: the run starts at step 1")
             return
-        shared, local, run = checkpoint.state, checkpoint.local, self.run
+        shared, local = checkpoint.state, checkpoint.local
         run.parallel.load_full_state(self.model, self.optimizer, checkpoint.tensors, shared["optimizer"])
         run.precision.load_state_dict(shared["precision"])
         self.step, self.metrics, self.best = checkpoint.step, shared["metrics"], shared["best"]
-        self.logged, rows = shared["logged"], run.parallel.share_of(shared["window"]).to(self.device)
-        self.window = Window(rows.new_zeros(len(run.workload.metrics)), list(rows.unbind()))
+        self.logged_step, rows = shared["logged"], collectives.local_share(shared["window"]).to(device)
+        self.metric_buffer = MetricBuffer(rows.new_zeros(len(run.workload.metrics)), list(rows.unbind()))
         run.parallel.load_local_state(self.model, self.optimizer, local.get("parallel", {}))
         if local:
             run.workload.load_state_dict(local["workload"])
-            _set_random_state(local["random"], self.device)
+            _set_random_state(local["random"], device)
         else:
-            log.info("rank %d was not there when this was saved: its random numbers begin anew", run.parallel.rank)
+            log.info("rank %d saved nothing in this checkpoint: its random numbers start anew", self.session.rank)
         log.info("resumed after step %d", self.step)
 
     def save(self) -> None:
-        """Write a checkpoint, unless something in it is not finite.
+        """Write a checkpoint, unless a value in it is not finite.
 
         Raises:
-            DivergedError: then; the checkpoints before are left as they are.
+            DivergedError: in that case; earlier checkpoints are left as they are.
         """
-        run = self.run
-        window = self.window.peek(run.parallel.reduce, self.step)
-        tensors, moments = run.parallel.full_state(self.model, self.optimizer)
-        broken = _not_finite(tensors, moments)
-        anywhere = run.parallel.reduce({"broken": torch.tensor(float(bool(broken)), device=self.device)})
+        run, collectives, device = self.session.run, self.session.collectives, self.session.device
+        rows = self.metric_buffer.peek(collectives.all_reduce, self.step)
+        tensors, optimizer_state = run.parallel.full_state(self.model, self.optimizer)
+        broken = _not_finite(tensors, optimizer_state)
+        anywhere = collectives.all_reduce({"broken": torch.tensor(float(bool(broken)), device=device)})
         if anywhere["broken"]:  # not every rank has every tensor
             raise DivergedError(self.step, broken or "the state")
         shared = {
-            "optimizer": moments,
+            "optimizer": optimizer_state,
             "precision": run.precision.state_dict(),
-            "window": window,
-            "logged": self.logged,
+            "window": rows,
+            "logged": self.logged_step,
             "metrics": self.metrics,
             "best": self.best,
         }
         local = {
             "workload": run.workload.state_dict(),
             "parallel": run.parallel.local_state(self.model, self.optimizer),
-            "random": _random_state(self.device),
+            "random": _random_state(device),
         }
         self.checkpoints.save(Checkpoint(self.step, tensors, shared, local), self.best.get("step"))
 
-    def take_window(self) -> dict[str, float]:
-        """The training metrics since the last log, by tag; the window begins anew."""
-        num_samples = (self.step - self.logged) * self.run.batch_size
-        sums = self.window.take(self.run.parallel.reduce, self.step).double().sum(0) / num_samples
-        self.logged = self.step
-        return {f"train/{name}": float(value) for name, value in zip(self.run.workload.metrics, sums, strict=True)}
+    def flush_metrics(self) -> dict[str, float]:
+        """The mean training metrics since the last log, by tag; the buffer is empty after it."""
+        num_samples = (self.step - self.logged_step) * self.session.run.batch_size
+        rows = self.metric_buffer.flush(self.session.collectives.all_reduce, self.step)
+        means = rows.double().sum(0) / num_samples
+        self.logged_step = self.step
+        names = self.session.run.workload.metrics
+        return {f"train/{name}": float(value) for name, value in zip(names, means, strict=True)}
 
-    def take_evaluation(self, metrics: dict[str, float]) -> bool:
+    def record_evaluation(self, metrics: dict[str, float]) -> bool:
         """Keep the `metrics` of an evaluation, by tag; returns whether they are better than all before.
 
         Raises:
@@ -104,10 +114,11 @@ class State:
         """
         broken = [tag for tag, number in metrics.items() if not math.isfinite(number)]
         if broken:
-            self.window.peek(self.run.parallel.reduce, self.step)  # a step since the last log may have been the first
+            # A training step since the last log may have been the first that was not finite: this names it.
+            self.metric_buffer.peek(self.session.collectives.all_reduce, self.step)
             raise DivergedError(self.step, broken[0])
         self.metrics |= metrics
-        name, direction = self.run.workload.best
+        name, direction = self.session.run.workload.best
         value, best = metrics[f"eval/{name}"], self.best.get("value")
         if best is not None and not (value > best if direction == "max" else value < best):
             return False
@@ -115,30 +126,30 @@ class State:
         return True
 
     def result(self, status: str, error: str) -> Result:
-        """What `result.json` tells."""
-        run, stopwatch = self.run, self.stopwatch
-        training = sum(stopwatch.seconds)
+        """What `result.json` will say."""
+        session, step_timer = self.session, self.step_timer
+        samples, training = len(step_timer.seconds) * session.plan.samples_per_round, sum(step_timer.seconds)
         return Result(
             status=status,
             steps=self.step,
             metrics=self.metrics,
             best=self.best,
-            seconds=stopwatch.elapsed(),
-            samples_per_second=len(stopwatch.seconds) * run.round_size / training if training else 0.0,
-            step_seconds=quantiles(stopwatch.steady()),
-            peak_memory_bytes=int(memory.usage(self.device)["memory/peak"]),
-            world_size=run.parallel.world_size,
+            seconds=step_timer.elapsed(),
+            samples_per_second=samples / training if training else 0.0,
+            step_seconds=quantiles(step_timer.steady()),
+            peak_memory_bytes=int(memory.usage(session.device)["memory/peak"]),
+            world_size=session.context.world_size,
             config_hash=self.hash,
-            notes=run.workload.notes(),
+            notes=session.run.workload.extra_results(),
             error=error,
         )
 
 
-def _not_finite(tensors: Sums, moments: dict[str, dict[str, Any]]) -> str:
-    """The first tensor of the model or the optimizer with a number that is not finite, by name; empty if none has."""
+def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dict[str, Any]]) -> str:
+    """The name of the first tensor of the model or the optimizer with a value that is not finite; empty if none has."""
     named = [
         *tensors.items(),
-        *((f"{key} of {name}", t) for name, state in moments.items() for key, t in state.items()),
+        *((f"{key} of {name}", t) for name, state in optimizer_state.items() for key, t in state.items()),
     ]
     return next((name for name, t in named if isinstance(t, torch.Tensor) and not t.isfinite().all()), "")
 

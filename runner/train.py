@@ -1,160 +1,209 @@
-"""The story of one run, from composed parts to the last optimizer step. Read it top to bottom.
+"""The training loop, from composed components to the last optimizer step. Read it top to bottom.
 
-It names no mode, no precision and no workload: they are asked, through the contracts of their base classes.
+It names no mode, no precision and no workload: they are called through the contracts of their base classes.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
-from runner import memory
-from runner.clock import clock
-from runner.environment import environment
-from runner.progress import Progress, progress_for
-from runner.record import Record
-from runner.run import CrashedError, Result, Run
+from runner.batching import Step
+from runner.config.errors import ConfigError
+from runner.parallel.context import Process
+from runner.run import CrashedError, Result, Run, Session, build_run, describe_model
 from runner.seeds import derive
-from runner.signals import StopRequest
 from runner.state import State
-from runner.window import DivergedError
+from runner.system import memory, torch_errors
+from runner.system.environment import environment
+from runner.system.section_timer import timer
+from runner.system.signals import StopRequest
+from runner.tracking.log_file import LogFile
+from runner.tracking.metrics import DivergedError
+from runner.tracking.progress import Progress, progress_for
+from runner.tracking.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
 
-def train(run: Run) -> Result:
-    """Train one run to its end, to a signal, or to the step that diverged; every process of the run enters here.
+def train(session: Session, directory: Path) -> Result:
+    """Train one run to its end, to a signal, or to the step that diverged; called in every process of the run.
 
     Raises:
-        CrashedError: from any error of a step, with what was done up to it.
+        ConfigError: when torch refuses the config in the first step.
+        CrashedError: from any other error of a step, with what was done up to it.
     """
-    parallel = run.parallel
-    device = parallel.device(run.device)
-    writes = parallel.rank == 0
+    run, device, writes = session.run, session.device, session.rank == 0
     with run.device.settings(device, run.deterministic):
-        state = prepare(run, device)
+        state = prepare(session, directory)
         with (
-            Record(run.directory, state.step, visible=writes) as record,
-            progress_for(run.num_steps, run.batch_size, state.step, visible=writes) as progress,
-            run.profiler.profile(run.directory, device),
+            Recorder(directory, state.step, visible=writes) as recorder,
+            progress_for(session.num_steps, run.batch_size, state.step, visible=writes) as progress,
+            run.profiler.profile(directory, device),
             StopRequest() as stop,
         ):
-            describe(run, record)
+            introduce(state, recorder)
             try:
-                status, error = loop(state, record, progress, stop), ""
+                status, error = loop(state, recorder, progress, stop), ""
             except DivergedError as diverged:
                 status, error = "diverged", str(diverged)
-                save_offending(run, diverged.step, device)
+                save_diverged_batch(session, directory, diverged.step)
             except Exception as error:
+                if (refusal := refused_by_torch(run, error)) is not None:
+                    raise refusal from error
                 raise CrashedError(state.result("crashed", f"{type(error).__name__}: {error}")) from error
             if status == "done":
-                record.close_row()
+                recorder.close_row()
                 state.checkpoints.finish()
         return state.result(status, error)
 
 
-def prepare(run: Run, device: torch.device) -> State:
-    """The parts, placed and resumed. Weights come from the root seed alone; what is random later, from the rank too."""
-    clock.reset()
-    memory.reset_peak(device)
-    run.precision.prepare(device)
-    torch.manual_seed(derive(run.seed, "weights"))
+def train_rank(config: dict[str, Any], directory: Path, process: Process) -> Result:
+    """Train the run of `config` as `process`, which a launcher has started for it."""
+    session = build_run(config).prepare(process)
+    with LogFile(directory, process.rank_info.rank):
+        return train(session, directory)
+
+
+def prepare(session: Session, directory: Path) -> State:
+    """The model and its optimizer, placed and resumed.
+
+    Weights are drawn from the root seed alone; what is random later, from the rank too.
+    """
+    run = session.run
+    timer.reset()
+    memory.reset_peak(session.device)
+    run.precision.prepare(session.device)
+    torch.manual_seed(derive(session.seed, "weights"))
     model = run.precision.convert(run.workload.build_model())
-    model = run.parallel.place(model, device, run)
-    torch.manual_seed(derive(run.seed, "rank", run.parallel.random_stream))
-    state = State(run, model, run.optimizer.build(model), device)
+    description = describe_model(model)  # before a mode splits it
+    model = run.parallel.place(model, session.context)
+    torch.manual_seed(derive(session.seed, "rank", session.context.layout.rng_stream))
+    state = State(session, directory, model, run.optimizer.build(model), description)
     state.resume()
     return state
 
 
-def loop(state: State, record: Record, progress: Progress, stop: StopRequest) -> str:
+def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest) -> str:
     """The steps that are left; returns `done` or `stopped`."""
-    run, model, optimizer = state.run, state.model, state.optimizer
-    parallel, precision, workload, plan = run.parallel, run.precision, run.workload, run.plan
-    clip = partial(parallel.clip_gradients, model, run.max_grad_norm)
-    batches = workload.batches(model, plan, state.step, state.device)
+    session, run, model = state.session, state.session.run, state.model
+    batches = run.workload.batches(model, session.plan, state.step, session.device)
     model.train()
-    state.stopwatch.start()
+    state.step_timer.start()
 
-    for step, micros in plan.steps(state.step, run.num_steps):
-        # One update. Nothing here waits for the device: sums and norm stay on it until a log is due.
-        for micro in micros:
-            with clock.section("data"):
-                batch = next(batches)
-            state.window.add(parallel.accumulate(model, workload, batch, precision, micro))
-        state.window.end_step()
-        log_due = run.due(run.log_every, step)
-        with clock.section("optimizer"):
-            run.schedule.set_lr(optimizer, step - 1 - precision.num_skipped(), run.num_steps)
-            norm = precision.step(optimizer, clip if log_due or run.max_grad_norm else None, parallel.anywhere)
-            workload.after_step(model, step)
-        state.step = step
-        evaluation_due, save_due = run.due(run.eval_every, step), run.due(run.save_every, step)
-        state.stopwatch.lap(pausing=log_due or evaluation_due or save_due)
+    for step in session.plan.steps(state.step, session.num_steps):
+        log_due = session.is_due(run.log_every, step.number)
+        norm = train_step(state, batches, step, log_due)
+        evaluation_due = session.is_due(session.eval_every, step.number)
+        save_due = session.is_due(session.save_every, step.number)
+        state.step_timer.lap(pausing=log_due or evaluation_due or save_due)
 
         # Whatever is due. Every rank enters; rank 0 writes.
         is_best = False
         if log_due:
-            with clock.section("log"):
-                log_training(state, record, progress, norm)
+            with timer.section("log"):
+                log_training(state, recorder, progress, norm)
         if evaluation_due:
-            with clock.section("evaluate"):
-                is_best = evaluate(state, record, progress)
-        stopping = parallel.agree(bool(stop.received))
+            with timer.section("evaluate"):
+                is_best = evaluate(state, recorder, progress)
+        stopping = session.collectives.any_rank(bool(stop.received))
         if save_due or is_best or stopping:
-            with clock.section("checkpoint"):
-                record.sync()  # a resume does not log again what came before the checkpoint
+            with timer.section("checkpoint"):
+                recorder.sync()  # what was logged before the checkpoint is not logged again by a resume
                 state.save()
-        progress.step(step)
-        run.profiler.after_step(step)
-        if stopping and step < run.num_steps:
-            log.info("asked to stop by a signal: saved after step %d", step)
+        progress.step(step.number)
+        run.profiler.after_step(step.number)
+        if stopping and step.number < session.num_steps:
+            log.info("asked to stop by a signal: saved after step %d", step.number)
             return "stopped"
     return "done"
 
 
-def log_training(state: State, record: Record, progress: Progress, norm: torch.Tensor | None) -> None:
+def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) -> torch.Tensor | None:
+    """One optimizer step: forward and backward of its micro-batches, and the update.
+
+    Nothing here waits for the device: the metric sums and the norm stay on it until a log is due.
+
+    Returns:
+        The gradient's norm before clipping, a scalar on the device, where it is logged or clipped.
+    """
+    session, run, model = state.session, state.session.run, state.model
+    for micro in step.micro_batches:
+        with timer.section("data"):
+            batch = next(batches)
+        state.metric_buffer.add(run.parallel.accumulate(model, batch, micro, log_due))
+    state.metric_buffer.end_step()
+    with timer.section("optimizer"):
+        update = step.number - 1 - run.precision.num_skipped()
+        run.schedule.set_lr(state.optimizer, update, session.num_steps)
+        clip = partial(run.parallel.clip_gradients, model, run.max_grad_norm)
+        clip_due = log_due or run.max_grad_norm is not None
+        norm = run.precision.step(state.optimizer, clip if clip_due else None, run.parallel.combine_overflow)
+        run.workload.after_step(model, step.own)
+    state.step = step.number
+    return norm
+
+
+def log_training(state: State, recorder: Recorder, progress: Progress, norm: torch.Tensor | None) -> None:
     """A point of every training curve."""
-    run = state.run
-    means = state.take_window()
+    run, step = state.session.run, state.step
+    means = state.flush_metrics()
     state.metrics |= means
     progress.metrics(means)
-    log.debug("step %d: %s", state.step, means)
-    record.scalars(means, state.step)
-    record.scalars({"train/gradient_norm": norm, "lr": state.optimizer.param_groups[0]["lr"]}, state.step)
-    record.scalars(run.precision.scalars() | run.workload.scalars() | run.parallel.scalars(), state.step)
-    record.scalars(state.stopwatch.rates(run.round_size) | memory.usage(state.device), state.step)
+    log.debug("step %d: %s", step, means)
+    recorder.scalars(means, step)
+    recorder.scalars({"train/gradient_norm": norm, "lr": state.optimizer.param_groups[0]["lr"]}, step)
+    recorder.scalars(run.precision.scalars() | run.workload.scalars() | run.parallel.scalars(), step)
+    rates = state.step_timer.rates(state.session.plan.samples_per_round)
+    recorder.scalars(rates | memory.usage(state.session.device), step)
 
 
-def evaluate(state: State, record: Record, progress: Progress) -> bool:
-    """Measure the held-out data; returns whether this is the best so far."""
-    run, model, parallel = state.run, state.model, state.run.parallel
+def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
+    """Evaluate on the held-out data; returns whether this is the best evaluation so far."""
+    run, model = state.session.run, state.model
     model.eval()
-    metrics, sums = parallel.evaluate(model, run.workload, run.precision, state.device)
+    metrics, sums = run.parallel.evaluate(model)
     model.train()
     metrics = {f"eval/{name}": value for name, value in metrics.items()}
     progress.metrics(metrics)
     log.debug("step %d: %s", state.step, metrics)
-    record.scalars(metrics, state.step)
-    record.pictures(run.workload.pictures(sums) | parallel.pictures(), state.step)
-    return state.take_evaluation(metrics)
+    recorder.scalars(metrics, state.step)
+    recorder.images(run.workload.images(sums) | run.parallel.images(state.directory), state.step)
+    return state.record_evaluation(metrics)
 
 
-def describe(run: Run, record: Record) -> None:
-    """The config and the machine as text, and the run's row in the table of hyper-parameters."""
-    config = OmegaConf.to_yaml(OmegaConf.create(run.config))
-    record.texts({"config": config, "environment": json.dumps(environment(), indent=2)})
-    record.open_row(run.config)
+def introduce(state: State, recorder: Recorder) -> None:
+    """What is trained: in the log, and with the config and the machine in TensorBoard."""
+    session = state.session
+    config = OmegaConf.to_yaml(OmegaConf.create(session.run.config))
+    log.info("%s", session.describe(state.model_description, state.directory))
+    log.debug("config:\n%s", config)
+    recorder.texts({"config": config, "environment": json.dumps(environment(), indent=2)})
+    recorder.open_row(session.run.config)
 
 
-def save_offending(run: Run, step: int, device: torch.device) -> None:
-    """Keep the batch whose loss was not finite, for a look at it."""
-    batch = run.workload.offending(run.plan, step, device)
+def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
+    """Save the batch whose loss was not finite, to be looked at."""
+    batch = session.run.workload.diverged_batch(session.plan, step, session.device)
     if batch is not None:
-        path = run.directory / f"diverged_step_{step:08d}_rank_{run.parallel.rank}.pt"
+        path = directory / f"diverged_step_{step:08d}_rank_{session.rank}.pt"
         torch.save({"step": step, **batch}, path)
         log.error("the batch of step %d is in %s", step, path)
+
+
+def refused_by_torch(run: Run, error: Exception) -> ConfigError | None:
+    """The config error behind an error of torch's, which only the first step could find; None for other errors."""
+    if run.deterministic and (why := torch_errors.nondeterministic_operation(error)):
+        return ConfigError("deterministic", True, why, "set deterministic=false, or choose another model")
+    if torch_errors.is_single_value_batch_norm(error):
+        why = "batch normalisation would see one sample of one pixel, which has no variance"
+        larger = "more samples in one forward pass (batch_size, accumulation.steps, parallel.split_size)"
+        return ConfigError("batch_size", run.batch_size, why, f"{larger}, larger images, or model.norm=group")
+    return None

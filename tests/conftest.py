@@ -18,11 +18,11 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
-from ranks import Ranks
+from helpers.ranks import Ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from runner.cli import quoted
-from runner.config import CONF
+from runner.cli.arguments import quoted
+from runner.config.options import CONF
 from runner.run import Run, build_run
 from runner.train import train
 
@@ -89,7 +89,7 @@ def command(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.Comp
 
 
 EVERYTHING = """
-import torch, runner.resume, runner.record, runner.train
+import torch, runner.resume, runner.tracking.recorder, runner.train
 torch.use_deterministic_algorithms(False)  # loads torch's compiler, as every optimizer does: two seconds
 """
 NO_TORCH = """

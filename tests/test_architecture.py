@@ -13,33 +13,33 @@ from conftest import ROOT, environment
 # Each module may import from its own floor's base and from the floors below.
 FLOORS = [
     ["models"],
-    ["runner", "runner.lazy", "runner.config", "runner.clock", "runner.signals", "runner.pictures", "runner.processor"],
-    ["runner.forkserver", "runner.gantt"],
-    ["runner.seeds", "runner.directory", "runner.memory", "runner.environment", "runner.progress"],
+    ["runner", "runner.system.lazy_import", "runner.config", "runner.system.section_timer", "runner.system.signals", "runner.tracking.images", "runner.system.cpu"],
+    ["runner.system.forkserver", "runner.parallel.pipelining.gantt"],
+    ["runner.seeds", "runner.storage.run_directory", "runner.system.memory", "runner.system.environment", "runner.tracking.progress"],
     ["runner.device", "runner.batching", "runner.optimizer", "runner.schedule", "runner.model"],
-    ["runner.qnet", "runner.env"],
-    ["runner.events", "runner.manifest"],
+    ["runner.model.qnet", "runner.env"],
+    ["runner.tracking.tensorboard", "runner.storage.manifest"],
     ["runner.data.base", "runner.precision", "runner.profiler"],
     ["runner.data"],
     ["runner.workloads.base"],
-    ["runner.workloads.replay"],
-    ["runner.workloads.windows", "runner.workloads.playing"],
-    ["runner.workloads.acting"],
-    ["runner.parallel.cluster", "runner.parallel.crew", "runner.parallel.batch_norm"],
-    ["runner.parallel.cuts", "runner.parallel.deferred", "runner.parallel.devices", "runner.parallel.gather"],
-    ["runner.parallel.group"],
-    ["runner.parallel.micro", "runner.parallel.pieces", "runner.parallel.timeline"],
-    ["runner.parallel.scheduled", "runner.parallel.streams"],
+    ["runner.workloads.dqn.replay"],
+    ["runner.workloads.dqn.n_step", "runner.workloads.dqn.evaluation"],
+    ["runner.workloads.dqn.actor"],
+    ["runner.parallel.launch.cluster", "runner.parallel.launch.supervisor", "runner.parallel.sync_batch_norm"],
+    ["runner.parallel.pipelining.partition", "runner.parallel.pipelining.deferred_batch_norm", "runner.parallel.devices", "runner.parallel.collectives"],
+    ["runner.parallel.launch.process_group"],
+    ["runner.parallel.pipelining.micro_batches", "runner.parallel.pipelining.stages", "runner.parallel.pipelining.timeline"],
+    ["runner.parallel.pipelining.schedules", "runner.parallel.pipelining.streams"],
     ["runner.workloads", "runner.parallel.base"],
-    ["runner.parallel.processes"],
+    ["runner.parallel.launch.processes"],
     ["runner.parallel"],
     ["runner.run"],
-    ["runner.checkpoint", "runner.record", "runner.resume", "runner.window"],
+    ["runner.storage.checkpoint", "runner.tracking.recorder", "runner.resume", "runner.tracking.metrics"],
     ["runner.state"],
     ["runner.train"],
     ["runner.session"],
     ["runner.cli", "runner.sweep"],
-    ["runner.explain"],
+    ["runner.cli.hydra_errors"],
     ["runner.__main__"],
     ["runner.tools"],
 ]
@@ -112,7 +112,7 @@ def test_the_story_names_no_mode_no_precision_and_no_workload():
 def test_composing_and_checking_a_config_needs_no_torch():
     program = """
 import sys
-from runner.lazy import import_lazily
+from runner.system.lazy_import import import_lazily
 import_lazily("torch", "torchvision")
 sys.argv = ["runner", "batch_size=10", "accumulation.steps=3"]
 from runner.__main__ import main

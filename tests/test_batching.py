@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runner.batching import Accumulation, MicroBatch, Plan, SampleOrder
-from runner.config import ConfigError
+from runner.config.errors import ConfigError
 from runner.seeds import derive
 
 SPLITS = [(12, 1, 1), (12, 3, 1), (12, 1, 4), (12, 2, 3), (12, 12, 1), (8, 2, 4), (1, 1, 1)]

@@ -9,7 +9,9 @@ import torch
 import yaml
 
 import runner.device
-from runner.config import CONF, ConfigError, build, option_fields
+from runner.config.options import CONF
+from runner.config.errors import ConfigError
+from runner.config.schema import build, option_fields
 from runner.device import Device
 
 

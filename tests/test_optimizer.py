@@ -10,7 +10,9 @@ import pytest
 import torch
 import yaml
 
-from runner.config import CONF, ConfigError, build, option_fields
+from runner.config.options import CONF
+from runner.config.errors import ConfigError
+from runner.config.schema import build, option_fields
 from runner.optimizer import SGD, Adam, AdamW, Optimizer, trainable
 
 CASES: list[tuple[Optimizer, Callable[[Iterable], torch.optim.Optimizer]]] = [

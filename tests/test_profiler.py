@@ -14,9 +14,11 @@ import pytest
 import torch
 import yaml
 
-import runner.clock
-from runner.clock import clock
-from runner.config import CONF, ConfigError, build, option_fields
+import runner.system.section_timer
+from runner.system.section_timer import clock
+from runner.config.options import CONF
+from runner.config.errors import ConfigError
+from runner.config.schema import build, option_fields
 from runner.profiler import Advanced, Profiler, Simple, Trace
 
 CPU = torch.device("cpu")
@@ -58,7 +60,7 @@ def test_none_leaves_nothing_and_does_not_touch_the_clock(tmp_path: Path) -> Non
 def move(monkeypatch: pytest.MonkeyPatch):
     """Move the clock's time by so many seconds."""
     now = [0.0]
-    monkeypatch.setattr(runner.clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(runner.system.section_timer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def move(seconds: float) -> None:
         now[0] += seconds

@@ -22,8 +22,8 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 import runner.train
-from runner import directory
-from runner.config import ConfigError
+from runner.storage import run_directory as directory
+from runner.config.errors import ConfigError
 from runner.resume import check_resumable, claimed_directory
 from runner.run import CrashedError, Result, Run, config_hash
 from runner.train import train

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import FAST, built, composed
 
-from runner.config import ConfigError
+from runner.config.errors import ConfigError
 from runner.run import Result, Run, build_run, check_used, config_hash
 
 SAMPLES = 1438  # of the digits, 1,797, less the fifth that is held out

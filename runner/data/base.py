@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -30,7 +31,7 @@ class DataError(Exception):
         return f"{self.what}: {self.why}\n  {self.remedy}"
 
 
-class Samples:
+class Samples(ABC):
     """A collection of labelled images that streams batches."""
 
     num_classes: int
@@ -38,22 +39,22 @@ class Samples:
     shape: tuple[int, int, int]
     """(channels, height, width) of one input."""
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int: ...
 
+    @abstractmethod
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
         """The batches at the positions of `micros` in the stream of `seed`, augmented by (seed, epoch, sample)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
         """Part `shard` = (index, count) of the samples, once each, in order, not augmented; the last may be short."""
-        raise NotImplementedError
 
-    def pictures(self, indices: list[int]) -> torch.Tensor:
+    @abstractmethod
+    def display_images(self, indices: list[int]) -> torch.Tensor:
         """Samples as a person would see them: uint8 [n, 1 or 3, height, width], on the CPU."""
-        raise NotImplementedError
 
-    def notes(self) -> dict[str, Any]:
+    def extra_results(self) -> dict[str, Any]:
         """What `result.json` must tell of these samples (those that were skipped)."""
         return {}
 
@@ -65,16 +66,16 @@ def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:
 
 
 @dataclass
-class Data:
+class Data(ABC):
     """A data set's options; `load` gives its samples."""
 
-    how: ClassVar[tuple[str, ...]] = ()
+    may_change_on_resume: ClassVar[tuple[str, ...]] = ()
     """Options that may differ on a resume: they change how samples are read, not which."""
 
+    @abstractmethod
     def load(self) -> tuple[Samples, Samples]:
         """The training samples and the held-out ones.
 
         Raises:
             ConfigError: when they are not there, with what to do.
         """
-        raise NotImplementedError

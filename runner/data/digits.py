@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from runner.config import check_range
+from runner.config.errors import check_range
 from runner.data.base import Data, Samples
 from runner.data.memory import TensorSamples
 from runner.seeds import derive

@@ -166,14 +166,14 @@ class FileSamples(Samples):
 
         return self._normalized(host(), device)
 
-    def pictures(self, indices: list[int]) -> torch.Tensor:
+    def display_images(self, indices: list[int]) -> torch.Tensor:
         if self.unreadable.files:  # `in_order` has left them out
             readable = [i for i, path in enumerate(self.paths) if path not in self.unreadable.files]
             indices = [readable[i] for i in indices]
         loaded = Fetch(self.read, self.shape, 0)[self._job(indices)]
         return self._readable(loaded)[0]
 
-    def notes(self) -> dict[str, Any]:
+    def extra_results(self) -> dict[str, Any]:
         files = list(self.unreadable.files)
         return {"skipped_images": len(files), "skipped_files": files[:_MOST_NAMED]} if files else {}
 

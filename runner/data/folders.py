@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
-from runner.config import ABSENT, ConfigError, check
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.seeds import derive
 
 log = logging.getLogger(__name__)

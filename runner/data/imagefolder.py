@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from runner.config import check, check_choice, check_range
+from runner.config.errors import check, check_choice, check_range
 from runner.data.base import Data, Samples
 from runner.data.files import FileSamples, Unreadable
 from runner.data.folders import Files, training_and_held_out
@@ -35,7 +35,7 @@ class ImageFolder(Data):
         pin_memory: batches in page-locked memory, copied to a CUDA device beside its work; null: where there is one.
     """
 
-    how: ClassVar[tuple[str, ...]] = ("on_error", "workers", "prefetch", "timeout", "pin_memory")
+    may_change_on_resume: ClassVar[tuple[str, ...]] = ("on_error", "workers", "prefetch", "timeout", "pin_memory")
     """Options that change how the work is done, not what is computed: they may differ on a resume."""
 
     root: str

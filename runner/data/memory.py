@@ -60,7 +60,7 @@ class TensorSamples(Samples):
             last = min(first + batch_size, stop)
             yield Batch(self._floats(self.inputs[first:last]), self.targets[first:last])
 
-    def pictures(self, indices: list[int]) -> torch.Tensor:
+    def display_images(self, indices: list[int]) -> torch.Tensor:
         images = self.inputs[torch.tensor(indices, device=self.inputs.device)].cpu()
         if images.dtype == torch.uint8:
             return images

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runner.config import check, check_range
+from runner.config.errors import check, check_range
 from runner.data.base import Data, Samples
 from runner.data.memory import TensorSamples
 from runner.seeds import derive, random_bytes
@@ -76,9 +76,9 @@ class Noise(TensorSamples):
         super().__init__(images, targets, names, (0.5,) * options.channels, (std,) * options.channels)
         self._part, self._learnable = part, options.learnable
 
-    def pictures(self, indices: list[int]) -> torch.Tensor:
+    def display_images(self, indices: list[int]) -> torch.Tensor:
         self._make(torch.device("cpu"))
-        return super().pictures(indices)
+        return super().display_images(indices)
 
     def _move(self, device: torch.device) -> None:
         self._make(device)

@@ -23,7 +23,7 @@ from typing import ClassVar, NoReturn
 import torch
 import torchvision
 
-from runner.config import ConfigError, check, check_range
+from runner.config.errors import ConfigError, check, check_range
 from runner.data.base import Data, Samples
 from runner.data.memory import TensorSamples
 
@@ -48,7 +48,7 @@ class Downloadable(Data):
         crop: pixels that training images are shifted by at most.
     """
 
-    how: ClassVar[tuple[str, ...]] = ("root", "download")
+    may_change_on_resume: ClassVar[tuple[str, ...]] = ("root", "download")
     """Options that change how the work is done, not what is computed: they may differ on a resume."""
 
     dataset: ClassVar[str]

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from runner.data.watch import POLL, Watch
-from runner.forkserver import METHOD, start_server
-from runner.processor import allowed_cores
+from runner.system.cpu import allowed_cores
+from runner.system.forkserver import METHOD, start_server
 
 
 class Fetch(Protocol):

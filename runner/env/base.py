@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from runner.config import ConfigError, check, check_choice, check_range, did_you_mean
+from runner.config.errors import ConfigError, check, check_choice, check_range, did_you_mean
 
 if TYPE_CHECKING:
     from gymnasium.envs.registration import EnvSpec
@@ -37,7 +37,7 @@ class Env:
     vectorization: str = "auto"
     max_episode_steps: int | None = None
 
-    how: ClassVar[tuple[str, ...]] = ()
+    may_change_on_resume: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         check_range(self, "num_envs", least=1, most=_MOST)
@@ -60,7 +60,7 @@ class Env:
         self.shape, self.num_actions = described(self.id, single)
         self.longest = self.max_episode_steps or spec.max_episode_steps
         with self.vector(1, in_process=True) as vector:
-            self.one_stream = vector.one_stream
+            self.shared_rng = vector.shared_rng
         if self.vectorization == "async":
             why, fewer = f"a process each, and {_MOST_PROCESSES} are the most here", "fewer, or env.vectorization=sync"
             check(self.num_envs <= _MOST_PROCESSES, "num_envs", self.num_envs, why, fewer)
@@ -132,7 +132,7 @@ class Env:
             raise ConfigError("id", self.id, why, "choose another") from None
 
 
-def share(num_envs: int, count: int) -> int:
+def envs_per_process(num_envs: int, count: int) -> int:
     """How many of `num_envs` environments each of `count` processes acts in.
 
     Raises:

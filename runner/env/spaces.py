@@ -5,7 +5,7 @@ from __future__ import annotations
 import gymnasium
 from gymnasium import spaces
 
-from runner.config import check
+from runner.config.errors import check
 
 
 def described(name: str, env: gymnasium.Env) -> tuple[tuple[int, ...], int]:

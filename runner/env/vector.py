@@ -74,7 +74,7 @@ class Vector:
 
     def __init__(self, envs: VectorEnv, name: str):
         self.envs, self.name, self.num_envs = envs, name, envs.num_envs
-        self.one_stream = not hasattr(envs, "env_fns")
+        self.shared_rng = not hasattr(envs, "env_fns")
         """Whether all environments draw from one stream of random numbers; else each has its own."""
         self._first_action = int(envs.single_action_space.start)  # pyright: ignore[reportAttributeAccessIssue]
         self.observations = np.empty(0, np.float32)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from runner.batching import MicroBatch
-from runner.clock import clock
-from runner.config import check
+from runner.config.errors import check
 from runner.device import Device
 from runner.optimizer import trainable
-from runner.parallel.cluster import outer_processes
-from runner.precision import Precision
-from runner.workloads.base import Sums, Workload
-
-if TYPE_CHECKING:
-    from runner.run import Result, Run
+from runner.parallel import full_state
+from runner.parallel.context import Context, Layout
+from runner.parallel.full_state import TensorDict
+from runner.parallel.launch.cluster import RankInfo, external_world_size
+from runner.parallel.launch.launcher import Launcher
+from runner.system.section_timer import timer
+from runner.tracking.metrics import MetricSums
 
 
 @dataclass
@@ -28,267 +27,153 @@ class Parallel:
     """`parallel=single`: one process, one device.
 
     A mode changes how the work is done, never what is computed: the batches, the loss, the curve, the tags and the
-    checkpoint are those of this class.
+    checkpoint are those of this class. Its fields are options, which never change; what it needs to know of a run is
+    handed to it as a `Context`, in the order of the methods below.
     """
 
-    def prepare(self, device: torch.device, run: Run) -> None:
-        """Do the checks that need the device and the other parts; `device` is rank 0's.
+    def launcher(self, choice: Device) -> Launcher:
+        """What starts or joins the processes of the mode, on the devices of `choice`.
 
         Raises:
-            ConfigError: with the bare name of a field.
+            ConfigError: with the key from the root, as by every check of a mode.
         """
-        started = outer_processes()
+        self._check_one_process()
+        return Launcher([choice.resolve()])
+
+    def _check_one_process(self) -> None:
+        started = external_world_size()
         why = f"{started} processes were started by torchrun or SLURM, and this mode has one"
-        check(started == 1, "processes", started, why, "choose parallel=ddp or fsdp, or start one process")
+        check(started == 1, "parallel.processes", started, why, "choose parallel=ddp or fsdp, or start one process")
 
-    def check_workload(self, run: Run) -> None:
-        """Do the checks that need the workload, whose data is there.
+    def layout(self, rank_info: RankInfo) -> Layout:
+        """Which part of the work the process of `rank_info` does."""
+        return Layout()
 
-        Raises:
-            ConfigError: with the key from the root.
-        """
+    def check(self, context: Context) -> None:
+        """Do the checks that need the devices and the other components, before any data is read."""
 
-    def joined(self, run: Run) -> AbstractContextManager:
-        """A context in which the processes that another launcher started are one run; nothing without such a launcher.
+    def check_workload(self, context: Context) -> None:
+        """Do the checks that need the workload's data."""
 
-        Raises:
-            ConfigError: when they were started with different configs.
-        """
-        return nullcontext()
-
-    def launch(self, train: Callable[[Run], Result], run: Run) -> Result:
-        """Call `train(run)` in every process of the mode; returns rank 0's result.
-
-        Args:
-            train: a function of a module: it is called in other processes too.
-
-        Raises:
-            RankError: when one of several processes fails, or dies.
-        """
-        return train(run)
-
-    def on_rank_0(self, make: Callable[[], Any]) -> Any:
-        """What `make()` gives or raises on rank 0, on every rank."""
-        return make()
-
-    @property
-    def rank(self) -> int:
-        """This process among those of the run; rank 0 writes."""
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        """How many processes the run has."""
+    def num_microbatches(self, context: Context) -> int:
+        """Into how many parts the mode itself splits a micro-batch of the plan."""
         return 1
 
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """(index, count): which part of every global batch this process trains on; (0, 1) where all see the whole."""
-        return (0, 1)
-
-    @property
-    def turn(self) -> tuple[int, int]:
-        """(index, count): this process trains on one of every `count` global batches; (0, 1) where it does on each."""
-        return (0, 1)
-
-    @property
-    def eval_shard(self) -> tuple[int, int]:
-        """(index, count): which part of the held-out data this process evaluates."""
-        return self.data_shard
-
-    @property
-    def num_parts(self) -> int:
-        """Into how many parts the mode splits each micro-batch, one after the other."""
-        return 1
-
-    @property
-    def incomparable(self) -> str:
-        """Why no single device computes the same; empty where one does."""
-        return ""
-
-    @property
-    def random_stream(self) -> int:
-        """Which stream of random numbers this process draws from, once the weights are made."""
-        return self.rank
-
-    def device(self, choice: Device) -> torch.device:
-        """The device of this process."""
-        return choice.resolve()
-
-    def place(self, model: torch.nn.Module, device: torch.device, run: Run) -> torch.nn.Module:
-        """Put the model where it computes: move, shard or cut it.
+    def place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
+        """Put the model where it computes: move, wrap, shard or split it.
 
         Returns:
             The module whose parameters are trained, under their plain names. A mode that calls it through a wrapper
             keeps the wrapper to itself.
         """
-        move(model, device, run.channels_last)
-        if run.compile:
+        self._context = context
+        return self._place(model, context)
+
+    def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
+        move(model, context.device, context.channels_last)
+        if context.compile:
             model.compile()  # in place: the names of the parameters stay
         return model
 
-    def accumulate(
-        self, model: torch.nn.Module, workload: Workload, batch: Any, precision: Precision, micro: MicroBatch
-    ) -> torch.Tensor:
-        """Forward and backward of one micro-batch, weighted by its share of the global batch.
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+        """Forward and backward of one micro-batch, whose gradients are weighted by its share of the global batch.
+
+        Args:
+            batch: what the workload's `batches` gave.
+            log_due: whether this step is logged, so that a mode may measure itself in it.
 
         Returns:
             The workload's sums over the micro-batch, float32 [num_metrics], on the device.
         """
-        with clock.section("forward"), precision.autocast():
-            loss, sums = workload.loss(model, batch)
-        with clock.section("backward"):
-            precision.backward(loss * micro.weight if micro.weight != 1 else loss)
+        return self._accumulate(model, batch, micro.weight)
+
+    def _accumulate(self, module: torch.nn.Module, batch: Any, weight: float) -> torch.Tensor:
+        """One forward and backward pass through `module`: the model, or a mode's wrapper of it."""
+        workload, precision = self._context.workload, self._context.precision
+        with timer.section("forward"), precision.autocast():
+            loss, sums = workload.loss(module, batch)
+        with timer.section("backward"):
+            precision.backward(loss * weight if weight != 1 else loss)
         return sums
 
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
-        """Scale the gradients down to `max_norm` if they are larger; returns the whole model's norm before."""
+        """Scale the gradients down to `max_norm` if they are larger.
+
+        Returns:
+            The norm of the whole model's gradient before that, a scalar on the device.
+        """
         parameters = trainable(model)
         if max_norm is None:
-            return self.whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-        return self.whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return full_state.full_tensor(norm)
+
+    def combine_overflow(self, found_inf: torch.Tensor) -> None:
+        """Set `found_inf`, a scalar on the device, to the largest of all ranks that hold parts of one gradient."""
 
     def infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         """The forward pass of an evaluation."""
         return model(inputs)
 
-    def evaluate(
-        self, model: torch.nn.Module, workload: Workload, precision: Precision, device: torch.device
-    ) -> tuple[dict[str, float], Sums]:
+    def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         """Evaluate the model, which the caller has put into evaluation mode, on the held-out data.
 
         Returns:
             The metrics, and the sums over all ranks that they were made of.
         """
-        with torch.inference_mode(), precision.autocast():
-            sums = workload.evaluate(partial(self.infer, model), self.eval_shard, device)
-        sums = self.reduce(sums)
-        return workload.summarize(sums), sums
-
-    def reduce(self, sums: Sums) -> Sums:
-        """Add up sums over all ranks: as sums and counts, ragged shards stay exact."""
-        return sums
-
-    def share_of(self, sums: torch.Tensor) -> torch.Tensor:
-        """This rank's share of what `reduce` gave: those of all ranks give it again."""
-        return sums if self.rank == 0 else torch.zeros_like(sums)
-
-    def agree(self, flag: bool) -> bool:
-        """Whether any rank has said so: all must leave a loop at the same step. The answer may come a call later."""
-        return flag
-
-    def anywhere(self, flag: torch.Tensor) -> None:
-        """Set `flag`, a scalar on the device, to the largest of all ranks that hold parts of one gradient."""
+        context = self._context
+        with torch.inference_mode(), context.precision.autocast():
+            sums = context.workload.evaluate(partial(self.infer, model), context.layout.eval_shard, context.device)
+        sums = context.collectives.all_reduce(sums)
+        return context.workload.summarize(sums), sums
 
     def scalars(self) -> dict[str, float]:
-        """What to log of the mode itself, since it was asked last; every rank asks at once."""
+        """What to log of the mode itself since this was called last; called on every rank at once."""
         return {}
 
-    def pictures(self) -> dict[str, torch.Tensor]:
-        """What a step of the mode looks like: RGB images, uint8 [3, height, width], by TensorBoard tag."""
+    def images(self, directory: Path) -> dict[str, torch.Tensor]:
+        """What a step of the mode looks like: RGB images, uint8 [3, height, width], by TensorBoard tag.
+
+        Args:
+            directory: the run's, for files of the mode's own.
+        """
         return {}
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-
-    def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Sums, dict[str, Any]]:
-        """The mode-free state: plain names, whole tensors, on the CPU.
+    def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
+        """The state that no mode shows in: plain names, full tensors, on the CPU; called on every rank at once.
 
         Returns:
             The model's tensors by name, and the optimizer's state by parameter name: `{"layer.weight":
-            {"momentum_buffer": tensor, …}, …}`. Off rank 0, which writes them, they hold nothing.
+            {"momentum_buffer": tensor, …}, …}`. Empty off rank 0, which writes them.
         """
-        return self._state_on_cpu(model, optimizer, kept=self.rank == 0)
-
-    def _state_on_cpu(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, kept: bool
-    ) -> tuple[Sums, dict[str, Any]]:
-        """The full state as whole copies that later steps do not change; every rank takes part in making them."""
-
-        def copied(state: dict[str, Any]) -> dict[str, Any]:
-            copies = {}
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    value = self.whole(value.detach())
-                    value = value.to("cpu", copy=True).contiguous() if kept else None
-                copies[key] = value
-            return copies if kept else {}
-
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        states = {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
-        moments = {name: copied(states[name]) for name in names.values() if name in states}
-        return copied(model.state_dict()), moments if kept else {}
+        return full_state.collect(model, optimizer, keep=self._context.rank == 0)
 
     def load_full_state(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        tensors: Sums,
-        moments: dict[str, Any],
+        tensors: TensorDict,
+        optimizer_state: dict[str, Any],
     ) -> None:
-        """Take over a mode-free state.
+        """Load what `full_state` returned, in this mode or another.
 
         Raises:
             RuntimeError: when names or shapes differ from the model's.
         """
-        own = model.state_dict()
-        model.load_state_dict({name: self.part(own[name], t) if name in own else t for name, t in tensors.items()})
-        self._load_moments(model, optimizer, moments)
-
-    def _load_moments(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: dict[str, Any]) -> None:
-        """Take over an optimizer's state by parameter name."""
-        parameters = dict(model.named_parameters())
-        places = {name: i for i, name in enumerate(_names_in_order(model, optimizer))}
-        packed = optimizer.state_dict()
-        packed["state"] = {places[name]: self._moments_of(parameters[name], moments[name]) for name in moments}
-        optimizer.load_state_dict(packed)
+        full_state.load(model, optimizer, tensors, optimizer_state)
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What this rank alone has, beside the full state."""
+        """What this rank alone has beside the full state."""
         return {}
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Take over `local_state()`'s, after the full state; empty where this rank had none."""
-
-    def gathered(self, tensors: Sums) -> Sums:
-        """Tensors of the model by name, whole, on the CPU, from all ranks that have some; on rank 0."""
-        return {name: self.whole(tensor).to("cpu", copy=True) for name, tensor in tensors.items()}
-
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the model, the gradients or the optimizer, whole; every rank asks at once."""
-        return tensor
-
-    def part(self, like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank keeps of the whole `tensor`, in the manner of `like`."""
-        return tensor
-
-    def _moments_of(self, parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state with its tensors in the memory layout of their parameter.
-
-        The fused CPU kernels walk through memory, and pair the numbers of two layouts wrongly, without a word.
-        """
-        return {
-            key: _laid_out_as(parameter, self.part(parameter, value))
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            else value
-            for key, value in state.items()
-        }
+        """Load what `local_state` returned, after the full state; empty where this rank saved nothing."""
 
 
 def move(model: torch.nn.Module, device: torch.device, channels_last: bool) -> None:
-    """Bring `model` to `device`, and into its memory layout."""
+    """Move `model` to `device`, and into the NHWC memory format where that is asked for."""
     model.to(device)
     if channels_last:
         # pyright knows no overload of `to` with a memory format alone
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-
-
-def _names_in_order(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of the optimizer's parameters, in the order that its state counts them."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _laid_out_as(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of `tensor` in the memory layout of `parameter`."""
-    return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,42 +1,41 @@
-"""Replicas in several processes, whose gradients are averaged: `torch.nn.parallel.DistributedDataParallel`."""
+"""`parallel=ddp`: `torch.nn.parallel.DistributedDataParallel`."""
 
 from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from runner.batching import MicroBatch
-from runner.config import check, check_choice, check_range
-from runner.parallel.processes import Processes
-from runner.precision import Precision
-from runner.workloads.base import Sums, Workload
-
-if TYPE_CHECKING:
-    from runner.run import Run
+from runner.config.errors import check, check_choice, check_range
+from runner.parallel.context import Context, Layout
+from runner.parallel.full_state import TensorDict
+from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.multiprocess import MultiProcess, average_buffers
+from runner.tracking.metrics import MetricSums
 
 
 @dataclass
-class DDP(Processes):
-    """Every process holds the whole model and trains on its part of each batch; gradients are averaged as they come.
+class DDP(MultiProcess):
+    """Every process holds a replica of the model and trains on its shard of each batch; gradients are averaged.
 
-    Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020). Gradients are sent once a
-    step, with the last micro-batch. Batch normalisation sees each process's part alone, unless `sync_batch_norm`; its
-    running statistics are averaged over the processes where they are read. Their means are then those of one process
-    with the whole batch, their variances lack what the parts' means differ by.
+    Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020). Gradients are all-reduced
+    once a step, during the backward pass of the last micro-batch. Batch normalisation sees the process's shard alone,
+    unless `sync_batch_norm`; its running statistics are averaged over the processes before they are used. The averaged
+    mean is that of the whole batch; the averaged variance lacks the variance between the shards' means.
 
     Args:
-        bucket_mb: gradients are sent in buckets of this many MiB, each while the backward pass goes on.
-        static_graph: the same parameters get gradients in every step: lets torch plan ahead.
-        gradients_as_views: gradients live in the buckets: saves their memory a second time.
-        find_unused: look for parameters that a step does not use; slower, and needed only where there are some.
-        compression: how gradients are sent: `none`; `fp16` and `bf16` halve the bytes and round; `powersgd` sends
-            low-rank factors (Vogels et al., 2019), whose memory of the error a resume begins anew.
+        bucket_mb: gradients are all-reduced in buckets of this many MiB, each while the backward pass goes on.
+        static_graph: the same parameters are used in every step, so that torch can plan ahead.
+        gradients_as_views: gradients are views of the buckets, which saves a copy of them in memory.
+        find_unused: search for parameters that a step does not use; slower, and needed only where there are some.
+        compression: of the gradients while they are sent: `none`; `fp16` and `bf16` halve the bytes and round;
+            `powersgd` sends low-rank factors (Vogels et al., 2019), whose error feedback starts anew on a resume.
         powersgd_rank: of those factors.
-        sync_batch_norm: batch normalisation over all processes' parts of a micro-batch.
+        sync_batch_norm: batch normalisation over the shards of all processes.
     """
 
     bucket_mb: float = 25.0
@@ -53,18 +52,22 @@ class DDP(Processes):
         check_range(self, "powersgd_rank", least=1, most=1024)
         check_choice(self, "compression", ("none", "fp16", "bf16", "powersgd"))
 
-    def prepare(self, device: torch.device, run: Run) -> None:
-        alone = not self.static_graph or run.accumulation.steps == 1
+    def layout(self, rank_info: RankInfo) -> Layout:
+        return Layout.data_parallel(rank_info)
+
+    def check(self, context: Context) -> None:
+        alone = not self.static_graph or context.plan.accumulation == 1
         why = "torch cannot plan ahead for steps whose first micro-batches send nothing"
-        check(alone, "static_graph", True, why, "choose accumulation=1, or leave parallel.static_graph=false")
-        super().prepare(device, run)
+        remedy = "choose accumulation=1, or leave parallel.static_graph=false"
+        check(alone, "parallel.static_graph", True, why, remedy)
 
-    def place(self, model: torch.nn.Module, device: torch.device, run: Run) -> torch.nn.Module:
+    def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
+        device = context.device
         if self.sync_batch_norm:
-            from runner.parallel.batch_norm import with_shared_batch_norm
+            from runner.parallel.sync_batch_norm import convert_sync_batch_norm
 
-            model = with_shared_batch_norm(model, device)
-        model = super().place(model, device, run)
+            model = convert_sync_batch_norm(model, device)
+        model = super()._place(model, context)
         replica = torch.nn.parallel.DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -81,7 +84,7 @@ class DDP(Processes):
         return model
 
     def _hook(self) -> tuple[Any, Any]:
-        """What sends a bucket of gradients, and its state."""
+        """The state and the function of torch's communication hook."""
         if self.compression == "powersgd":
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
@@ -91,26 +94,22 @@ class DDP(Processes):
 
         return None, getattr(default_hooks, f"{self.compression}_compress_hook")
 
-    def accumulate(
-        self, model: torch.nn.Module, workload: Workload, batch: Any, precision: Precision, micro: MicroBatch
-    ) -> torch.Tensor:
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
         # DDP averages over the processes; the weights of all micro-batches add up to one over all of them.
-        summed = micro._replace(weight=micro.weight * self.world_size)
+        weight = micro.weight * self._context.world_size
         with nullcontext() if micro.is_last else self._replica.no_sync():
-            return super().accumulate(self._replica, workload, batch, precision, summed)
+            return self._accumulate(self._replica, batch, weight)
 
-    def evaluate(
-        self, model: torch.nn.Module, workload: Workload, precision: Precision, device: torch.device
-    ) -> tuple[dict[str, float], Sums]:
-        self.average_buffers(model)
-        return super().evaluate(model, workload, precision, device)
+    def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
+        average_buffers(model, self._context.collectives)
+        return super().evaluate(model)
 
-    def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Sums, dict[str, Any]]:
-        self.average_buffers(model)
+    def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
+        average_buffers(model, self._context.collectives)
         return super().full_state(model, optimizer)
 
 
 def _without_buffers() -> dict[str, Any]:
-    """DDP's option to leave buffers alone: they are averaged where they are read. torch 2.14 has a new name for it."""
+    """DDP's option not to broadcast buffers, which are averaged before they are used; renamed in torch 2.14."""
     options = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False}

@@ -1,58 +1,51 @@
-"""One process, several GPUs: `torch.nn.DataParallel`, which replicates the model at every step."""
+"""`parallel=dp`: `torch.nn.DataParallel`, which replicates the model over the GPUs of one process at every step."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from runner.batching import MicroBatch
 from runner.device import Device
 from runner.parallel.base import Parallel
-from runner.parallel.devices import check_not_hidden, first, spread
-from runner.precision import Precision
-from runner.workloads.base import Workload
-
-if TYPE_CHECKING:
-    from runner.run import Run
+from runner.parallel.context import Context
+from runner.parallel.devices import devices_of_one_process
+from runner.parallel.launch.launcher import Launcher
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class DP(Parallel):
-    """Each micro-batch is cut over `device.indices`, each GPU computes with a copy of the model, outputs are gathered.
+    """Each micro-batch is scattered over `device.indices`, each GPU computes with a replica, the outputs are gathered.
 
-    torch's documentation advises ddp instead. What to know where a model is one's own: each copy lives for one forward
-    pass, so that what `forward` writes to the module is lost, but for the first GPU's buffers; hooks on modules fire
-    once a GPU, and must be safe in threads; `pad_packed_sequence` needs `total_length`, or the GPUs' outputs differ in
-    length. Batch normalisation sees each GPU's part alone, and keeps the statistics of the first.
+    torch's documentation recommends ddp instead. What to know with a model of one's own: each replica lives for one
+    forward pass, so that what `forward` writes to the module is lost, but for the buffers on the first GPU; hooks on
+    modules run once per GPU, and must be thread-safe; `pad_packed_sequence` needs `total_length`, or the outputs differ
+    in length. Batch normalisation sees each GPU's part alone, and keeps the running statistics of the first.
     """
 
-    def device(self, choice: Device) -> torch.device:
-        check_not_hidden(choice)
-        device = first(choice)
-        self._devices = spread(choice, device)
-        return device
+    def launcher(self, choice: Device) -> Launcher:
+        self._check_one_process()
+        return Launcher(devices_of_one_process(choice))
 
-    def place(self, model: torch.nn.Module, device: torch.device, run: Run) -> torch.nn.Module:
-        model = super().place(model, device, run)
+    def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
+        model, device, devices = super()._place(model, context), context.device, context.process.devices
         self._replicas = model
-        if len(self._devices) > 1:
-            if (dtype := run.precision.compute_dtype(device)) is not None:
-                # autocast is passed on to the GPUs' threads, but not its format: each would compute in float16.
+        if len(devices) > 1:
+            if (dtype := context.precision.compute_dtype(device)) is not None:
+                # DataParallel enables autocast in the GPUs' threads, but not its dtype: each would compute in float16.
                 model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype(device.type, dtype))
-            self._replicas = torch.nn.DataParallel(model, [device.index for device in self._devices])
+            self._replicas = torch.nn.DataParallel(model, [each.index for each in devices])
         else:
             log.warning("parallel=dp: there is one device, %s: nothing is split, this is parallel=single", device)
         return model
 
-    def accumulate(
-        self, model: torch.nn.Module, workload: Workload, batch: Any, precision: Precision, micro: MicroBatch
-    ) -> torch.Tensor:
-        return super().accumulate(self._replicas, workload, batch, precision, micro)
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+        return self._accumulate(self._replicas, batch, micro.weight)
 
     def infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return self._replicas(inputs)

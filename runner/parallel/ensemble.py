@@ -1,90 +1,79 @@
-"""Members that differ by their seed, one a process, and vote."""
+"""`parallel=ensemble`: members that differ by their seed, one per process, which vote."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 
-from runner.config import check
-from runner.parallel.processes import Processes
-from runner.precision import Precision
-from runner.workloads.base import Sums, Workload
+from runner.config.errors import check
+from runner.parallel import full_state
+from runner.parallel.collectives import ProcessGroup
+from runner.parallel.context import Layout
+from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.multiprocess import MultiProcess
+from runner.tracking.metrics import MetricSums
 
-if TYPE_CHECKING:
-    from runner.run import Run
+
+class MemberMeans(ProcessGroup):
+    """Metrics are the members' means: each of them has seen the whole batch."""
+
+    def all_reduce(self, sums: MetricSums) -> MetricSums:
+        return {name: total / self.world_size for name, total in super().all_reduce(sums).items()}
+
+    def local_share(self, total: torch.Tensor) -> torch.Tensor:
+        return total
 
 
 @dataclass
-class Ensemble(Processes):
-    """Each process trains a member on the whole data: member i is the run of `seed` + i, to the last bit.
+class Ensemble(MultiProcess):
+    """Each process trains a member on the whole data: member i is the run of `seed` + i, bit for bit.
 
     Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles (2017). An
-    evaluation asks every member, and all of them together: `eval/accuracy` is the vote's, `eval/member_0/accuracy` the
-    first member's; `eval/disagreement` is the share of members' answers that are not the vote's. Training curves are
-    the members' means. A checkpoint's model is the first member, for every other mode to go on with; the others are in
-    their ranks' files.
+    evaluation covers every member, and all of them together: `eval/accuracy` is that of the vote,
+    `eval/member_0/accuracy` that of the first member, `eval/disagreement` the share of the members' answers that differ
+    from the vote's. Training curves are the members' means. A checkpoint's model is the first member, with which every
+    other mode can resume; the other members are in their ranks' files.
     """
 
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        return (0, 1)
+    collectives_class: ClassVar[type[ProcessGroup]] = MemberMeans
 
-    @property
-    def incomparable(self) -> str:
-        return "" if self.world_size == 1 else "each trains another model: member i is the run of seed + i"
+    def layout(self, rank_info: RankInfo) -> Layout:
+        reason = "each process trains another model: member i is the run of seed + i"
+        return Layout(seed_offset=rank_info.rank, non_equivalence_reason=reason if rank_info.world_size > 1 else "")
 
-    @property
-    def random_stream(self) -> int:
-        return 0
-
-    def personalise(self, run: Run) -> None:
-        run.seed += self.rank
-        run.config = run.config | {"seed": run.seed}
-
-    def evaluate(
-        self, model: torch.nn.Module, workload: Workload, precision: Precision, device: torch.device
-    ) -> tuple[dict[str, float], Sums]:
-        shard, tally = self.eval_shard, torch.zeros(2, dtype=torch.int64, device=device)
-        with torch.inference_mode(), precision.autocast():
-            alone = workload.summarize(workload.evaluate(partial(self.infer, model), shard, device))
-            sums = workload.evaluate(partial(self._vote, model, workload, tally), shard, device)
-        members: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(members, alone)
+    def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
+        context, workload = self._context, self._context.workload
+        shard, device = context.layout.eval_shard, context.device
+        tally = torch.zeros(2, dtype=torch.int64, device=device)
+        with torch.inference_mode(), context.precision.autocast():
+            own = workload.summarize(workload.evaluate(partial(self.infer, model), shard, device))
+            sums = workload.evaluate(partial(self._vote, model, tally), shard, device)
         metrics = workload.summarize(sums)
-        for member, of_member in enumerate(members):
+        for member, of_member in enumerate(context.collectives.all_gather(own)):
             metrics |= {f"member_{member}/{name}": value for name, value in of_member.items()}
         return metrics | {"disagreement": int(tally[0]) / max(1, int(tally[1]))}, sums
 
-    def _vote(
-        self, model: torch.nn.Module, workload: Workload, tally: torch.Tensor, inputs: torch.Tensor
-    ) -> torch.Tensor:
-        """What the members say together of `inputs`; counts in `tally` how many of their answers are others, of all."""
+    def _vote(self, model: torch.nn.Module, tally: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """The members' vote on `inputs`; adds to `tally` how many of their answers differ from it, of how many."""
         own = model(inputs).float().contiguous()
-        outputs = [torch.empty_like(own) for _ in range(self.world_size)]
+        outputs = [torch.empty_like(own) for _ in range(self._context.world_size)]
         torch.distributed.all_gather(outputs, own)
         stacked = torch.stack(outputs)
-        vote = workload.vote(stacked)
+        vote = self._context.workload.vote(stacked)
         answers = stacked.argmax(-1)
         tally += torch.stack([(answers != vote.argmax(-1)).sum(), torch.tensor(answers.numel(), device=tally.device)])
         return vote
 
-    def reduce(self, sums: Sums) -> Sums:
-        """The members' mean: each has seen the whole batch."""
-        return {name: total / self.world_size for name, total in super().reduce(sums).items()}
-
-    def share_of(self, sums: torch.Tensor) -> torch.Tensor:
-        return sums
-
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        tensors, moments = self._state_on_cpu(model, optimizer, kept=True) if self.rank > 0 else ({}, {})
-        return {"members": self.world_size, "tensors": tensors, "moments": moments}
+        tensors, state = full_state.collect(model, optimizer, keep=True) if self._context.rank > 0 else ({}, {})
+        return {"members": self._context.world_size, "tensors": tensors, "moments": state}
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        saved = state.get("members", 1)
+        saved, members = state.get("members", 1), self._context.world_size
         why, remedy = f"the checkpoint holds {saved} member{'s' * (saved > 1)}", f"parallel.processes={saved}"
-        check(saved == self.world_size, "parallel.processes", self.world_size, why, f"{remedy}, or start anew")
-        if self.rank > 0:
+        check(saved == members, "parallel.processes", members, why, f"{remedy}, or start anew")
+        if self._context.rank > 0:
             self.load_full_state(model, optimizer, state["tensors"], state["moments"])

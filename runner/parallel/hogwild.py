@@ -1,143 +1,153 @@
-"""Processes that train one model in shared memory, without locks."""
+"""`parallel=hogwild`: processes that train one model in shared memory, without locks."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from runner.batching import MicroBatch
-from runner.config import check
+from runner.config.errors import check, errors_under
 from runner.device import Device
 from runner.optimizer import trainable
-from runner.parallel.crew import LostError
-from runner.parallel.processes import Processes
-from runner.precision import Precision
-from runner.workloads.base import Sums, Workload
+from runner.parallel import full_state
+from runner.parallel.collectives import ProcessGroup
+from runner.parallel.context import Context, Layout
+from runner.parallel.full_state import TensorDict
+from runner.parallel.launch.cluster import RankInfo, external_world_size
+from runner.parallel.launch.launcher import Launcher
+from runner.parallel.launch.supervisor import LostError
+from runner.parallel.multiprocess import MultiProcess
+from runner.tracking.metrics import MetricSums
 
-if TYPE_CHECKING:
-    from runner.run import Run
+_CACHE_LINE = (
+    64  # bytes: each tensor begins a line of its own, so that no two workers write to the same one at a border
+)
 
-_ALIGNED = 64  # bytes: a tensor begins a cache line, so that no two workers fight for one at its border
-
-_LEAD = 4
-"""Updates that a worker may be ahead of another, so that all can stop after as many."""
+_MAX_LEAD = 4
+"""Updates that a worker may be ahead of another, so that all can stop after equally many."""
 
 _MEASURE_EVERY = 16
-"""A worker's steps between two measurements of how far the model moved, which copy it."""
+"""Steps of a worker between two measurements of how far the model moved, each of which copies the model."""
 
 
-class Shared(NamedTuple):
+class SharedState(NamedTuple):
     """What the workers share.
 
     Args:
         memory: uint8 [num_bytes], of the model's parameters and buffers.
-        updates: int64 [num_workers]: how many each has made.
-        asked: int64 [1]: whether one of them was asked to stop.
-        last: int64 [1]: the update after which all stop; 0 while nobody was asked to.
+        updates: int64 [num_workers]: how many updates each worker has made.
+        stop_requested: int64 [1]: whether any of them was asked to stop.
+        last_update: int64 [1]: the update after which all of them stop; 0 while none was asked to.
     """
 
     memory: torch.Tensor
     updates: torch.Tensor
-    asked: torch.Tensor
-    last: torch.Tensor
+    stop_requested: torch.Tensor
+    last_update: torch.Tensor
+
+
+class SharedMemoryCollectives(ProcessGroup):
+    """The workers agree on when to stop through shared memory: a collective in every step would make them wait."""
+
+    def __init__(self, timeout: float, shared_state: SharedState):
+        super().__init__(timeout)
+        # Views as numpy arrays of the same memory: they are read in every step, and numpy is faster at it.
+        self.updates, self._stop_requested, self._last_update = (counts.numpy() for counts in shared_state[1:])
+
+    def any_rank(self, flag: bool) -> bool:
+        """Rank 0 chooses the update after which all stop; as no worker is far ahead, it is still to come for all."""
+        own = int(self.updates[self.rank])
+        if flag:  # only ever set: reading it to write it again could undo what another worker has just written
+            self._stop_requested[0] = 1
+        if self.rank == 0 and self._stop_requested[0] and not self._last_update[0]:
+            self._last_update[0] = own + _MAX_LEAD + 1  # whoever gets there has waited for a later update of rank 0
+        self._wait_for(own - _MAX_LEAD)
+        return bool(self._last_update[0] == own)
+
+    def _wait_for(self, num_updates: int) -> None:
+        """Wait until every worker has made `num_updates`."""
+        until = time.monotonic() + self.timeout
+        while self.updates.min() < num_updates:
+            if time.monotonic() > until:
+                raise LostError(f"rank {self.updates.argmin()} made no update for {self.timeout:g} s")
+            time.sleep(0.0002)
 
 
 @dataclass
-class Hogwild(Processes):
-    """Each process computes gradients of the model as it is, and writes its update over whatever the others wrote.
+class Hogwild(MultiProcess):
+    """Each worker computes the gradient of the shared model as it is, and updates it whatever the others do meanwhile.
 
-    Niu et al., HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent (2011). The processes take
-    turns at the global batches, each with an optimizer of its own: so many steps as in every mode, but each from
-    weights that others have moved meanwhile; no two runs are the same. One process is exactly `parallel=single`. They
-    wait for each other where something is logged, evaluated or saved. A checkpoint holds the model, and the first
-    process's moments for the other modes; each process's own are in its file. On the CPU of one machine.
+    Niu et al., HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent (2011). The workers divide
+    the global batches, each with an optimizer of its own: as many steps as in every mode, but each from weights that
+    others may have moved since they were read, so that no two runs are the same. One worker is exactly
+    `parallel=single`. They wait for each other to log, evaluate and save. A checkpoint holds the model, and the first
+    worker's optimizer state for the other modes; each worker's own is in its rank's file. On the CPU of one machine.
     """
 
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        return (0, 1)
+    collectives_class: ClassVar[type[ProcessGroup]] = SharedMemoryCollectives
 
-    @property
-    def turn(self) -> tuple[int, int]:
-        return (self.rank, self.world_size)
-
-    @property
-    def eval_shard(self) -> tuple[int, int]:
-        return (self.rank, self.world_size)
-
-    @property
-    def incomparable(self) -> str:
-        alone = self.world_size == 1
-        return "" if alone else "they take turns without waiting for each other: no two runs are the same"
-
-    def device(self, choice: Device) -> torch.device:
-        why = "hogwild's processes share the host's memory"
-        check(choice.kind in ("auto", "cpu"), "kind", choice.kind, why, "choose device=cpu, or parallel=ddp")
-        return torch.device("cpu")
-
-    def prepare(self, device: torch.device, run: Run) -> None:
-        super().prepare(device, run)
-        started = run.parallel.world_size if self._is_joined else 1
+    def launcher(self, choice: Device) -> Launcher:
+        why = "hogwild's processes share host memory"
+        check(choice.kind in ("auto", "cpu"), "device.kind", choice.kind, why, "choose device=cpu, or parallel=ddp")
+        started = external_world_size()
         why = f"torchrun or SLURM started {started} processes, which can share no memory"
-        check(
-            started == 1,
-            "processes",
-            self.processes,
-            why,
-            "leave torchrun or srun out: this mode starts its workers itself",
+        remedy = "leave torchrun or srun out: this mode starts its workers itself"
+        check(started == 1, "parallel.processes", self.processes, why, remedy)
+        with errors_under("device"):
+            choice.check_unnumbered("cpu")
+        return self._local_processes([])
+
+    def layout(self, rank_info: RankInfo) -> Layout:
+        shard = (rank_info.rank, rank_info.world_size)
+        reason = "the workers do not wait for each other: no two runs are the same"
+        return Layout(
+            step_shard=shard,
+            eval_shard=shard,
+            rng_stream=rank_info.rank,
+            non_equivalence_reason=reason if rank_info.world_size > 1 else "",
         )
 
-    def common(self, run: Run) -> Shared:
+    def _allocate_shared_state(self, context: Context) -> SharedState:
         with torch.random.fork_rng(devices=[]):
-            model = run.precision.convert(run.workload.build_model())
-        num_bytes = sum(_padded(tensor) for tensor in _tensors(model))
-        counts = (torch.zeros(length, dtype=torch.int64).share_memory_() for length in (self.world_size, 1, 1))
-        return Shared(torch.zeros(num_bytes, dtype=torch.uint8).share_memory_(), *counts)
+            model = context.precision.convert(context.workload.build_model())
+        num_bytes = sum(_padded_bytes(tensor) for tensor in _tensors(model))
+        counts = (torch.zeros(length, dtype=torch.int64).share_memory_() for length in (context.world_size, 1, 1))
+        return SharedState(torch.zeros(num_bytes, dtype=torch.uint8).share_memory_(), *counts)
 
-    def enter(self, place: Any, common: Shared, choice: Device) -> None:
-        super().enter(place, common, choice)
-        self.share(common)
-        self._before: tuple[int, list[torch.Tensor] | None] | None = None
-        self._staleness = [0.0] * 4  # sums and counts of: updates, distance
-
-    def share(self, shared: Shared) -> None:
-        """Count in the memory that all workers see."""
-        self._memory = shared.memory
-        # Every step reads them, and numpy is quick at it: views of the same memory.
-        self._updates, self._asked, self._last = (counts.numpy() for counts in shared[1:])
-
-    def place(self, model: torch.nn.Module, device: torch.device, run: Run) -> torch.nn.Module:
-        model = super().place(model, device, run)
+    def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
+        assert isinstance(context.collectives, SharedMemoryCollectives)
+        self._updates = context.collectives.updates
+        self._step_start: tuple[int, list[torch.Tensor] | None] | None = None
+        self._staleness = [0.0] * 4  # sum and count of: updates by others, distance moved
+        model = super()._place(model, context)
         start = 0
-        for tensor in _tensors(model):  # all processes have made the same, and write the same
-            piece = self._memory[start : start + tensor.nbytes].view(tensor.dtype)
-            tensor.data = piece.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
-            start += _padded(tensor)
-        self.barrier()
+        for tensor in _tensors(model):  # all workers have made the same model, and write the same values
+            part = context.process.shared_state.memory[start : start + tensor.nbytes].view(tensor.dtype)
+            tensor.data = part.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+            start += _padded_bytes(tensor)
+        context.collectives.barrier()
         return model
 
-    def accumulate(
-        self, model: torch.nn.Module, workload: Workload, batch: Any, precision: Precision, micro: MicroBatch
-    ) -> torch.Tensor:
-        if self._before is None:
-            self._before = self._read(model)
-        sums = super().accumulate(model, workload, batch, precision, micro)
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+        if self._step_start is None:
+            self._step_start = self._read(model)
+        sums = self._accumulate(model, batch, micro.weight)
         if micro.is_last:
-            self._measure(model, *self._before)
-            self._before = None
-            self._updates[self.rank] += 1
+            self._measure_staleness(model, *self._step_start)
+            self._step_start = None
+            self._updates[self._context.rank] += 1
         return sums
 
     def _read(self, model: torch.nn.Module) -> tuple[int, list[torch.Tensor] | None]:
-        """What the model is like as a step begins: the number of updates so far, and now and then a copy."""
-        measured = self.world_size > 1 and self._updates[self.rank] % _MEASURE_EVERY == 0
+        """The number of updates as a step begins and, now and then, a copy of the weights."""
+        measured = self._context.world_size > 1 and self._updates[self._context.rank] % _MEASURE_EVERY == 0
         return int(self._updates.sum()), [p.detach().clone() for p in trainable(model)] if measured else None
 
-    def _measure(self, model: torch.nn.Module, updates: int, weights: list[torch.Tensor] | None) -> None:
-        """Note how far the model has moved since `_read`, as this process is about to write."""
+    def _measure_staleness(self, model: torch.nn.Module, updates: int, weights: list[torch.Tensor] | None) -> None:
+        """Add to the staleness how far the others have moved the model since `_read`."""
         staleness = self._staleness
         staleness[0] += int(self._updates.sum()) - updates
         staleness[1] += 1
@@ -147,33 +157,14 @@ class Hogwild(Processes):
             staleness[2] += float(distance)
             staleness[3] += 1
 
-    def evaluate(
-        self, model: torch.nn.Module, workload: Workload, precision: Precision, device: torch.device
-    ) -> tuple[dict[str, float], Sums]:
-        self.barrier()  # the last update is written
-        return super().evaluate(model, workload, precision, device)
-
-    def agree(self, flag: bool) -> bool:
-        """Rank 0 names the update after which all stop: as nobody is far ahead, all still have it before them."""
-        own = int(self._updates[self.rank])
-        if flag:  # only ever set: reading it to write it again could undo what another has just written
-            self._asked[0] = 1
-        if self.rank == 0 and self._asked[0] and not self._last[0]:
-            self._last[0] = own + _LEAD + 1  # whoever comes so far has waited for an update of rank 0 after this line
-        self._wait_for(own - _LEAD)
-        return bool(self._last[0] == own)
-
-    def _wait_for(self, num_updates: int) -> None:
-        """Let each of the others make `num_updates`."""
-        until = time.monotonic() + self.timeout
-        while self._updates.min() < num_updates:
-            if time.monotonic() > until:
-                raise LostError(f"rank {self._updates.argmin()} did not come within {self.timeout:g} s")
-            time.sleep(0.0002)
+    def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
+        self._context.collectives.barrier()  # all updates are written
+        return super().evaluate(model)
 
     def scalars(self) -> dict[str, float]:
-        """All updates; how many of others, and how far by its norm, moved the model between a read and its write."""
-        total = self.reduce({"staleness": torch.tensor(self._staleness, dtype=torch.float64)})["staleness"]
+        """Updates of all workers; how many of others' updates, and how far, moved the model while one was computed."""
+        staleness = torch.tensor(self._staleness, dtype=torch.float64)
+        total = self._context.collectives.all_reduce({"staleness": staleness})["staleness"]
         self._staleness = [0.0] * 4
         updates, steps, distance, measured = total.tolist()
         return {
@@ -182,19 +173,23 @@ class Hogwild(Processes):
             "hogwild/distance": distance / max(1.0, measured),
         }
 
-    def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        moments = self._state_on_cpu(model, optimizer, kept=True)[1]
-        return {"moments": moments, "staleness": torch.tensor(self._staleness, dtype=torch.float64)}
-
     def load_full_state(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Sums, moments: dict[str, Any]
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        tensors: TensorDict,
+        optimizer_state: dict[str, Any],
     ) -> None:
-        super().load_full_state(model, optimizer, tensors, moments)
-        self.barrier()  # nobody trains while another still loads
+        super().load_full_state(model, optimizer, tensors, optimizer_state)
+        self._context.collectives.barrier()  # no worker trains while another still loads
+
+    def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        optimizer_state = full_state.collect(model, optimizer, keep=True)[1]
+        return {"moments": optimizer_state, "staleness": torch.tensor(self._staleness, dtype=torch.float64)}
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         if "staleness" in state:
-            self._load_moments(model, optimizer, state["moments"])
+            full_state.load_optimizer(model, optimizer, state["moments"])
             self._staleness = state["staleness"].tolist()
 
 
@@ -202,6 +197,6 @@ def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _padded(tensor: torch.Tensor) -> int:
-    """The bytes that `tensor` takes, up to where the next may begin."""
-    return -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+def _padded_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of `tensor`, rounded up to whole cache lines."""
+    return -(-tensor.nbytes // _CACHE_LINE) * _CACHE_LINE

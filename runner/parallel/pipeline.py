@@ -1,62 +1,69 @@
-"""A pipeline: consecutive pieces of the network work on consecutive micro-batches at the same time."""
+"""`parallel=pipeline`: consecutive stages of the network compute on consecutive micro-batches at the same time."""
 
 from __future__ import annotations
 
 import logging
-from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from runner.batching import MicroBatch
-from runner.clock import clock
-from runner.config import ConfigError, check, check_choice, check_range
+from runner.config.errors import ConfigError, check, check_choice, check_range
 from runner.device import Device
-from runner.gantt import gantt
 from runner.optimizer import trainable
+from runner.parallel import full_state
 from runner.parallel.base import move
-from runner.parallel.cluster import outer_processes
-from runner.parallel.cuts import Block, Cuts, probed, stages_of, told
-from runner.parallel.devices import check_not_hidden, spread
-from runner.parallel.gather import gathered
-from runner.parallel.micro import Rule, micro_batches
-from runner.parallel.processes import Processes
-from runner.parallel.timeline import Span, Timeline, bubble
-from runner.pictures import save
-from runner.precision import Precision
-from runner.workloads.base import Sums, Workload
+from runner.parallel.context import Context, Layout
+from runner.parallel.devices import devices_of_one_process
+from runner.parallel.full_state import TensorDict
+from runner.parallel.launch.cluster import RankInfo, external_world_size
+from runner.parallel.launch.launcher import Launcher
+from runner.parallel.multiprocess import MultiProcess
+from runner.parallel.pipelining.gantt import gantt
+from runner.parallel.pipelining.micro_batches import MicrobatchConstraint, num_micro_batches
+from runner.parallel.pipelining.partition import (
+    BlockProfile,
+    Partition,
+    blocks_of,
+    first_inputs,
+    format_partition,
+    profile_blocks,
+    supervised,
+)
+from runner.parallel.pipelining.timeline import Span, Timeline, bubble
+from runner.system.section_timer import timer
+from runner.tracking.images import save
+from runner.tracking.metrics import MetricSums
 
-if TYPE_CHECKING:
-    from runner.parallel.pieces import Border, Piece
-    from runner.run import Run
+if TYPE_CHECKING:  # at run time torch.distributed.pipelining is imported where a pipeline is placed: half a second
+    from runner.parallel.pipelining.stages import ActivationSpec, StageModule
 
 log = logging.getLogger(__name__)
 
 _ONE_STAGE_EACH = ("gpipe", "1f1b")
 _PICTURE = "pipeline.png"
-_ONE = "leave parallel.processes=auto, or choose parallel.engine=processes"
 
 
 @dataclass
-class Pipeline(Cuts, Processes):
-    """Huang et al., GPipe (2019): a batch goes through the stages in micro-batches, whose gradients are added up.
+class Pipeline(Partition, MultiProcess):
+    """Huang et al., GPipe (2019): a batch goes through the stages in micro-batches, whose gradients are summed.
 
     The same samples, the same loss and the same update as on one device that accumulates. Batch normalisation sees
     micro-batches, as it does there.
 
     Args:
-        engine: `processes`: a process a stage, on `torch.distributed.pipelining`; `streams`: one process with several
-            CUDA devices, and copies between them on streams of their own.
-        schedule: `gpipe`: all forward passes, then all backward passes; `1f1b`: in turns as soon as can be, which holds
-            fewer activations (Narayanan et al., PipeDream, 2019); `interleaved_1f1b`: two or more stages a process, a
-            smaller bubble (Narayanan et al., 2021); `zero_bubble`: the gradients of weights are put off into the bubble
-            (Qi et al., 2023).
+        engine: `processes`: one process per stage, on `torch.distributed.pipelining`; `streams`: one process with
+            several CUDA devices, and copies between them on streams of their own.
+        schedule: `gpipe`: all forward passes, then all backward passes; `1f1b`: one forward, one backward as soon as
+            possible, which keeps fewer activations (Narayanan et al., PipeDream, 2019); `interleaved_1f1b`: two or more
+            stages per process, a smaller bubble (Narayanan et al., 2021); `zero_bubble`: the gradients of weights are
+            computed later, in the bubble (Qi et al., 2023).
         split_size: samples in a micro-batch.
-        num_micro_batches: how many there are, in the place of `split_size`; both null: about four a stage.
-        batch_norm: running statistics of `micro`-batches, or, by `defer`, of the whole batch (GPipe, section 2.2), so
+        num_micro_batches: how many there are, in place of `split_size`; both null: about four per stage.
+        batch_norm: running statistics of `micro`-batches or, with `defer`, of the whole batch (GPipe, section 2.2), so
             that the evaluated model does not depend on `split_size`.
     """
 
@@ -72,278 +79,261 @@ class Pipeline(Cuts, Processes):
         check_choice(self, "batch_norm", ("micro", "defer"))
         check_range(self, "split_size", least=1)
         check_range(self, "num_micro_batches", least=1)
-        Cuts.__post_init__(self)
+        Partition.__post_init__(self)
+        MultiProcess.__post_init__(self)
         if self.engine == "streams":
-            check(self.processes in ("auto", 1), "processes", self.processes, "engine=streams has one", _ONE)
+            one = "leave parallel.processes=auto, or choose parallel.engine=processes"
+            check(self.processes in ("auto", 1), "processes", self.processes, "engine=streams has one", one)
             why = "engine=streams queues all forward passes before the backward passes"
-            check(
-                self.schedule == "gpipe",
-                "schedule",
-                self.schedule,
-                why,
-                "parallel.schedule=gpipe, or parallel.engine=processes",
-            )
-            self.processes = 1
-        elif self.processes == "auto" and self.stages is not None and outer_processes() == 1:
-            two_each = self.schedule == "interleaved_1f1b" and self.stages % 2 == 0 and self.stages > 2
-            self.processes = self.stages // 2 if two_each else self.stages
-        Processes.__post_init__(self)
-        self._devices: list[torch.device] = []
-        self._num_micros = 1
-        self._spans: list[Span] = []
+            gpipe = "parallel.schedule=gpipe, or parallel.engine=processes"
+            check(self.schedule == "gpipe", "schedule", self.schedule, why, gpipe)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Who does what
+    # Stages, processes and devices
 
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        return (0, 1)  # every process walks the same batches
+    def launcher(self, choice: Device) -> Launcher:
+        if self.engine == "processes":
+            return super().launcher(choice)
+        started = external_world_size()
+        why = f"{started} processes were started by torchrun or SLURM, and this engine has one"
+        check(started == 1, "parallel.engine", self.engine, why, "choose engine=processes, or start one process")
+        return Launcher(devices_of_one_process(choice))
 
-    @property
-    def num_parts(self) -> int:
-        return self._num_micros
+    def _num_processes(self, num_gpus: int) -> int:
+        stages = self.asked_stages
+        if self.processes != "auto" or stages is None:
+            return super()._num_processes(num_gpus)
+        two_each = self.schedule == "interleaved_1f1b" and stages % 2 == 0 and stages > 2
+        return stages // 2 if two_each else stages
 
-    @property
-    def num_stages(self) -> int:
-        """How many pieces the network is cut into."""
-        if self.stages is not None:
-            return self.stages
+    def layout(self, rank_info: RankInfo) -> Layout:
+        return Layout(rng_stream=rank_info.rank)  # every process goes through the same batches
+
+    def _num_stages(self, context: Context) -> int:
+        if self.asked_stages is not None:
+            return self.asked_stages
         if self.engine == "streams":
-            return max(2, len(self._devices))
-        return self.world_size * (2 if self.schedule == "interleaved_1f1b" else 1)
+            return max(2, len(context.process.devices))
+        return context.world_size * (2 if self.schedule == "interleaved_1f1b" else 1)
 
-    @property
-    def num_workers(self) -> int:
-        """How many stages may be at work at the same time; stage i is at worker i modulo their number."""
-        return self.num_stages if self.engine == "streams" else self.world_size
-
-    def device(self, choice: Device) -> torch.device:
-        if self.engine == "streams":
-            check_not_hidden(choice)
-        device = super().device(choice)
-        self._devices = spread(choice, device) if self.engine == "streams" else [device]
-        return self._devices[0]
-
-    def prepare(self, device: torch.device, run: Run) -> None:
-        if self.engine == "streams":
-            started = outer_processes()
-            why = f"{started} processes were started by torchrun or SLURM, and this engine has one"
-            check(started == 1, "engine", self.engine, why, "choose engine=processes, or start one process")
-        super().prepare(device, run)
-        self._check_counts()
-        samples = run.batch_size // run.accumulation.steps
-        rule = Rule(self.schedule, self.num_stages, self.world_size)
-        self._num_micros = micro_batches(samples, self.split_size, self.num_micro_batches, rule)
-        self._size = samples // self._num_micros
-
-    def _check_counts(self) -> None:
-        """Refuse stages that do not fit the processes or the devices."""
-        stages, processes, devices = self.num_stages, self.world_size, len(self._devices)
+    def check(self, context: Context) -> None:
+        stages, processes, devices = self._num_stages(context), context.world_size, len(context.process.devices)
         if self.engine == "streams":
             why = f"there are {devices} GPUs, and each stage has its own"
             fits = devices == 1 or stages <= devices
-            check(fits, "stages", stages, why, f"at most parallel.stages={devices}")
-            return
-        why = "a pipeline has two or more"
-        check(processes >= 2, "processes", processes, why, "parallel.processes=2; on one GPU: parallel.engine=streams")
+            check(fits, "parallel.stages", stages, why, f"at most parallel.stages={devices}")
+        else:
+            remedy = "parallel.processes=2; on one GPU: parallel.engine=streams"
+            check(processes >= 2, "parallel.processes", processes, "a pipeline has two or more", remedy)
+            self._check_stages_per_process(stages, processes)
+        self.num_microbatches(context)
+
+    def _check_stages_per_process(self, stages: int, processes: int) -> None:
         if self.schedule in _ONE_STAGE_EACH:
             why = f"each of the {processes} processes has one stage under schedule={self.schedule}"
-            check(stages == processes, "stages", stages, why, f"parallel.stages={processes}, or leave it null")
+            remedy = f"parallel.stages={processes}, or leave it null"
+            check(stages == processes, "parallel.stages", stages, why, remedy)
         least = 2 if self.schedule == "interleaved_1f1b" else 1
         each = max(least, stages // processes)
         why = f"schedule={self.schedule} has equally many on each of {processes} processes, at least {least}"
-        check(stages == each * processes, "stages", stages, why, f"parallel.stages={each * processes}")
+        check(stages == each * processes, "parallel.stages", stages, why, f"parallel.stages={each * processes}")
 
-    def check_workload(self, run: Run) -> None:
-        super().check_workload(run)
-        compiled = run.compile and self.schedule == "zero_bubble"
-        why = "schedule=zero_bubble takes the backward pass apart, and a compiled one is whole"
+    def num_microbatches(self, context: Context) -> int:
+        samples = context.plan.batch_size // context.plan.accumulation
+        constraint = MicrobatchConstraint(self.schedule, self._num_stages(context), context.world_size)
+        return num_micro_batches(samples, self.split_size, self.num_micro_batches, constraint)
+
+    def check_workload(self, context: Context) -> None:
+        supervised(context.workload)
+        compiled = context.compile and self.schedule == "zero_bubble"
+        why = "schedule=zero_bubble splits the backward pass, and a compiled one is a single graph"
         check(not compiled, "compile", True, why, "compile=false, or another parallel.schedule")
-        self.check_cuts(run, self.num_stages)
+        self.check_partition(context.workload, self._num_stages(context))
 
     # -----------------------------------------------------------------------------------------------------------------
-    # The pieces
+    # Placement
 
-    def place(self, model: torch.nn.Module, device: torch.device, run: Run) -> torch.nn.Module:
-        from runner.parallel import deferred, pieces
+    def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
+        from runner.parallel.pipelining import deferred_batch_norm, stages
 
-        self._run, self._names = run, list(model.state_dict())
+        count, self._num_micros = self._num_stages(context), self.num_microbatches(context)
+        self._size = context.plan.batch_size // context.plan.accumulation // self._num_micros
+        self._num_workers = count if self.engine == "streams" else context.world_size
+        self._names = list(model.state_dict())
+        self._spans: list[Span] = []
+        self._timeline = Timeline(context.process.devices)
         if self.batch_norm == "defer":
-            deferred.defer(model)
-        (shape, dtype), blocks = self.on_rank_0(partial(self._probed, model, run, device))
-        cuts = self.borders(blocks, self.num_stages)
-        log.info("stages: %s", told(blocks, cuts))
+            deferred_batch_norm.defer(model)
+
+        inputs, profiles = context.collectives.from_rank_0(lambda: self._profiles(model, context))
+        bounds = self.bounds(profiles, count)
+        log.info("stages: %s", format_partition(profiles, bounds))
         if self._num_micros == 1:
-            log.warning("one micro-batch of %d samples: one stage is at work at a time, nothing overlaps", self._size)
-        stages = [stage for _, stage in stages_of(model)]
-        grouped = [stages[start:stop] for start, stop in pairwise(cuts)]
-        borders = [
-            pieces.Border(blocks[stop - 1].shape, blocks[stop - 1].dtype, run.channels_last) for stop in cuts[1:]
-        ]
-        borders = [pieces.Border(shape, dtype), *borders[:-1], borders[-1]._replace(channels_last=False)]
-        self._timeline = Timeline(self._devices)
-        place = self._place_here if self.engine == "streams" else self._place_own
-        self._pieces = place(model, grouped, borders, device, run)
-        if run.compile:
-            for piece in self._pieces.values():
-                piece.compile()
-        run.precision.scaled(torch.zeros((), device=device))  # a scale is made where it is first asked for
+            log.warning("one micro-batch of %d samples: one stage computes at a time, nothing overlaps", self._size)
+        blocks = [block for _, block in blocks_of(model)]
+        grouped = [blocks[start:stop] for start, stop in pairwise(bounds)]
+        outputs = [stages.ActivationSpec(each.shape, each.dtype, context.channels_last) for each in profiles]
+        activations = stages.activation_specs(inputs, outputs, bounds)
+        place = self._place_on_streams if self.engine == "streams" else self._place_own_stages
+        for stage in place(model, grouped, activations, context).values():
+            if context.compile:
+                stage.compile()
+        context.precision.scaled(torch.zeros((), device=context.device))  # the scaler allocates its scale on first use
         return model
 
-    def _probed(
-        self, model: torch.nn.Module, run: Run, device: torch.device
-    ) -> tuple[tuple[tuple[int, ...], torch.dtype], list[Block]]:
-        """Shape and format of the inputs, and what is seen of the blocks as they compute."""
-        with closing(cast(Any, run.workload.batches(model, run.plan, 0, device))) as batches:
-            inputs = next(batches)[0][: self._size]
-        stages, kind = stages_of(model), next(model.parameters()).dtype
-        seen = inputs.to(kind) if inputs.is_floating_point() else inputs  # as under precision=64
-        timed = self.cuts == "auto"
-        blocks = probed(stages, seen, run.precision.autocast, run.channels_last, timed)
-        return (tuple(inputs.shape[1:]), inputs.dtype), blocks
+    def _profiles(self, model: torch.nn.Module, context: Context) -> tuple[torch.Tensor, list[BlockProfile]]:
+        """One sample's inputs, and the profiles of the blocks on a micro-batch."""
+        inputs = first_inputs(model, context, self._size)
+        return inputs[:1].cpu(), profile_blocks(model, inputs, context, timed=self.cuts == "auto")
 
-    def _place_own(
-        self, model: torch.nn.Module, grouped: list[Any], borders: list[Border], device: torch.device, run: Run
-    ) -> dict[int, Piece]:
-        """This process's pieces; what belongs to the others is taken out of `model`."""
-        from runner.parallel.pieces import Piece, keep_only, owners
-        from runner.parallel.scheduled import Scheduled
+    def _place_own_stages(
+        self,
+        model: torch.nn.Module,
+        grouped: list[list[torch.nn.Module]],
+        activations: list[ActivationSpec],
+        context: Context,
+    ) -> dict[int, StageModule]:
+        """This process's stages; what belongs to the others is removed from `model`."""
+        from runner.parallel.pipelining.schedules import ProcessEngine
+        from runner.parallel.pipelining.stages import StageModule, keep_only, owners
 
         try:
             owner = owners(model, grouped)
         except ValueError as error:
             raise ConfigError("parallel.cuts", self.cuts, str(error), "cut elsewhere") from None
-        own = range(self.rank, len(grouped), self.world_size)
+        own = range(context.rank, len(grouped), context.world_size)
         keep_only(model, {name for name, number in owner.items() if number in own})
-        why = f"process {self.rank} has nothing to train"
+        why = f"process {context.rank} has nothing to train"
         check(bool(trainable(model)), "parallel.cuts", self.cuts, why, "cut elsewhere, or take fewer stages")
-        move(model, device, run.channels_last)
-        sent, autocast = [None, *borders[1:-1], None], run.precision.autocast
-        pieces = {number: Piece(grouped[number], sent[number], sent[number + 1], autocast) for number in own}
-        if 0 in pieces:
-            run.precision.convert(pieces[0])  # it takes the inputs, where the whole network did
-        size, count = self._size, self._num_micros
-        self._engine: Any = Scheduled(pieces, borders, self.schedule, size, count, device, self._timeline)
-        return pieces
+        move(model, context.device, context.channels_last)
+        sent, autocast = [None, *activations[1:-1], None], context.precision.autocast
+        stages = {number: StageModule(grouped[number], sent[number], sent[number + 1], autocast) for number in own}
+        if 0 in stages:
+            context.precision.convert(stages[0])  # which takes the inputs in place of the whole network
+        size, count, device = self._size, self._num_micros, context.device
+        self._engine: Any = ProcessEngine(stages, activations, self.schedule, size, count, device, self._timeline)
+        return stages
 
-    def _place_here(
-        self, model: torch.nn.Module, grouped: list[Any], borders: list[Border], device: torch.device, run: Run
-    ) -> dict[int, Piece]:
-        """All pieces, each on a device of its own where there are several."""
-        from runner.parallel.pieces import Piece
-        from runner.parallel.streams import Streams
+    def _place_on_streams(
+        self,
+        model: torch.nn.Module,
+        grouped: list[list[torch.nn.Module]],
+        activations: list[ActivationSpec],
+        context: Context,
+    ) -> dict[int, StageModule]:
+        """All stages, each on a device of its own where there are several."""
+        from runner.parallel.pipelining.stages import StageModule
+        from runner.parallel.pipelining.streams import StreamEngine
 
-        devices = (self._devices * len(grouped))[: len(grouped)] if len(self._devices) == 1 else self._devices
-        if len(self._devices) == 1:
-            log.warning("parallel.engine=streams: there is one device, %s: stages cannot overlap", device)
-        pieces = [Piece(blocks, None, None, run.precision.autocast) for blocks in grouped]
-        move(model, device, run.channels_last)
-        for piece, its_own in zip(pieces, devices, strict=False):
-            piece.to(its_own)
-        run.precision.convert(pieces[0])
-        self._engine = Streams(pieces, devices[: len(grouped)], self._size, self._timeline)
-        return dict(enumerate(pieces))
+        devices = context.process.devices
+        if len(devices) == 1:
+            log.warning("parallel.engine=streams: there is one device, %s: stages cannot overlap", devices[0])
+            devices = devices * len(grouped)
+        stages = [StageModule(blocks, None, None, context.precision.autocast) for blocks in grouped]
+        move(model, devices[0], context.channels_last)
+        for stage, device in zip(stages, devices, strict=False):
+            stage.to(device)
+        context.precision.convert(stages[0])
+        self._engine = StreamEngine(stages, devices[: len(grouped)], self._size, self._timeline)
+        return dict(enumerate(stages))
 
     # -----------------------------------------------------------------------------------------------------------------
     # A step
 
-    def accumulate(
-        self, model: torch.nn.Module, workload: Workload, batch: Any, precision: Precision, micro: MicroBatch
-    ) -> torch.Tensor:
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+        workload, precision = supervised(self._context.workload), self._context.precision
         device, share = batch.inputs.device, micro.weight / self._num_micros
         sums: list[torch.Tensor] = []
 
         def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            # The outputs stand for the model's; what the workload then says of them is what it always says.
             with precision.autocast():
-                value, own = workload.loss(lambda _: outputs, batch._replace(targets=targets))  # pyright: ignore[reportArgumentType]
+                value, own = workload.loss_of(outputs, targets)
             sums.append(own.to(device, non_blocking=True))
             return precision.scaled(value * share)
 
-        step = (micro.stop - 1) // self._run.batch_size + 1
-        if micro.is_last and self._run.due(self._run.log_every, step):
-            self._timeline.begin(self.barrier)
-        with clock.section("pipeline"):
+        if micro.is_last and log_due:
+            self._timeline.begin(self._context.collectives.barrier)
+        with timer.section("pipeline"):
             self._engine.train(batch.inputs, batch.targets, loss)
         self._timeline.end()
         if micro.is_last and self.batch_norm == "defer":
-            from runner.parallel import deferred
+            from runner.parallel.pipelining import deferred_batch_norm
 
-            deferred.update(model)
-        # On one process only, so that their sum over all is the batch's.
+            deferred_batch_norm.update(model)
+        # In the last stage's process only: the sum over all of them is the batch's.
         return torch.stack(sums).sum(0) if sums else torch.zeros(len(workload.metrics), device=device)
 
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
         parameters = [parameter for parameter in trainable(model) if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        total = norm.square()
-        torch.distributed.all_reduce(total)
-        total = total.sqrt()
+        total = self._context.collectives.all_reduce({"squares": norm.square()})["squares"].sqrt()
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
-    def anywhere(self, flag: torch.Tensor) -> None:
-        if self.world_size == 1:
-            return
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+    def combine_overflow(self, found_inf: torch.Tensor) -> None:
+        self._context.collectives.all_reduce_max(found_inf)
 
     def infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return self._engine.infer(inputs)
 
-    def evaluate(
-        self, model: torch.nn.Module, workload: Workload, precision: Precision, device: torch.device
-    ) -> tuple[dict[str, float], Sums]:
+    def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
+        context, workload = self._context, self._context.workload
         with torch.inference_mode():
-            sums = workload.evaluate(partial(self.infer, model), self.eval_shard, device)
+            sums = workload.evaluate(
+                lambda inputs: self.infer(model, inputs), context.layout.eval_shard, context.device
+            )
         return workload.summarize(sums), sums  # every process has seen all outputs: there is nothing to add up
 
     # -----------------------------------------------------------------------------------------------------------------
-    # What is told of it
+    # What is logged of it
 
     def scalars(self) -> dict[str, float]:
-        parts: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(parts, self._timeline.take())
-        self._spans = [span for part in parts for span in part]
-        return bubble(self._spans, self.num_workers).scalars() if self._spans else {}
+        gathered = self._context.collectives.all_gather(self._timeline.take())
+        self._spans = [span for spans in gathered for span in spans]
+        return bubble(self._spans, self._num_workers).scalars() if self._spans else {}
 
-    def pictures(self) -> dict[str, torch.Tensor]:
-        if self.rank > 0 or not self._spans:
+    def images(self, directory: Path) -> dict[str, torch.Tensor]:
+        if self._context.rank > 0 or not self._spans:
             return {}
-        found = bubble(self._spans, self.num_workers)
-        title = f"{self.num_stages} stages, {self._num_micros} micro-batches of {self._size}: "
+        found, stages = bubble(self._spans, self._num_workers), self._num_stages(self._context)
+        title = f"{stages} stages, {self._num_micros} micro-batches of {self._size}: "
         title += f"{found.share:.0%} idle (equal stages {found.theory:.0%}, these at least {found.bound:.0%})"
-        picture = gantt(self._spans, self.num_workers, title)
-        save(picture, self._run.directory / _PICTURE)
+        picture = gantt(self._spans, self._num_workers, title)
+        save(picture, directory / _PICTURE)
         return {"pipeline/step": picture}
 
     # -----------------------------------------------------------------------------------------------------------------
-    # The mode-free state
+    # The full state
 
-    def gathered(self, tensors: Sums) -> Sums:
-        return gathered(super().gathered(tensors), self.rank, self.world_size)
+    def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
+        tensors, optimizer_state = full_state.collect(model, optimizer, keep=True)
+        flat = {(name, key): value for name, state in optimizer_state.items() for key, value in state.items()}
+        gather = self._context.collectives.gather_to_rank0
+        tensors, states = gather(tensors), _nested(gather(flat))
+        return self._in_order(tensors), self._in_order(states)
 
-    def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Sums, dict[str, Any]]:
-        tensors, moments = self._state_on_cpu(model, optimizer, kept=True)
-        flat = {(name, key): value for name, state in moments.items() for key, value in state.items()}
-        tensors, flat = (gathered(own, self.rank, self.world_size) for own in (tensors, flat))
-        states: dict[str, Any] = {}
-        for (name, key), value in flat.items():
-            states.setdefault(name, {})[key] = value
-        return tuple({name: found[name] for name in self._names if name in found} for found in (tensors, states))  # pyright: ignore[reportReturnType]
+    def _in_order(self, by_name: dict[str, Any]) -> dict[str, Any]:
+        return {name: by_name[name] for name in self._names if name in by_name}
 
     def load_full_state(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        tensors: Sums,
-        moments: dict[str, Any],
+        tensors: TensorDict,
+        optimizer_state: dict[str, Any],
     ) -> None:
-        own = model.state_dict().keys()
-        others = set(self._names) - own
-        super().load_full_state(
-            model,
-            optimizer,
-            {name: tensor for name, tensor in tensors.items() if name not in others},
-            {name: state for name, state in moments.items() if name not in others},
-        )
+        others = set(self._names) - model.state_dict().keys()
+        super().load_full_state(model, optimizer, _without(others, tensors), _without(others, optimizer_state))
+
+
+def _nested(flat: dict[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
+    """{(name, key): value} as {name: {key: value}}."""
+    nested: dict[str, dict[str, Any]] = {}
+    for (name, key), value in flat.items():
+        nested.setdefault(name, {})[key] = value
+    return nested
+
+
+def _without(names: set[str], by_name: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in by_name.items() if name not in names}

@@ -19,12 +19,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from runner.checkpoint import load
-from runner.config import ConfigError, check
-from runner.directory import step_name, step_of
-from runner.manifest import NAME as MANIFEST
-from runner.manifest import DamagedError, verified_manifest
-from runner.model import read_weights
+from runner.config.errors import ConfigError, check
+from runner.model.weights import read_weights
+from runner.storage.checkpoint import load
+from runner.storage.manifest import NAME as MANIFEST
+from runner.storage.manifest import DamagedError, verified_manifest
+from runner.storage.run_directory import step_name, step_of
 
 Tensors = dict[str, torch.Tensor]
 

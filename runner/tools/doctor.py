@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from runner.config import CONF
-from runner.environment import environment, noted
-from runner.processor import usable_cores
+from runner.config.options import CONF
+from runner.system.cpu import usable_cores
+from runner.system.environment import environment, noted
 
 PRECISIONS = ("32", "tf32", "64", "bf16", "16")
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from runner.config import ABSENT, ConfigError, check
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.tools.plot_runs import Study, find_runs
 from runner.tools.plot_tables import render, write_points, write_runs
 
@@ -92,7 +92,7 @@ def _show(figures: dict[str, Figure], out: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from torch.utils.tensorboard.summary import image
 
-    from runner.events import EventFile
+    from runner.tracking.tensorboard import EventFile
 
     events = EventFile(out, first_step=0)
     for name, figure in figures.items():

@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from runner.config import CONF
-from runner.directory import read_result
-from runner.sweep import read_ledger
+from runner.config.options import CONF
+from runner.storage.run_directory import read_result
+from runner.sweep.ledger import read_ledger
 
 REPEATS = ("seed", "repeat")
 """The keys that repeat a measurement instead of making another one."""

@@ -12,6 +12,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +23,18 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from runner import cli
-from runner.config import CONF, ConfigError, check, component_fields
-from runner.explain import explained
-from runner.parallel.crew import RankError
+from runner.cli import arguments as cli
+from runner.cli.hydra_errors import explain
+from runner.config.errors import ConfigError, check
+from runner.config.options import CONF
+from runner.config.schema import component_fields
+from runner.parallel.context import Process
+from runner.parallel.full_state import full_tensor
+from runner.parallel.launch.supervisor import RankError
 from runner.precision import Double, Precision
-from runner.run import Result, Run, build_run
-from runner.train import prepare
+from runner.run import Result, Run, Session, build_run
+from runner.tracking.metrics import DivergedError
+from runner.train import prepare, train_step
 
 SAME, REFUSED, DIFFERENT = 0, 2, 3
 _FILE = "probe.pt"
@@ -55,15 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check(options.steps > 0, "--steps", options.steps, "there is nothing to compare", "--steps 3")
         run, twin = (composed([*some, f"steps={options.steps}"]) for some in (overrides, twin_of(overrides)))
-        check_comparable(run)
         ours, theirs = probed(run), probed(twin)
         exact = probed(composed([*twin_of(overrides), "precision=64", f"steps={options.steps}"]))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return REFUSED
     except (HydraException, OmegaConfBaseException) as error:
-        print(explained(error), file=sys.stderr)
+        print(explain(error), file=sys.stderr)
         return REFUSED
+    except DivergedError as error:
+        print(error, file=sys.stderr)
+        return 1
     except RankError as error:
         print(f"{error.trace}{error}", file=sys.stderr)
         return 1
@@ -73,8 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("once more in float64, which has no such rounding:")
         doubled = probed(composed([*overrides, "precision=64", f"steps={options.steps}"]))
         code = report(Double.tolerance, differences(doubled, exact), differences(exact, exact))
-    parts = run.plan.num_workers * run.accumulation.steps * run.parallel.num_parts
-    if code == DIFFERENT and ours["sees_parts"] and parts > 1:
+    if code == DIFFERENT and ours["normalizes_parts"]:
         print(_PARTS)
     return code
 
@@ -86,69 +93,82 @@ def twin_of(overrides: Sequence[str]) -> list[str]:
 
 
 def composed(overrides: Sequence[str]) -> Run:
-    """The run of a command line, checked and ready to be launched."""
+    """The run of a command line."""
     words = [cli.quoted(word, sweep=False) for word in cli.overrides_first(overrides)]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("config", [*words, "name=verify"])
     plain: Any = OmegaConf.to_container(config, resolve=True)
-    run = build_run(plain)
-    run.prepare()
-    return run
+    return build_run(plain)
 
 
-def check_comparable(run: Run) -> None:
-    """Refuse what has no single-device twin by its very nature.
+def check_comparable(session: Session) -> None:
+    """Refuse what no single device can compute.
 
     Raises:
         ConfigError: saying why.
     """
-    why = run.parallel.incomparable
-    check(not why, "parallel.processes", run.parallel.world_size, why, "parallel.processes=1 can be compared")
-    acts = "env" in component_fields(type(run.workload)) and run.plan.num_workers > 1
+    why, processes = session.context.layout.non_equivalence_reason, session.context.world_size
+    check(not why, "parallel.processes", processes, why, "parallel.processes=1 can be compared")
+    acts = "env" in component_fields(type(session.run.workload)) and session.plan.num_workers > 1
     why = "each process trains on what it meets in environments of its own"
     check(not acts, "parallel", "several processes", why, "compare accumulation or precision instead")
 
 
 def probed(run: Run) -> dict[str, Any]:
-    """What `probe` kept of `run`."""
-    with tempfile.TemporaryDirectory(prefix="runner-verify-") as scratch:
-        run.directory = Path(scratch)
-        run.parallel.launch(probe, run)
-        return torch.load(run.directory / _FILE, weights_only=True)
+    """What `probe` saved of `run`."""
+    launcher = run.parallel.launcher(run.device)
+    with tempfile.TemporaryDirectory(prefix="runner-verify-") as scratch, launcher.connect() as process:
+        directory, session = Path(scratch), run.prepare(process)
+        check_comparable(session)
+        here, there = partial(probe, session, directory), partial(probe_rank, run.config, directory)
+        launcher.launch(here, there, session.context, directory)
+        return torch.load(directory / _FILE, weights_only=True)
 
 
-def probe(run: Run) -> Result:
-    """The steps of a run as `train` takes them; rank 0 keeps the first loss and gradients, and the last weights."""
-    parallel, precision, workload = run.parallel, run.precision, run.workload
-    device = parallel.device(run.device)
-    losses, gradients = {}, {}
-    with run.device.settings(device, run.deterministic):
-        state = prepare(run, device)
-        model, optimizer = state.model, state.optimizer
-        batches = workload.batches(model, run.plan, 0, device)
-        model.train()
-        for step, micros in run.plan.steps(0, run.num_steps):
-            sums = [parallel.accumulate(model, workload, next(batches), precision, micro) for micro in micros]
-            if step == 1:  # later ones come from weights that differ already
-                loss = parallel.reduce({"loss": torch.stack(sums)[:, 0].sum()})["loss"] / run.batch_size
-                losses = {"the first step": loss.cpu()}
-                graded = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-                gradients = parallel.gathered(graded)
-            run.schedule.set_lr(optimizer, step - 1 - precision.num_skipped(), run.num_steps)
-            precision.step(optimizer, lambda: parallel.clip_gradients(model, run.max_grad_norm), parallel.anywhere)
-            workload.after_step(model, step)
-        tensors, _ = parallel.full_state(model, optimizer)
-        weights = parallel.gathered({name: parameter.detach() for name, parameter in model.named_parameters()})
-        if parallel.rank == 0:
+def probe_rank(config: dict[str, Any], directory: Path, process: Process) -> Result:
+    """`probe` in a process that a launcher has started."""
+    return probe(build_run(config).prepare(process), directory)
+
+
+def probe(session: Session, directory: Path) -> Result:
+    """The first steps of a run; rank 0 saves the first loss and gradients, and the last weights."""
+    run, collectives = session.run, session.collectives
+    first: dict[str, Any] = {}
+
+    def keep_first_step(_: torch.optim.Optimizer, *__: Any) -> None:
+        """Before an update: its gradients; those of later steps come from weights that differ already."""
+        if not first:
+            graded = {name: full_tensor(p.grad) for name, p in state.model.named_parameters() if p.grad is not None}
+            first["gradients"] = collectives.gather_to_rank0(_on_cpu(graded))
+
+    with run.device.settings(session.device, run.deterministic):
+        state = prepare(session, directory)
+        state.optimizer.register_step_pre_hook(keep_first_step)
+        batches = run.workload.batches(state.model, session.plan, 0, session.device)
+        state.model.train()
+        for step in session.plan.steps(0, session.num_steps):
+            train_step(state, batches, step, log_due=True)
+        sums = state.metric_buffer.peek(collectives.all_reduce, state.step)
+        tensors, _ = run.parallel.full_state(state.model, state.optimizer)
+        names = [name for name, _ in state.model.named_parameters()]
+        names = [name for own in collectives.all_gather(names) for name in own]
+        parts = session.plan.num_workers * session.plan.accumulation * run.parallel.num_microbatches(session.context)
+        has_batch_norm = any(isinstance(module, _BatchNorm) for module in state.model.modules())
+        normalizes_parts = parts > 1 and any(collectives.all_gather(has_batch_norm))
+        if session.rank == 0:
             kept = {
-                "loss": losses,
-                "gradients": gradients,
-                "weights": weights,
-                "buffers": {name: tensor for name, tensor in tensors.items() if name not in weights},
-                "sees_parts": any(isinstance(module, _BatchNorm) for module in model.modules()),
+                "loss": {"the first step": sums[0, 0] / run.batch_size},
+                "gradients": first["gradients"],
+                "weights": {name: tensor for name, tensor in tensors.items() if name in names},
+                "buffers": {name: tensor for name, tensor in tensors.items() if name not in names},
+                "normalizes_parts": normalizes_parts,
             }
-            torch.save(kept, run.directory / _FILE)
-    return Result("done", run.num_steps)
+            torch.save(kept, directory / _FILE)
+    return Result("done", session.num_steps)
+
+
+def _on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[Difference]:

@@ -10,19 +10,20 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config import check, check_range, errors_under
+from runner.config.errors import check, check_range, errors_under
 from runner.data.base import Batch, Data, shard_bounds
-from runner.model import Model
-from runner.pictures import confusion_matrix, grid
-from runner.workloads.base import Sums, Workload
+from runner.model.base import Model
+from runner.tracking.images import confusion_matrix, grid
+from runner.tracking.metrics import MetricSums
+from runner.workloads.base import SupervisedWorkload
 
 _MOST_SHOWN = 36
 _MOST_CLASSES_IN_A_MATRIX = 1000
 
 
 @dataclass
-class Classifier(Workload):
-    """A network that tells the class of an image.
+class Classifier(SupervisedWorkload):
+    """A network that classifies images.
 
     Args:
         model: the network.
@@ -38,7 +39,7 @@ class Classifier(Workload):
     eval_batch_size: int = 256
     overfit_batches: int = 0
 
-    how: ClassVar[tuple[str, ...]] = ("eval_batch_size",)
+    may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size",)
     metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     best: ClassVar[tuple[str, str]] = ("accuracy", "max")
 
@@ -52,6 +53,11 @@ class Classifier(Workload):
             self.train, self.held_out = self.data.load()
         train, held_out = self.train.shape, self.held_out.shape
         assert train == held_out, f"training images are {train}, held-out images {held_out}"
+
+    def describe(self) -> dict[str, str]:
+        shape, classes = "×".join(map(str, self.train.shape)), self.train.num_classes
+        counts = f"{len(self.train):,} training and {len(self.held_out):,} held-out samples"
+        return {"data": f"{type(self.data).__name__}, {counts} of {shape}, {classes:,} classes"}
 
     def steps_per_epoch(self, batch_size: int) -> float:
         samples = len(self.train)
@@ -78,23 +84,17 @@ class Classifier(Workload):
         span = self.overfit_batches * plan.batch_size
         return (m._replace(start=m.start % span, stop=m.start % span + m.stop - m.start) for m in micros)
 
-    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The mean cross-entropy of `outputs` [n, num_classes]."""
+    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean cross-entropy of outputs [n, num_classes]."""
         return torch.nn.functional.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
 
-    def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs = model(batch.inputs)
-        loss = self.criterion(outputs, batch.targets)
-        return loss, self.sums(outputs, batch.targets, loss)
-
-    def sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """The training sums of a micro-batch whose mean loss is `loss`."""
+    def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         correct = (outputs.detach().argmax(1) == targets).sum(dtype=torch.float32)
         return torch.stack((loss.detach().float() * len(targets), correct))
 
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
-    ) -> Sums:
+    ) -> MetricSums:
         num_classes = self.held_out.num_classes
         matrix = num_classes if num_classes <= _MOST_CLASSES_IN_A_MATRIX else 0
         sums = {
@@ -102,7 +102,7 @@ class Classifier(Workload):
             "correct": torch.zeros((), dtype=torch.int64, device=device),
             "count": torch.zeros((), dtype=torch.int64, device=device),
             "confusion": torch.zeros(matrix * matrix, dtype=torch.int64, device=device),
-            # Of each sample, counted from 1; 0 for those of other shards, and for those that could not be read.
+            # Of each sample, plus one; 0 for samples of other shards, and for those that could not be read.
             "predictions": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
             "targets": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
         }
@@ -123,7 +123,7 @@ class Classifier(Workload):
             start = stop
         return sums
 
-    def summarize(self, sums: Sums) -> dict[str, float]:
+    def summarize(self, sums: MetricSums) -> dict[str, float]:
         count = int(sums["count"])
         return {"loss": float(sums["loss"]) / count, "accuracy": int(sums["correct"]) / count}
 
@@ -131,28 +131,28 @@ class Classifier(Workload):
         """The logarithms of the mean probabilities."""
         return outputs.log_softmax(-1).logsumexp(0) - math.log(len(outputs))
 
-    def pictures(self, sums: Sums) -> dict[str, torch.Tensor]:
+    def images(self, sums: MetricSums) -> dict[str, torch.Tensor]:
         predictions, targets = sums["predictions"].cpu() - 1, sums["targets"].cpu() - 1
         wrong = (predictions != targets).nonzero().flatten()
         seen = (targets >= 0).nonzero().flatten()
-        pictures = {"eval/samples": self._captioned(seen[:_MOST_SHOWN], predictions, targets)}
+        images = {"eval/samples": self._captioned(seen[:_MOST_SHOWN], predictions, targets)}
         if len(wrong):
-            pictures["eval/misclassified"] = self._captioned(wrong[:_MOST_SHOWN], predictions, targets)
+            images["eval/misclassified"] = self._captioned(wrong[:_MOST_SHOWN], predictions, targets)
         if num_classes := int(len(sums["confusion"]) ** 0.5):
             counts = sums["confusion"].cpu().view(num_classes, num_classes)
-            pictures["eval/confusion"] = confusion_matrix(counts, self.held_out.class_names)
-        return pictures
+            images["eval/confusion"] = confusion_matrix(counts, self.held_out.class_names)
+        return images
 
     def _captioned(self, indices: torch.Tensor, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         names = self.held_out.class_names
         pairs = [(int(predictions[i]), int(targets[i])) for i in indices]
         captions = [names[p] if p == t else f"{names[p]}, is {names[t]}" for p, t in pairs]
-        return grid(self.held_out.pictures(indices.tolist()), captions, [p == t for p, t in pairs])
+        return grid(self.held_out.display_images(indices.tolist()), captions, [p == t for p, t in pairs])
 
-    def notes(self) -> dict[str, Any]:
-        return {key: value for samples in (self.train, self.held_out) for key, value in samples.notes().items()}
+    def extra_results(self) -> dict[str, Any]:
+        return {key: value for samples in (self.train, self.held_out) for key, value in samples.extra_results().items()}
 
-    def offending(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor]:
+    def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor]:
         stream = self.train.batches(self._positions(plan, plan.micro_batches(step)), plan.seed, device)
         inputs, targets = zip(*stream, strict=True)
         return {"inputs": torch.cat(inputs).cpu(), "targets": torch.cat(targets).cpu()}

@@ -10,7 +10,8 @@ import pytest
 from conftest import environment
 from omegaconf import OmegaConf
 
-from runner.config import CONF, build, load_class
+from runner.config.options import CONF
+from runner.config.schema import build, load_class
 from runner.data.base import Data
 
 FILES = sorted((CONF / "data").glob("*.yaml"))
@@ -38,7 +39,7 @@ def test_every_option_is_explained(path):
 def test_options_are_checked_without_torch():
     program = f"""
 import sys
-from runner.lazy import import_lazily
+from runner.system.lazy_import import import_lazily
 import_lazily("torch", "torchvision")
 from omegaconf import OmegaConf
 from runner.config import build

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from runner.config import ConfigError
+from runner.config.errors import ConfigError
 from runner.data.digits import Digits
 from runner.data.memory import TensorSamples
 

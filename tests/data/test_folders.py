@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.config import ConfigError
+from runner.config.errors import ConfigError
 from runner.data.folders import Files, training_and_held_out
 
 

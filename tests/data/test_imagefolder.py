@@ -15,7 +15,9 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from runner.batching import Plan
-from runner.config import CONF, ConfigError, build
+from runner.config.options import CONF
+from runner.config.errors import ConfigError
+from runner.config.schema import build
 from runner.data.base import Data
 from runner.data.imagefolder import ImageFolder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runner.config import ConfigError
+from runner.config.errors import ConfigError
 from runner.data.memory import TensorSamples
 from runner.data.synthetic import Synthetic
 from runner.seeds import derive, random_bytes

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torchvision
 
-from runner.config import ConfigError
+from runner.config.errors import ConfigError
 from runner.data import vision
 from runner.data.memory import TensorSamples
 from runner.data.vision import Cifar10, FashionMnist, Mnist

@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import FAST, Forks, built
 
-import runner.parallel.processes
-from runner.config import ConfigError
+import runner.parallel.launch.processes
+from runner.config.errors import ConfigError
 
 
 class Bad(NamedTuple):
@@ -71,8 +71,8 @@ TABLE = [
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was asked to start processes."""
     calls: list[str] = []
-    monkeypatch.setattr(runner.parallel.processes, "start_server", lambda *_: calls.append("server"))
-    monkeypatch.setattr(runner.parallel.processes, "Crew", lambda *_: calls.append("crew"))
+    monkeypatch.setattr(runner.parallel.launch.processes, "start_server", lambda *_: calls.append("server"))
+    monkeypatch.setattr(runner.parallel.launch.processes, "Crew", lambda *_: calls.append("crew"))
     return calls
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAST, built, composed
-from plain import CASES, COMMON, STEPS, largest_difference, plain_loop, weights_at
-from ranks import Ranks, prepared
+from helpers.plain_loop import CASES, COMMON, STEPS, largest_difference, plain_loop, weights_at
+from helpers.ranks import Ranks, prepared
 
 from runner.train import prepare
 

@@ -8,11 +8,11 @@ import threading
 import pytest
 import torch
 from conftest import FAST, built
-from plain import COMMON, largest_difference, weights_at
+from helpers.plain_loop import COMMON, largest_difference, weights_at
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from runner.config import ConfigError
+from runner.config.errors import ConfigError
 from runner.parallel.dp import DP
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import FAST, built, composed, curves
-from plain import weights_at
-from ranks import Ranks
+from helpers.plain_loop import weights_at
+from helpers.ranks import Ranks
 from test_resume import assert_same, outcome
 
-from runner.config import ConfigError
+from runner.config.errors import ConfigError
 from runner.run import Run
 from runner.train import train
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAST, composed
-from plain import COMMON
-from ranks import Ranks, prepared
+from helpers.plain_loop import COMMON
+from helpers.ranks import Ranks, prepared
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.convnet import ConvNet

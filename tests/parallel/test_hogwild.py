@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAST, built, curves
-from plain import weights_at
+from helpers.plain_loop import weights_at
 from test_resume import assert_same, outcome
 
-from runner.parallel.cluster import Place
-from runner.parallel.crew import LostError, report_of
+from runner.parallel.launch.cluster import Place
+from runner.parallel.launch.supervisor import LostError, report_of
 from runner.parallel.hogwild import Hogwild, Shared
 from runner.run import Run
 from runner.train import prepare, train

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from conftest import FAST, built, composed
-from ranks import Ranks, prepared
-from ranks import train as train_joined
+from helpers.ranks import Ranks, prepared
+from helpers.ranks import train as train_joined
 
-from runner.cli import groups
+from runner.config.options import groups
 from runner.run import Run
 from runner.train import train
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import FAST, built, composed, curves, events
-from plain import CASES, COMMON, STEPS, Plain, largest_difference, plain_evaluation, plain_loop, weights_at
-from ranks import Ranks
+from helpers.plain_loop import CASES, COMMON, STEPS, Plain, largest_difference, plain_evaluation, plain_loop, weights_at
+from helpers.ranks import Ranks
 
 from runner.run import Run
 from runner.session import session

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAST, built, composed, curves
-from plain import CASES, largest_difference, plain_loop, weights_at
-from ranks import Ranks, prepared
+from helpers.plain_loop import CASES, largest_difference, plain_loop, weights_at
+from helpers.ranks import Ranks, prepared
 from test_resume import assert_same
 
 from runner.run import Run

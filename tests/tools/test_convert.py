@@ -14,8 +14,8 @@ import torch
 from conftest import FAST, Forks, built, environment
 from safetensors.torch import load_file, save_file
 
-from runner.checkpoint import Checkpoint
-from runner.checkpoint import load as checkpoint_at
+from runner.storage.checkpoint import Checkpoint
+from runner.storage.checkpoint import load as checkpoint_at
 from runner.run import Run
 from runner.tools import convert
 

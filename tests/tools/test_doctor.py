@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from runner import environment, processor
+from runner.system import environment, cpu as processor
 from runner.precision import TF32, Float16
 from runner.tools import doctor
 from runner.tools.doctor_tables import render

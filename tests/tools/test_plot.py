@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 from rich.console import Console
 
-from runner.sweep import LEDGER
+from runner.sweep.ledger import LEDGER
 from runner.tools import plot
 from runner.tools.plot_pictures import pictures
 from runner.tools.plot_runs import Spread, Study, find_runs, labels_of

@@ -1,0 +1,1 @@
+"""The command: arguments, help, and one run or sweep from them."""

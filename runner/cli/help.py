@@ -1,0 +1,37 @@
+"""What `--help` prints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from runner.config.options import CONF, description, option_files
+
+
+def help_text(config_dir: str | None = None) -> str:
+    """Every group with its options, each with its sentence, and every key of the root config.
+
+    Args:
+        config_dir: the directory of `--config-dir`, whose options are listed too.
+    """
+    lines = [
+        "python -m runner [GROUP=OPTION …] [KEY=VALUE …]     train one run",
+        "python -m runner -m [GROUP=OPTION,OPTION …]         sweep: one run for each combination",
+        "",
+        "The config changes how the work is done, never what is computed.",
+        "",
+    ]
+    more = [Path(config_dir).expanduser()] if config_dir else []
+    for group, files in option_files(*more).items():
+        lines.append(f"{group}=")
+        lines += [f"  {option:<14} {description(file)}" for option, file in files.items()]
+    lines += ["", "keys:"]
+    root = (CONF / "config.yaml").read_text(encoding="utf-8").splitlines()
+    lines += [f"  {line.rstrip()}" for line in root if re.match(r"[a-z_]+: .*#", line)]
+    lines += [
+        "",
+        "--cfg job prints the composed config · --config-dir DIR adds options of your own · --version",
+        "--info, --multirun and the rest: --hydra-help",
+        "python -m runner.tools.doctor shows what this machine has",
+    ]
+    return "\n".join(lines)

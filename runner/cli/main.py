@@ -1,0 +1,163 @@
+"""The command: compose the config with Hydra, build one run or a sweep of them, and launch it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if sys.path and sys.path[0] != ROOT and os.path.realpath(sys.path[0]) == os.path.realpath(os.curdir):
+    del sys.path[0]  # `python -m` puts the caller's directory first: a models.py or secrets.py there would hide others
+
+import traceback  # noqa: E402
+from tempfile import TemporaryDirectory  # noqa: E402
+from typing import Any  # noqa: E402
+
+from runner.system.lazy_import import import_lazily  # noqa: E402
+
+import_lazily("torch", "torchvision")
+
+import hydra  # noqa: E402
+from hydra.core.hydra_config import HydraConfig  # noqa: E402
+from hydra.errors import HydraException  # noqa: E402
+from omegaconf import DictConfig, OmegaConf  # noqa: E402
+from omegaconf.errors import OmegaConfBaseException  # noqa: E402
+
+from runner import __version__  # noqa: E402
+from runner.cli import arguments as command_line  # noqa: E402
+from runner.cli.help import help_text  # noqa: E402
+from runner.cli.hydra_errors import explain  # noqa: E402
+from runner.config.errors import ConfigError  # noqa: E402
+from runner.config.options import CONF  # noqa: E402
+from runner.parallel.launch.cluster import external_rank_info  # noqa: E402
+from runner.sweep.ledger import Sweep  # noqa: E402
+
+DONE, CRASHED, REFUSED, DIVERGED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
+CODES = {"done": DONE, "crashed": CRASHED, "diverged": DIVERGED, "stopped": STOPPED}
+"""The exit code of each status of a result."""
+
+
+def main() -> int:
+    """Run what the command line asks for; returns the exit code."""
+    code = DONE
+    try:
+        code = run_command(sys.argv[1:])
+        print(end="", flush=True)
+    except BrokenPipeError:  # standard output was closed, as by `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return code
+
+
+def run_command(arguments: list[str]) -> int:
+    """`main` without the handling of a closed standard output.
+
+    Raises:
+        BrokenPipeError: when standard output is closed.
+    """
+    if {"--help", "-h"} & set(arguments):
+        print(help_text(command_line.flag_value(arguments, "--config-dir", "-cd")))
+        return DONE
+    if "--version" in arguments:
+        print(f"runner {__version__}")
+        return DONE
+    try:
+        codes = compose_and_run(arguments)
+    except BrokenPipeError:
+        raise
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as stop:  # a sweep that was asked to stop, and Hydra's usage errors
+        return stop.code if stop.code in (DONE, STOPPED) else REFUSED
+    except Exception as error:
+        return report_error(error)
+    return next((code for code in codes if code != DONE), DONE)
+
+
+def report_error(error: Exception) -> int:
+    """Print what went wrong; returns the exit code."""
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        print(explain(error), file=sys.stderr)
+    elif isinstance(error, ConfigError):
+        print(error, file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+        return CRASHED
+    return REFUSED
+
+
+def compose_and_run(arguments: list[str]) -> list[int]:
+    """Let Hydra compose the config, and call `job` once or, in a sweep, once per job; returns the exit codes."""
+    arguments = command_line.overrides_first(arguments)
+    is_sweep = bool({"-m", "--multirun"} & set(arguments))
+    if not is_sweep and (source := command_line.resumed(arguments)):
+        from runner.resume import saved_overrides
+
+        arguments = command_line.with_saved(saved_overrides(source), arguments)
+    sys.argv[1:] = [command_line.quoted(argument, is_sweep) for argument in arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, so that `report_error` can explain
+    sweep = Sweep(argument for argument in arguments if not argument.startswith("-")) if is_sweep else None
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    def composed(config: DictConfig) -> None:
+        try:
+            codes.append(job(config, sweep))
+        except Exception as error:  # not to Hydra, which would end the sweep
+            codes.append(report_error(error))
+
+    codes: list[int] = []
+    with TemporaryDirectory(prefix="runner-") as scratch:
+        OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
+        try:
+            composed()
+        except (HydraException, OmegaConfBaseException, BrokenPipeError):
+            raise
+        except (ValueError, OSError) as error:  # which Hydra lets through
+            raise HydraException(str(error)) from error
+    if sweep is not None and codes:
+        sweep.end()
+        if is_first_process():
+            print(f"\n{codes.count(DONE)} of {len(codes)} jobs done")
+    return codes
+
+
+def job(config: DictConfig, sweep: Sweep | None) -> int:
+    """One run, alone or as a job of a sweep; returns its exit code."""
+    settings = HydraConfig.get()
+    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportAssignmentType]
+    overrides = list(settings.overrides.task)
+    if sweep is None:
+        from runner.cli.run_job import run_alone
+
+        return CODES[run_alone(plain, overrides).status]
+    if is_first_process():
+        print(f"\njob {settings.job.num}: {' '.join(overrides)}", file=sys.stderr)
+    code = sweep_job(sweep, settings.job.num, plain, overrides)
+    if code == STOPPED:
+        raise SystemExit(STOPPED)  # asked to stop: not only this job
+    return code
+
+
+def sweep_job(sweep: Sweep, number: int, config: dict[str, Any], overrides: list[str]) -> int:
+    """One job of a sweep, unless it is done already; the ledger keeps its exit code."""
+    from runner.cli.run_job import run_in_sweep
+    from runner.run import config_hash
+
+    directory, known = sweep.job_directory(config, number, overrides), config_hash(config)
+    if (code := sweep.settled(directory.parent, number, known)) is not None:
+        if is_first_process():
+            print(f"already done: {os.path.relpath(directory)}", file=sys.stderr)
+        return code
+    entry: dict[str, Any] = {"overrides": overrides, "config_hash": known, "directory": directory.name, "error": ""}
+    try:
+        code = CODES[run_in_sweep(config, overrides, directory).status]
+    except Exception as error:  # not to Hydra, which would end the sweep
+        code, entry["error"] = report_error(error), str(error)
+    sweep.record(directory.parent, number, **entry, code=code)
+    return code
+
+
+def is_first_process() -> bool:
+    """Whether this process prints: of those that torchrun or SLURM started, the one of rank 0."""
+    rank_info = external_rank_info()
+    return rank_info is None or rank_info.rank == 0

@@ -1,0 +1,116 @@
+"""One run of the command, from its config to its result and the last lines on the console."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from runner.config.errors import ConfigError
+from runner.parallel.launch.launcher import Launcher
+from runner.parallel.launch.supervisor import RankError
+from runner.resume import claimed_directory, finished
+from runner.run import CrashedError, Result, Run, Session, build_run, check_same_config, check_used, config_hash
+from runner.storage import run_directory
+from runner.tracking.log_file import LogFile
+from runner.train import train, train_rank
+
+log = logging.getLogger(__name__)
+
+
+def run_alone(config: dict[str, Any], overrides: list[str]) -> Result:
+    """A run in a new directory, or in the one that `resume` names.
+
+    Raises:
+        ConfigError: when the config cannot run; nothing is left behind.
+    """
+    run = build_run(config)
+    return run_one(run, overrides, Path(run.output_root) / run.name)
+
+
+def run_in_sweep(config: dict[str, Any], overrides: list[str], directory: Path) -> Result:
+    """A job of a sweep, in its own `directory`.
+
+    Raises:
+        ConfigError: when the config cannot run; nothing is left behind.
+    """
+    return run_one(build_run(config), overrides, directory.parent, directory.name)
+
+
+def run_one(run: Run, overrides: list[str], parent: Path, name: str | None = None) -> Result:
+    """Check and train one run, in the directory `name` under `parent`; print where its result is."""
+    check_used(run, overrides)
+    launcher = run.parallel.launcher(run.device)
+    with launcher.connect() as process, ExitStack() as claims:
+        check_same_config(run.config, process.collectives)
+        session = run.prepare(process)
+        claim = partial(claimed_directory, session, parent, name, overrides)
+        directory = process.collectives.from_rank_0(lambda: claims.enter_context(claim()))
+        with LogFile(directory, process.rank_info.rank):
+            result = trained(session, launcher, directory)
+        if process.rank_info.rank == 0:
+            write_result(session, directory, result)
+    return result
+
+
+def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
+    """The result of training, also when it crashed.
+
+    Raises:
+        ConfigError: when torch, or one of the ranks, refused the config.
+    """
+    done = session.collectives.from_rank_0(partial(finished, directory))
+    if done is not None:
+        log.info("all %d steps are done: nothing is left to do (more: epochs=N or steps=N)", done.steps)
+        return done
+    known, trace = config_hash(session.run.config), ""
+    try:
+        rank_main = partial(train_rank, session.run.config, directory)
+        return launcher.launch(partial(train, session, directory), rank_main, session.context, directory)
+    except ConfigError:
+        raise
+    except RankError as failure:
+        crashed = Result("crashed", run_directory.newest_step(directory), config_hash=known)
+        result, error, trace = failure.result or crashed, failure, failure.trace
+        result.error = str(failure)
+    except CrashedError as crash:
+        result, error = crash.result, crash.__cause__
+    except Exception as early:  # before the first step
+        result, error = Result("crashed", config_hash=known, error=f"{type(early).__name__}: {early}"), early
+    print(trace, end="", file=sys.stderr)  # of another process; this one's is in the log
+    log.debug("crashed", exc_info=error)
+    log.error("%s", result.error)
+    return result
+
+
+def write_result(session: Session, directory: Path, result: Result) -> None:
+    """Write `result.json`, and print where it is."""
+    try:
+        run_directory.write_json(directory / run_directory.RESULT, result.as_dict())
+    except OSError as error:  # a full disk: the summary is all that is left
+        print(f"{run_directory.RESULT} cannot be written: {error.strerror}", file=sys.stderr)
+    with suppress(BrokenPipeError):
+        print(summary(session, directory, result), flush=True)
+
+
+def summary(session: Session, directory: Path, result: Result) -> str:
+    """The last lines of a run: how it ended, where it is, what to type next."""
+    where, logs = (shlex.quote(os.path.relpath(path)) for path in (directory, session.run.output_root))
+    steps = f"{result.steps}/{max(result.steps, session.num_steps)}"
+    lines = [f"{result.status} after step {steps}" + (f", {result.seconds:.1f} s" if result.seconds else "")]
+    lines[0] += f": {result.error}" if result.error and result.status != "crashed" else ""  # printed already
+    if best := result.best:
+        lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
+    lines.append(f"run: {where}")
+    if result.status != "done":
+        lines.append(f"log: {where}/log.txt")
+        if any((directory / "checkpoints").glob("step_*")):
+            other = " optimizer.lr=…" if result.status == "diverged" else ""
+            lines.append(f"resume: python -m runner resume={where}{other}")
+    lines.append(f"look: tensorboard --logdir {logs}")
+    return "\n".join(lines)

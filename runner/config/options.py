@@ -1,0 +1,85 @@
+"""The option files under conf/: the config groups, their options, and the keys of each."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+_PACKAGE = Path(__file__).parent.parent
+
+# In a checkout conf/ lies beside runner/, in an installed package inside it.
+CONF = next(path for path in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if path.is_dir())
+
+
+def groups() -> dict[str, list[str]]:
+    """The config groups and the names of their options."""
+    return {group: list(files) for group, files in option_files().items()}
+
+
+def option_files(*more: Path) -> dict[str, dict[str, Path]]:
+    """The files of the options by group and name, from conf/ and the directories `more`.
+
+    Files that begin with _ are no options: they hold what several options inherit.
+    """
+    files: dict[str, dict[str, Path]] = {}
+    for folder in (CONF, *more):
+        for path in folder.glob("*/[!_]*.yaml"):
+            files.setdefault(path.parent.name, {})[path.stem] = path
+    return {
+        group: dict(sorted(files[group].items(), key=lambda item: _numbers_first(item[0]))) for group in sorted(files)
+    }
+
+
+@cache
+def chosen_groups() -> set[str]:
+    """The groups of the root's defaults list, also those that have no option in this project."""
+    entries = [entry for entry in OmegaConf.load(CONF / "config.yaml").defaults if isinstance(entry, DictConfig)]
+    return {str(name) for entry in entries for name in entry if " " not in str(name)}
+
+
+@cache
+def root_keys() -> set[str]:
+    """The keys of the root config, its groups among them."""
+    return {*chosen_groups(), *_keys(CONF / "config.yaml")}
+
+
+def option_keys(group: str, option: str) -> list[str]:
+    """The keys of an option, those that it inherits through its defaults list among them."""
+    return _keys(CONF / group / f"{option}.yaml", group)
+
+
+def description(option: Path) -> str:
+    """The sentence that an option file begins with, after the command that uses it."""
+    comments = [line[1:].strip() for line in option.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    sentences = [line for line in comments if not line.startswith(("python -m", "@package"))]
+    return sentences[0] if sentences else ""
+
+
+def option_file(cls: type) -> str:
+    """The file under conf/ that names `cls`, as `conf/optimizer/sgd.yaml`.
+
+    Of several files, their folder; where none names it, the root config.
+    """
+    named = re.compile(rf"^ *_target_: {re.escape(f'{cls.__module__}.{cls.__qualname__}')}\b", re.MULTILINE)
+    found = [path for path in sorted(CONF.rglob("*.yaml")) if named.search(path.read_text(encoding="utf-8"))]
+    if len(found) > 1:
+        return f"conf/{found[0].parent.relative_to(CONF).as_posix()}/"
+    return f"conf/{found[0].relative_to(CONF).as_posix()}" if found else "conf/config.yaml"
+
+
+def _keys(file: Path, group: str = "") -> list[str]:
+    content: Any = OmegaConf.load(file)
+    inherited = [str(name) for name in content.get("defaults", []) if isinstance(name, str) and name != "_self_"]
+    content = content.get(group, content)  # a file for the whole config has its group's keys under that name
+    own = [str(name) for name in content if name not in ("_target_", "defaults", "hydra")]
+    if not group:
+        return own
+    return own + [key for name in inherited for key in _keys(file.with_name(f"{name}.yaml"), group)]
+
+
+def _numbers_first(name: str) -> tuple[int, str]:
+    return (int(name), "") if name.isdigit() else (10**9, name)

@@ -1,0 +1,149 @@
+"""From a YAML node to a typed, validated component; from a mistake to an error that a person can act on.
+
+A component is a dataclass. Its fields are its config schema, its `__post_init__` holds its checks, its methods do the
+work. This module knows no component, and imports neither torch nor Hydra: a mistake is told within a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any, TypeVar, cast, get_args, get_origin
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, errors_under, see_comments
+
+Component = TypeVar("Component")
+
+
+def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: object) -> Component:
+    """Build the component that `node` names by `_target_`, strictly: no unknown key, no wrong type, no bad range.
+
+    Args:
+        node: plain values by field name, and `_target_`, the class as `package.module.Class`.
+        base: the base class of the config group; `_target_` must name it or a subclass.
+        key: where the node stands in the config (`optimizer`), for messages.
+        parts: components built before this one, for the fields of those names.
+
+    Raises:
+        ConfigError: with the full key that the user would type.
+    """
+    node = dict(node)
+    with errors_under(key):
+        cls = load_class(node.pop("_target_", None), base)
+        return cls(**typed_values(cls, node), **{name: parts[name] for name in component_fields(cls)})
+
+
+def component_fields(cls: type) -> list[str]:
+    """The fields of a component that are components themselves: filled with the root node of the same name."""
+    hints = field_types(cls)
+    return [field.name for field in _init_fields(cls) if dataclasses.is_dataclass(hints[field.name])]
+
+
+def option_fields(cls: type) -> list[str]:
+    """The fields of a component that are values in its YAML file."""
+    parts = component_fields(cls)
+    return [field.name for field in _init_fields(cls) if field.name not in parts]
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """The types of the fields of a component.
+
+    `typing.get_type_hints` would evaluate all annotations, those that only a type checker can follow among them.
+    """
+    names = {field.name for field in _init_fields(cls)}
+    types = {}
+    for base in reversed(cls.__mro__):
+        scope = vars(sys.modules[base.__module__])
+        for name, hint in inspect.get_annotations(base).items():
+            if name in names and not str(hint).startswith("ClassVar"):
+                types[name] = eval(hint, scope) if isinstance(hint, str) else hint
+    return types
+
+
+def load_class(target: object, base: type[Component]) -> type[Component]:
+    """The class at `target`, refused unless it is a `base` from this project or from a declared package.
+
+    Only packages with an entry point in the group `runner.components` are imported: a config file must not be able to
+    run arbitrary code, as `hydra.utils.instantiate` lets it.
+    """
+    where = "_target_"
+    check(isinstance(target, str) and "." in target, where, target, "it must name a class", "as package.module.Class")
+    module_name, _, name = cast(str, target).rpartition(".")
+    package = module_name.partition(".")[0]
+    if package != "runner":  # a look at what is installed takes a while
+        trusted = {"runner"} | {point.module.partition(".")[0] for point in entry_points(group="runner.components")}
+        check(
+            package in trusted,
+            where,
+            target,
+            f"only classes of these packages may be named: {', '.join(sorted(trusted))}",
+            "declare an entry point in the group runner.components in the package that holds the class",
+        )
+    try:
+        cls = getattr(importlib.import_module(module_name), name, None)
+    except ModuleNotFoundError as error:
+        raise ConfigError(where, target, str(error), "name an importable module") from None
+    check(
+        isinstance(cls, type) and issubclass(cls, base) and dataclasses.is_dataclass(cls),
+        where,
+        target,
+        f"it is no {base.__module__}.{base.__name__}",
+        "name a dataclass derived from it",
+    )
+    unfinished = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
+    check(not unfinished, where, target, f"it is abstract: it lacks {unfinished}", "name a class that defines them")
+    return cast(type[Component], cls)
+
+
+def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
+    """`node` merged into the schema that the fields of `cls` declare, converted to their types."""
+    hints = field_types(cls)
+    options = option_fields(cls)
+    for name in node:
+        check(name in options, name, ABSENT, f"{cls.__name__} has no such option;", did_you_mean(name, options))
+    fields = [
+        (name, hints[name], _schema_default(field)) for field in _init_fields(cls) if (name := field.name) in options
+    ]
+    schema = OmegaConf.structured(dataclasses.make_dataclass(cls.__name__, fields, kw_only=True))
+    for name, value in node.items():  # one by one, so that a message is about one key
+        try:
+            if hints[name] is bool and not isinstance(value, str) and value not in (0, 1):
+                raise ValidationError("OmegaConf would take any number for a truth value")
+            schema[name] = value
+        except OmegaConfBaseException:
+            raise ConfigError(name, value, f"it must be {_in_words(hints[name])}", see_comments(cls)) from None
+    missing = [name for name in options if OmegaConf.is_missing(schema, name)]
+    check(not missing, missing[0] if missing else "", ABSENT, "it has no value", see_comments(cls))
+    return {name: _plain(schema[name], hints[name]) for name in options}
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+
+
+def _in_words(hint: Any) -> str:
+    inner = [_in_words(part) for part in get_args(hint) if part is not ...]
+    if get_origin(hint) in (list, tuple):
+        return f"a list, each of it {inner[0]}"
+    return " or ".join(inner) or _WORDS.get(hint, str(hint))
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    value = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+    return tuple(value) if get_origin(hint) is tuple else value
+
+
+def _init_fields(cls: type) -> list[dataclasses.Field]:
+    return [field for field in dataclasses.fields(cls) if field.init]
+
+
+def _schema_default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=field.default_factory)
+    return dataclasses.field(default="???" if field.default is dataclasses.MISSING else field.default)

@@ -1,0 +1,1 @@
+"""Networks' options and weights; their layers are in `models/`."""

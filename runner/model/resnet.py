@@ -1,0 +1,45 @@
+"""Options of the residual networks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from runner.config.errors import check, check_choice
+from runner.model.base import Model
+
+
+@dataclass
+class ResNet(Model):
+    """A residual network with torchvision's parameter names (`models.resnet.ResNet`).
+
+    Args:
+        depth: layers with weights: 18, 34, 50, 101 or 152.
+        stem: `imagenet`, or `cifar` for inputs of about 32×32, which it leaves their size.
+        norm: `batch`, or `group`, which treats each sample alone: the same numbers however a batch is split.
+    """
+
+    depth: int = 50
+    stem: str = "imagenet"
+    norm: str = "batch"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        depths = (18, 34, 50, 101, 152)
+        named = ", ".join(map(str, depths))
+        check(self.depth in depths, "depth", self.depth, f"it is none of {named}", "see conf/model/resnet50.yaml")
+        check_choice(self, "stem", ("imagenet", "cifar"))
+        check_choice(self, "norm", ("batch", "group"))
+
+    def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
+        from models import resnet  # as above, and torchvision
+
+        return resnet.ResNet(
+            self.depth,
+            in_channels=shape[0],
+            num_classes=num_classes,
+            stem=self.stem,
+            norm=self.norm,
+            checkpoint_activations=self.checkpoint_activations,
+        )

@@ -1,0 +1,119 @@
+"""Whether torchrun or SLURM started this process, and as which rank; read from the environment, without torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import struct
+import sys
+from contextlib import suppress
+from typing import NamedTuple
+
+
+class RankInfo(NamedTuple):
+    """A process's rank among those of a run, and where their store is; the defaults are those of a single process.
+
+    Args:
+        rank, world_size: among all processes.
+        local_rank, local_world_size: among those of this machine.
+        host, port: of the store through which they find each other (`MASTER_ADDR`, `MASTER_PORT`).
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    host: str = ""
+    port: int = 0
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables that `torch.distributed` reads it from."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def external_rank_info() -> RankInfo | None:
+    """This process's rank, where torchrun or SLURM's `srun` started it; None where the user did."""
+    return _torchrun() or _slurm()
+
+
+def external_world_size() -> int:
+    """How many processes torchrun or `srun` started together; 1 without them."""
+    rank_info = external_rank_info()
+    return rank_info.world_size if rank_info else 1
+
+
+def _torchrun() -> RankInfo | None:
+    """https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables"""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if any(name not in os.environ for name in names):
+        return None
+    rank, world_size, local_rank, local_world_size, host, port = (os.environ[name] for name in names)
+    return RankInfo(int(rank), int(world_size), int(local_rank), int(local_world_size), host, int(port))
+
+
+def _slurm() -> RankInfo | None:
+    """https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
+
+    `SLURM_STEP_*` are set for what `srun` starts. A batch script has `SLURM_NTASKS` too, but is alone.
+    """
+    read = os.environ.get
+    world_size, rank = int(read("SLURM_STEP_NUM_TASKS", "1")), read("SLURM_PROCID")
+    if world_size == 1 or rank is None:
+        return None
+    per_node = read("SLURM_STEP_TASKS_PER_NODE", str(world_size))
+    counts = _expanded_counts(per_node)
+    return RankInfo(
+        rank=int(rank),
+        world_size=world_size,
+        local_rank=int(read("SLURM_LOCALID", "0")),
+        local_world_size=counts[int(read("SLURM_NODEID", "0"))],
+        host=read("MASTER_ADDR") or first_host(read("SLURM_STEP_NODELIST", "localhost")),
+        # The same for every task of a job, and almost always another for another job on the machine.
+        port=int(read("MASTER_PORT") or 20000 + int(read("SLURM_JOB_ID", "0")) % 20000),
+    )
+
+
+def _expanded_counts(text: str) -> list[int]:
+    """`4(x2),3` → [4, 4, 3]: the tasks on each node."""
+    counts = []
+    for part in text.split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts
+
+
+def first_host(nodes: str) -> str:
+    """The first of a SLURM node list: `gpu[07-09,12],login` → `gpu07`."""
+    first = re.match(r"([^,\[]|\[[^\]]*\])+", nodes)
+    assert first, nodes
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group())
+
+
+_SIOCGIFADDR = 0x8915  # netdevice(7): the address of an interface
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface from which this machine reaches `host`; None where it cannot be found (Linux, IPv4 only).
+
+    Gloo would take the interface of this machine's own name, which often is 127.0.0.1.
+    """
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        address = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no such address
+                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == address:
+                    return name
+    return None

@@ -1,0 +1,120 @@
+"""The default process group of `torch.distributed`: formed, left, and aborted by a rank that has failed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from runner.config.errors import ConfigError
+from runner.parallel.launch.cluster import RankInfo, interface_to
+
+if TYPE_CHECKING:
+    from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+HOST = "127.0.0.1"
+"""Where the store of processes is that this machine has started."""
+
+
+def create_store(port: int | None) -> TCPStore:
+    """The store through which the processes of this machine find each other; it lives in the one that starts them.
+
+    Args:
+        port: of this machine; None: any free one.
+
+    Raises:
+        ConfigError: when nothing can listen at `port`.
+    """
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    try:
+        return TCPStore(HOST, port or 0, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        why = f"nothing can listen there ({str(error).splitlines()[0][:100]})"
+        raise ConfigError("parallel.port", port, why, "choose another, or null for any free one") from None
+
+
+def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float, external: bool) -> None:
+    """Form the default process group with the other ranks.
+
+    Args:
+        device: of this process; tensors on a GPU are sent over NCCL, those in host memory over gloo.
+        timeout: seconds that a collective waits for the other ranks.
+        external: torchrun or SLURM has started the ranks, and says where their store is.
+    """
+    if interface := interface_to(rank_info.host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    limit = timedelta(seconds=timeout)
+    if external:
+        store = _external_store(rank_info, limit)
+    else:
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+        store = TCPStore(rank_info.host, rank_info.port, timeout=limit)
+    before = _open_sockets()
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
+        timeout=limit,
+    )
+    _gloo_sockets[:] = _open_sockets() - before
+
+
+def destroy_process_group() -> None:
+    """Leave the process group, if there is one, when the other ranks leave it too."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def abort_process_group() -> None:
+    """Leave the process group while the other ranks are still in it: their collectives fail now, not at the timeout.
+
+    Gloo closes its connections with the last reference to the group, which a traceback, a device mesh or a DDP replica
+    may hold; it has no call that closes them (`torch.distributed.distributed_c10d._abort_process_group` is for NCCL
+    alone), so they are shut down by their file descriptors.
+    """
+    for descriptor in _gloo_sockets:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.getpeername()  # raises for the listening socket, which gloo does not survive the end of
+            connection.shutdown(socket.SHUT_RDWR)
+    destroy_process_group()
+
+
+_gloo_sockets: list[int] = []
+"""The file descriptors of the sockets that the process group has opened."""
+
+
+def _open_sockets() -> set[int]:
+    """The file descriptors of all sockets of this process; none where the system does not list them."""
+    found = set()
+    with suppress(OSError):
+        for name in os.listdir("/dev/fd"):  # Linux and macOS
+            with suppress(OSError):  # the descriptor of the listing itself is closed by now
+                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    found.add(int(name))
+    return found
+
+
+def _external_store(rank_info: RankInfo, timeout: timedelta) -> Store:
+    """The store of processes that torchrun or SLURM started, with a prefix of its own for each group they form."""
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed.rendezvous import rendezvous
+
+    if not _external_stores:
+        os.environ.update(rank_info.variables())
+        found = rendezvous("env://", rank_info.rank, rank_info.world_size, timeout=timeout)
+        _external_stores.append(next(found)[0])  # kept: a second one would find the port taken by the first
+    _external_stores.append(PrefixStore(f"group {len(_external_stores)}", _external_stores[0]))
+    _external_stores[-1].set_timeout(timeout)
+    return _external_stores[-1]
+
+
+_external_stores: list[Store] = []
+"""The store, then one with a prefix for each group so far: after a failed job of a sweep a new group is formed."""

@@ -1,0 +1,172 @@
+"""Runs of several processes: started on this machine, or joined where torchrun or SLURM has started them."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.parallel.collectives import Collectives, ProcessGroup
+from runner.parallel.context import Context, Process
+from runner.parallel.launch import process_group
+from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.launch.launcher import Launcher
+from runner.parallel.launch.supervisor import RankError, Report, Supervisor, report_of, start_heartbeat
+from runner.system.cpu import allowed_cores
+from runner.system.forkserver import start_server
+from runner.system.signals import StopRequest
+
+log = logging.getLogger(__name__)
+
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "runner.train")
+"""What a rank imports: the fork server does so once, while this process reads the data."""
+
+
+class LocalProcesses(Launcher):
+    """Starts a process for each rank on this machine, and trains in them.
+
+    Args:
+        devices: of the ranks.
+        timeout: seconds that a rank waits for the others before the run ends with an error.
+        max_restarts: how often all ranks are started again after one failed or died.
+        port: of the store; None: any free one.
+        collectives: of the ranks.
+        allocate: makes what they share beside the process group; called before they are started.
+    """
+
+    def __init__(
+        self,
+        devices: list[torch.device],
+        timeout: float,
+        max_restarts: int = 0,
+        port: int | None = None,
+        collectives: type[ProcessGroup] = ProcessGroup,
+        allocate: Callable[[Context], Any] = lambda context: None,
+    ):
+        super().__init__(devices)
+        self.timeout, self.max_restarts, self.port = timeout, max_restarts, port
+        self.collectives, self.allocate = collectives, allocate
+
+    @contextmanager
+    def connect(self) -> Iterator[Process]:
+        start_server(*PRELOADED)
+        count = len(self.devices)
+        yield Process(RankInfo(0, count, 0, count), self.devices[:1], Collectives())
+
+    def launch(
+        self, train: Callable[[], Any], train_rank: Callable[[Process], Any], context: Context, directory: Path
+    ) -> Any:
+        with StopRequest() as stop:
+            for restart in range(1, self.max_restarts + 2):
+                try:
+                    return self._start(train_rank, context, directory, stop)
+                except RankError as error:
+                    if restart > self.max_restarts or stop.received:
+                        raise
+                    again = f"all ranks restart from the last checkpoint (restart {restart} of {self.max_restarts})"
+                    log.warning("%s\n%s%s", error, error.trace, again)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _start(self, train_rank: Callable[[Process], Any], context: Context, directory: Path, stop: StopRequest) -> Any:
+        count, shared_state = len(self.devices), self.allocate(context)
+        store = process_group.create_store(self.port)
+        rank_infos = [RankInfo(rank, count, rank, count, process_group.HOST, store.port) for rank in range(count)]
+        arguments = [(info, device, shared_state) for info, device in zip(rank_infos, self.devices, strict=True)]
+        work = partial(_run_rank, train_rank, self.collectives, self.timeout, directory)
+        with Supervisor(work, arguments, self.timeout) as supervisor:
+            return supervisor.wait(stop)[0]
+
+
+class ExternalProcesses(Launcher):
+    """Joins the other ranks, which torchrun or SLURM has started together with this process.
+
+    Args:
+        rank_info: this process's.
+        device: of this process.
+        timeout: seconds that a rank waits for the others.
+        collectives: of the ranks.
+    """
+
+    def __init__(
+        self, rank_info: RankInfo, device: torch.device, timeout: float, collectives: type[ProcessGroup] = ProcessGroup
+    ):
+        super().__init__([device])
+        self.rank_info, self.timeout, self.collectives = rank_info, timeout, collectives
+
+    @contextmanager
+    def connect(self) -> Iterator[Process]:
+        if not torch.distributed.is_initialized():  # the jobs of a sweep share one group
+            init_rank(self.rank_info, self.devices[0], self.timeout, external=True)
+            atexit.register(process_group.destroy_process_group)
+        collectives = self.collectives(self.timeout)
+        yield Process(self.rank_info, self.devices, collectives)
+        collectives.finish()
+
+    def launch(
+        self, train: Callable[[], Any], train_rank: Callable[[Process], Any], context: Context, directory: Path
+    ) -> Any:
+        try:
+            return train()
+        except Exception as error:
+            report = report_of(error)
+            if self.rank_info.rank > 0 and report.what and not report.by_others:  # the command reports rank 0's
+                log.critical("rank %d %s\n%s", self.rank_info.rank, report.what, report.trace)
+            assert isinstance(context.collectives, ProcessGroup)
+            context.collectives.forget()
+            # What is on its way in this group must not reach the next job of a sweep, which forms another.
+            process_group.abort_process_group()
+            raise
+
+
+def init_rank(rank_info: RankInfo, device: torch.device, timeout: float, external: bool) -> None:
+    """Set up this process as a rank: its GPU, its share of the threads, and the process group."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    os.environ["LOCAL_WORLD_SIZE"] = str(rank_info.local_world_size)  # data workers share the machine's cores
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, allowed_cores() // rank_info.local_world_size))
+    process_group.init_process_group(rank_info, device, timeout, external)
+
+
+def _run_rank(
+    train_rank: Callable[[Process], Any],
+    make_collectives: type[ProcessGroup],
+    timeout: float,
+    directory: Path,
+    pipe: Connection,
+    rank_info: RankInfo,
+    device: torch.device,
+    shared_state: Any,
+) -> None:
+    """The main function of a rank that was started here: from its first heartbeat to its report."""
+    send = start_heartbeat(pipe)
+    try:
+        if rank_info.rank > 0:
+            _redirect_output(directory / f"log_rank_{rank_info.rank}.txt")
+        init_rank(rank_info, device, timeout, external=False)
+        collectives = make_collectives(timeout, shared_state)
+        result = train_rank(Process(rank_info, [device], collectives, shared_state))
+        collectives.finish()
+        process_group.destroy_process_group()
+    except BaseException as error:
+        send(report_of(error))
+        sys.stderr.flush()
+        os._exit(1)  # no exit handler may wait for processes that are gone
+    send(Report(value=result))
+
+
+def _redirect_output(path: Path) -> None:
+    """Write what this process prints to a file: the console is rank 0's."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)

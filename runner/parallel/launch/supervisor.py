@@ -1,0 +1,280 @@
+"""The ranks of a run, supervised by the process that starts them: none fails unnoticed, and none is left behind.
+
+Each rank has a pipe to the supervisor, over which it sends a heartbeat now and then and, at the end, a report. When the
+pipe breaks, as the supervisor was killed, the rank kills the others and exits. A rank that fails, dies or hangs ends
+the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from typing import Any
+
+from runner.config.errors import ConfigError
+from runner.data.base import DataError
+from runner.storage.run_directory import StorageError
+from runner.system import torch_errors
+from runner.system.forkserver import METHOD
+from runner.system.signals import StopRequest
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 0.3
+"""Between two heartbeats: well within the shortest timeout, which is one second."""
+
+START_SECONDS = 60.0
+"""How much longer the first heartbeat may take: torch may come from a slow disk."""
+
+GRACE_SECONDS = 2.0
+"""How long the other ranks may still report, once one has failed."""
+
+
+class RankError(Exception):
+    """A rank failed, died or hung; `result` is how far the run had come, where rank 0 could still report it."""
+
+    def __init__(self, rank: int, what: str, trace: str = "", result: Any = None):
+        super().__init__(rank, what, trace, result)
+        self.rank, self.what, self.trace, self.result = rank, what, trace, result
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.what}"
+
+
+class LostError(RuntimeError):
+    """Another rank did not reach the point where this one waited for it."""
+
+
+@dataclass
+class Report:
+    """How a rank ended.
+
+    Args:
+        value: what its function returned.
+        refused: the config error that ended it.
+        what: the exception that ended it, in one line; empty where it succeeded.
+        trace: the traceback of that exception.
+        result: how far the run had come.
+        by_others: whether the exception only says that another rank is gone.
+    """
+
+    value: Any = None
+    refused: ConfigError | None = None
+    what: str = ""
+    trace: str = ""
+    result: Any = None
+    by_others: bool = False
+    time: float = field(default_factory=time.time)
+
+    @property
+    def succeeded(self) -> bool:
+        return not self.what and self.refused is None
+
+
+def report_of(error: BaseException) -> Report:
+    """The report of a rank that `error` ended."""
+    if isinstance(error, ConfigError):
+        return Report(refused=error)
+    result, cause = getattr(error, "result", None), error.__cause__
+    error = cause if result is not None and cause is not None else error
+    explained = isinstance(error, StorageError | DataError)  # for the user to mend: a traceback would not help
+    trace = "" if explained else "".join(traceback.format_exception(error))
+    by_others = isinstance(error, LostError) or torch_errors.is_lost_peer(error)
+    return Report(what=f"failed: {type(error).__name__}: {error}", trace=trace, result=result, by_others=by_others)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In each rank
+
+
+def start_heartbeat(pipe: connection.Connection) -> Callable[[Report], None]:
+    """Send heartbeats until the process ends; when the supervisor is gone, kill the other ranks and exit.
+
+    Returns:
+        A function that sends the report.
+    """
+    sending = threading.Lock()
+
+    def send(message: Report | None) -> None:
+        with sending, suppress(ConnectionError):
+            pipe.send(message)
+
+    def beat() -> None:
+        pids: list[int] = []
+        try:
+            while True:
+                if pipe.poll(HEARTBEAT_SECONDS):
+                    pids = pipe.recv()
+                else:
+                    send(None)
+        except (EOFError, OSError):
+            for pid in pids:
+                if pid != os.getpid():
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            os._exit(1)
+
+    threading.Thread(target=beat, daemon=True).start()
+    return send
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the process that starts them
+
+
+class Supervisor:
+    """The processes of a run's ranks, from their start to the end of the last one.
+
+    Args:
+        work: the main function of each, called with its pipe (see `start_heartbeat`) and one of `arguments`.
+        timeout: seconds without a heartbeat after which a rank counts as hung.
+    """
+
+    def __init__(self, work: Callable[..., None], arguments: Sequence[tuple], timeout: float):
+        context: Any = multiprocessing.get_context(METHOD)
+        self.timeout = timeout
+        self.processes: list[Any] = []
+        self.pipes: list[connection.Connection] = []
+        self.reports: list[Report | None] = [None] * len(arguments)
+        self.silence = [-START_SECONDS] * len(arguments)
+        try:
+            for rank, own in enumerate(arguments):
+                ours, theirs = context.Pipe()
+                self.pipes.append(ours)
+                with theirs:
+                    process = context.Process(target=work, args=(theirs, *own), name=f"rank {rank}")
+                    process.start()
+                self.processes.append(process)
+            pids = [process.pid for process in self.processes]
+            log.debug("the ranks' processes: %s", " ".join(map(str, pids)))
+            for pipe in self.pipes:
+                with suppress(ConnectionError):  # it has ended already, which `wait` will notice
+                    pipe.send(pids)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def wait(self, stop: StopRequest) -> list[Any]:
+        """Wait for all ranks; returns what each of them returned.
+
+        Args:
+            stop: a signal that this process receives is passed on to all ranks, once.
+
+        Raises:
+            ConfigError: raised by one of them.
+            RankError: when one failed, died or hung; it names the first to do so.
+        """
+        passed_on = False
+        while any(report is None for report in self.reports):
+            self._read_pipes()
+            if stop.received and not passed_on:
+                passed_on = True
+                self._signal(signal.SIGUSR1)
+            if self._broken():
+                raise self._blame()
+        for process in self.processes:
+            process.join(GRACE_SECONDS)
+        return [report.value for report in self.reports if report]
+
+    def close(self) -> None:
+        """Kill the ranks that are left."""
+        self._signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+            process.close()
+        for pipe in self.pipes:
+            pipe.close()
+        self.processes, self.pipes = [], []
+
+    def _read_pipes(self) -> None:
+        """Read the pipes of all ranks, for at most a fraction of a second."""
+        since = time.monotonic()
+        open_pipes = {pipe: rank for rank, pipe in enumerate(self.pipes) if self.reports[rank] is None}
+        ready = connection.wait([*open_pipes, *(self.processes[rank].sentinel for rank in open_pipes.values())], 0.2)
+        for pipe, rank in open_pipes.items():
+            # Capped: time in which this process was itself suspended (Ctrl-Z, a closed laptop) is no rank's silence.
+            self.silence[rank] += min(time.monotonic() - since, 0.5)
+            if pipe in ready:
+                self._read_pipe(rank)
+
+    def _read_pipe(self, rank: int) -> None:
+        """Read the heartbeats and the report of one rank."""
+        with suppress(EOFError, OSError):
+            while self.reports[rank] is None and self.pipes[rank].poll():
+                self.reports[rank] = self.pipes[rank].recv()
+                self.silence[rank] = 0.0
+
+    def _broken(self) -> bool:
+        failed = any(report is not None and not report.succeeded for report in self.reports)
+        return failed or bool(self._dead()) or max(self.silence) > self.timeout
+
+    def _dead(self) -> list[int]:
+        """The ranks that ended without a report."""
+        ended = [rank for rank, process in enumerate(self.processes) if not process.is_alive()]
+        for rank in ended:
+            self._read_pipe(rank)  # its report, which may have come since
+        return [rank for rank in ended if self.reports[rank] is None]
+
+    def _blame(self) -> Exception:
+        """The error of the rank that was the first to fail, once the others had a moment to report."""
+        silent = [rank for rank, seconds in enumerate(self.silence) if seconds > self.timeout]
+        until = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < until and any(
+            report is None and process.is_alive() for report, process in zip(self.reports, self.processes, strict=True)
+        ):
+            self._read_pipes()
+        reports = {rank: report for rank, report in enumerate(self.reports) if report and not report.succeeded}
+        for report in reports.values():
+            if report.refused is not None:
+                return report.refused
+        first = self._first(silent, reports)
+        result = self.reports[0].result if self.reports[0] else None
+        return RankError(*first, result=result)
+
+    def _first(self, silent: list[int], reports: dict[int, Report]) -> tuple[int, str, str]:
+        """(rank, what, trace) of the rank that failed first, as far as the reports tell."""
+        dead = {rank: self._death(rank) for rank in self._dead()}
+        # NCCL's watchdog ends a process whose collective timed out by SIGABRT: another rank may be the cause.
+        for rank, (what, by_watchdog) in dead.items():
+            if not by_watchdog:
+                return rank, what, ""
+        ordered = sorted(reports, key=lambda rank: (reports[rank].by_others, reports[rank].time))
+        if ordered and not reports[ordered[0]].by_others:
+            return ordered[0], reports[ordered[0]].what, reports[ordered[0]].trace
+        late = [rank for rank, report in enumerate(self.reports) if report is None and rank not in dead]
+        for rank in (*silent, *late):
+            what = "did not reach the collective that the others waited in: it is stopped, or hangs"
+            return rank, f"{what} (parallel.timeout={self.timeout:g})", ""
+        for rank, (what, _) in dead.items():
+            return rank, what, ""
+        return ordered[0], reports[ordered[0]].what, reports[ordered[0]].trace
+
+    def _death(self, rank: int) -> tuple[str, bool]:
+        """How a process ended that left no report, and whether NCCL's watchdog may have ended it."""
+        code = self.processes[rank].exitcode
+        if code >= 0:
+            return f"exited with code {code}", False
+        name = signal.Signals(-code).name
+        hint = " (the kernel does that where memory runs out)" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}", name == "SIGABRT"
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)

@@ -1,0 +1,103 @@
+"""What the modes of several processes share: their options, their launcher, and one device for each process."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from runner.config.errors import check, check_range, errors_under
+from runner.device import Device
+from runner.parallel.base import Parallel
+from runner.parallel.collectives import Collectives, ProcessGroup
+from runner.parallel.context import Context, Layout
+from runner.parallel.launch.cluster import RankInfo, external_rank_info
+from runner.parallel.launch.launcher import Launcher
+from runner.parallel.launch.processes import ExternalProcesses, LocalProcesses
+
+
+@dataclass
+class MultiProcess(Parallel, ABC):
+    """A mode of several processes; such a mode must say which part of the work each of them does.
+
+    Args:
+        processes: how many; `auto`: one per visible GPU, two on a CPU. Under torchrun and SLURM they decide.
+        timeout: seconds that a process waits for the others before the run ends with an error.
+        max_restarts: how often all are started again from the last checkpoint after one failed or died.
+        port: of the store through which the processes of this machine find each other; null: any free one.
+    """
+
+    processes: int | str = "auto"
+    timeout: float = 300.0
+    max_restarts: int = 0
+    port: int | None = None
+
+    collectives_class: ClassVar[type[ProcessGroup]] = ProcessGroup
+
+    def __post_init__(self) -> None:
+        known = self.processes == "auto" or isinstance(self.processes, int)
+        check(known, "processes", self.processes, "it is neither auto nor a whole number", "parallel.processes=2")
+        if isinstance(self.processes, int):
+            check_range(self, "processes", least=1, most=4096)
+        check_range(self, "timeout", least=1, most=86_400)
+        check_range(self, "max_restarts", least=0, most=1000)
+        check_range(self, "port", least=1, most=65_535)
+
+    @abstractmethod
+    def layout(self, rank_info: RankInfo) -> Layout: ...
+
+    def launcher(self, choice: Device) -> Launcher:
+        gpus = self._gpus(choice)
+        rank_info = external_rank_info()
+        if rank_info is None:
+            return self._local_processes(gpus)
+        started = rank_info.world_size
+        why = f"torchrun or SLURM started {started} processes"
+        check(self.processes in ("auto", started), "parallel.processes", self.processes, why, "leave it auto")
+        number, cpu = rank_info.local_rank, torch.device("cpu")
+        why = f"process {number} of this machine would need another: one GPU a process"
+        enough, fewer = not gpus or number < len(gpus), f"start at most {len(gpus)} processes a machine"
+        check(enough, "device.indices", [gpu.index for gpu in gpus], why, fewer)
+        return ExternalProcesses(rank_info, gpus[number] if gpus else cpu, self.timeout, self.collectives_class)
+
+    def _local_processes(self, gpus: list[torch.device]) -> Launcher:
+        count = self._num_processes(len(gpus))
+        why = f"{len(gpus)} GPUs may be used, and each process needs its own"
+        enough = not gpus or count <= len(gpus)
+        check(enough, "parallel.processes", count, why, f"at most {len(gpus)}, or device=cpu")
+        devices = gpus[:count] if gpus else [torch.device("cpu")] * count
+        return LocalProcesses(
+            devices, self.timeout, self.max_restarts, self.port, self.collectives_class, self._allocate_shared_state
+        )
+
+    def _gpus(self, choice: Device) -> list[torch.device]:
+        """The GPUs of this machine's processes, one each; none on the CPU. `auto` takes no Metal device."""
+        kind = choice.kind if choice.kind != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        why = "tensors of a Metal device cannot be sent between processes"
+        check(kind != "mps", "device.kind", kind, why, "choose device=cpu, or parallel=single")
+        with errors_under("device"):
+            if kind == "cuda":
+                return choice.resolve_all()
+            choice.check_unnumbered(kind)
+        return []
+
+    def _num_processes(self, num_gpus: int) -> int:
+        """How many processes to start, where torchrun or SLURM has not."""
+        return self.processes if isinstance(self.processes, int) else num_gpus or 2
+
+    def _allocate_shared_state(self, context: Context) -> Any:
+        """Make what all processes of this machine share beside the process group."""
+        return None
+
+
+def average_buffers(model: torch.nn.Module, collectives: Collectives) -> None:
+    """Give every process the mean of all processes' floating-point buffers.
+
+    A running mean moves by a share of each batch's mean, so that the mean over the processes is what one process would
+    have that saw all their parts.
+    """
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            collectives.all_reduce_mean(buffer.detach())

@@ -1,0 +1,1 @@
+"""The parts of a pipeline: partition, stages, schedules, and what is measured of them."""

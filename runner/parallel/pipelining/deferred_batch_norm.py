@@ -1,0 +1,69 @@
+"""Batch normalisation over micro-batches, with the running statistics of the whole batch.
+
+Huang et al., GPipe (2019), section 2.2: statistics for training are those of each micro-batch, those for evaluation
+track the whole batch. Kim et al., torchgpipe (2020), call it deferred batch normalisation. The whole batch's mean and
+variance are combined from those of the micro-batches (Chan, Golub and LeVeque, 1979), exact up to rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from runner.parallel.sync_batch_norm import BatchNormOfAnyDim
+
+
+def defer(model: torch.nn.Module) -> None:
+    """Have every batch normalisation in `model` keep its running statistics until `update` is called."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            module.__class__ = DeferredBatchNorm  # in place: parameters, buffers and names stay
+            assert isinstance(module, DeferredBatchNorm)
+            assert module.running_mean is not None
+            # Buffers, so that a recomputed forward pass (models.recompute) does not count twice.
+            mean = module.running_mean
+            for name, like in (("seen", mean.new_zeros(())), ("seen_mean", mean), ("seen_squares", mean)):
+                module.register_buffer(name, torch.zeros_like(like), persistent=False)
+
+
+def update(model: torch.nn.Module) -> None:
+    """Update the running statistics once, with those of the global batch, which is complete."""
+    for module in model.modules():
+        # Stages of other processes have no statistics here.
+        if isinstance(module, DeferredBatchNorm) and module.running_mean is not None:
+            module.update()
+
+
+class DeferredBatchNorm(BatchNormOfAnyDim):
+    """Over inputs [n, channels, …]; keeps the count, mean and squared deviations per channel since the last update."""
+
+    seen: torch.Tensor
+    seen_mean: torch.Tensor
+    seen_squares: torch.Tensor
+    """The sum of the squared distances from the mean, [channels]."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        # With a momentum of one, torch's own kernel returns the micro-batch's statistics: no second pass over it.
+        mean, variance = torch.zeros_like(self.seen_mean), torch.zeros_like(self.seen_squares)
+        output = torch.nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        self._merge(mean, variance, input.numel() // input.size(1))
+        return output
+
+    @torch.no_grad()
+    def _merge(self, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
+        """Add a micro-batch of `count` values per channel, by their mean and their sample variance."""
+        total = self.seen + count
+        distance = mean - self.seen_mean
+        self.seen_mean += distance * (count / total)
+        self.seen_squares += variance * (count - 1) + distance.square() * (self.seen * count / total)
+        self.seen += count
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update the running statistics with all values since the last update, and reset these."""
+        self.update_running_stats(self.seen_mean, self.seen_squares / (self.seen - 1).clamp(min=1))
+        for buffer in (self.seen, self.seen_mean, self.seen_squares):
+            buffer.zero_()

@@ -1,0 +1,89 @@
+"""How many micro-batches a pipeline splits a batch into."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from runner.config.errors import ConfigError, check
+
+_PER_STAGE = 4
+"""Micro-batches per stage by default: the bubble is then a fifth, and smaller ones are less efficient."""
+
+
+class MicrobatchConstraint(NamedTuple):
+    """What a schedule requires of the number of micro-batches."""
+
+    schedule: str
+    num_stages: int
+    num_processes: int
+
+    def violation(self, count: int) -> str:
+        """Why the schedule cannot take `count` micro-batches; empty where it can."""
+        if self.schedule == "1f1b" and count < self.num_stages:
+            return f"1f1b takes as many as there are stages or more: {self.num_stages}"
+        if self.schedule in ("interleaved_1f1b", "zero_bubble"):
+            processes = self.num_processes
+            if count < processes:
+                return f"{self.schedule} takes as many as there are processes or more: {processes}"
+            rounds = count // processes
+            if count % rounds:
+                return f"{self.schedule} takes them in {rounds} equal rounds of {processes} or more"
+        return ""
+
+
+def num_micro_batches(samples: int, split_size: int | None, count: int | None, constraint: MicrobatchConstraint) -> int:
+    """How many micro-batches `samples` are split into.
+
+    Args:
+        samples: of one pass through the pipeline.
+        split_size: samples in a micro-batch, as asked for.
+        count: micro-batches, as asked for.
+
+    Raises:
+        ConfigError: with the nearest number that can be.
+    """
+    possible = [number for number in divisors(samples) if not constraint.violation(number)]
+    if not possible:
+        why = f"{constraint.violation(samples)}, and a batch of {samples} samples cannot be split like that"
+        raise ConfigError(
+            "parallel.schedule", constraint.schedule, why, "a larger batch_size, or parallel.schedule=gpipe"
+        )
+    if split_size is None and count is None:
+        # Two or more, of two samples or more: one micro-batch overlaps with nothing, and one sample has no variance.
+        fitting = [number for number in possible if 1 < number <= samples // 2] or possible
+        wanted = _PER_STAGE * constraint.num_stages
+        return min(fitting, key=lambda number: (abs(number - wanted), -number))
+    if split_size is None:
+        assert count is not None
+        _check(samples, count, "num_micro_batches", count, possible, constraint)
+        return count
+    sizes = sorted(samples // number for number in possible)
+    _check(samples, samples / split_size, "split_size", split_size, sizes, constraint)
+    own = samples // split_size
+    why = f"split_size={split_size} makes {own} micro-batches of {samples} samples"
+    check(count in (None, own), "parallel.num_micro_batches", count, why, "name one of the two")
+    return own
+
+
+def _check(
+    samples: int, count: float, key: str, got: int, possible: list[int], constraint: MicrobatchConstraint
+) -> None:
+    """Refuse `got` as `key`, which makes `count` micro-batches, with the nearest of those that are `possible`."""
+    together = f"the {samples} samples that go through together (batch_size / accumulation.steps)"
+    if count < 1 or count > samples:
+        why = f"there are no more than {together.removeprefix('the ')}"
+    elif got not in possible and samples % got:
+        why = f"it does not divide {together}"
+    else:
+        why = constraint.violation(int(count))
+    below = [number for number in possible if number < got][-1:]
+    above = [number for number in possible if number > got][:1]
+    nearest = " or ".join(f"parallel.{key}={number}" for number in (*below, *above))
+    check(not why, f"parallel.{key}", got, why, f"the nearest that can be: {nearest}")
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, rising."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

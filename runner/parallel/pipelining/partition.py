@@ -1,0 +1,234 @@
+"""Where a network is split into stages: between which of its blocks, so that each stage takes about as long."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from runner.config.errors import check, check_range, did_you_mean
+from runner.device import synchronize
+from runner.parallel.context import Context
+from runner.workloads.base import SupervisedWorkload, Workload
+
+Blocks = list[tuple[str, "torch.nn.Module"]]
+"""The blocks of a network by name, in the order of the forward pass: it can be split between any two of them."""
+
+_MIN_SECONDS, _MAX_REPEATS = 0.03, 20
+
+_SPLITTABLE = "choose another model (convnet, resnet18, resnet50, …), or parallel=single"
+
+
+@dataclass
+class Partition:
+    """The options of the modes that split a network.
+
+    Args:
+        stages: into how many; null: as many as there are processes or devices.
+        cuts: `auto` measures the blocks, and balances the stages; a list names the block that each stage but the first
+            begins with: [layer2, layer3.1]. `layer2` is the first block of that layer.
+    """
+
+    stages: int | None = None
+    cuts: Any = "auto"  # OmegaConf has no type for a text or a list
+
+    def __post_init__(self) -> None:
+        check_range(self, "stages", least=2, most=4096)
+        names = self.cuts if isinstance(self.cuts, list | tuple) else []
+        known = self.cuts == "auto" or (len(names) > 0 and all(isinstance(name, str) for name in names))
+        check(known, "cuts", self.cuts, "it is neither auto nor a list of blocks", "as in parallel.cuts=[layer3]")
+        if names:
+            count = len(names) + 1
+            why = f"{len(names)} cuts make {count} stages"
+            check(self.stages in (None, count), "stages", self.stages, why, "leave parallel.stages=null")
+
+    @property
+    def asked_stages(self) -> int | None:
+        """The number of stages that `stages` or `cuts` asks for; None where neither does."""
+        return self.stages if self.cuts == "auto" else len(self.cuts) + 1
+
+    def check_partition(self, workload: Workload, count: int) -> None:
+        """Refuse a workload or a network that cannot be split into `count` stages as asked; needs no weights.
+
+        Raises:
+            ConfigError: with the key from the root.
+        """
+        names = [name for name, _ in blocks_of(_without_memory(supervised(workload)))]
+        why = f"the network has {len(names)} blocks: {', '.join(names)}"
+        check(count <= len(names), "parallel.stages", count, why, f"at most parallel.stages={len(names)}")
+        if self.cuts != "auto":
+            positions_of(self.cuts, names)
+
+    def bounds(self, profiles: Sequence[BlockProfile], count: int) -> list[int]:
+        """The numbers of the blocks at which the `count` stages begin and end: [0, …, len(profiles)]."""
+        if self.cuts == "auto":
+            inner = balanced([profile.seconds for profile in profiles], count)
+        else:
+            inner = positions_of(self.cuts, [profile.name for profile in profiles])
+        return [0, *inner, len(profiles)]
+
+
+def supervised(workload: Workload) -> SupervisedWorkload:
+    """`workload`, if its network can be split.
+
+    Raises:
+        ConfigError: when its loss needs more than the network's outputs and the targets.
+    """
+    why = "its loss is not criterion(model(inputs), targets), which is all that a split network can compute"
+    remedy = "parallel=ddp or fsdp spread it over processes"
+    known = isinstance(workload, SupervisedWorkload)
+    check(known, "workload", type(workload).__name__, why, remedy)
+    return cast(SupervisedWorkload, workload)
+
+
+def _without_memory(workload: Workload) -> torch.nn.Module:
+    """The network of `workload` on the meta device."""
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that loading weights into meta tensors does nothing
+        return workload.build_model()
+
+
+def blocks_of(model: torch.nn.Module) -> Blocks:
+    """The blocks of `model`.
+
+    Raises:
+        ConfigError: when it does not list them.
+    """
+    blocks: Any = getattr(model, "blocks", None)
+    kind = type(model).__name__
+    why = "it does not say where it can be split: it has no blocks()"
+    check(blocks is not None, "model", kind, why, _SPLITTABLE)
+    return blocks()
+
+
+def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
+    """The numbers of the blocks that begin a stage.
+
+    Args:
+        cuts: names of blocks, or of the layers that they begin, in the order of the network.
+        names: of all blocks.
+
+    Raises:
+        ConfigError: when the network cannot be split at one of them.
+    """
+    layers = {name.rpartition(".")[0]: i for i, name in reversed(list(enumerate(names))) if "." in name}
+    positions = layers | {name: i for i, name in enumerate(names)}
+    for cut in cuts:
+        check(cut in positions, "parallel.cuts", cut, "there is no such block;", did_you_mean(cut, positions))
+        check(positions[cut] > 0, "parallel.cuts", cut, "no block comes before it", f"cut at {names[1]} or later")
+    found = [positions[cut] for cut in cuts]
+    rising = all(one < next_one for one, next_one in pairwise(found))
+    in_order = f"[{','.join(names[i] for i in sorted(set(found)))}]"
+    why = "they are not in the network's order, each once"
+    check(rising, "parallel.cuts", list(cuts), why, f"parallel.cuts={in_order}")
+    return found
+
+
+def balanced(seconds: Sequence[float], count: int) -> list[int]:
+    """The partition into `count` stages whose slowest takes the least time; of several, the most even one.
+
+    A pipeline is as fast as its slowest stage. Exact, by dynamic programming over (blocks, stages).
+
+    Args:
+        seconds: that each block takes.
+
+    Returns:
+        The numbers of the `count` − 1 blocks that begin a stage, rising.
+    """
+    assert 1 <= count <= len(seconds), f"{len(seconds)} blocks do not make {count} stages"
+    sums = [0.0]
+    for each in seconds:
+        sums.append(sums[-1] + each)
+    best: list[tuple[float, float, list[int]]] = [(total, total**2, []) for total in sums]
+    for num_stages in range(2, count + 1):
+        fewer = best
+        best = [(float("inf"), float("inf"), [])] * len(sums)
+        for stop in range(num_stages, len(sums)):
+            starts = range(num_stages - 1, stop)
+            best[stop] = min(_with_last_stage(fewer[start], start, sums[stop] - sums[start]) for start in starts)
+    return best[-1][2]
+
+
+def _with_last_stage(before: tuple[float, float, list[int]], start: int, last: float) -> tuple[float, float, list[int]]:
+    slowest, squares, starts = before
+    return max(slowest, last), squares + last**2, [*starts, start]
+
+
+class BlockProfile(NamedTuple):
+    """What was measured of a block.
+
+    Args:
+        seconds: of its forward and its backward pass; 0.0 where that was not measured.
+        shape: of its output, without the batch dimension.
+        dtype: of its output.
+    """
+
+    name: str
+    seconds: float
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def first_inputs(model: torch.nn.Module, context: Context, size: int | None = None) -> torch.Tensor:
+    """The inputs of the first micro-batch, or its first `size` samples."""
+    with closing(cast(Any, context.workload.batches(model, context.plan, 0, context.device))) as batches:
+        return next(batches).inputs[:size]
+
+
+def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, context: Context, timed: bool) -> list[BlockProfile]:
+    """Run the blocks of `model` one after the other, each in a copy that leaves the network as it is.
+
+    Args:
+        inputs: of the first block, on the device, as many samples as a stage will see at once.
+        timed: measure them in training; otherwise look at the outputs of one sample in evaluation.
+    """
+    kind, autocast = next(model.parameters()).dtype, context.precision.autocast
+    inputs = inputs.to(kind) if inputs.is_floating_point() else inputs  # float64 under precision=64
+    profiles, x = [], inputs if timed else inputs[:1]
+    for name, block in blocks_of(model):
+        own = copy.deepcopy(block).to(x.device).train(timed)
+        if context.channels_last:
+            own.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        # The first block's inputs are data, which needs no gradient.
+        seconds = _seconds(own, x, autocast, requires_grad=bool(profiles)) if timed else 0.0
+        with torch.no_grad(), autocast():
+            x = own(x)
+        profiles.append(BlockProfile(name, seconds, tuple(x.shape[1:]), x.dtype))
+    return profiles
+
+
+def _seconds(
+    block: torch.nn.Module, x: torch.Tensor, autocast: Callable[[], AbstractContextManager], requires_grad: bool
+) -> float:
+    """The median time of a forward and a backward pass, without the first one, which warms up."""
+    x = x.detach().clone().requires_grad_(requires_grad)
+    times: list[float] = []
+    while len(times) < 4 or (sum(times[1:]) < _MIN_SECONDS and len(times) < _MAX_REPEATS):
+        synchronize(x.device)
+        start = time.perf_counter()
+        with autocast():
+            output = block(x)
+        output.backward(torch.ones_like(output))
+        synchronize(x.device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def format_partition(profiles: Sequence[BlockProfile], bounds: Sequence[int]) -> str:
+    """The stages in one line: `stem … layer2.1 (51 %) | layer2.2 … head (49 %)`."""
+    total = sum(profile.seconds for profile in profiles)
+    parts = []
+    for start, stop in pairwise(bounds):
+        own = profiles[start:stop]
+        share = f" ({sum(profile.seconds for profile in own) / total:.0%})" if total else ""
+        names = own[0].name if len(own) == 1 else f"{own[0].name} … {own[-1].name}"
+        parts.append(names + share)
+    return " | ".join(parts)

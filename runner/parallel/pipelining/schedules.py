@@ -1,0 +1,132 @@
+"""The engine of a pipeline over several processes, on `torch.distributed.pipelining`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed import pipelining
+
+from runner.parallel.pipelining.stages import ActivationSpec, Loss, StageModule
+from runner.parallel.pipelining.timeline import Timeline
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+}
+_SINGLE = ("gpipe", "1f1b")
+"""Those that take one stage per process."""
+
+
+class ProcessEngine:
+    """One or more stages in each process: stage i is in process i modulo their number.
+
+    Args:
+        stages: this process's, by number.
+        activations: before, between and after all stages; they are sent between the processes.
+        schedule: one of `SCHEDULES`.
+        size: samples in a micro-batch.
+        num_micros: micro-batches in one call of `train`.
+        device: of this process.
+        timeline: records when the stages compute.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, StageModule],
+        activations: Sequence[ActivationSpec],
+        schedule: str,
+        size: int,
+        num_micros: int,
+        device: torch.device,
+        timeline: Timeline,
+    ):
+        self.stages, self.activations, self.size, self.device = stages, activations, size, device
+        self.num_stages = len(activations) - 1
+        self.has_first, self.has_last = 0 in stages, self.num_stages - 1 in stages
+        self._loss: Loss | None = None
+        timed_stages = [
+            _TimedStage(
+                stage,
+                number,
+                self.num_stages,
+                device,
+                input_args=_example(activations[number], size, number > 0),
+                output_args=_example(activations[number + 1], size, True),
+                timeline=timeline,
+            )
+            for number, stage in stages.items()
+        ]
+        own = timed_stages[0] if schedule in _SINGLE else timed_stages
+        self._schedule = SCHEDULES[schedule](own, num_micros, loss_fn=self._loss_of, scale_grads=False)
+
+    def _loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        assert self._loss is not None
+        return self._loss(outputs, targets)
+
+    def train(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> None:
+        """The forward and the backward passes of all micro-batches.
+
+        Args:
+            inputs: of all of them; used where the first stage is.
+            targets: of all of them; used where the last stage is.
+            loss: of a micro-batch's outputs and targets; what it returns is differentiated.
+        """
+        self._loss = loss
+        # Like the example that torch was given: it takes contiguous inputs only, and targets where there is a loss.
+        own = (inputs.contiguous(),) if self.has_first else ()
+        self._schedule.step(*own, target=targets if self.has_last else None)
+
+    def infer(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The network's outputs, in every process. While a stage computes, earlier ones start on the next samples."""
+        sent, outputs = [], []
+        for chunk in inputs.split(self.size):
+            for number, stage in self.stages.items():
+                x = stage(chunk if number == 0 else self._received(number, len(chunk)))
+                if number == self.num_stages - 1:
+                    outputs.append(x.contiguous())
+                else:
+                    sent.append((dist.isend(x, self._rank_of(number + 1)), x))  # kept until it is sent
+        whole = torch.cat(outputs) if self.has_last else self.activations[-1].empty(len(inputs), self.device)
+        for work, _ in sent:
+            work.wait()
+        dist.broadcast(whole, self._rank_of(self.num_stages - 1))
+        return whole
+
+    def _received(self, number: int, count: int) -> torch.Tensor:
+        x = self.activations[number].empty(count, self.device)
+        dist.recv(x, self._rank_of(number - 1))
+        return x
+
+    def _rank_of(self, number: int) -> int:
+        return number % dist.get_world_size()
+
+
+def _example(spec: ActivationSpec, count: int, requires_grad: bool) -> torch.Tensor:
+    """An example of the activations between two stages, for which torch allocates its buffers once."""
+    example = spec.empty(count, torch.device("meta"))
+    return example.requires_grad_(requires_grad and example.is_floating_point())
+
+
+class _TimedStage(pipelining.PipelineStage):
+    """torch's stage, whose computations are recorded in a timeline."""
+
+    def __init__(self, *arguments: Any, timeline: Timeline, **options: Any):
+        super().__init__(*arguments, **options)
+        self._timeline = timeline
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        with self._timeline.span(self.stage_index, "forward", fwd_chunk_id, self.device):
+            return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        with self._timeline.span(self.stage_index, "backward", bwd_chunk_id, self.device):
+            return super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        with self._timeline.span(self.stage_index, "weights", bwd_chunk_id, self.device):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **options)

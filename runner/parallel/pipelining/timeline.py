@@ -1,0 +1,166 @@
+"""When each stage of a pipeline computes, and how long it idles: the bubble."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from runner.device import synchronize
+
+
+class Span(NamedTuple):
+    """One computation of a stage on a micro-batch, from `start` to `stop`: seconds since the schedule began.
+
+    `kind` is `forward`, `backward`, or `weights`, where a schedule computes the gradients of the weights separately.
+    """
+
+    stage: int
+    kind: str
+    micro: int
+    start: float
+    stop: float
+
+
+class Timeline:
+    """Records the computations of this process's stages while it is `on`; otherwise it costs nothing.
+
+    On CUDA the times are those of events on the devices' streams: the host synchronizes once before the recording, and
+    once when it is read.
+
+    Args:
+        devices: that compute.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]):
+        self.devices = list(dict.fromkeys(devices))
+        self.on = False
+        self._records: list[tuple[int, str, int, torch.device, Any, Any]] = []
+        self._origins: dict[torch.device, Any] = {}
+
+    def begin(self, barrier: Callable[[], None]) -> None:
+        """Start a new recording, whose time zero is when all processes have reached it."""
+        self._records, self.on = [], True
+        for device in self.devices:
+            synchronize(device)
+        barrier()
+        self._origins = {device: _now(device) for device in self.devices}
+
+    @contextmanager
+    def span(self, stage: int, kind: str, micro: int, device: torch.device) -> Iterator[None]:
+        """A context around one computation of `stage` on `device`."""
+        if not self.on:
+            yield
+            return
+        start = _now(device)
+        yield
+        self._records.append((stage, kind, micro, device, start, _now(device)))
+
+    def end(self) -> None:
+        """Stop the recording."""
+        self.on = False
+
+    def take(self) -> list[Span]:
+        """The recorded spans; a second call returns none."""
+        if not self._records:
+            return []
+        for device in self.devices:
+            synchronize(device)
+        spans = [
+            Span(stage, kind, micro, *(_between(self._origins[device], moment) for moment in times))
+            for stage, kind, micro, device, *times in self._records
+        ]
+        self._records, self._origins = [], {}
+        return spans
+
+
+def _now(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(start: Any, stop: Any) -> float:
+    return stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1000
+
+
+class Bubble(NamedTuple):
+    """How the time of a schedule was spent.
+
+    Args:
+        seconds: from its first computation to its last.
+        busy: seconds of computation, by worker.
+        least: a lower bound on the seconds of any schedule, from the measured times of these stages.
+        theory: the idle share of equal stages: (p − 1) / (m + p − 1) (Huang et al., 2019, section 2.3).
+    """
+
+    seconds: float
+    busy: list[float]
+    least: float
+    theory: float
+
+    @property
+    def share(self) -> float:
+        """The idle share of the workers' time."""
+        return self._idle(self.seconds)
+
+    @property
+    def bound(self) -> float:
+        """A lower bound on the idle share, from the measured times of the stages."""
+        return self._idle(self.least)
+
+    def _idle(self, seconds: float) -> float:
+        return max(0.0, 1 - sum(self.busy) / (len(self.busy) * seconds)) if seconds else 0.0
+
+    def scalars(self) -> dict[str, float]:
+        """By TensorBoard tag."""
+        shares = {
+            "pipeline/bubble": self.share,
+            "pipeline/bubble_theory": self.theory,
+            "pipeline/bubble_bound": self.bound,
+        }
+        for worker, busy in enumerate(self.busy):
+            shares |= {f"pipeline/busy_{worker}": busy, f"pipeline/idle_{worker}": self.seconds - busy}
+        return shares
+
+
+def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
+    """The bubble of a schedule whose stage i is on worker i modulo `num_workers`."""
+    num_stages = 1 + max(span.stage for span in spans)
+    num_micros = 1 + max(span.micro for span in spans)
+    rounds = num_stages // num_workers
+    return Bubble(
+        seconds=max(span.stop for span in spans) - min(span.start for span in spans),
+        busy=[_seconds(spans, set(range(worker, num_stages, num_workers))) for worker in range(num_workers)],
+        least=max(_least(spans, worker, num_workers, num_micros - 1) for worker in range(num_workers)),
+        theory=(num_workers - 1) / (rounds * num_micros + num_workers - 1),
+    )
+
+
+def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> float:
+    """A lower bound on the seconds of the schedule, seen from one worker.
+
+    Nothing reaches it before the earlier stages have computed the first micro-batch, and their backward passes of the
+    `last` one follow its own. The gradients of its weights may be computed after those.
+    """
+    before = set(range(worker))
+    own = {span.stage for span in spans if span.stage % num_workers == worker}
+    first, after = _seconds(spans, before, ("forward",), 0), _seconds(spans, before, ("backward",), last)
+    busy, put_off = _seconds(spans, own), _seconds(spans, own, ("weights",))
+    return first + max(busy, busy - put_off + after)
+
+
+def _seconds(
+    spans: Sequence[Span], stages: set[int], kinds: Sequence[str] | None = None, micro: int | None = None
+) -> float:
+    """The time that `stages` compute: of all kinds, or some; on all micro-batches, or one."""
+    return sum(
+        span.stop - span.start
+        for span in spans
+        if span.stage in stages and (kinds is None or span.kind in kinds) and micro in (None, span.micro)
+    )

@@ -1,0 +1,81 @@
+"""Batch normalisation over the shards of a batch that several processes see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def convert_sync_batch_norm(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """`model` with every batch normalisation over all processes' shards of a micro-batch, as one process has it.
+
+    On CUDA `torch.nn.SyncBatchNorm`, which supports no other device; elsewhere the same by differentiable all-reduces.
+    """
+    if device.type == "cuda":
+        return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.__class__ = SyncBatchNorm  # in place: parameters, buffers and names stay
+    return model
+
+
+class BatchNormOfAnyDim(_BatchNorm):
+    """Ioffe and Szegedy, Batch Normalization (2015), over [n, channels, …]; subclasses compute the statistics."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"got an input of shape {list(input.shape)}: there are no channels (its second dimension)")
+
+    @torch.no_grad()
+    def update_running_stats(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Move the running statistics towards a batch's, [channels] each, as `_BatchNorm` does."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked += 1
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+class SyncBatchNorm(BatchNormOfAnyDim):
+    """Over the shards of all processes."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        others = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        count = x.numel() // x.size(1) * torch.distributed.get_world_size()  # all shards are of one size
+        # Two passes, as in one process: a mean of squares minus a squared mean cancels most of its digits.
+        mean = _sum_over_ranks(x.sum(others)) / count
+        centred = x - mean.view(shape)
+        variance = _sum_over_ranks(centred.square().sum(others)) / count
+        self.update_running_stats(mean, variance * (count / max(1, count - 1)))
+        normalised = centred * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            normalised = normalised * self.weight.view(shape) + self.bias.view(shape)
+        return normalised.to(input.dtype)
+
+
+def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    return _Sum.apply(tensor)  # pyright: ignore[reportReturnType]
+
+
+class _Sum(torch.autograd.Function):
+    """A differentiable all-reduce: the gradient of the sum is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        total = tensor.contiguous().clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        total = gradient.contiguous().clone()
+        torch.distributed.all_reduce(total)
+        return total

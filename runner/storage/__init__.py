@@ -1,0 +1,1 @@
+"""What a run leaves on the disk, whole or not at all."""

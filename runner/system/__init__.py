@@ -1,0 +1,1 @@
+"""This process and this machine: time, memory, cores, signals, imports."""

@@ -1,0 +1,1 @@
+"""Deep Q-learning, one part a file."""

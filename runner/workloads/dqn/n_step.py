@@ -1,0 +1,103 @@
+"""n-step transitions out of single steps, for environments that are stepped together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from runner.workloads.dqn.replay import row_width
+
+
+class NStepBuffer:
+    """MetricSums up the rewards of `length` steps; a window ends early where its episode does.
+
+    n-step returns: Sutton and Barto, Reinforcement Learning (2018), chapter 7; in deep Q-learning: Hessel et al.,
+    Rainbow (2018). A terminated episode is worth nothing beyond its end; one that was truncated goes on, unseen, and
+    is bootstrapped from its last observation (Pardo et al., Time Limits in Reinforcement Learning, 2018).
+
+    Args:
+        num_envs: stepped together.
+        observation_size: numbers of one observation.
+        length: n.
+        discount: γ.
+    """
+
+    def __init__(self, num_envs: int, observation_size: int, length: int, discount: float):
+        self.length, self.size, self.discount = length, observation_size, discount
+        # A ring of the last `length` steps: all environments write to the same slot at the same time.
+        self._rows = np.zeros((length, num_envs, row_width(observation_size)), np.float32)
+        self._returns = np.zeros((length, num_envs))
+        self._open = np.zeros((length, num_envs), bool)
+        self._time = 0
+        ages = (np.arange(length)[:, None] - np.arange(length)) % length  # of slot [·, j] when slot [i, ·] is written
+        self._weights = (discount**ages)[:, :, None]
+        self._full_discount = np.float32(discount**length)
+
+    def push(
+        self,
+        observations: np.ndarray,
+        actions: np.ndarray,
+        rewards: np.ndarray,
+        next_observations: np.ndarray,
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        taken: np.ndarray,
+    ) -> np.ndarray:
+        """Take one step of each environment; returns the transitions that it completes.
+
+        Args:
+            observations: what was seen before the step, [n, size].
+            actions: int64 [n].
+            rewards: [n].
+            next_observations: what was seen after it, [n, size].
+            terminated, truncated: bool [n].
+            taken: where it was a step; a reset is not, and leaves no trace.
+
+        Returns:
+            Packed transitions, float32 [m, row_width]; overwritten by later calls.
+        """
+        slot = self._time % self.length
+        self._time += 1
+        written = self._rows[slot]
+        written[:, : self.size] = observations
+        written[:, -3] = actions
+        self._open[slot] = taken
+        self._returns[slot] = 0
+        self._returns += self._weights[slot] * rewards
+        ended = terminated | truncated
+        oldest = (slot + 1) % self.length
+        if ended.any():
+            return self._closed(slot, oldest, ended, terminated, next_observations)
+        rows, full = self._rows[oldest], self._open[oldest]
+        rows[:, self.size : -3] = next_observations
+        rows[:, -2] = self._returns[oldest]
+        rows[:, -1] = self._full_discount
+        return rows if full.all() else rows[full]
+
+    def _closed(
+        self, slot: int, oldest: int, ended: np.ndarray, terminated: np.ndarray, next_observations: np.ndarray
+    ) -> np.ndarray:
+        """The transitions of a step with which some episodes end: all their n_step_buffer, and the others' oldest."""
+        closing = self._open & ended
+        closing[oldest] |= self._open[oldest]
+        self._open &= ~closing
+        slots, envs = closing.nonzero()
+        rows = self._rows[slots, envs]
+        rows[:, self.size : -3] = next_observations[envs]
+        rows[:, -2] = self._returns[slots, envs]
+        steps = (slot - slots) % self.length + 1
+        rows[:, -1] = self.discount**steps * ~terminated[envs]
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """The n_step_buffer that are open, as tensors."""
+        arrays = {"rows": self._rows, "returns": self._returns, "open": self._open}
+        return {"time": self._time} | {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over `state_dict()`'s."""
+        self._time = state["time"]
+        for array, name in ((self._rows, "rows"), (self._returns, "returns"), (self._open, "open")):
+            array[...] = state[name].numpy()

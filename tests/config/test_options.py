@@ -1,0 +1,381 @@
+"""The options: each alone, every two of different groups together, and what each file says of itself."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import FAST, ROOT, Forks, built, composed
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from PIL import Image
+
+from runner.config.options import groups
+from runner.config.options import CONF
+from runner.config.errors import ConfigError
+from runner.config.schema import load_class, option_fields, typed_values
+from runner.run import MATERIALS, ROOMS, Result, Run
+from runner.train import train
+
+# What an option needs beside itself to be tried.
+SMALL = ["data.num_samples=64", "data.num_classes=10", "data.size=32"]
+WITH = {"data=imagefolder": ["data.root=photos"], "data=synthetic": SMALL, "workload=resnet50": ["batch_size=64"]}
+
+# What cannot be on this machine, and what is said then.
+ABSENT_HERE = {
+    "data=mnist": "data.root: got 'data': there is no data/MNIST/raw/train-images",
+    "data=fashion_mnist": "data.root: got 'data': there is no data/FashionMNIST/raw/train-images",
+    "data=cifar10": "data.root: got 'data': there is no data/cifar-10-batches-py/data_batch_1",
+    "data=imagefolder": "data.root: got 'photos': there is no such folder",
+    "device=cuda": "device.kind: got 'cuda': torch finds no CUDA device",
+    "device=mps": "device.kind: got 'mps': this machine has no Metal device",
+}
+if torch.cuda.is_available():
+    del ABSENT_HERE["device=cuda"]
+if torch.backends.mps.is_available():
+    del ABSENT_HERE["device=mps"]
+
+# Two options that do not go together, and what is said then: none of one device's does not.
+REFUSED: dict[frozenset[str], str] = {
+    frozenset(("workload=dqn", f"model={name}")): f"model: got '{kind}': it takes images, and CartPole-v1 shows vectors"
+    for name, kind in {"convnet": "ConvNet", "tiny": "ConvNet", "resnet18": "ResNet", "resnet50": "ResNet"}.items()
+}
+for mode in ("model", "pipeline"):
+    REFUSED[frozenset(("workload=dqn", f"parallel={mode}"))] = "workload: got 'DQN': its loss is not criterion(model("
+REFUSED[frozenset(("workload=dqn", "debug=overfit"))] = "workload.overfit_batches: DQN has no such option"
+if find_spec("Box2D") is None:
+    REFUSED[frozenset(("workload=dqn", "env=lunarlander"))] = "env.id: got 'LunarLander-v3': it cannot be made here"
+
+if torch.cuda.is_available():
+    REFUSED[frozenset(("parallel=hogwild", "device=cuda"))] = "device.kind: got 'cuda': hogwild's processes share the"
+if torch.backends.mps.is_available():
+    for mode in ("ddp", "fsdp", "ensemble"):
+        REFUSED[frozenset((f"parallel={mode}", "device=mps"))] = "device.kind: got 'mps': tensors of a Metal device"
+    REFUSED[frozenset(("parallel=hogwild", "device=mps"))] = "device.kind: got 'mps': hogwild's processes share the"
+
+FILES = sorted(CONF.glob("*/*.yaml"))
+# An experiment or a local file is a whole of its own, not to be crossed with others.
+CROSSED = {group: options for group, options in groups().items() if group not in ("experiment", "local")}
+HERE = {group: [o for o in options if f"{group}={o}" not in ABSENT_HERE] for group, options in CROSSED.items()}
+
+
+def pairs_of(factors: dict[str, list[str]]) -> set[frozenset[str]]:
+    """Every two options, `group=option`, of different groups."""
+    named = [[f"{group}={option}" for option in options] for group, options in factors.items()]
+    return {frozenset(pair) for two in itertools.combinations(named, 2) for pair in itertools.product(*two)}
+
+
+def covering_rows(factors: dict[str, list[str]], without: Iterable[frozenset[str]] = ()) -> list[list[str]]:
+    """Few rows, of one option a group, in which every pair comes together but those of `without`, which never do.
+
+    Greedy: a row begins with a pair that is still missing, and each further group adds what covers most.
+    """
+    left, never = sorted(map(sorted, pairs_of(factors) - set(without))), set(without)
+    rows = []
+    while left:
+        row = list(left[0])
+        for group in sorted(factors, key=lambda group: -len(factors[group])):
+            if not any(option.startswith(f"{group}=") for option in row):
+                options = [f"{group}={option}" for option in factors[group]]
+                fits = [o for o in options if not any(frozenset((o, other)) in never for other in row)]
+                row += sorted(fits, key=lambda o: -sum(sorted((o, other)) in left for other in row))[:1]
+        together = [sorted(pair) for pair in itertools.combinations(row, 2)]
+        left = [pair for pair in left if pair not in together]
+        rows.append(sorted(row))
+    return rows
+
+
+def tried(options: Iterable[str], *more: str) -> Run:
+    """The run of `options`, prepared if this machine has them all, and its network laid out without memory.
+
+    Raises:
+        ConfigError: as the command would.
+    """
+    options = list(options)
+    run = built(*options, *(text for option in options for text in WITH.get(option, [])), *more)
+    for option in options:
+        group, _, name = option.partition("=")
+        target = yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8")).get("_target_")
+        assert target is None or run.config[group]["_target_"] == target, f"{option} was not chosen"
+    if not ABSENT_HERE.keys() & set(options):
+        run.prepare()
+        with torch.device("meta"):
+            run.workload.build_model()
+    return run
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Each, and every two
+
+
+@pytest.mark.parametrize("option", [f"{group}={name}" for group, names in groups().items() for name in names])
+def test_every_option_is_built_and_prepared_or_says_what_is_absent(option: str) -> None:
+    run = tried([option])
+    if option in ABSENT_HERE:
+        with pytest.raises(ConfigError) as refusal:
+            run.prepare()
+        assert str(refusal.value).startswith(ABSENT_HERE[option])
+
+
+@pytest.mark.parametrize("factors", [CROSSED, HERE], ids=["built", "prepared"])
+def test_every_two_options_go_together(factors: dict[str, list[str]]) -> None:
+    rows = covering_rows(factors, REFUSED)
+    together = {frozenset(pair) for row in rows for pair in itertools.combinations(row, 2)}
+    assert together == pairs_of(factors) - REFUSED.keys()
+    for row in rows:
+        tried(row)
+
+
+def test_two_that_do_not_go_together_say_why() -> None:
+    for pair, told in REFUSED.items():
+        with pytest.raises(ConfigError) as refusal:
+            tried(pair)
+        assert str(refusal.value).startswith(told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", sorted(map(sorted, pairs_of(CROSSED) - REFUSED.keys())), ids=" ".join)
+def test_every_two_options_alone_go_together(pair: list[str]) -> None:
+    tried(pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", covering_rows(HERE, REFUSED), ids=" ".join)
+def test_every_two_options_train_together(row: list[str], tmp_path: Path) -> None:
+    run = tried(row, "steps=2", "log_every=1", "eval_every=0", "batch_size=64", "device.threads=1")
+    run.directory = tmp_path
+    result = run.parallel.launch(train, run)
+    assert (result.status, result.steps) == ("done", 2)
+
+
+def test_the_covering_rows_cover() -> None:
+    factors = {"a": ["1", "2", "3"], "b": ["1", "2"], "c": ["1", "2"], "d": ["1"]}
+    without = {frozenset(("a=1", "b=2"))}
+    rows = covering_rows(factors, without)
+    together = {frozenset(pair) for row in rows for pair in itertools.combinations(row, 2)}
+    assert together == pairs_of(factors) - without
+    assert len(pairs_of(factors)) == 3 * 2 + 3 * 2 + 3 + 2 * 2 + 2 + 2
+    assert 6 <= len(rows) <= 8, "3 × 2 rows at least"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The files
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(CONF))
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of an option's file, without the one that says where it is put."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return lines[1:] if lines[0] == "# @package _global_" else lines
+
+
+def commands(typed: str) -> list[list[str]]:
+    """The overrides of each run that `python -m runner …` stands for: several where it is a sweep."""
+    words = shlex.split(typed)[3:]
+    if "-m" not in words:
+        return [words]
+    parsed = OverridesParser.create().parse_overrides([word for word in words if word != "-m"])
+    swept = [
+        [f"{o.key_or_group}={value}" for value in (o.sweep_string_iterator() if o.is_sweep_override() else [o.value()])]
+        for o in parsed
+    ]
+    return [list(job) for job in itertools.product(*swept)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_opens_with_the_command_that_uses_it_and_a_sentence(path: Path) -> None:
+    command, sentence = lines_of(path)[:2]
+    assert re.fullmatch(r"# python -m runner( .+)?", command)
+    assert re.fullmatch(r"# (?!python).+\.", sentence)
+    assert len(sentence) <= 150
+    for overrides in commands(command[2:]):
+        assert f"{path.parent.name}={path.stem}" in overrides
+        composed(*overrides)
+
+
+@pytest.mark.parametrize("path", [*FILES, CONF / "config.yaml"], ids=lambda path: path.stem)
+def test_every_key_has_a_comment(path: Path) -> None:
+    ours = path.read_text(encoding="utf-8").partition("\nhydra:")[0]
+    for line in ours.splitlines():
+        opens_a_group = re.fullmatch(r" *\w+:( +#.*)?", line)  # its keys carry the comments
+        if line.startswith(("#", "_target_:", "  - ")) or not line.strip() or opens_a_group:
+            continue
+        assert re.search(r"\S +# \S", line), line
+        assert len(line) <= 160, line
+
+
+# A file for the whole config says only in what it differs from a component's.
+COMPONENTS = [
+    path
+    for path in FILES
+    if path.parent.name in {*ROOMS, *MATERIALS, "workload"}
+    and len(lines_of(path)) == len(path.read_text().splitlines())
+]
+
+
+@pytest.mark.parametrize("path", COMPONENTS, ids=name_of)
+def test_a_component_lists_every_field_in_its_type(path: Path) -> None:
+    node = yaml.safe_load(path.read_text(encoding="utf-8"))
+    node.pop("defaults", None)
+    cls = load_class(node.pop("_target_"), object)
+    assert sorted(node) == sorted(option_fields(cls)), "every field is listed"
+    given = {key: value for key, value in node.items() if value != "???"}
+    assert_typed(given, typed_values(cls, given | {key: 1 for key in node if key not in given}))
+
+
+def assert_typed(node: dict[str, Any], values: dict[str, Any]) -> None:
+    """What stands in the file is what the class gets: nothing is converted, but for 1 to 1.0 and lists to tuples."""
+    for key, value in node.items():
+        got = list(values[key]) if isinstance(values[key], tuple) else values[key]
+        assert got == value, key
+        assert type(got) is type(value) or (type(got), type(value)) == (float, int), key
+
+
+def test_resnet50_is_the_articles_network_batch_and_images() -> None:
+    run = built("workload=resnet50")
+    run.prepare()
+    assert (run.batch_size, run.num_steps, run.workload.train.shape, run.workload.train.num_classes) == (
+        120,
+        18,
+        (3, 128, 128),
+        1000,
+    )
+    with torch.device("meta"):
+        network = run.workload.build_model()
+    assert sum(parameter.numel() for parameter in network.parameters()) == 25_557_032
+
+
+@pytest.mark.parametrize("choices", [["debug=smoke"], ["precision=16", "epochs=1"]], ids=" ".join)
+def test_resnet50_trains_with_what_is_chosen_beside_it(choices: list[str], tmp_path: Path) -> None:
+    tiny = ["data.size=32", "data.num_samples=8", "data.holdout=4", "batch_size=4"]
+    result = train_resnet50(tmp_path, *tiny, *choices)
+    assert (result.status, result.steps) == ("done", 2)
+    assert result.metrics.keys() == {"train/loss", "train/accuracy", "eval/loss", "eval/accuracy"}
+    assert result.metrics["train/loss"] > 4, "a thousand classes, and nothing to tell them by"
+
+
+def train_resnet50(directory: Path, *overrides: str) -> Result:
+    run = built("workload=resnet50", "device=cpu", "device.threads=1", *overrides)
+    run.prepare()
+    run.directory = directory
+    return train(run)
+
+
+def test_resnet50_trains_on_real_images(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(5):
+            Image.new("RGB", (40, 40), (25 * number, 0, 0)).save(tmp_path / "photos" / name / f"{number}.png")
+    options = [f"data.root={tmp_path / 'photos'}", "data.size=32", "data.workers=0", "batch_size=4"]
+    result = train_resnet50(tmp_path, "data=imagefolder", *options)
+    assert (result.status, result.steps) == ("done", 4)  # 2 epochs of 8 images; the other 2 are held out
+    assert result.metrics["eval/accuracy"] in (0, 0.5, 1)
+
+
+def test_the_root_lists_every_scalar_and_every_group() -> None:
+    root = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
+    defaults, scalars = root.pop("defaults"), {key: value for key, value in root.items() if key != "hydra"}
+    assert sorted(scalars) == sorted(set(option_fields(Run)))
+    scalars["name"] = "classifier"
+    assert_typed(scalars, typed_values(Run, scalars))
+    assert defaults[0] == "_self_", "or the root would override what an experiment chooses"
+    chosen = {group: option for entry in defaults[1:] for group, option in entry.items()}
+    assert set(groups()) <= {group.split()[-1] for group in chosen}
+    for group, option in chosen.items():
+        assert option is None or isinstance(option, str), f"{group}: {option} must be quoted"
+        if group in groups() and option is not None:
+            assert option in groups()[group]
+
+
+def test_the_default_run_is_the_one_that_the_files_describe() -> None:
+    run, root = built(), yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
+    assert [type(part).__name__ for part in (run.optimizer, run.schedule, run.precision)] == [
+        "SGD",
+        "OneCycle",
+        "Precision",
+    ]
+    for key in root.keys() - {"defaults", "hydra", "name"}:
+        assert getattr(run, key) == root[key], key
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experiments and debugging
+
+
+def test_every_experiment_is_composed_and_built() -> None:
+    for name in groups().get("experiment", []):
+        command = lines_of(CONF / "experiment" / f"{name}.yaml")[0][2:]
+        for overrides in commands(command):
+            built(*overrides)
+
+
+def test_ten_epochs_is_what_it_says() -> None:
+    run = built("experiment=ten_epochs")
+    run.prepare()
+    assert run.num_steps == 225  # 10 · 1,438 / 64, rounded up
+    assert [run.schedule.factor(update, 225) for update in (0, 112, 224)] == [1, 1, 1]
+    assert (run.optimizer.lr, run.optimizer.momentum) == (0.02, 0.9)
+
+
+def test_precisions_sweeps_both_on_three_seeds(forks: Forks, tmp_path: Path) -> None:
+    code, told = forks.run("-m", "experiment=precisions", *FAST, "steps=1", cwd=tmp_path)
+    assert code == 0, told
+    configs = [OmegaConf.load(path) for path in tmp_path.glob("outputs/sweeps/precisions/*/*/config.yaml")]
+    swept = sorted((config.precision._target_.rpartition(".")[2], config.seed) for config in configs)
+    assert swept == [(precision, seed) for precision in ("BFloat16", "Precision") for seed in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "swept"),
+    [
+        ("resnet50_modes", {"parallel": "single,model,pipeline"}),
+        ("split_size", {"parallel.split_size": "1,3,5,8,10,12,20,40,60"}),
+    ],
+)
+def test_the_resnet50_studies_repeat_what_the_articles_measured(name: str, swept: dict[str, str]) -> None:
+    node = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert node["hydra"]["sweeper"]["params"] == swept | {"seed": "0,1,2"}
+    [(key, values)] = swept.items()
+    for value in values.split(","):
+        run = built(f"experiment={name}", f"{key}={value}")
+        run.prepare()
+        assert (run.batch_size, run.num_steps, run.workload.train.shape) == (120, 5, (3, 128, 128))
+
+
+def test_debug_smoke_runs_every_part(trained) -> None:
+    run = trained("debug=smoke")
+    assert (run.result.status, run.result.steps) == ("done", 2)
+    assert run.result.metrics.keys() == {"train/loss", "train/accuracy", "eval/loss", "eval/accuracy"}
+    assert {path.name for path in (run.directory / "checkpoints").iterdir()} == {"step_00000001", "step_00000002"}
+
+
+def test_debug_overfit_learns_a_batch_by_heart(trained) -> None:
+    run = trained("debug=overfit")
+    assert run.result.status == "done"
+    assert run.result.metrics["train/accuracy"] == 1.0
+    assert run.result.metrics["train/loss"] < 0.01
+
+
+def test_every_debug_option_is_run_above() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert [name for name in groups()["debug"] if f'trained("debug={name}")' not in source] == []
+
+
+def test_the_readme_types_what_can_be_typed() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    typed = re.findall(r"^python -m runner(?: .*?)?(?=  +#|$)", readme, re.MULTILINE)
+    assert len(typed) > 10
+    for line in typed:
+        for overrides in commands(line):
+            composed(*(text for text in overrides if not text.startswith("resume=")))

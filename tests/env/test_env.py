@@ -1,0 +1,171 @@
+"""Environments: which there are, that they are stepped as gymnasium steps them, and that their state comes back."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from conftest import composed
+
+from runner.config.errors import ConfigError
+from runner.env.base import Env, share
+from runner.env.vector import EnvironmentBrokenError
+
+
+def prepared(id: str, **options: Any) -> Env:
+    env = Env(id, **options)
+    env.prepare()
+    return env
+
+
+@pytest.mark.parametrize(
+    ("id", "shape", "num_actions", "longest"),
+    [
+        ("CartPole-v1", (4,), 2, 500),
+        ("Acrobot-v1", (6,), 3, 500),
+        ("MountainCar-v0", (2,), 3, 200),
+        ("FrozenLake-v1", (16,), 4, 100),  # a state's number becomes a one-hot vector
+        ("Blackjack-v1", (45,), 2, None),  # three numbers laid end to end: 32 + 11 + 2
+    ],
+)
+def test_what_an_agent_is_told(id: str, shape: tuple[int, ...], num_actions: int, longest: int | None) -> None:
+    env = prepared(id)
+    assert (env.shape, env.num_actions, env.longest) == (shape, num_actions, longest)
+    with env.vector(3) as vector:
+        vector.reset(0)
+        assert vector.observations.shape == (3, *shape)
+        assert vector.observations.dtype == np.float32
+
+
+def test_the_options_name_what_they_say() -> None:
+    names = {"cartpole": "CartPole-v1", "acrobot": "Acrobot-v1", "mountaincar": "MountainCar-v0"}
+    names["lunarlander"] = "LunarLander-v3"
+    for option, id in names.items():
+        assert composed(f"env={option}")["env"]["id"] == id
+        assert id in gymnasium.registry
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_steps_and_resets_are_those_of_single_environments(vectorization: str) -> None:
+    env = prepared("CartPole-v1", num_envs=2, vectorization=vectorization, max_episode_steps=30)
+    singles = [gymnasium.make("CartPole-v1", max_episode_steps=30) for _ in range(2)]
+    wanted = [single.reset(seed=7 + i)[0] for i, single in enumerate(singles)]
+    random, ended = np.random.default_rng(0), [False, False]
+    resets = ends = cuts = 0
+    with env.vector(2) as vector:
+        vector.reset(7)
+        for _ in range(150):
+            assert np.array_equal(vector.observations, np.stack(wanted))
+            actions = random.integers(2, size=2)
+            steps = vector.step(actions)
+            for i, single in enumerate(singles):
+                assert steps.taken[i] == (not ended[i])
+                if ended[i]:
+                    wanted[i], ended[i] = single.reset()[0], False
+                    resets += 1
+                    continue
+                wanted[i], reward, terminated, truncated, _ = single.step(actions[i])
+                assert (steps.rewards[i], steps.terminated[i], steps.truncated[i]) == (reward, terminated, truncated)
+                ended[i] = terminated or truncated
+                ends, cuts = ends + terminated, cuts + truncated
+    assert min(resets, ends, cuts) > 0
+
+
+@pytest.mark.parametrize("id", ["CartPole-v1", "Acrobot-v1", "MountainCar-v0", "FrozenLake-v1", "Taxi-v4"])
+@pytest.mark.parametrize("vectorization", ["auto", "sync"])
+def test_a_saved_state_goes_on_bitwise(id: str, vectorization: str, tmp_path: Any) -> None:
+    env = prepared(id, vectorization=vectorization, max_episode_steps=25)
+    random = np.random.default_rng(1)
+    with env.vector(3) as vector, env.vector(3) as other:
+        vector.reset(5)
+        other.reset(99)
+        for _ in range(60):
+            vector.step(random.integers(env.num_actions, size=3))
+        torch.save(vector.state_dict(), tmp_path / "state.pt")
+        other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        for _ in range(60):
+            assert np.array_equal(vector.observations, other.observations)
+            actions = random.integers(env.num_actions, size=3)
+            for mine, others in zip(vector.step(actions), other.step(actions), strict=True):
+                assert np.array_equal(mine, others)
+
+
+def test_processes_end_when_they_are_told_to_whatever_the_run_does_with_signals() -> None:
+    env = prepared("CartPole-v1", num_envs=2, vectorization="async")
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with env.vector(2) as vector:
+            vector.reset(0)
+            for process in vector.envs.processes:  # pyright: ignore[reportAttributeAccessIssue]
+                process.terminate()
+                process.join(10)
+                assert process.exitcode == -signal.SIGTERM
+            vector.envs.close(terminate=True)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_state_of_processes_cannot_be_had() -> None:
+    env = prepared("CartPole-v1", num_envs=2, vectorization="async")
+    with env.vector(2) as vector:
+        vector.reset(0)
+        assert vector.state_dict() is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_environments_are_dealt_out_evenly(count: int) -> None:
+    assert share(8, count) * count == 8
+    if count > 1:
+        with pytest.raises(
+            ConfigError, match=rf"cannot be dealt out evenly to {count} processes\n  env.num_envs={count}"
+        ):
+            share(1, count)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Broken ones
+
+
+class Broken(gymnasium.Env):
+    """Does what `wrong` says at step 3 of episode 2; episodes have five steps."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    wrong = ""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.episode, self.now = (0 if seed is not None else self.episode + 1), 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.now += 1
+        here = (self.episode, self.now) == (2, 3)
+        if here and self.wrong == "raises":
+            raise ZeroDivisionError("no gravity")
+        seen = np.full(2, np.nan if here and self.wrong == "sees" else 0, np.float32)
+        return seen, float("inf") if here and self.wrong == "pays" else 1.0, self.now == 5, False, {}
+
+
+@pytest.fixture(params=["raises", "sees", "pays"])
+def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    gymnasium.register("Broken-v0", Broken, disable_env_checker=True)
+    monkeypatch.setattr(Broken, "wrong", request.param)
+    yield request.param
+    del gymnasium.registry["Broken-v0"]
+
+
+def test_a_broken_environment_tells_seed_episode_and_step(broken: str) -> None:
+    with prepared("Broken-v0").vector(1) as vector:
+        vector.reset(42)
+        for _ in range(14):  # two whole episodes with their resets, and two steps
+            vector.step(np.zeros(1, np.int64))
+        with pytest.raises(EnvironmentBrokenError) as told:
+            vector.step(np.zeros(1, np.int64))
+    what = "raised ZeroDivisionError: no gravity" if broken == "raises" else "is not finite"
+    assert str(told.value) == f"Broken-v0 {what}; environment 0 (seed 42), episode 2, step 3"

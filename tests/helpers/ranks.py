@@ -1,0 +1,133 @@
+"""Processes that stay, and do one job after another as the ranks of one run: a tenth of a second each, not two."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from runner.system.forkserver import METHOD, start_server
+
+PATIENCE = 60.0
+"""Seconds that a job may take."""
+
+
+class Ranks:
+    """`count` processes as torchrun would have started them: with their place in the environment, and one store.
+
+    Modes join such processes instead of starting their own, and go on with one group from job to job.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def start(self) -> None:
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+        start_server("torch", "torch._dynamo", "torch.distributed.tensor", "runner.train")
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.count):
+            ours, theirs = multiprocessing.Pipe()
+            place = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.count),
+                "LOCAL_WORLD_SIZE": str(self.count),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self.store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here, not in rank 0
+                "OMP_NUM_THREADS": "1",
+            }
+            context: Any = multiprocessing.get_context(METHOD)
+            process = context.Process(target=_serve, args=(theirs, place), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def do(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What `function(*arguments)` returns in each of them; an error in one ends all, until the next call."""
+        if not self.processes:
+            self.start()
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        answers: dict[Any, Any] = {}
+        while len(answers) < self.count:
+            ready: list[Any] = connection.wait([pipe for pipe in self.pipes if pipe not in answers], PATIENCE)
+            for pipe in ready:
+                answers[pipe], trouble = pipe.recv()
+                if trouble:
+                    self.close()
+                    raise answers[pipe] from RuntimeError(trouble)
+            if not ready:
+                self.close()
+                raise TimeoutError(f"{len(answers)} of {self.count} ranks answered within {PATIENCE:g} s")
+        return [answers[pipe] for pipe in self.pipes]
+
+    def train(self, config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None = None) -> Any:
+        """Rank 0's result of the run of `config` in `directory`."""
+        directory.mkdir(exist_ok=True)
+        return self.do(train, config, directory, change)[0]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.processes, self.pipes = [], []
+
+
+def train(config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None) -> Any:
+    """A run from its config to its result, in one of several processes; as the command does it.
+
+    Args:
+        change: is done to the run before it begins.
+    """
+    from runner.session import session
+
+    run = prepared(config, directory, change)
+    with run.parallel.joined(run):
+        return run.parallel.launch(session, run)
+
+
+def prepared(config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None = None) -> Any:
+    """The run of `config` in `directory`, checked."""
+    from runner.run import Run
+
+    run = Run.again(config)
+    run.prepare()
+    run.directory = directory
+    if change is not None:
+        change(run)
+    return run
+
+
+def _serve(pipe: Connection, place: dict[str, str]) -> None:
+    import torch
+
+    os.environ.update(place)
+    torch.set_num_threads(1)
+    gc.freeze()  # a run collects garbage before its first step: nothing of torch's million objects is any
+    with tempfile.TemporaryFile() as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = function(*arguments), ""
+        except Exception as error:
+            answer = error, traceback.format_exc()
+        pipe.send(answer)

@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+import yaml
+from safetensors.torch import save_file
+
+from models import convnet, resnet
+from models.resnet import DEPTHS, NORMS, STEMS
+from runner.config.options import CONF
+from runner.config.errors import ConfigError
+from runner.config.schema import build, option_fields
+from runner.model.convnet import ConvNet
+from runner.model.base import Model
+from runner.model.resnet import ResNet
+from runner.model.weights import read_weights
+
+SHAPE = (1, 28, 28)
+
+
+def option(name: str, **changes: object) -> Model:
+    """The component that conf/model/`name`.yaml describes."""
+    return build(yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text()) | changes, Model, "model")
+
+
+def small(classes: int = 10, seed: int = 0) -> convnet.ConvNet:
+    torch.manual_seed(seed)
+    return convnet.ConvNet(*SHAPE, classes)
+
+
+def refusal(**options: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        ConvNet(**options).build(SHAPE, 10)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "classes", "count"),
+    [
+        ("convnet", (1, 28, 28), 10, 20 * 26 + 20 * 501 + 50 * 321 + 10 * 51),
+        ("tiny", (1, 8, 8), 10, 16 * 10 + 32 * 145 + 64 * 129 + 10 * 65),
+        ("resnet18", (3, 64, 64), 1000, 11_689_512),
+        ("resnet50", (3, 64, 64), 1000, 25_557_032),
+    ],
+)
+def test_options_build_the_networks_that_they_name(name: str, shape: tuple, classes: int, count: int) -> None:
+    network = option(name).build(shape, classes)
+
+    assert sum(p.numel() for p in network.parameters()) == count
+    assert network.eval()(torch.zeros(1, *shape)).shape == (1, classes)
+
+
+@pytest.mark.parametrize("name", ["convnet", "tiny", "resnet18", "resnet50"])
+def test_option_files_list_every_field(name: str) -> None:
+    node = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
+    cls = {"ConvNet": ConvNet, "ResNet": ResNet}[node.pop("_target_").rpartition(".")[2]]
+
+    assert sorted(node) == sorted(option_fields(cls))
+    if name != "tiny":
+        assert all(
+            getattr(option(name), key) == getattr(cls(), key) for key in node if key not in ("depth", "channels")
+        )
+
+
+def test_options_reach_the_network() -> None:
+    net = option("convnet", dropout=0.5, checkpoint_activations=True).build(SHAPE, 10)
+    deep = option("resnet18", stem="cifar", norm="group", checkpoint_activations=True).build((2, 32, 32), 10)
+
+    assert isinstance(net, convnet.ConvNet)
+    assert net.get_submodule("hidden.dropout").p == 0.5
+    assert all(stage.checkpoint_activations for _, stage in net.stages())
+    assert isinstance(deep, resnet.ResNet)
+    assert all(stage.checkpoint_activations for _, stage in deep.stages())
+    assert isinstance(deep.maxpool, torch.nn.Identity)
+    assert isinstance(deep.bn1, torch.nn.GroupNorm)
+    assert deep.conv1.in_channels == 2
+
+
+def test_the_same_seed_gives_the_same_weights() -> None:
+    torch.manual_seed(0)
+    network = ConvNet().build(SHAPE, 10)
+
+    assert all(torch.equal(a, b) for a, b in zip(network.parameters(), small().parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "key"),
+    [
+        (ConvNet, {"channels": ()}, "channels"),
+        (ConvNet, {"channels": (20, 0)}, "channels"),
+        (ConvNet, {"kernel_size": 0}, "kernel_size"),
+        (ConvNet, {"padding": 3}, "padding"),
+        (ConvNet, {"hidden": 0}, "hidden"),
+        (ConvNet, {"dropout": 1.0}, "dropout"),
+        (ConvNet, {"dropout": float("nan")}, "dropout"),
+        (ResNet, {"depth": 20}, "depth"),
+        (ResNet, {"stem": "imagnet"}, "stem"),
+        (ResNet, {"norm": "layer"}, "norm"),
+        (ConvNet, {"weights": "absent.pt"}, "weights"),
+        (ConvNet, {"weights": "weights.onnx"}, "weights"),
+        (ResNet, {"reset_head": True}, "reset_head"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_its_key(cls: type[Model], options: dict, key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        cls(**options)
+
+    assert error.value.key == key
+
+
+def test_choices_are_those_of_the_networks() -> None:
+    for depth in DEPTHS:
+        ResNet(depth=depth)
+    for stem in STEMS:
+        ResNet(stem=stem)
+    for norm in NORMS:
+        ResNet(norm=norm)
+    with pytest.raises(ConfigError, match=", ".join(map(str, DEPTHS))):
+        ResNet(depth=0)
+
+
+def test_inputs_that_are_too_small_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError) as error:
+        ConvNet().build((1, 8, 8), 10)
+
+    assert "8×8 are too small" in str(error.value)
+    assert "16×16 or more" in str(error.value)
+    assert "model=tiny" in str(error.value)
+
+
+def spelled(folder: Path, spelling: str, state: dict[str, torch.Tensor]) -> str:
+    """A file that holds `state` the way that `spelling` names."""
+    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+    contents = {
+        "plain.pt": state,
+        "plain.pth": state,
+        "plain.safetensors": state,
+        "dataparallel.pt": wrapped,
+        "dataparallel.safetensors": wrapped,
+        "compiled.pt": {f"_orig_mod.{name}": tensor for name, tensor in state.items()},
+        "compiled_ddp.pt": {f"module._orig_mod.{name}": tensor for name, tensor in state.items()},
+        "state_dict.pt": {"epoch": 3, "state_dict": wrapped, "best": 0.5},
+        "model_state_dict.pt": {"model_state_dict": state, "optimizer_state_dict": {"lr": 0.1}},
+        "model.pt": {"model": state},
+        "half.pt": {name: tensor.half() for name, tensor in state.items()},
+    }
+    path = folder / spelling
+    (save_file if path.suffix == ".safetensors" else torch.save)(contents[spelling], path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "plain.pt",
+        "plain.pth",
+        "plain.safetensors",
+        "dataparallel.pt",
+        "dataparallel.safetensors",
+        "compiled.pt",
+        "compiled_ddp.pt",
+        "state_dict.pt",
+        "model_state_dict.pt",
+        "model.pt",
+        "half.pt",
+    ],
+)
+def test_weights_load_in_every_spelling(tmp_path: Path, spelling: str) -> None:
+    saved = small(seed=4).state_dict()
+    path = spelled(tmp_path, spelling, saved)
+
+    loaded = ConvNet(weights=path).build(SHAPE, 10).state_dict()
+
+    assert list(read_weights(path)) == list(saved) or spelling.endswith(".safetensors")  # which sorts
+    for name, tensor in saved.items():
+        assert loaded[name].dtype == torch.float32
+        assert torch.equal(loaded[name], tensor.half().float() if spelling == "half.pt" else tensor)
+
+
+def test_weights_of_torch_modules_that_were_wrapped_load(tmp_path: Path) -> None:
+    network = small(seed=4)
+    torch.save(torch.nn.DataParallel(network).state_dict(), tmp_path / "dp.pt")
+    torch.save(torch.compile(network).state_dict(), tmp_path / "compiled.pt")
+
+    for name in ("dp.pt", "compiled.pt"):
+        loaded = ConvNet(weights=str(tmp_path / name)).build(SHAPE, 10)
+        assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), network.parameters(), strict=True))
+
+
+def test_torchvisions_weights_load_with_and_without_the_counts_of_old(tmp_path: Path) -> None:
+    theirs = torchvision.models.resnet18(weights=None)
+    theirs.bn1.running_mean.fill_(0.25)
+    state = theirs.state_dict()
+    torch.save(state, tmp_path / "new.pth")
+    save_file({name: t for name, t in state.items() if "num_batches" not in name}, tmp_path / "old.safetensors")
+
+    for name in ("new.pth", "old.safetensors"):
+        ours = ResNet(depth=18, weights=str(tmp_path / name)).build((3, 64, 64), 1000).state_dict()
+        assert all(torch.equal(ours[key], state[key]) for key in state)
+
+
+def test_a_head_of_other_classes_is_refused_and_may_be_left_fresh(tmp_path: Path) -> None:
+    state = small(classes=7, seed=4).state_dict()
+    path = spelled(tmp_path, "dataparallel.pt", state)
+
+    message = refusal(weights=path)
+    assert "head.fc.weight [7, 50] instead of [10, 50]" in message
+    assert "model.reset_head=true" in message
+
+    torch.manual_seed(0)
+    loaded, fresh = ConvNet(weights=path, reset_head=True).build(SHAPE, 10).state_dict(), small().state_dict()
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, fresh[name] if name.startswith("head.") else state[name])
+
+
+def test_reset_head_is_of_the_last_layer_alone_in_a_resnet(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    state = torchvision.models.resnet18(weights=None).state_dict()
+    torch.save(state, tmp_path / "imagenet.pth")
+    model = ResNet(depth=18, weights=str(tmp_path / "imagenet.pth"), reset_head=True).build((3, 64, 64), 10)
+
+    assert model.get_parameter("fc.weight").shape == (10, 512)
+    assert all(torch.equal(model.state_dict()[name], state[name]) for name in state if not name.startswith("fc."))
+
+
+def test_a_head_of_the_same_classes_is_left_fresh_too(tmp_path: Path) -> None:
+    path = spelled(tmp_path, "plain.pt", small(seed=4).state_dict())
+    torch.manual_seed(0)
+
+    assert torch.equal(
+        ConvNet(weights=path, reset_head=True).build(SHAPE, 10).state_dict()["head.fc.weight"],
+        small().state_dict()["head.fc.weight"],
+    )
+
+
+def test_reset_head_needs_a_network_that_names_its_head(tmp_path: Path) -> None:
+    class Bare(Model):
+        def network(self, shape: tuple[int, int, int], num_classes: int) -> torch.nn.Module:
+            return torch.nn.Linear(3, num_classes)
+
+    path = spelled(tmp_path, "plain.pt", torch.nn.Linear(3, 10).state_dict())
+
+    assert Bare(weights=path).build((1, 1, 3), 10)(torch.zeros(1, 3)).shape == (1, 10)
+    with pytest.raises(ConfigError, match="which stage is its last"):
+        Bare(weights=path, reset_head=True).build((1, 1, 3), 10)
+
+
+def test_weights_of_another_network_are_refused_with_three_names_of_a_kind(tmp_path: Path) -> None:
+    state = small().state_dict()
+    renamed = {name.replace("conv", "block"): tensor for name, tensor in state.items()}
+    renamed["hidden.fc.weight"] = torch.zeros(50, 500)
+    message = refusal(weights=spelled(tmp_path, "plain.pt", renamed))
+
+    assert "missing: conv1.conv.weight, conv1.conv.bias, conv2.conv.weight and 1 more;" in message
+    assert "unexpected: block1.block.weight, block1.block.bias, block2.block.weight and 1 more;" in message
+    assert "of another shape: hidden.fc.weight [50, 500] instead of [50, 320])" in message
+    assert "reset_head" not in message
+
+
+def test_a_refusal_names_the_key_and_the_file(tmp_path: Path) -> None:
+    path = spelled(tmp_path, "plain.pt", {"fc.weight": torch.zeros(2)})
+
+    assert refusal(weights=path).startswith("weights: got '")
+    with pytest.raises(ConfigError, match=r"^model\.weights: .*absent\.pt"):
+        option("convnet", weights="absent.pt")
+
+
+class Marker:
+    """What a pickle that runs code would make."""
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ({"weights": Marker()}, "UnpicklingError: Weights only load failed\n"),
+        ([1, 2], "it holds no state_dict"),
+        ({}, "it holds no state_dict"),
+        ({"state_dict": {}}, "it holds no state_dict"),
+        ({"epoch": 3}, "it holds no state_dict"),
+        ({1: torch.zeros(1)}, "it holds no state_dict"),
+        (torch.zeros(3), "it holds no state_dict"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, content: object, why: str) -> None:
+    torch.save(content, tmp_path / "weights.pt")
+
+    message = refusal(weights=str(tmp_path / "weights.pt"))
+
+    assert why in message
+    assert "torch.save(model.state_dict()" in message
+
+
+@pytest.mark.parametrize("name", ["damaged.pt", "damaged.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"not weights at all", b"\x80\x02garbage", bytes(200)])
+def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+
+    assert "it cannot be read as weights" in refusal(weights=str(tmp_path / name))
+
+
+def test_options_and_their_errors_need_no_torch() -> None:
+    """As under `python -m runner`, where torch is loaded at its first use."""
+    script = """if True:
+        import sys
+        from runner.system.lazy_import import import_lazily
+        import_lazily("torch", "torchvision")
+        from runner.config import ConfigError, build
+        from runner.model import Model
+        build({"_target_": "runner.model.resnet.ResNet", "depth": 18}, Model, "model")
+        try:
+            build({"_target_": "runner.model.convnet.ConvNet", "weights": "absent.pt"}, Model, "model")
+        except ConfigError:
+            print("refused", "torch.nn" in sys.modules, "models" in sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=CONF.parent, check=True)
+
+    assert done.stdout.split() == ["refused", "False", "False"]

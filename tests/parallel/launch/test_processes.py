@@ -1,0 +1,356 @@
+"""Several processes as one run: started by the command, by torchrun, by SLURM, or on two machines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_work
+import torch
+from conftest import FAST, built, composed, environment
+from helpers.launches import TWO, Launch, assert_bitwise, finished, free_port, processes_in, until, weights
+from helpers.ranks import Ranks
+
+from runner.parallel.launch.cluster import Place
+from runner.parallel.launch.supervisor import Crew
+from runner.parallel.launch.process_group import store_here
+from runner.system.cpu import allowed_cores
+from runner.run import Run
+from runner.session import session
+from runner.system.signals import StopRequest
+
+SHORT = ("steps=40", "save_every=20", "log_every=20", "eval_every=20")
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a command that started its two processes itself."""
+    cwd = tmp_path_factory.mktemp("launched")
+    told = finished(cwd, *TWO, *SHORT)
+    assert "done after step 40/40" in told
+    return next(cwd.glob("outputs/*/*"))
+
+
+def prepared(tmp_path: Path, *overrides: str) -> Run:
+    """A run that can be launched from here."""
+    run = built(*TWO, *SHORT, *overrides)
+    run.prepare()
+    run.directory = tmp_path
+    return run
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By the command
+
+
+def test_one_run_directory_with_a_log_for_each_rank(launched: Path) -> None:
+    names = {path.name for path in launched.iterdir()}
+    assert names >= {"log.txt", "log_rank_1.txt", "result.json", "config.yaml", "checkpoints"}
+    assert [name for name in names if name.startswith("events")] != []
+    assert len(list(launched.parent.iterdir())) == 1
+    newest = launched / "checkpoints/step_00000040"
+    assert {path.name for path in newest.iterdir()} >= {"rank_0.pt", "rank_1.pt"}
+
+
+def test_each_rank_logs_the_same_steps_in_its_own_file(launched: Path) -> None:
+    for name in ("log.txt", "log_rank_1.txt"):
+        lines = [line for line in (launched / name).read_text().splitlines() if "step 40: {'train/loss'" in line]
+        assert len(lines) == 1, name
+
+
+def test_rank_0s_result_is_the_runs(tmp_path: Path) -> None:
+    run = prepared(tmp_path)
+    result = run.parallel.launch(session, run)
+    assert (result.status, result.steps, result.world_size) == ("done", 40, 2)
+    assert result.metrics.keys() >= {"train/loss", "eval/accuracy"}
+    assert run.parallel.world_size == 2
+    assert not torch.distributed.is_initialized(), "this process is none of them"
+
+
+def test_each_rank_knows_its_place(tmp_path: Path) -> None:
+    run = prepared(tmp_path, "parallel.processes=3", "batch_size=63")
+    found: Any = run.parallel.launch(rank_work.places, run)  # pyright: ignore[reportArgumentType]
+    assert [place["rank"] for place in found] == [0, 1, 2]
+    assert {place["LOCAL_WORLD_SIZE"] for place in found} == {"3"}
+    if sys.platform == "linux":
+        assert {place["GLOO_SOCKET_IFNAME"] for place in found} == {"lo"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "overrides", "wanted"),
+    [
+        (None, ["device.threads=null"], max(1, allowed_cores() // 2)),
+        (None, ["device.threads=3"], 3),
+        ("5", ["device.threads=null"], 5),
+        ("5", ["device.threads=3"], 3),
+    ],
+    ids=["cores are shared out", "device.threads", "OMP_NUM_THREADS", "device.threads wins"],
+)
+def test_threads_of_each_rank(asked: str | None, overrides: list[str], wanted: int, tmp_path: Path) -> None:
+    run, store = prepared(tmp_path, *overrides), store_here(None)
+    places = [Place(rank, 2, rank, 2, "127.0.0.1", store.port) for rank in (0, 1)]
+    with Crew(rank_work.threads, [(asked, run.config, place) for place in places], 60) as ranks:
+        assert ranks.wait(StopRequest()) == [wanted] * 2
+
+
+def test_two_at_once_do_not_meet(tmp_path: Path, launched: Path) -> None:
+    both = [Launch(tmp_path / name, *TWO, *SHORT) for name in ("one", "other")]
+    for launch in both:
+        code, told = launch.ended()
+        assert code == 0, told
+        assert_bitwise(launch.directory, weights(launched))
+
+
+def test_a_sweep_over_modes(tmp_path: Path) -> None:
+    told = finished(tmp_path, *FAST, "steps=8", "-m", "parallel=single,ddp,fsdp")
+    assert "3 of 3 jobs done" in told
+    runs = sorted(tmp_path.glob("outputs/sweeps/*/*/*/"))
+    assert [(run / "log_rank_1.txt").exists() for run in runs] == [False, True, True]
+    assert [int(weights(run)["step"]) for run in runs] == [8] * 3
+
+
+@pytest.fixture
+def busy() -> Iterator[int]:
+    """A port that something listens at."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_a_busy_port_is_refused_before_any_process_starts(busy: int, tmp_path: Path) -> None:
+    code, told = Launch(tmp_path, *TWO, *SHORT, f"parallel.port={busy}").ended()
+    assert code == 2, told
+    assert told.startswith(f"parallel.port: got {busy}: nothing can listen there")
+    assert "choose another, or null for any free one" in told
+    assert len(told.splitlines()) <= 10
+    assert not (tmp_path / "outputs").exists(), "nothing is left"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By another launcher, two processes
+
+
+def torchrun_variables(rank: int, port: int) -> dict[str, str]:
+    local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | local
+
+
+def slurm_variables(rank: int, port: int) -> dict[str, str]:
+    """As two tasks on one machine have them; the port follows from the job's number."""
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
+    job = {"SLURM_JOB_ID": str(port - 20000), "SLURM_NTASKS": "2"}
+    return job | step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"}
+
+
+def joined(tmp_path: Path, *arguments: str, others: tuple[str, ...] = (), variables: Any = torchrun_variables) -> Any:
+    """The two processes of one run, each started by itself; rank 1 with `others` beside."""
+    port = free_port()
+    while not 20000 < port < 40000:  # where SLURM's would be
+        port = free_port()
+    common = (*FAST, "parallel=ddp", *SHORT, f"output_root={tmp_path}/outputs", *arguments)
+    extra = ((), others)
+    return [Launch(tmp_path / f"host_{i}", *common, *extra[i], **variables(i, port)) for i in (0, 1)]
+
+
+@pytest.mark.parametrize("variables", [torchrun_variables, slurm_variables])
+def test_processes_that_another_started_are_one_run(variables: Any, tmp_path: Path, launched: Path) -> None:
+    first, second = joined(tmp_path, variables=variables)
+    code, told = first.ended()
+    assert code == 0, told
+    assert "done after step 40/40" in told
+    assert second.ended() == (0, ""), "rank 1 has nothing to say"
+    [run] = tmp_path.glob("outputs/*/*")
+    assert_bitwise(run, weights(launched))
+    assert (run / "log_rank_1.txt").exists()
+
+
+def test_different_configs_are_refused_on_both(tmp_path: Path) -> None:
+    for launch in joined(tmp_path, others=("optimizer.lr=0.3",)):
+        code, told = launch.ended()
+        assert code == 2, told
+        assert told.startswith("optimizer.lr: rank 0 was started with 0.05, rank 1 with 0.3")
+        assert "start all processes with the same command" in told
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["parallel=single"], "parallel.processes"),
+        (["parallel=dp"], "parallel.processes"),
+        (["parallel=hogwild"], "parallel.processes"),
+        (["parallel.processes=3"], "parallel.processes"),
+    ],
+)
+def test_modes_that_cannot_be_joined_are_refused(overrides: list[str], key: str, tmp_path: Path) -> None:
+    for launch in joined(tmp_path, *overrides):
+        code, told = launch.ended()
+        assert code == 2, told
+        assert told.startswith(f"{key}: got ")
+        assert len(told.splitlines()) <= 10
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_what_rank_0_refuses_all_refuse(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for launch in joined(tmp_path, f"resume={tmp_path}/empty"):
+        code, told = launch.ended()
+        assert code == 2, told
+        assert told.startswith("resume: got ")
+
+
+def test_a_sweep_of_joined_processes(tmp_path: Path) -> None:
+    first, second = joined(tmp_path, "-m", "seed=0,1")
+    code, told = first.ended()
+    assert code == 0, told
+    assert "2 of 2 jobs done" in told
+    assert second.ended()[0] == 0
+    assert len(list(tmp_path.glob("outputs/sweeps/*/*/*/result.json"))) == 2
+
+
+def test_the_jobs_after_one_that_failed_on_one_rank(tmp_path: Path, launched: Path) -> None:
+    """Both make a new group: nothing of the failed job is taken for the next one's."""
+    config = composed(*TWO, *SHORT)
+    ranks = Ranks(2)  # of its own
+    try:
+        first, second = ranks.do(rank_work.jobs, [config] * 4, tmp_path)
+    finally:
+        ranks.close()
+    assert first[1] != second[1] == "only here"
+    assert "gloo" in first[1]
+    assert [first[i] for i in (0, 2, 3)] == [second[i] for i in (0, 2, 3)] == ["done"] * 3
+    told = "rank 1 failed: ValueError: only here\nTraceback (most recent call last)"
+    assert (tmp_path / "1/log_rank_1.txt").read_text().count(told) == 1
+    for job in (0, 2, 3):
+        assert_bitwise(tmp_path / str(job), weights(launched))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_one_ends_the_other(rank: int, tmp_path: Path) -> None:
+    launches = joined(tmp_path, "steps=100000")
+    until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
+    launches[rank].kill(signal.SIGKILL)
+    assert launches[1 - rank].ended(10)[0] == 1
+
+
+def test_a_stopped_one_ends_the_other(tmp_path: Path) -> None:
+    first, second = joined(tmp_path, "steps=100000", "parallel.timeout=4")
+    until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
+    second.kill(signal.SIGSTOP)
+    code, told = first.ended(4 + 5)
+    second.kill(signal.SIGKILL)
+    assert code == 1
+    assert "crashed after step" in told
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_of_them_stops_all(rank: int, tmp_path: Path) -> None:
+    launches = joined(tmp_path, "steps=100000")
+    until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
+    launches[rank].kill(signal.SIGTERM)
+    assert [launch.ended(15)[0] for launch in launches] == [75, 75]
+    [run] = tmp_path.glob("outputs/*/*")
+    assert f"stopped after step {weights(run)['step']}/100000" in launches[0].console
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By torchrun itself
+
+
+def torchrun(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`torchrun ARGUMENTS` in the background."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    program = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    return subprocess.Popen(program, cwd=cwd, env=environment() | {"PYTHONWARNINGS": ""}, **pipes)
+
+
+def test_torchrun(tmp_path: Path, launched: Path) -> None:
+    process = torchrun(tmp_path, "--nproc-per-node=2", "-m", "runner", *FAST, "parallel=ddp", *SHORT)
+    told, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, told
+    assert told.count("done after step 40/40") == 1, "rank 1 is silent"
+    [run] = tmp_path.glob("outputs/*/*")
+    assert_bitwise(run, weights(launched))
+
+
+def test_two_torchruns_as_on_two_machines(tmp_path: Path, launched: Path) -> None:
+    nodes = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    command = ["-m", "runner", *FAST, "parallel=ddp", *SHORT]
+    both = [torchrun(tmp_path, *nodes, f"--node-rank={rank}", *command) for rank in (0, 1)]
+    told = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert "done after step 40/40" in told[0]
+    assert "step" not in told[1]
+    [run] = tmp_path.glob("outputs/*/*")
+    assert_bitwise(run, weights(launched))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On two machines, made of network namespaces
+
+HOSTS = ("10.99.0.1", "10.99.0.2")
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def link() -> Iterator[list[str]]:
+    """Two machines with a cable between them; their names, which are those of their ends of the cable too."""
+    names = [f"runner{os.getpid()}{side}" for side in "ab"]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        first, second = names
+        ip("link", "add", first, "netns", first, "type", "veth", "peer", "name", second, "netns", second)
+        for name, address in zip(names, HOSTS, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", name)
+            for device in ("lo", name):
+                ip("-n", name, "link", "set", device, "up")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this machine does not let the test make network namespaces")
+    yield names
+    for name in names:
+        ip("netns", "del", name)
+
+
+def on_both(link: list[str], cwd: Path, *overrides: str) -> list[subprocess.Popen[str]]:
+    """The same command on both machines, one process each."""
+    port, begun = free_port(), []
+    for rank, name in enumerate(link):
+        place = torchrun_variables(rank, port) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": HOSTS[0]}
+        program = ["ip", "netns", "exec", name, sys.executable, "-m", "runner", *FAST, "parallel=ddp", *overrides]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        begun.append(subprocess.Popen(program, cwd=cwd, env=environment() | place, **pipes))
+    return begun
+
+
+@pytest.mark.netns
+def test_two_machines(link: list[str], tmp_path: Path, launched: Path) -> None:
+    both = on_both(link, tmp_path, *SHORT)
+    told = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    [run] = tmp_path.glob("outputs/*/*")
+    assert_bitwise(run, weights(launched))
+
+
+@pytest.mark.netns
+def test_a_cut_link_ends_both_sides(link: list[str], tmp_path: Path) -> None:
+    both = on_both(link, tmp_path, *SHORT, "steps=100000", "parallel.timeout=4")
+    until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
+    ip("-n", link[0], "link", "set", link[0], "down")
+    since = time.monotonic()
+    told = [process.communicate(timeout=4 + 5)[0] for process in both]
+    assert time.monotonic() - since < 4 + 5
+    assert [process.returncode for process in both] == [1, 1], told
+    assert not processes_in(tmp_path)

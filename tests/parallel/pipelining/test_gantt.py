@@ -1,0 +1,54 @@
+"""The picture of a step: boxes where the work was, in its colours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runner.parallel.pipelining import gantt
+
+WORK = [
+    (0, "forward", 0, 0.0, 0.1),
+    (1, "forward", 0, 0.1, 0.2),
+    (1, "backward", 0, 0.2, 0.4),
+    (0, "backward", 0, 0.4, 0.6),
+    (0, "weights", 0, 0.6, 1.0),
+]
+
+
+def colour_at(picture: torch.Tensor, second: float, row: int) -> tuple[int, ...]:
+    """What is drawn at a moment, near the upper edge of a row, where no number stands."""
+    x = gantt._MARGIN + second * (gantt._WIDTH - gantt._MARGIN - 16)
+    return tuple(picture[:, gantt._TOP + row * gantt._ROW + 5, round(x)].tolist())
+
+
+def test_work_is_where_it_was_and_idle_time_is_grey() -> None:
+    picture = gantt.gantt(WORK, 2, "a step")
+    assert picture.dtype == torch.uint8
+    assert picture.shape == (3, gantt._TOP + 2 * gantt._ROW + gantt._BOTTOM, gantt._WIDTH)
+    for second, kinds in ((0.05, ("forward", None)), (0.15, (None, "forward")), (0.3, (None, "backward"))):
+        for row, kind in enumerate(kinds):
+            assert colour_at(picture, second, row) == (gantt.COLOURS[kind][0] if kind else gantt._IDLE)
+    assert colour_at(picture, 0.5, 0) == gantt.COLOURS["backward"][0]
+    assert colour_at(picture, 0.8, 0) == gantt.COLOURS["weights"][0]
+    assert colour_at(picture, 0.8, 1) == gantt._IDLE
+
+
+def test_a_workers_further_stages_are_lighter() -> None:
+    picture = gantt.gantt([(0, "forward", 0, 0.0, 0.5), (2, "forward", 0, 0.5, 1.0)], 2, "two stages each")
+    assert colour_at(picture, 0.25, 0) == gantt.COLOURS["forward"][0]
+    assert colour_at(picture, 0.75, 0) == gantt.COLOURS["forward"][1]
+
+
+def test_zero_is_where_the_work_begins() -> None:
+    early, late = (
+        [(0, "forward", 0, start, start + 0.5), (1, "backward", 0, start + 0.5, start + 1)] for start in (0, 7)
+    )
+    assert torch.equal(gantt.gantt(early, 2, ""), gantt.gantt(late, 2, ""))
+
+
+@pytest.mark.parametrize(
+    ("at_least", "step"), [(0.9, 1), (1.0, 1), (1.1, 2), (2.1, 5), (5.1, 10), (60, 100), (0.03, 0.05)]
+)
+def test_ticks_are_at_round_numbers(at_least: float, step: float) -> None:
+    assert gantt._round_step(at_least) == pytest.approx(step)

@@ -1,0 +1,418 @@
+"""model and pipeline against a plain PyTorch loop in one process: the same weights, curve and evaluation."""
+
+from __future__ import annotations
+
+import functools
+import math
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAST, built, composed, curves, events
+from helpers.launches import Launch, assert_bitwise, finished, weights
+from helpers.plain_loop import CASES, COMMON, STEPS, Plain, largest_difference, plain_evaluation, plain_loop, weights_at
+from helpers.ranks import Ranks, prepared
+
+from runner.run import Run
+from runner.session import session
+from runner.tools import verify
+
+SIX = ("model.channels=[8,8,16,16]", "data.size=16")
+"""A network of six blocks: it makes two stages for each of three processes."""
+SHORT = 3
+RESNET = (
+    "model=resnet18",
+    "data.size=32",
+    "data.holdout=0.02",
+    "batch_size=12",
+    f"steps={SHORT}",
+    "optimizer.lr=0.002",
+)
+GROUP, DOUBLE = (*RESNET, "model.norm=group"), "precision=64"
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+STREAMS = "parallel.engine=streams"
+
+Change = Callable[[Run], None]
+
+
+def gentle(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.002, momentum=0.9)
+
+
+@functools.cache
+def plain(
+    case: str = "sgd", more: tuple[str, ...] = SIX, max_norm: float | None = None, steps: int = STEPS
+) -> tuple[Plain, tuple[float, float]]:
+    """The plain loop's weights and curve, and what an evaluation says at its end."""
+    run = built(*FAST, *COMMON, *CASES[case][0], *more)
+    kind = torch.float64 if DOUBLE in more else torch.float32
+    optimizer = gentle if "model=resnet18" in more else CASES[case][1]
+    found = plain_loop(run, optimizer, max_norm=max_norm, dtype=kind, steps=steps)
+    return found, plain_evaluation(run, found.weights)
+
+
+def on_two_devices(run: Run) -> None:
+    """As on a machine with several devices: the CPU, as often."""
+    cpu = torch.device("cpu")
+
+    def device(choice: Any) -> torch.device:
+        run.parallel._devices = [cpu] * 2  # pyright: ignore[reportAttributeAccessIssue]
+        return cpu
+
+    run.parallel.device = device
+
+
+def run_here(directory: Path, *overrides: str, change: Change | None = None) -> Any:
+    """The result of a run in this process."""
+    directory.mkdir(exist_ok=True)
+    return session(prepared(composed(*FAST, *overrides), directory, change))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_ends_where_a_plain_loop_ends(
+    schedule: str, processes: int, accumulation: int, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    options = ("parallel=pipeline", f"parallel.schedule={schedule}", f"accumulation={accumulation}")
+    overrides = (*COMMON, *CASES["sgd"][0], *SIX, *options, "workload.eval_batch_size=50")
+    result = ranks(processes).train(composed(*FAST, *overrides), tmp_path)
+    assert (result.status, result.steps, result.world_size) == ("done", STEPS, processes)
+    assert_as_plain(tmp_path, result, *plain())
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_streams_end_where_a_plain_loop_ends(
+    stages: int, accumulation: int, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    options = ("parallel=pipeline", STREAMS, f"parallel.stages={stages}", f"accumulation={accumulation}")
+    result = ranks(1).train(composed(*FAST, *COMMON, *CASES["sgd"][0], *SIX, *options), tmp_path)
+    assert_as_plain(tmp_path, result, *plain())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("change", [on_two_devices, None])
+def test_model_parallel_ends_where_a_plain_loop_ends(change: Change | None, accumulation: int, tmp_path: Path) -> None:
+    options = (*SIX, "parallel=model", f"accumulation={accumulation}")
+    result = run_here(tmp_path, *COMMON, *CASES["sgd"][0], *options, change=change)
+    assert_as_plain(tmp_path, result, *plain())
+
+
+def assert_as_plain(directory: Path, result: Any, wanted: Plain, evaluation: tuple[float, float]) -> None:
+    assert largest_difference(weights_at(directory, STEPS), wanted.weights) <= 1e-6
+    logged = curves(directory)
+    assert [value for _, value in logged["train/loss"]] == pytest.approx(wanted.losses, rel=1e-5)
+    assert [value for _, value in logged["train/accuracy"]] == pytest.approx(wanted.accuracies)
+    assert result.metrics["eval/loss"] == pytest.approx(evaluation[0], rel=1e-5)
+    assert result.metrics["eval/accuracy"] == evaluation[1], "every held-out sample, once"
+
+
+FEW = [("zero_bubble", 3, 2)]  # the others are slow; each schedule goes with a small network above
+ALL = [(schedule, stages, accumulation) for schedule in SCHEDULES for stages in (2, 3) for accumulation in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "processes", "accumulation"),
+    [pytest.param(*row, marks=[] if row in FEW else [pytest.mark.slow]) for row in ALL],
+)
+def test_a_residual_network_without_batch_normalisation(
+    schedule: str, processes: int, accumulation: int, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    """In float64 to its last digits; in float32 as close as the same sums in the same order are on one device."""
+    options = ("parallel=pipeline", f"parallel.schedule={schedule}", f"accumulation={accumulation}")
+    ranks(processes).train(composed(*FAST, *COMMON, *GROUP, DOUBLE, *options), tmp_path / "exact")
+    wanted, _ = plain("sgd", (*GROUP, DOUBLE), None, SHORT)
+    assert largest_difference(weights_at(tmp_path / "exact", SHORT), wanted.weights) <= 1e-12
+
+    count = 6 // accumulation
+    config = composed(*FAST, *COMMON, *GROUP, *options, f"parallel.num_micro_batches={count}")
+    ranks(processes).train(config, tmp_path / "rounded")
+    assert largest_difference(weights_at(tmp_path / "rounded", SHORT), in_six_parts()) <= 1e-6
+
+
+@functools.cache
+def in_six_parts() -> dict[str, torch.Tensor]:
+    """The weights of one device that accumulates over six micro-batches."""
+    with tempfile.TemporaryDirectory() as directory:
+        run_here(Path(directory), *COMMON, *GROUP, "accumulation.steps=6")
+        return weights_at(Path(directory), SHORT)
+
+
+def test_a_residual_network_on_several_devices(tmp_path: Path) -> None:
+    options = ("accumulation.steps=6", "parallel=model", "parallel.cuts=[layer3]")
+    run_here(tmp_path, *COMMON, *GROUP, *options, change=on_two_devices)
+    assert largest_difference(weights_at(tmp_path, SHORT), in_six_parts()) <= 1e-6
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("case", ["nesterov", "adamw"])
+def test_every_optimizer_keeps_its_own_parameters_moments(
+    case: str, schedule: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    more = (*SIX, DOUBLE)  # Adam divides each gradient by its own size, and with it the rounding of the smallest
+    options = ("parallel=pipeline", f"parallel.schedule={schedule}", "accumulation=2")
+    ranks(2).train(composed(*FAST, *COMMON, *CASES[case][0], *more, *options), tmp_path)
+    assert largest_difference(weights_at(tmp_path, STEPS), plain(case, more)[0].weights) <= 1e-13
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("channels_last=false",),
+        ("model.checkpoint_activations=true",),
+        ("model.checkpoint_activations=true", "parallel.schedule=zero_bubble"),
+        ("parallel.cuts=[conv2]", "parallel.split_size=16"),
+        ("parallel.num_micro_batches=1",),
+        ("parallel.split_size=1", "parallel.schedule=gpipe"),
+    ],
+    ids=" ".join,
+)
+def test_how_it_is_cut_and_computed_changes_nothing(
+    options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    result = ranks(2).train(composed(*FAST, *COMMON, *CASES["sgd"][0], *SIX, "parallel=pipeline", *options), tmp_path)
+    assert_as_plain(tmp_path, result, *plain())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["processes", "streams"])
+def test_compiled_pieces(engine: str, tmp_path: Path) -> None:
+    """The mode starts its processes itself: compiling takes longer than `Ranks` wait."""
+    options = ("compile=true", "parallel=pipeline", f"parallel.engine={engine}")
+    run = prepared(composed(*FAST, *COMMON, *CASES["sgd"][0], *SIX, *options), tmp_path)
+    assert_as_plain(tmp_path, run.parallel.launch(session, run), *plain())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One gradient, of all stages
+
+
+@pytest.mark.parametrize("options", [("parallel.processes=2",), ("parallel.processes=3",), (STREAMS,)], ids=" ".join)
+def test_gradients_are_clipped_by_the_norm_of_all_stages(
+    options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    overrides = (*COMMON, *CASES["sgd"][0], *SIX, "parallel=pipeline", *options)
+    count = {"2": 2, "3": 3}.get(options[0][-1], 1)
+    ranks(count).train(composed(*FAST, *overrides, "max_grad_norm=0.1"), tmp_path)
+    assert largest_difference(weights_at(tmp_path, STEPS), plain("sgd", SIX, 0.1)[0].weights) <= 1e-6
+
+
+def test_the_norm_that_is_logged_is_of_all_stages(trained, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    alone = trained(*COMMON, *CASES["sgd"][0], *SIX, directory="alone")
+    ranks(2).train(composed(*FAST, *COMMON, *CASES["sgd"][0], *SIX, "parallel=pipeline"), tmp_path / "two")
+    norms = [
+        [value for _, value in curves(path)["train/gradient_norm"]] for path in (alone.directory, tmp_path / "two")
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def with_an_overflow(run: Run) -> None:
+    """As on CUDA: losses are scaled; a gradient of the last layer overflows in the second step."""
+    prepare, accumulate = run.precision.prepare, run.parallel.accumulate
+
+    def scaling(device: torch.device) -> None:
+        prepare(device)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4)
+        run.precision._scaler = scaler  # pyright: ignore[reportAttributeAccessIssue]
+
+    def overflowing(model: torch.nn.Module, *arguments: Any) -> torch.Tensor:
+        sums = accumulate(model, *arguments)
+        bias = dict(model.named_parameters()).get("head.fc.bias")
+        if arguments[-1].start == run.batch_size and bias is not None:
+            assert bias.grad is not None
+            bias.grad[0] = math.inf
+        return sums
+
+    run.precision.prepare, run.parallel.accumulate = scaling, overflowing
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_all_stages_skip_an_update_that_overflowed_on_one(
+    log_every: int, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    overrides = (*COMMON, *CASES["sgd"][0], *SIX, "precision=16", f"log_every={log_every}", "schedule=onecycle")
+    run_here(tmp_path / "one", *overrides, "accumulation=8", change=with_an_overflow)
+    config = composed(*FAST, *overrides, "parallel=pipeline", "parallel.num_micro_batches=8")
+    ranks(2).train(config, tmp_path / "two", with_an_overflow)
+    assert largest_difference(weights_at(tmp_path / "two", STEPS), weights_at(tmp_path / "one", STEPS)) <= 1e-6
+    for tag, last in (("train/skipped_steps", 1.0), ("train/loss_scale", 512.0)):
+        logged = [curves(tmp_path / name)[tag] for name in ("one", "two")]
+        assert logged[0] == logged[1]
+        assert logged[0][-1][1] == last
+
+
+@pytest.mark.parametrize("precision", ["bf16", "16"])
+def test_sixteen_bits_round_where_one_process_rounds(
+    precision: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    overrides = (*COMMON, *CASES["sgd"][0], *SIX, f"precision={precision}")
+    run_here(tmp_path / "one", *overrides, "accumulation=8")
+    two = composed(*FAST, *overrides, "parallel=pipeline", "parallel.num_micro_batches=8")
+    ranks(2).train(two, tmp_path / "two")
+    got, alone = (weights_at(tmp_path / name, STEPS) for name in ("two", "one"))
+    assert all(tensor.dtype == torch.float32 for tensor in got.values())
+    assert largest_difference(got, alone) <= 1e-6
+    assert 1e-6 < largest_difference(got, plain()[0].weights) < 0.05, "rounded to 16 bits, and not more"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batch normalisation
+
+BATCH_NORM = (*COMMON, *RESNET, DOUBLE)
+
+
+RESNET50 = (*COMMON, "model=resnet50", *RESNET[1:], DOUBLE)
+
+
+@pytest.mark.parametrize(
+    ("network", "options"),
+    [(RESNET50, ("parallel.processes=2",)), (BATCH_NORM, (STREAMS,))],
+    ids=["resnet50 in two processes", "resnet18 in streams"],
+)
+def test_batch_normalisation_sees_micro_batches(
+    network: tuple[str, ...], options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    """Weights and running statistics are those of one device that accumulates as many."""
+    run_here(tmp_path / "one", *network, "steps=2", "accumulation.steps=3")
+    overrides = ("steps=2", "parallel=pipeline", "parallel.split_size=4", *options)
+    ranks(1 if STREAMS in options else 2).train(composed(*FAST, *network, *overrides), tmp_path / "two")
+    assert largest_difference(weights_at(tmp_path / "two", 2), weights_at(tmp_path / "one", 2)) <= 1e-13
+
+
+def test_deferred_statistics_are_those_of_the_whole_batch(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """Of the first layer, whose inputs are the same however they are split; after one step, and each batch once."""
+    run_here(tmp_path / "one", *BATCH_NORM, "steps=1")
+    options = ("steps=1", "parallel=pipeline", "parallel.batch_norm=defer", "accumulation=2", "parallel.split_size=2")
+    more = ("model.checkpoint_activations=true",)  # computed twice, counted once
+    ranks(2).train(composed(*FAST, *BATCH_NORM, *options, *more), tmp_path / "two")
+    whole, parts = (weights_at(tmp_path / name, 1) for name in ("one", "two"))
+    for name in ("bn1.running_mean", "bn1.running_var"):
+        assert torch.allclose(parts[name], whole[name], rtol=1e-12, atol=1e-15)
+    assert parts.keys() == whole.keys()
+    assert {int(tensor) for name, tensor in parts.items() if name.endswith("num_batches_tracked")} == {1}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is left behind
+
+
+def test_a_pipeline_starts_its_processes_and_leaves_what_one_leaves(tmp_path: Path) -> None:
+    overrides = (*FAST, *COMMON, *SIX, "data.crop=2", "eval_every=5", "log_every=5")
+    for name, mode in (("one", "parallel=single"), ("three", "parallel=pipeline parallel.stages=3")):
+        (tmp_path / name).mkdir()
+        run = prepared(composed(*overrides, *mode.split()), tmp_path / name)
+        result = run.parallel.launch(session, run)
+    assert result.world_size == 3
+    got, wanted = curves(tmp_path / "three"), curves(tmp_path / "one")
+    own = {tag for tag in got if tag.startswith("pipeline/")}
+    assert got.keys() - own == wanted.keys(), "tags know no mode"
+    for tag in wanted:
+        if not tag.startswith(("time/", "memory/", "hparams")):
+            assert [value for _, value in got[tag]] == pytest.approx([value for _, value in wanted[tag]], rel=1e-5)
+    assert_bubble(tmp_path / "three", got, workers=3, theory=2 / 14)  # twelve micro-batches
+    assert not (tmp_path / "one" / "pipeline.png").exists()
+
+
+def assert_bubble(directory: Path, logged: dict[str, list[tuple[int, float]]], workers: int, theory: float) -> None:
+    assert [step for step, _ in logged["pipeline/bubble"]] == [5, 10]
+    assert [value for _, value in logged["pipeline/bubble_theory"]] == pytest.approx([theory] * 2)
+    for place, (_, share) in enumerate(logged["pipeline/bubble"]):
+        spans = [
+            [logged[f"pipeline/{kind}_{worker}"][place][1] for kind in ("busy", "idle")] for worker in range(workers)
+        ]
+        whole = sum(spans[0])
+        assert all(sum(pair) == pytest.approx(whole, rel=1e-4) for pair in spans)
+        assert share == pytest.approx(1 - sum(busy for busy, _ in spans) / (workers * whole), abs=1e-4)
+        assert 0 <= logged["pipeline/bubble_bound"][place][1] <= share < 1
+    picture = events(directory).Images("pipeline/step")
+    assert [each.step for each in picture] == [5, 10]
+    assert (directory / "pipeline.png").read_bytes()[:8] == picture[-1].encoded_image_string[:8]
+
+
+@pytest.mark.parametrize("options", [(), ("parallel.schedule=interleaved_1f1b",)], ids=" ".join)
+def test_no_process_holds_more_than_its_own(
+    options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    names = ranks(2).do(names_held, composed(*FAST, *COMMON, *SIX, "parallel=pipeline", *options), tmp_path)
+    everything = {name for name, _ in built(*FAST, *SIX).workload.model.build((1, 16, 16), 10).named_parameters()}  # type: ignore[attr-defined]
+    assert set(names[0]) | set(names[1]) == everything
+    assert not set(names[0]) & set(names[1])
+    assert all(names)
+
+
+def names_held(config: dict[str, Any], directory: Path) -> list[str]:
+    """The names of the parameters that this process holds, and has in its optimizer."""
+    from runner.train import prepare
+
+    run = prepared(config, directory)
+    with run.parallel.joined(run):
+        state = prepare(run, run.parallel.device(run.device))
+    held = dict(state.model.named_parameters())
+    assert {id(p) for group in state.optimizer.param_groups for p in group["params"]} == {id(p) for p in held.values()}
+    return list(held)
+
+
+def test_a_loss_that_is_not_finite_ends_all_processes(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    overrides = (*COMMON, *SIX, "parallel=pipeline", "optimizer.lr=1000", "steps=30")
+    result = ranks(2).train(composed(*FAST, *overrides), tmp_path)
+    assert result.status == "diverged"
+    assert "is not finite at step" in result.error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run that goes on in another mode
+
+MODES = {
+    "single": ("parallel=single",),
+    "ddp": ("parallel=ddp",),
+    "pipeline": ("parallel=pipeline",),
+    "interleaved": ("parallel=pipeline", "parallel.schedule=interleaved_1f1b", "parallel.batch_norm=defer"),
+    "streams": ("parallel=pipeline", STREAMS),
+}
+WAYS = [
+    ("pipeline", "ddp", "single"),
+    ("single", "pipeline", "interleaved"),
+    ("ddp", "interleaved", "streams"),
+    ("streams", "pipeline", "pipeline"),
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=" ".join)
+@pytest.mark.parametrize("case", ["sgd", "adamw"])
+def test_a_run_goes_on_in_any_mode(
+    way: tuple[str, ...], case: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    more = (*SIX, DOUBLE)
+    for steps, mode in zip((3, 7, STEPS), way, strict=True):
+        overrides = (*COMMON, *CASES[case][0], *more, *MODES[mode], f"steps={steps}", "accumulation=2")
+        if mode == "single":
+            run_here(tmp_path, *overrides)
+        else:
+            ranks(1 if mode == "streams" else 2).train(composed(*FAST, *overrides), tmp_path)
+    assert largest_difference(weights_at(tmp_path, STEPS), plain(case, more)[0].weights) <= 1e-13
+
+
+def test_verify_says_that_it_is_the_same(capfd: pytest.CaptureFixture[str]) -> None:
+    assert verify.main([*FAST, "parallel=pipeline", "accumulation=2", "max_grad_norm=0.1"]) == verify.SAME
+    assert "the same" in capfd.readouterr().out
+
+
+def test_a_pipeline_that_is_asked_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
+    overrides = (*FAST, *COMMON, *SIX, *MODES["pipeline"], "steps=100", "save_every=5", "log_every=50")
+    whole = Launch(tmp_path / "whole", *overrides)
+    stopped = Launch(tmp_path / "stopped", *overrides).saved(5)
+    stopped.kill(signal.SIGTERM)
+    code, told = stopped.ended()
+    assert code == 75, told
+    assert whole.ended(120)[0] == 0
+    finished(tmp_path / "stopped", f"resume={stopped.directory}")
+    assert_bitwise(stopped.directory, weights(whole.directory))

@@ -1,0 +1,150 @@
+"""The pipeline in one process: the order of work, and what is queued on which stream."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from runner.parallel.pipelining.stages import Piece
+from runner.parallel.pipelining.streams import Courier, StreamCourier, Streams, clock, courier
+from runner.parallel.pipelining.timeline import Timeline
+
+CPU = torch.device("cpu")
+ONE, TWO = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+def test_in_a_tick_each_stage_has_another_micro_batch() -> None:
+    assert list(clock(3, 2)) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
+    for micros, stages in ((1, 3), (4, 3), (5, 1)):
+        order = list(clock(micros, stages))
+        assert sorted(order) == [(micro, stage) for micro in range(micros) for stage in range(stages)]
+        for micro, stage in order[1:]:
+            if stage:
+                assert order.index((micro, stage - 1)) < order.index((micro, stage))
+
+
+def pieces() -> list[Piece]:
+    torch.manual_seed(0)
+    blocks = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)]
+    return [Piece([block], None, None, nullcontext) for block in blocks]
+
+
+def test_gradients_are_those_of_the_whole_batch() -> None:
+    own, inputs, targets = pieces(), torch.randn(12, 3), torch.randn(12, 2)
+    timeline = Timeline([CPU])
+    timeline.begin(lambda: None)
+    Streams(own, [CPU] * 3, 4, timeline).train(inputs, targets, lambda y, t: (y - t).square().sum())
+    got = [parameter.grad for piece in own for parameter in piece.parameters()]
+    same = pieces()
+    y = inputs
+    for piece in same:
+        y = piece(y)
+    wanted = torch.autograd.grad((y - targets).square().sum(), [p for piece in same for p in piece.parameters()])
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    assert [span[:3] for span in timeline.take()] == [
+        *((stage, "forward", micro) for micro, stage in clock(3, 3)),
+        *((2 - stage, "backward", micro) for micro, stage in clock(3, 3)),
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 4, 11])
+def test_inference_is_in_order_with_a_short_last_part(count: int) -> None:
+    own, inputs = pieces(), torch.randn(count, 3)
+    wanted = inputs
+    for piece in own:
+        wanted = piece(wanted)
+    torch.testing.assert_close(Streams(own, [CPU] * 3, 4, Timeline([CPU])).infer(inputs), wanted)
+
+
+def test_on_one_device_nothing_is_copied() -> None:
+    kind = courier(CPU, CPU, None)
+    tensor = torch.zeros(2)
+    assert type(kind) is Courier
+    assert kind.receive(kind.send(tensor)) is tensor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Between devices: a recorder stands in for torch.cuda
+
+
+class Recorder:
+    """Writes down what is asked of streams, events and tensors."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.current = {ONE: Stream(self, ONE, "compute 0"), TWO: Stream(self, TWO, "compute 1")}
+
+    def Stream(self, device: torch.device) -> Stream:
+        return Stream(self, device, f"copy {device.index}")
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.current[device]
+
+    @contextmanager
+    def stream(self, stream: Stream):
+        before, self.current[stream.device] = self.current[stream.device], stream
+        yield
+        self.current[stream.device] = before
+
+
+class Stream:
+    def __init__(self, recorder: Recorder, device: torch.device, name: str):
+        self.recorder, self.device, self.name = recorder, device, name
+
+    def record_event(self) -> str:
+        self.recorder.calls.append(("record", self.name))
+        return f"event of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.recorder.calls.append(("wait", self.name, event))
+
+
+class Tensor:
+    def __init__(self, recorder: Recorder, name: str):
+        self.recorder, self.name = recorder, name
+
+    def to(self, device: torch.device, non_blocking: bool) -> Tensor:
+        assert non_blocking
+        streams = tuple(self.recorder.current[each].name for each in (ONE, TWO))
+        self.recorder.calls.append(("copy", self.name, device.index, *streams))
+        return Tensor(self.recorder, "copy")
+
+    def record_stream(self, stream: Stream) -> None:
+        self.recorder.calls.append(("record_stream", self.name, stream.name))
+
+
+def test_a_copy_waits_for_its_source_and_is_waited_for_and_nothing_else_is() -> None:
+    cuda = Recorder()
+    between: Any = courier(ONE, TWO, cuda)
+    assert type(between) is StreamCourier
+    parcel = between.send(Tensor(cuda, "activations"))
+    assert cuda.calls == [
+        ("record", "compute 0"),
+        ("wait", "copy 0", "event of compute 0"),
+        ("copy", "activations", 1, "copy 0", "copy 1"),
+        ("record", "copy 1"),
+        ("record_stream", "activations", "copy 0"),
+    ], "what is queued on the computing streams after this overlaps with the copy"
+
+    cuda.calls.clear()
+    assert between.receive(parcel).name == "copy"
+    assert cuda.calls == [("wait", "compute 1", "event of copy 1"), ("record_stream", "copy", "compute 1")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_compute_what_one_computes() -> None:
+    for devices in ([ONE, ONE, ONE], [ONE, TWO, TWO]):
+        own = [piece.to(device) for piece, device in zip(pieces(), devices, strict=True)]
+        torch.manual_seed(1)
+        inputs, targets = torch.randn(12, 3, device=ONE), torch.randn(12, 2, device=ONE)
+        Streams(own, devices, 2, Timeline(devices)).train(inputs, targets, lambda y, t: (y - t).square().sum())
+        gradients = [p.grad.cpu() for piece in own for p in piece.parameters() if p.grad is not None]
+        if devices[1] == ONE:
+            wanted = gradients
+    torch.testing.assert_close(gradients, wanted)

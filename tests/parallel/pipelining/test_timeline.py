@@ -1,0 +1,102 @@
+"""The bubble, from spans that are known; and what a time line notes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from runner.parallel.pipelining.timeline import Span, Timeline, bubble
+
+CPU = torch.device("cpu")
+
+
+def gpipe(num_stages: int, num_micros: int, forward: list[float], backward: list[float]) -> list[Span]:
+    """The spans of a GPipe schedule whose stages take so long, each as early as can be."""
+    spans: list[Span] = []
+    done: dict[tuple[str, int, int], float] = {}
+    free = [0.0] * num_stages
+    for kind, seconds, order in (
+        ("forward", forward, range(num_stages)),
+        ("backward", backward, range(num_stages)[::-1]),
+    ):
+        before = 0 if kind == "forward" else 1
+        for micro in range(num_micros):
+            for stage in order:
+                needs = done.get((kind, stage - 1 + 2 * before, micro), 0.0)
+                start = max(free[stage], needs)
+                free[stage] = done[kind, stage, micro] = start + seconds[stage]
+                spans.append(Span(stage, kind, micro, start, free[stage]))
+    return spans
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(2, 1), (2, 8), (3, 5), (4, 4)])
+def test_equal_stages_have_the_bubble_of_the_theory(stages: int, micros: int) -> None:
+    found = bubble(gpipe(stages, micros, [1.0] * stages, [2.0] * stages), stages)
+    assert found.theory == (stages - 1) / (micros + stages - 1)
+    assert found.share == pytest.approx(found.theory)
+    assert found.bound == pytest.approx(found.theory), "no schedule does better with stages that are whole"
+    assert found.seconds == pytest.approx(3 * (micros + stages - 1))
+    assert found.busy == [3.0 * micros] * stages
+
+
+def test_the_slowest_stage_sets_the_bound() -> None:
+    found = bubble(gpipe(2, 4, [1.0, 3.0], [2.0, 4.0]), 2)
+    assert found.busy == [12.0, 28.0]
+    assert found.least == 1 + 28 + 2, "the second stage's work, behind the first's and before it"
+    assert found.seconds >= found.least
+    assert found.share == pytest.approx(1 - 40 / (2 * found.seconds))
+    assert found.bound == pytest.approx(1 - 40 / 62)
+
+
+def test_gradients_of_weights_may_wait_until_the_end() -> None:
+    spans = [
+        Span(0, "forward", 0, 0, 1),
+        Span(1, "forward", 0, 1, 2),
+        Span(1, "backward", 0, 2, 3),
+        Span(0, "backward", 0, 3, 4),
+        Span(1, "weights", 0, 3, 5),
+        Span(0, "weights", 0, 4, 5),
+    ]
+    found = bubble(spans, 2)
+    assert found.least == 5.0, "1 before, 4 of its own; the other's backward pass is meanwhile"
+    assert found.seconds == 5.0
+    assert found.bound == found.share == pytest.approx(0.3)
+
+
+def test_several_stages_of_a_worker_are_one_row() -> None:
+    spans = [Span(stage, "forward", micro, stage + micro, stage + micro + 1) for stage in range(4) for micro in (0, 2)]
+    found = bubble([*spans, Span(0, "forward", 3, 9, 10)], 2)
+    assert found.busy == [5.0, 4.0]
+    assert found.theory == 1 / (2 * 4 + 1)
+
+
+def test_scalars_name_every_worker() -> None:
+    found = bubble(gpipe(2, 4, [1.0, 3.0], [2.0, 4.0]), 2)
+    scalars = found.scalars()
+    assert scalars["pipeline/idle_0"] == pytest.approx(found.seconds - 12)
+    assert scalars.keys() == {
+        *("pipeline/bubble", "pipeline/bubble_theory", "pipeline/bubble_bound"),
+        *("pipeline/busy_0", "pipeline/idle_0", "pipeline/busy_1", "pipeline/idle_1"),
+    }
+
+
+def test_a_time_line_notes_while_it_is_on() -> None:
+    timeline, waited = Timeline([CPU, CPU]), []
+    with timeline.span(0, "forward", 0, CPU):
+        pass
+    assert timeline.take() == []
+
+    timeline.begin(lambda: waited.append(True))
+    with timeline.span(1, "backward", 3, CPU):
+        time.sleep(0.02)
+    timeline.end()
+    with timeline.span(0, "forward", 0, CPU):
+        pass
+    [span] = timeline.take()
+    assert span[:3] == (1, "backward", 3)
+    assert span.stop - span.start == pytest.approx(0.02, abs=0.015)
+    assert 0 <= span.start < 0.02
+    assert waited == [True]
+    assert timeline.take() == [], "once"

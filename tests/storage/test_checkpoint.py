@@ -1,0 +1,522 @@
+"""Checkpoints: whole after a crash at any point, every damage found, nothing run from them, plain to other programs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from conftest import FAST, ROOT, Forks, built
+
+import runner.storage.checkpoint
+import runner.storage.manifest
+from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.config.errors import ConfigError
+from runner.storage.run_directory import StorageError
+from runner.run import Run
+
+
+def checkpoint(step: int) -> Checkpoint:
+    """A small one, every number of which tells the step."""
+    state = {"optimizer": {"w": {"momentum_buffer": torch.full((3,), float(step))}}, "best": {}, "metrics": {"a": 0.5}}
+    return Checkpoint(step, {"w": torch.full((2, 2), float(step))}, state, {"random": {"cpu": torch.tensor([step])}})
+
+
+def is_whole(found: Checkpoint | None, step: int) -> bool:
+    """Whether `found` is what was saved at `step`, in all its parts."""
+    wanted = checkpoint(step)
+    return (
+        found is not None
+        and found.step == step
+        and torch.equal(found.tensors["w"], wanted.tensors["w"])
+        and torch.equal(
+            found.state["optimizer"]["w"]["momentum_buffer"], wanted.state["optimizer"]["w"]["momentum_buffer"]
+        )
+        and torch.equal(found.local["random"]["cpu"], wanted.local["random"]["cpu"])
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A crash at every point
+
+
+class Crash(BaseException):
+    """The process dies here: nothing that handles errors runs."""
+
+
+class Disk:
+    """Counts every call that changes the disk; crashes at the n-th, before it, after it, or half way through a file."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.calls: list[tuple[str, Path]] = []
+        self.crash_at, self.how = -1, ""
+        self.unsynced: set[Path] = set()
+        for owner, name in (
+            (torch, "save"),
+            (safetensors.torch, "save_file"),
+            (Path, "write_text"),
+            (Path, "mkdir"),
+            (os, "fsync"),
+            (os, "replace"),
+            (shutil, "rmtree"),
+        ):
+            monkeypatch.setattr(owner, name, self.watched(name, getattr(owner, name)))
+
+    def watched(self, name: str, call: Callable) -> Callable:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            place = (
+                os.readlink(f"/proc/self/fd/{arguments[0]}") if name == "fsync" else arguments[name.startswith("save")]
+            )
+            path = Path(place if isinstance(place, str | Path) else place.name)
+            self.calls.append((name, path))
+            crash = len(self.calls) == self.crash_at
+            if crash and self.how == "before":
+                raise Crash
+            result = call(*arguments, **options)
+            if name in ("save", "save_file", "write_text"):
+                self.unsynced.add(path)
+            elif name == "fsync":
+                self.unsynced.discard(path)
+            if crash:
+                if self.how == "torn" and path.is_file():
+                    os.truncate(path, path.stat().st_size // 2)
+                raise Crash
+            return result
+
+        return wrapped
+
+    def lose_power(self) -> None:
+        """What was not synced is gone from the files that it was written to."""
+        for path in self.unsynced:
+            if path.exists():
+                path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("how", ["before", "after", "torn", "power"])
+def test_a_crash_at_any_call_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    disk = Disk(monkeypatch)
+    point, ended = 0, False
+    while not ended:
+        point += 1
+        directory = tmp_path / str(point)
+        disk.crash_at = -1
+        Checkpoints(directory, keep=1).save(checkpoint(1))
+        disk.calls.clear()
+        disk.unsynced.clear()
+        disk.crash_at, disk.how = point, "after" if how == "power" else how
+        try:
+            Checkpoints(directory, keep=1).save(checkpoint(2))
+            ended = True
+        except Crash:
+            renamed = [call for call, path in disk.calls if call == "replace" and path.name == "tmp.step_00000002"]
+        disk.crash_at = -1
+        if how == "power":
+            disk.lose_power()
+        found = Checkpoints(directory, keep=1).latest()
+        assert is_whole(found, 1) or is_whole(found, 2), (point, disk.calls[-1])
+        assert ended or renamed or is_whole(found, 1), "not there before it is renamed"
+        assert not list(directory.rglob("*.corrupt*")), (point, disk.calls[-1])
+        Checkpoints(directory, keep=1).save(checkpoint(3))  # the next session tidies up, and goes on
+        assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_00000003"]
+        assert is_whole(Checkpoints(directory, keep=1).latest(), 3)
+    assert point > 15, "every write, sync, rename and deletion is one point"
+
+
+def test_the_order_is_sync_rename_sync_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(checkpoint(1))
+    disk = Disk(monkeypatch)
+    checkpoints.save(checkpoint(2))
+    order = [(name, path.name) for name, path in disk.calls]
+    commit = order.index(("replace", "tmp.step_00000002"))
+    written = {path.name for name, path in disk.calls if name in ("save", "save_file", "write_text")}
+    assert written == {"model.safetensors", "state.pt", "rank_0.pt", "manifest.json"}
+    assert {name for call, name in order[:commit] if call == "fsync"} >= {*written, "tmp.step_00000002"}
+    assert order[commit + 1] == ("fsync", "checkpoints")
+    assert ("replace", "step_00000001") in order[commit + 2 :], "the old one goes only then"
+    assert not disk.unsynced
+
+
+def test_a_step_saved_again_sets_the_first_one_aside(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(checkpoint(1))
+    checkpoints.save(checkpoint(1))
+    assert {path.name for path in checkpoints.root.iterdir()} == {"step_00000001", "step_00000001.superseded"}
+    assert is_whole(checkpoints.latest(), 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damage
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Checkpoints:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        checkpoints.save(checkpoint(step))
+    return checkpoints
+
+
+def copied(checkpoints: Checkpoints, to: Path) -> Checkpoints:
+    shutil.copytree(checkpoints.root, to / "checkpoints")
+    return Checkpoints(to, keep=2)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "rank_0.pt", "manifest.json"])
+def test_every_flipped_bit_is_found(two: Checkpoints, tmp_path: Path, name: str) -> None:
+    path = two.root / "step_00000002" / name
+    data = path.read_bytes()
+    choose = random.Random(name)
+    every = len(data) * 8
+    for bit in range(every) if name == "manifest.json" else choose.sample(range(every), 100):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(runner.storage.manifest.DamagedError, match=name):
+            runner.storage.checkpoint.load(path.parent)
+    path.write_bytes(data)
+    assert is_whole(two.latest(), 2)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "rank_0.pt", "manifest.json"])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "a directory", "longer"])
+def test_a_damaged_checkpoint_is_set_aside(
+    two: Checkpoints, caplog: pytest.LogCaptureFixture, name: str, damage: str
+) -> None:
+    path = two.root / "step_00000002" / name
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "a directory":
+        path.mkdir()
+    elif damage != "missing":
+        path.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "longer": data + b"x"}[damage])
+    left = {file.name for file in path.parent.iterdir()}
+    with caplog.at_level(logging.WARNING, logger="runner"):
+        assert is_whole(two.latest(), 1)
+    assert two.steps() == [1]
+    assert {file.name for file in (two.root / "step_00000002.corrupt").iterdir()} == left, "nothing is deleted"
+    assert name in caplog.text
+    assert "step_00000002.corrupt" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "null", "[]", "{}", "3", '"x"', "{", '{"sha256": 1}', '{"files": []}', "[" * 100_000, '{"a": NaN}', "\udcff"],
+    ids=range(12),
+)
+def test_a_garbage_manifest_is_damage(two: Checkpoints, text: str) -> None:
+    path = two.root / "step_00000002" / "manifest.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert is_whole(two.latest(), 1)
+    assert (two.root / "step_00000002.corrupt").is_dir()
+
+
+def test_with_none_whole_the_run_begins_anew(two: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2):
+        (two.root / f"step_{step:08d}" / "state.pt").write_bytes(b"")
+    with caplog.at_level(logging.WARNING, logger="runner"):
+        assert two.latest() is None
+    assert "begins anew" in caplog.text
+    assert {path.name for path in two.root.iterdir()} == {"step_00000001.corrupt", "step_00000002.corrupt"}
+    two.save(checkpoint(2))
+    (two.root / "step_00000002" / "state.pt").write_bytes(b"")
+    assert two.latest() is None
+    assert (two.root / "step_00000002.corrupt2").is_dir(), "the one that was set aside first is still there"
+
+
+def test_a_file_that_may_not_be_read_is_no_damage(two: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(PermissionError):
+        two.latest()
+    assert two.steps() == [1, 2], "nothing was set aside"
+
+
+def resealed(path: Path, **changes: Any) -> None:
+    """Change a checkpoint's manifest so that all hashes are right."""
+    manifest = json.loads((path / "manifest.json").read_text()) | changes
+    files = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in manifest.pop("files")}
+    manifest = {key: value for key, value in manifest.items() if key != "sha256"} | {"files": files}
+    seal = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": seal}))
+
+
+def test_another_schema_is_refused_and_left_alone(two: Checkpoints) -> None:
+    resealed(two.root / "step_00000002", schema=3)
+    with pytest.raises(ConfigError, match="it has schema 3, this version reads 2") as caught:
+        two.latest()
+    assert caught.value.key == "resume"
+    assert two.steps() == [1, 2]
+
+
+class Payload:
+    """Unpickled, it runs a command."""
+
+    def __init__(self, command: str):
+        self.command = command
+
+    def __reduce__(self) -> tuple:
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("name", ["state.pt", "rank_0.pt"])
+@pytest.mark.parametrize("form", ["torch", "pickle"])
+def test_a_malicious_file_with_the_right_hash_runs_nothing(
+    two: Checkpoints, tmp_path: Path, name: str, form: str
+) -> None:
+    mark = tmp_path / "it ran"
+    payload = {"optimizer": Payload(f"touch '{mark}'")}
+    path = two.root / "step_00000002"
+    if form == "torch":
+        torch.save(payload, path / name)
+    else:
+        (path / name).write_bytes(pickle.dumps(payload, protocol=2))
+    resealed(path)
+    with pytest.raises(ConfigError, match="do not trust it"):
+        two.latest()
+    assert not mark.exists()
+    torch.load(path / name, weights_only=False) if form == "torch" else pickle.loads((path / name).read_bytes())
+    assert mark.exists(), "the payload works"
+
+
+def test_nothing_is_ever_loaded_as_a_full_pickle() -> None:
+    sources = [path for folder in ("runner", "models") for path in (ROOT / folder).rglob("*.py")]
+    loads = [line for path in sources for line in path.read_text().splitlines() if "torch.load(" in line]
+    assert loads
+    assert all("weights_only=True" in line for line in loads)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is kept
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("best", [None, 1, 4, 6])
+def test_the_latest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int | None) -> None:
+    checkpoints = Checkpoints(tmp_path, keep)
+    for step in range(1, 7):
+        checkpoints.save(checkpoint(step), best)
+    latest = list(range(7 - keep, 7))
+    assert checkpoints.steps() == sorted({*latest, *([best] if best else [])})
+    assert is_whole(checkpoints.latest(), 6)
+
+
+def test_none_is_kept_once_the_run_is_done(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=0)
+    for step in (1, 2, 3):
+        checkpoints.save(checkpoint(step), best_step=1)
+    assert checkpoints.steps() == [1, 3], "until then, one to go on from, and the best"
+    Checkpoints(tmp_path, keep=0, rank=1).finish()
+    assert checkpoints.steps() == [1, 3], "rank 0 does it"
+    checkpoints.finish()
+    assert list(checkpoints.root.iterdir()) == []
+    Checkpoints(tmp_path, keep=1).save(checkpoint(1))
+    Checkpoints(tmp_path, keep=1).finish()
+    assert checkpoints.steps() == [1]
+
+
+def test_a_run_that_keeps_none_is_done_all_the_same(forks: Forks, tmp_path: Path) -> None:
+    code, said = forks.run(*FAST, "steps=4", "save_every=1", "keep=0", cwd=tmp_path)
+    assert code == 0, said
+    (run,) = tmp_path.glob("outputs/*/*")
+    assert list((run / "checkpoints").iterdir()) == []
+    code, said = forks.run(f"resume={run}", cwd=tmp_path)
+    assert (code, "nothing is left to do" in said) == (0, True), said
+
+
+def test_what_was_set_aside_is_not_pruned(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    asides = {"step_00000001.corrupt", "step_00000001.superseded", "step_00000002.corrupt2"}
+    for name in asides:
+        (checkpoints.root / name).mkdir(parents=True)
+    for step in (3, 4):
+        checkpoints.save(checkpoint(step))
+    assert {path.name for path in checkpoints.root.iterdir()} == {*asides, "step_00000004"}
+
+
+def test_foreign_names_are_left_alone(two: Checkpoints) -> None:
+    for name in ("step_7", "step_000000009", "step_last", "notes"):
+        (two.root / name).mkdir()
+    assert is_whole(two.latest(), 2)
+    two.save(checkpoint(3))
+    assert two.steps() == [2, 3]
+    assert (two.root / "step_7").is_dir()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What other programs see
+
+
+def test_plain_torch_loads_the_weights(trained: Callable[..., Run]) -> None:
+    run = trained("steps=4", "optimizer=adamw", "model.dropout=0.1")
+    tensors = safetensors.torch.load_file(run.directory / "checkpoints/step_00000004/model.safetensors")
+    plain = torch.nn.Sequential(  # what conf/model/tiny.yaml says, without the project
+        torch.nn.Conv2d(1, 16, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.Conv2d(16, 32, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.Flatten(),
+        torch.nn.Linear(128, 64),
+        torch.nn.ReLU(),
+        torch.nn.Linear(64, 10),
+    )
+    names = ("conv1.conv", "conv2.conv", "hidden.fc", "head.fc")
+    layers = [layer for layer in plain if not isinstance(layer, torch.nn.ReLU | torch.nn.MaxPool2d | torch.nn.Flatten)]
+    for name, layer in zip(names, layers, strict=True):
+        layer.load_state_dict({"weight": tensors.pop(f"{name}.weight"), "bias": tensors.pop(f"{name}.bias")})
+    assert not tensors, "nothing but the weights is in there"
+    held_out = run.workload.held_out  # pyright: ignore[reportAttributeAccessIssue]
+    with torch.no_grad():
+        outputs = plain(held_out.inputs)
+    loss = torch.nn.functional.cross_entropy(outputs, held_out.targets).item()
+    assert loss == pytest.approx(run.result.metrics["eval/loss"], rel=1e-6)
+    accuracy = (outputs.argmax(1) == held_out.targets).double().mean().item()
+    assert accuracy == pytest.approx(run.result.metrics["eval/accuracy"])
+
+
+def test_names_are_the_models_and_tensors_whole(trained: Callable[..., Run]) -> None:
+    run = trained("steps=2", "optimizer=adam", "compile=false")
+    path = run.directory / "checkpoints/step_00000002"
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    model = run.workload.build_model()
+    assert {name: t.shape for name, t in tensors.items()} == {name: t.shape for name, t in model.state_dict().items()}
+    assert all(t.is_contiguous() and t.dtype == torch.float32 for t in tensors.values())
+    state = torch.load(path / "state.pt", weights_only=True)
+    assert set(state["optimizer"]) == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        moments = state["optimizer"][name]
+        assert set(moments) == {"step", "exp_avg", "exp_avg_sq"}
+        assert moments["exp_avg"].shape == parameter.shape
+        assert moments["step"] == 2
+    assert {file.name for file in path.iterdir()} == {"model.safetensors", "state.pt", "rank_0.pt", "manifest.json"}
+    assert zipfile.is_zipfile(path / "state.pt"), "torch's format, not a bare pickle"
+
+
+def test_the_manifest_tells_what_is_there(trained: Callable[..., Run]) -> None:
+    run = trained("steps=2")
+    path = run.directory / "checkpoints/step_00000002"
+    manifest = json.loads((path / "manifest.json").read_text())
+    hashes = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in path.iterdir() if f.name != "manifest.json"}
+    assert manifest["files"] == hashes
+    assert (manifest["schema"], manifest["step"], manifest["world_size"]) == (2, 2, 1)
+    assert manifest["config_hash"] == run.result.config_hash
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A full disk
+
+
+def test_a_failed_write_leaves_the_earlier_ones(two: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for owner, name in ((torch, "save"), (safetensors.torch, "save_file"), (os, "fsync"), (Path, "mkdir")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, full)
+            with pytest.raises(StorageError, match="No space left on device") as caught:
+                two.save(checkpoint(3))
+        assert "make room" in str(caught.value)
+        assert two.steps() == [1, 2]
+        assert not list(two.root.glob("tmp.*")), "the room is given back"
+    assert is_whole(two.latest(), 2)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 2 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small disk is for root, where the machine lets it")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_torch_and_safetensors_tell_of_a_full_disk(tiny_disk: Path) -> None:
+    big, small = {"w": torch.zeros(2**20)}, {"w": torch.zeros(2)}
+    checkpoints = Checkpoints(tiny_disk, keep=2)
+    checkpoints.save(checkpoint(1))
+    for tensors, state, local in ((big, {}, {}), (small, big, {}), (small, {}, big)):
+        with pytest.raises(StorageError, match="No space left on device"):
+            checkpoints.save(Checkpoint(2, tensors, state, local))
+        assert is_whole(checkpoints.latest(), 1)
+        assert checkpoints.steps() == [1]
+
+
+def test_a_run_on_a_full_disk_says_what_to_do_and_goes_on_later(forks: Forks, tiny_disk: Path, tmp_path: Path) -> None:
+    steady = (*FAST, "steps=40", "save_every=2", "eval_every=0", "keep=1", f"output_root={tiny_disk}/outputs", "name=a")
+    (tiny_disk / "ballast").write_bytes(bytes(1_000_000))
+    code, said = forks.run(*steady, "keep=30", cwd=tmp_path)
+    assert code == 1, said
+    assert "No space left on device" in said
+    assert "make room on the disk, then resume" in said
+    assert "Traceback" not in said
+    [directory] = (tiny_disk / "outputs/a").iterdir()
+    found = Checkpoints(directory, keep=30)
+    steps = found.steps()
+    assert steps
+    result = json.loads((directory / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("crashed", steps[-1] + 2), "the step whose checkpoint had no room"
+    assert found.latest().step == steps[-1], "none is damaged"
+    (tiny_disk / "ballast").unlink()
+    code, said = forks.run(f"resume={directory}", "keep=1", cwd=tmp_path)
+    assert code == 0, said
+    assert f"resumed after step {steps[-1]}" in said
+    assert found.steps()[-1] == 40
+
+
+def test_a_disk_that_is_full_from_the_start_is_refused(forks: Forks, tiny_disk: Path, tmp_path: Path) -> None:
+    (tiny_disk / "outputs/a").mkdir(parents=True)
+    with (tiny_disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
+        while True:
+            ballast.write(bytes(4096))
+    code, said = forks.run(*FAST, "steps=2", f"output_root={tiny_disk}/outputs", "name=a", cwd=tmp_path)
+    assert code == 2, said
+    assert "output_root: got" in said
+    assert "No space left on device" in said
+    assert "Traceback" not in said
+    assert list((tiny_disk / "outputs/a").iterdir()) == []
+
+
+def test_a_size_limit_is_told_like_a_full_disk(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    signal = pytest.importorskip("signal")
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(checkpoint(1))
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(StorageError, match="File too large"):
+            checkpoints.save(Checkpoint(2, {"w": torch.zeros(5000)}, {}, {}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert is_whole(checkpoints.latest(), 1)
+
+
+def test_the_best_of_a_run_is_kept(trained: Callable[..., Run]) -> None:
+    run = trained("steps=24", "eval_every=2", "save_every=2", "keep=1", "optimizer.lr=0.3")
+    steps = Checkpoints(run.directory, keep=1).steps()
+    assert steps == sorted({24, run.result.best["step"]})
+    assert built(*FAST).keep == 2, "the default keeps a second one, should the newest be damaged"

@@ -1,0 +1,288 @@
+"""Run directories: one each however many start at once, wherever they are, and nothing written outside of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import FAST, ROOT, Forks, environment
+
+from runner.storage import run_directory as directory
+from runner.config.errors import ConfigError
+
+NAME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-[0-9a-f]{6}")
+
+
+def tree(root: Path, *without: str) -> dict[str, tuple[int, int]]:
+    """Size and time of change of every file and folder under `root`, but for what tests and Python itself write."""
+    skipped = {"__pycache__", "console.txt", "code", *without}
+    found = {}
+    for path, folders, files in os.walk(root):
+        folders[:] = [folder for folder in folders if folder not in skipped]
+        for name in {*folders, *files} - skipped:
+            about = (Path(path) / name).stat()
+            found[os.path.relpath(Path(path) / name, root)] = (about.st_size if name in files else 0, about.st_mtime_ns)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One each
+
+CREATE = """
+import sys, time
+from pathlib import Path
+from runner import directory
+time.sleep(max(0, float(sys.argv[1]) - time.time()))
+for _ in range(5):
+    print(directory.create(Path("outputs") / "same"))
+"""
+
+
+def test_twenty_processes_in_the_same_second_make_a_hundred_directories(tmp_path: Path) -> None:
+    start = str(time.time() + 3)
+    pipes = {"cwd": tmp_path, "env": environment(), "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([sys.executable, "-c", CREATE, start], **pipes) for _ in range(20)]
+    made = [line for process in processes for line in process.communicate(timeout=60)[0].splitlines()]
+    assert [process.returncode for process in processes] == [0] * 20
+    assert len(set(made)) == len(made) == 100
+    assert all(NAME.fullmatch(Path(path).name) and Path(path).is_dir() for path in made)
+    assert len({Path(path).name[:19] for path in made}) < 20, "many in a second, or this would show nothing"
+
+
+def test_a_name_that_is_taken_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(["a", "a", "a", "b"])
+    monkeypatch.setattr(directory, "unique_name", lambda: next(names))
+    assert [directory.create(tmp_path).name, directory.create(tmp_path).name] == ["a", "b"]
+
+
+def test_threads_get_directories_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        made = list(pool.map(lambda _: directory.create(tmp_path / "deep" / "down"), range(100)))
+    assert len(set(made)) == 100
+
+
+def test_a_given_name_is_exclusive(tmp_path: Path) -> None:
+    assert directory.create(tmp_path, "000-seed=1") == (tmp_path / "000-seed=1").resolve()
+    with pytest.raises(ConfigError, match=r"output_root: .*File exists.*\n  choose another with output_root=DIR"):
+        directory.create(tmp_path, "000-seed=1")
+
+
+@pytest.mark.parametrize("parent", ["file", "file/below", "/proc/nobody/writes/here", "/dev/null/x"])
+def test_where_none_can_be_made_the_root_is_named(parent: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as refusal:
+        directory.create(tmp_path / parent)
+    assert refusal.value.key == "output_root"
+    assert parent in str(refusal.value.got)
+
+
+@pytest.mark.slow
+def test_twenty_runs_in_the_same_second_have_twenty_directories(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "runner", *FAST, "debug=smoke"]
+    pipes = {"cwd": tmp_path, "env": environment(), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    processes = [subprocess.Popen(program, **pipes) for _ in range(20)]
+    assert [process.wait(timeout=600) for process in processes] == [0] * 20
+    found = list((tmp_path / "outputs" / "smoke").iterdir())
+    assert len(found) == 20
+    assert all(directory.read_result(path)["status"] == "done" for path in found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nowhere else
+
+
+@pytest.mark.parametrize("name", ["with blanks in it", "größe-µ-日本", "a=1,b=2", "it's [1] {2} $HOME ~ %41 #"])
+def test_a_run_is_at_home_in_any_directory(name: str, forks: Forks, tmp_path: Path) -> None:
+    """It runs in `name`, writes to `name` beside it, and what it says to type in the end does what it says."""
+    here, there = tmp_path / name, tmp_path / f"runs {name}"
+    here.mkdir()
+    code, told = forks.run(*FAST, "debug=smoke", f"output_root=../runs {name}", cwd=here)
+    assert code == 0, told
+    [run] = there.glob("smoke/*")
+    assert tree(here) == {}
+    shown = re.search(r"^run: (.*)$", told, re.MULTILINE)
+    look = re.search(r"^look: tensorboard --logdir (.*)$", told, re.MULTILINE)
+    assert shown
+    assert look
+    assert [(here / shlex.split(text[1])[0]).resolve() for text in (shown, look)] == [run, there]
+    code, told = forks.run(f"resume={shlex.split(shown[1])[0]}", "steps=3", cwd=here)
+    assert code == 0, told
+    assert directory.read_result(run)["steps"] == 3
+    assert [path.name for path in there.glob("*/*")] == [run.name]
+
+
+def test_a_run_writes_its_directory_and_nothing_else(forks: Forks, tmp_path: Path) -> None:
+    here, home = tmp_path / "here", tmp_path / "elsewhere"
+    home.mkdir()
+    (tmp_path / "other").write_text("as it was")
+    before = tree(tmp_path, "here")
+    code, told = forks.run(*FAST, "debug=smoke", "profiler=simple", cwd=here)
+    assert code == 0, told
+    assert tree(tmp_path, "here") == before
+    [run] = here.glob("outputs/smoke/*")
+    assert {path for path in tree(here) if not path.startswith(f"outputs/smoke/{run.name}")} == {
+        "outputs",
+        "outputs/smoke",
+    }
+    names = {"config.yaml", "overrides.yaml", "environment.json", "result.json", "log.txt", "checkpoints", "profile"}
+    left = {path.name for path in run.iterdir()}
+    assert names <= left
+    assert all(name in names or name.startswith(("events.", ".lock")) for name in left), left
+
+
+def test_the_source_may_be_read_only_and_stays_as_it_is(tmp_path: Path) -> None:
+    source, here = tmp_path / "source", tmp_path / "here"
+    here.mkdir()
+    for room in ("runner", "models", "conf"):
+        shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
+    paths = [source, *source.rglob("*")]
+    for path in paths:
+        path.chmod(path.stat().st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
+    before = tree(source)
+    # In earnest for all but root, who may write everywhere; for root the comparison tells.
+    variables = environment() | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+    program = [sys.executable, "-m", "runner", *FAST, "debug=smoke"]
+    process = subprocess.run(program, cwd=here, env=variables, capture_output=True, text=True, check=False)
+    for path in paths:
+        path.chmod(path.stat().st_mode | stat.S_IWUSR)
+    assert process.returncode == 0, process.stderr
+    assert tree(source) == before
+    assert list(source.rglob("__pycache__")) == []
+    [run] = here.glob("outputs/*/*")
+    assert directory.read_result(run)["status"] == "done"
+
+
+def test_what_lies_in_the_callers_directory_does_not_stand_in_for_ours(tmp_path: Path) -> None:
+    for name in ("models", "secrets", "logging", "torch", "omegaconf", "hydra", "typing", "tensorboard", "yaml"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the caller was imported')")
+    for name in ("conf", "conf/optimizer", "models"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("seed: not ours")
+    (tmp_path / "conf" / "optimizer" / "sgd.yaml").write_text("lr: not ours")
+    (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('models/ of the caller was imported')")
+    program = [sys.executable, "-m", "runner", *FAST, "debug=smoke"]
+    process = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    [run] = tmp_path.glob("outputs/*/*")
+    assert "not ours" not in (run / "config.yaml").read_text()
+
+
+def test_a_refusal_takes_back_what_was_made_for_it_alone(forks: Forks, tmp_path: Path) -> None:
+    """The network is built after the directory is made; nothing is left, unless another was there before."""
+    too_small = (*FAST, "model=convnet", "model.kernel_size=31")
+    (tmp_path / "outputs").mkdir()
+    code, told = forks.run(*too_small, cwd=tmp_path)
+    assert (code, "model.kernel_size: got 31" in told) == (2, True), told
+    assert tree(tmp_path).keys() == {"outputs"}
+    code, told = forks.run(*too_small, "-m", "seed=1,2", "output_root=new/er", cwd=tmp_path)
+    assert (code, told.count("model.kernel_size: got 31")) == (2, 2), told
+    assert tree(tmp_path).keys() == {"outputs"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["seed=1", "precision='16'"], "007-seed=1,precision=16"),
+        (["name='a b'", "output_root='/tmp/x'"], "007-name=a_b,output_root=_tmp_x"),
+        (["schedule.milestones=[0.5,0.7]"], "007-schedule.milestones=_0.5,0.7_"),
+        ([], "007"),
+        (["name=größe"], "007-name=größe"),
+        (["a=..."], "007-a="),
+        ([f"name={'x' * 55}", f"experiment={'y' * 40}", "seed=1"], f"007-name={'x' * 55},experiment={'y' * 40}"),
+        ([f"name={'x' * 80}", f"experiment={'y' * 40}", "seed=1"], f"007-name={'x' * 80}"),
+    ],
+)
+def test_a_jobs_name_tells_its_overrides(overrides: list[str], name: str) -> None:
+    assert directory.job_name(7, overrides) == name
+
+
+@pytest.mark.parametrize("letter", ["x", "ü", "日", "😀"])
+def test_a_jobs_name_fits_into_a_directory(letter: str, tmp_path: Path) -> None:
+    name = directory.job_name(7, [f"name={letter * 500}"])
+    assert 100 < len(name.encode()) <= 120
+    assert directory.create(tmp_path, name).is_dir()
+
+
+def test_names_sort_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    stamps = iter(["2026-01-02_03-04-05", "2026-01-02_03-04-06"])
+    monkeypatch.setattr(time, "strftime", lambda _: next(stamps))
+    first, second = directory.unique_name(), directory.unique_name()
+    assert NAME.fullmatch(first)
+    assert first < second
+
+
+def test_a_free_name_is_numbered(tmp_path: Path) -> None:
+    path = tmp_path / "step_1"
+    names = []
+    for _ in range(3):
+        names.append(directory.free_name(path, "old").name)
+        (tmp_path / names[-1]).mkdir()
+    assert names == ["step_1.old", "step_1.old2", "step_1.old3"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / directory.RESULT
+    directory.write_json(path, {"grüße": 1.5})
+    with pytest.raises(TypeError):
+        directory.write_json(path, {"not": {"json"}})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"grüße": 1.5}
+    assert directory.read_result(tmp_path) == {"grüße": 1.5}
+    assert [found.name for found in tmp_path.iterdir()] == [directory.RESULT]
+
+
+def test_no_result_or_half_of_one_is_none(tmp_path: Path) -> None:
+    assert directory.read_result(tmp_path) == {}
+    (tmp_path / directory.RESULT).write_text('{"status": "do')
+    assert directory.read_result(tmp_path) == {}
+
+
+HOLD = "import sys; from pathlib import Path; from runner import directory; held = directory.lock(Path('.'))\n"
+
+
+def test_a_directory_is_held_until_its_process_ends_however_it_ends(tmp_path: Path) -> None:
+    code = HOLD + "print(held is not None, flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment(), **pipes) as holder:
+        assert holder.stdout.readline() == "True\n"
+        assert directory.lock(tmp_path) is None
+        holder.kill()
+    held = directory.lock(tmp_path)
+    assert held is not None
+    assert directory.lock(tmp_path) is None, "in one process too"
+    held.close()
+    again = directory.lock(tmp_path)
+    assert again is not None
+    again.close()
+
+
+def test_empty_directories_are_removed_up_to_where_they_began(tmp_path: Path) -> None:
+    assert directory.nearest_existing(tmp_path / "a" / "b" / "c") == tmp_path
+    (tmp_path / "a" / "b" / "c").mkdir(parents=True)
+    assert directory.nearest_existing(tmp_path / "a" / "b") == tmp_path / "a" / "b"
+    (tmp_path / "a" / "file").touch()
+    directory.remove_empty(tmp_path / "a" / "b" / "c", end=tmp_path)
+    assert {path.name for path in tmp_path.rglob("*")} == {"a", "file"}
+    (tmp_path / "a" / "file").unlink()
+    directory.remove_empty(tmp_path / "a", end=tmp_path / "a")
+    directory.remove_empty(tmp_path / "gone", end=tmp_path)
+    assert (tmp_path / "a").is_dir()
+    directory.remove_empty(tmp_path / "a", end=tmp_path)
+    assert list(tmp_path.iterdir()) == []

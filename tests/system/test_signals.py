@@ -1,0 +1,214 @@
+"""Asked to stop: by a request that the loop sees, and by real signals to a real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import yaml
+from conftest import FAST, Forks
+
+from runner.storage.checkpoint import load
+from runner.system.signals import StopRequest
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The request
+
+
+def test_nothing_is_received_when_nothing_is_sent() -> None:
+    with StopRequest() as stop:
+        assert stop.received == ""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_received_and_told_at_once(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), number)
+        assert stop.received == number.name
+        assert f"{number.name}: finishing the step, then saving" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("first", SIGNALS)
+def test_a_ctrl_c_after_any_signal_leaves_at_once(first: signal.Signals) -> None:
+    with StopRequest():
+        os.kill(os.getpid(), first)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_signals_of_a_scheduler_may_come_twice() -> None:
+    with StopRequest() as stop:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert stop.received == "SIGTERM"
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with StopRequest():
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_thread_gets_no_handlers_and_no_error() -> None:
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def enter() -> None:
+        with StopRequest() as stop:
+            seen.append((stop.received, signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [("", before)]
+
+
+def test_a_closed_terminal_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> int:
+        raise BrokenPipeError
+
+    with StopRequest() as stop:
+        monkeypatch.setattr(os, "write", gone)
+        os.kill(os.getpid(), signal.SIGTERM)
+        monkeypatch.undo()
+        assert stop.received == "SIGTERM"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A process, in the middle of a run
+
+STEPS = 300
+LONG = (*FAST, f"steps={STEPS}", "save_every=20", "log_every=20", "eval_every=100", "model.dropout=0.1")
+
+
+def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.002)
+    return found
+
+
+def ended(forks: Forks, cwd: Path, seconds: float = 60) -> tuple[int, str]:
+    """The exit code of what was started in `cwd`, and what it printed."""
+    until(lambda: forks.code(cwd) is not None, seconds)
+    return forks.code(cwd), (cwd / "console.txt").read_text()
+
+
+def a_checkpoint(cwd: Path) -> list[Path]:
+    return [path for path in cwd.glob("outputs/**/checkpoints/step_*") if (path / "manifest.json").exists()]
+
+
+def whole(run: Path) -> dict[str, Any]:
+    """What the newest checkpoint of `run` holds, every byte of it verified, and the result beside it."""
+    newest = max((run / "checkpoints").glob("step_*"))
+    loaded = load(newest)
+    assert loaded.step == int(newest.name.removeprefix("step_"))
+    result = json.loads((run / "result.json").read_text())
+    assert result["steps"] == loaded.step
+    return {"tensors": safetensors.torch.load_file(newest / "model.safetensors"), "result": result}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cwd = tmp_path_factory.mktemp("uninterrupted")
+    code, told = forks.run(*LONG, cwd=cwd)
+    assert code == 0, told
+    return whole(next(cwd.glob("outputs/*/*")))
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_stops_after_saving_and_the_run_goes_on_to_the_same_end(
+    number: signal.Signals, forks: Forks, uninterrupted: dict[str, Any], tmp_path: Path
+) -> None:
+    process = forks.start(*LONG, cwd=tmp_path)
+    until(lambda: a_checkpoint(tmp_path))
+    os.kill(process, number)
+    code, told = ended(forks, tmp_path)
+    assert code == 75, told
+    assert "Traceback" not in told
+    assert f"{number.name}: finishing the step" in told
+    [run] = tmp_path.glob("outputs/*/*")
+    stopped = whole(run)["result"]
+    assert stopped["status"] == "stopped"
+    assert 0 < stopped["steps"] < STEPS
+    assert f"stopped after step {stopped['steps']}/{STEPS}" in told
+    assert f"asked to stop by {number.name}" in (run / "log.txt").read_text()
+
+    # As it says itself.
+    typed = re.search(r"^go on: python -m runner (.*)$", told, re.MULTILINE)
+    assert typed
+    code, told = forks.run(*shlex.split(typed[1]), cwd=tmp_path)
+    assert code == 0, told
+    finished = whole(run)
+    assert finished["result"]["status"] == "done"
+    assert finished["result"]["metrics"] == uninterrupted["result"]["metrics"]
+    assert finished["result"]["best"] == uninterrupted["result"]["best"]
+    for name, tensor in uninterrupted["tensors"].items():
+        assert torch.equal(finished["tensors"][name], tensor), name
+    assert list(tmp_path.glob("outputs/*/*")) == [run], "in its own directory"
+
+
+SLOW = ("model=resnet18", "device=cpu", "device.threads=1", "batch_size=1024", "accumulation.steps=512", "steps=3")
+"""A step of many seconds: 512 times two images."""
+
+
+def test_the_second_ctrl_c_leaves_at_once(forks: Forks, tmp_path: Path) -> None:
+    process = forks.start(*SLOW, cwd=tmp_path)
+    until(lambda: list(tmp_path.glob("outputs/*/*/events*")))
+    time.sleep(1)  # between the first event and the first step it asks for signals
+    os.kill(process, signal.SIGINT)
+    until(lambda: "finishing the step" in (tmp_path / "console.txt").read_text())
+    time.sleep(0.3)
+    assert forks.code(tmp_path) is None, "still in the step"
+    os.kill(process, signal.SIGINT)
+    code, told = ended(forks, tmp_path, seconds=5)
+    assert (code, told.splitlines()[-1]) == (130, "interrupted")
+    assert "Traceback" not in told
+    [run] = tmp_path.glob("outputs/*/*")
+    assert not (run / "result.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_sweep(number: signal.Signals, forks: Forks, tmp_path: Path) -> None:
+    process = forks.start(*LONG, "-m", "seed=1,2,3", cwd=tmp_path)
+    until(lambda: a_checkpoint(tmp_path))
+    os.kill(process, number)
+    code, told = ended(forks, tmp_path)
+    assert code == 75, told
+    [run] = tmp_path.glob("outputs/sweeps/*/*/0*")
+    assert run.name.startswith("000-")
+    assert whole(run)["result"]["status"] == "stopped"
+
+    # The job goes on by itself, as it says; the other jobs are the user's to start again.
+    typed = re.search(r"^go on: python -m runner (.*)$", told, re.MULTILINE)
+    assert typed
+    code, told = forks.run(*shlex.split(typed[1]), cwd=tmp_path)
+    assert code == 0, told
+    assert whole(run)["result"]["status"] == "done"
+    assert yaml.safe_load((run / "config.yaml").read_text())["seed"] == 1
+
+
+def test_a_ctrl_c_before_the_first_step_leaves_at_once(forks: Forks, tmp_path: Path) -> None:
+    process = forks.start(*FAST, "data=synthetic", "data.num_samples=4000", "model=resnet18", "-m", cwd=tmp_path)
+    until(lambda: "job 0" in (tmp_path / "console.txt").read_text() if (tmp_path / "console.txt").exists() else False)
+    os.kill(process, signal.SIGINT)
+    code, told = ended(forks, tmp_path)
+    assert (code, told.splitlines()[-1]) == (130, "interrupted")
+    assert "Traceback" not in told

@@ -1,0 +1,219 @@
+"""Pictures, pixel by pixel where it matters: places, colours, sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+from runner.tracking import images as pictures
+from runner.tracking.images import BAD, GOOD, PLAIN, confusion_matrix, grid
+
+GAP, STRIP = 4, 18
+
+
+def colour_at(picture: torch.Tensor, row: int, column: int) -> tuple[int, ...]:
+    return tuple(picture[:, row, column].tolist())
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Grid
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_small_images_are_scaled_by_a_whole_number_and_lie_row_by_row(channels: int) -> None:
+    images = noise(4, channels, 20, 28)  # longer side 28: three times, at least 64
+    picture = grid(images, ["a", "b", "c", "d"])
+    assert picture.dtype == torch.uint8
+    assert picture.is_contiguous()
+    assert picture.shape == (3, 2 * (60 + STRIP + GAP) + GAP, 2 * (84 + GAP) + GAP)
+    large = images.repeat_interleave(3, 2).repeat_interleave(3, 3).expand(4, 3, 60, 84)
+    for i, (top, left) in enumerate([(4, 4), (4, 92), (86, 4), (86, 92)]):
+        assert torch.equal(picture[:, top : top + 60, left : left + 84], large[i])
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "expected"),
+    [(8, 8, (64, 64)), (63, 10, (126, 20)), (64, 64, (64, 64)), (160, 90, (160, 90)), (320, 640, (80, 160))],
+)
+def test_tiles_are_64_to_160_pixels(height: int, width: int, expected: tuple[int, int]) -> None:
+    picture = grid(noise(1, 3, height, width), ["a"])
+    assert picture.shape == (3, expected[0] + STRIP + 2 * GAP, expected[1] + 2 * GAP)
+
+
+def test_large_images_are_averaged() -> None:
+    checks = torch.zeros(1, 3, 320, 320, dtype=torch.uint8)
+    checks[..., ::2] = 200  # every other column
+    assert colour_at(grid(checks, ["a"]), GAP + 80, GAP + 80) == (100, 100, 100)
+
+
+def test_captions_are_green_red_or_grey() -> None:
+    images = torch.zeros(2, 1, 64, 64, dtype=torch.uint8)
+    corner = GAP + 64 + 1, GAP + 1
+    picture = grid(images, ["", ""], [True, False])
+    assert colour_at(picture, *corner) == GOOD
+    assert colour_at(picture, corner[0], corner[1] + 64 + GAP) == BAD
+    assert colour_at(grid(images, ["", ""]), *corner) == PLAIN
+    assert len({GOOD, BAD, PLAIN}) == 3
+
+
+def test_a_caption_is_written_in_its_strip_and_nowhere_else() -> None:
+    images = torch.zeros(4, 1, 64, 64, dtype=torch.uint8)
+    empty, written = grid(images, ["", "", "", ""]), grid(images, ["", "", "", "a caption far too long for its image"])
+    rows, columns = (empty != written).any(0).nonzero().unbind(1)
+    top, left = GAP + 64 + STRIP + GAP + 64, GAP + 64 + GAP
+    assert top <= rows.min()
+    assert rows.max() < top + STRIP
+    assert left <= columns.min()
+    assert columns.max() < left + 64
+
+
+@pytest.mark.parametrize(
+    ("num_images", "columns", "rows"), [(1, 1, 1), (3, 2, 2), (9, 3, 3), (5, 3, 2), (25, 5, 5), (64, 8, 8)]
+)
+def test_there_are_as_many_columns_as_rows(num_images: int, columns: int, rows: int) -> None:
+    picture = grid(torch.zeros(num_images, 1, 64, 64, dtype=torch.uint8), [""] * num_images)
+    assert picture.shape == (3, rows * (64 + STRIP + GAP) + GAP, columns * (64 + GAP) + GAP)
+
+
+def test_no_image_gives_an_empty_picture() -> None:
+    picture = grid(torch.zeros(0, 1, 28, 28, dtype=torch.uint8), [], [])
+    assert (picture == 255).all()
+
+
+def test_a_missing_caption_is_an_error() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        grid(noise(2, 1, 8, 8), ["only one"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Confusion matrix
+
+
+def cells(picture: torch.Tensor, num_classes: int, cell: int) -> torch.Tensor:
+    """The colour of each cell's upper left pixel: [3, classes, classes]."""
+    margin = picture.shape[1] - num_classes * cell - GAP
+    corners = margin + cell * torch.arange(num_classes)
+    return picture[:, corners][:, :, corners]
+
+
+def test_rows_are_true_classes_and_shades_are_shares_of_a_row() -> None:
+    counts = torch.tensor([[75, 25, 0], [0, 0, 0], [1, 0, 0]])
+    picture = confusion_matrix(counts, ["a", "b", "c"])
+    shown = cells(picture, 3, 44)
+    assert colour_at(shown, 0, 1) == tuple(round(255 + (dark - 255) * 0.25**0.5) for dark in (8, 48, 107))
+    assert colour_at(shown, 0, 0) == tuple(round(255 + (dark - 255) * 0.75**0.5) for dark in (8, 48, 107))
+    assert colour_at(shown, 2, 0) == (8, 48, 107)
+    for row, column in ((0, 2), (1, 0), (1, 1), (1, 2), (2, 1), (2, 2)):
+        assert colour_at(shown, row, column) == (255, 255, 255)
+
+
+def test_the_numbers_stand_in_their_cells() -> None:
+    zero, one = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(3, 3, dtype=torch.int64)
+    one[1, 2] = 9999
+    before, after = (confusion_matrix(counts, ["a", "b", "c"]) for counts in (zero, one))
+    rows, columns = (before != after).any(0).nonzero().unbind(1)
+    margin = before.shape[1] - 3 * 44 - GAP
+    assert (rows.min(), rows.max()) == (margin + 44, margin + 87)  # the shade fills row 1
+    assert (columns.min(), columns.max()) == (margin + 88, margin + 131)  # and column 2
+    white = (after[:, margin + 44 : margin + 88, margin + 88 : margin + 132] == 255).all(0)
+    assert white.any()  # in white on the dark cell
+    assert not white[:, :2].any()
+    assert not white[:, -2:].any()
+
+
+def test_class_names_stand_at_both_axes() -> None:
+    counts = torch.eye(3, dtype=torch.int64)
+    before, after = (confusion_matrix(counts, ["cat", name, "dog"]) for name in ("bee", "bug"))
+    rows, columns = (before != after).any(0).nonzero().unbind(1)
+    margin = before.shape[1] - 3 * 44 - GAP
+    left, above = columns < margin, rows < margin
+    assert (left ^ above).all()
+    for along in (rows[left], columns[above]):  # next to row 1, and to column 1
+        assert along.numel()
+        assert margin + 44 <= along.min()
+        assert along.max() < margin + 88
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (0, "0"), (9_999, "9999"), (10_000, "10k"), (999_999, "999k"),
+        (1_000_000, "1.0M"), (9_999_999, "9.9M"), (10_000_000, "10M"), (7 * 10**12, "7.0T"),
+    ],
+)  # fmt: skip
+def test_counts_fit_their_cells(count: int, shown: str) -> None:
+    assert pictures._short(count) == shown
+
+
+@pytest.mark.parametrize(("num_classes", "cell"), [(21, 38), (100, 8), (1000, 1)])
+def test_many_classes_make_a_heat_map(num_classes: int, cell: int) -> None:
+    counts = torch.eye(num_classes, dtype=torch.int64) * 3
+    counts[4, 17] = 1
+    picture = confusion_matrix(counts, [str(i) for i in range(num_classes)])
+    assert picture.shape[1] == picture.shape[2] < 1200
+    shown = cells(picture, num_classes, cell)
+    assert torch.equal(shown, pictures.shades(counts))
+    assert colour_at(shown, 4, 17) == tuple(round(255 + (dark - 255) * 0.25**0.5) for dark in (8, 48, 107))
+
+
+def test_beyond_a_thousand_classes_neighbours_share_a_cell() -> None:
+    counts = torch.zeros(2501, 2501, dtype=torch.int64)
+    counts[3:6, 3:6] = 1
+    counts[2500, 0] = 1
+    picture = confusion_matrix(counts, [str(i) for i in range(2501)])
+    assert picture.shape[1] == picture.shape[2] < 1200
+    dark = (cells(picture, 834, 1)[0] == 8).nonzero().tolist()
+    assert dark == [[1, 1], [833, 0]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+TEXTS = {
+    "accents": "Ünïcödé",
+    "chinese": "猫",
+    "hebrew": "עברית",
+    "emoji": "🙂",
+    "two lines": "two\nlines",
+    "control": "\x00\x07",
+    "no text": "bytes \udcff\udc80",
+    "empty": "",
+    "ligatures that grow": "ﷺ" * 50,
+}
+
+
+@pytest.mark.parametrize("name", TEXTS.values(), ids=TEXTS)
+def test_any_text_can_be_drawn(name: str) -> None:
+    assert grid(noise(1, 1, 8, 8), [name]).shape == (3, 64 + STRIP + 2 * GAP, 64 + 2 * GAP)
+    assert confusion_matrix(torch.eye(2, dtype=torch.int64), [name, "b"]).shape[0] == 3
+
+
+def test_accents_are_dropped_and_signs_spelled() -> None:
+    assert pictures._drawable(" Größe\n7 → é ") == "Grosse 7 -> e"
+
+
+def test_text_is_cut_where_it_is_too_wide() -> None:
+    cut = pictures._fitting("a rather long name", 60, 12)
+    assert cut.endswith("…")
+    assert pictures.font(12).getlength(cut) <= 60
+    assert pictures.font(12).getlength("a rather long name"[: len(cut)] + "…") > 60
+    assert pictures._fitting("short", 60, 12) == "short"
+
+
+def test_pillow_is_loaded_only_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)  # importing it raises
+    spec = importlib.util.find_spec("runner.tracking.images")
+    assert spec is not None
+    assert spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    with pytest.raises(ImportError):
+        fresh.grid(noise(1, 1, 8, 8), [""])

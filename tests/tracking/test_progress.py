@@ -1,0 +1,214 @@
+"""What a person sees: lines with the right numbers, and a bar where there is a terminal to draw it on."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import FAST, environment
+
+import runner.tracking.progress
+from runner.tracking.progress import Bar, Progress, Silent, progress_for
+
+BATCH = 64
+
+
+class Hand:
+    """A clock that moves only when told."""
+
+    now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
+    hand = Hand()
+    monkeypatch.setattr(runner.tracking.progress, "time", hand)
+    return hand
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    out, err = capsys.readouterr()
+    assert out == "", "standard output is for the result"
+    return err.splitlines()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lines
+
+
+def test_a_line_every_five_seconds_tells_what_was_measured(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(num_steps=1000, batch_size=BATCH)
+    progress.metrics({"train/loss": 2.34567, "train/accuracy": 0.5})
+    for step in range(1, 101):  # ten steps a second, for ten seconds
+        hand.now += 0.1
+        progress.step(step)
+    first, second = lines(capsys)
+    assert re.fullmatch(r"step (49|50|51)/1000  loss 2.346  accuracy 0.5  640 samples/s  1:3[45] left", first)
+    assert re.fullmatch(r"step (99|100|101)/1000  loss 2.346  accuracy 0.5  640 samples/s  1:[23]\d left", second)
+
+
+def test_the_numbers_are_those_of_the_last_seconds(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(num_steps=10_000, batch_size=BATCH)
+    for step, seconds in ((100, 10), (100 + 5, 10), (100 + 5 + 400, 20)):  # 10, 0.5 and 20 steps a second
+        hand.now += seconds
+        progress.step(step)
+    assert [line.partition("  ")[2] for line in lines(capsys)] == [
+        "640 samples/s  16:30 left",
+        "32 samples/s  5:29:50 left",
+        "1,280 samples/s  7:55 left",
+    ]
+
+
+def test_the_last_step_is_always_told(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(num_steps=3, batch_size=BATCH)
+    for step in (1, 2, 3):
+        hand.now += 0.5
+        progress.step(step)
+    progress.close()
+    assert lines(capsys) == ["step 3/3  128 samples/s  0:00 left"]
+
+
+def test_a_resumed_run_counts_its_own_steps_alone(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(num_steps=1000, batch_size=BATCH, first_step=900)
+    hand.now += 10
+    progress.step(950)
+    assert lines(capsys) == ["step 950/1000  320 samples/s  0:10 left"]
+
+
+def test_no_time_may_pass_between_two_steps(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(num_steps=1, batch_size=BATCH)
+    progress.step(1)
+    assert lines(capsys) == ["step 1/1  "]
+
+
+def test_metrics_replace_those_before_them(hand: Hand) -> None:
+    progress = Progress(num_steps=1, batch_size=BATCH)
+    progress.metrics({"train/loss": 2.0})
+    progress.metrics({"eval/accuracy": 0.98765})
+    progress.metrics({"train/loss": 1e-9})
+    assert progress.summary(0) == "loss 1e-09  eval/accuracy 0.9877"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0:00"), (0.4, "0:00"), (59.6, "1:00"), (61, "1:01"), (3599, "59:59"), (3600, "1:00:00"), (90061, "25:01:01")],
+)
+def test_the_clock(seconds: float, shown: str) -> None:
+    assert runner.tracking.progress._clock(seconds) == shown
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which one
+
+
+def test_what_is_shown_depends_on_where_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(terminal: bool, visible: bool = True, **variables: str) -> type:
+        monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: terminal, write=len, flush=lambda: None))
+        for name in ("CI", "TERM"):
+            monkeypatch.setenv(name, variables.get(name, ""))
+        with progress_for(10, BATCH, 0, visible) as progress:
+            return type(progress)
+
+    assert chosen(terminal=False) is Progress
+    assert chosen(terminal=True, TERM="xterm") is Bar
+    assert chosen(terminal=True, TERM="dumb") is Progress
+    assert chosen(terminal=True, TERM="xterm", CI="true") is Progress
+    assert chosen(terminal=True, TERM="xterm", visible=False) is Silent
+
+
+def test_other_ranks_are_silent(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_for(10, BATCH, 0, visible=False) as progress:
+        progress.metrics({"train/loss": 1.0})
+        hand.now += 100
+        progress.step(10)
+    assert lines(capsys) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a terminal
+
+STEPS = """
+import sys, time
+from runner.tracking.progress import progress_for
+with progress_for(40, 64, 0, visible=True) as progress:
+    progress.metrics({"train/loss": 0.25, "train/accuracy": 0.75})
+    for step in range(1, 41):
+        time.sleep(0.01)
+        progress.step(step)
+print("after it")
+"""
+
+
+def on_a_terminal(program: list[str], cwd: Path, timeout: float = 120, **variables: str) -> str:
+    """What a terminal of 120 columns would be sent by `program`."""
+    ours, theirs = pty.openpty()
+    variables = {"TERM": "xterm-256color", "COLUMNS": "120", **variables}
+    process = subprocess.Popen(
+        program, cwd=cwd, env=environment() | variables, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    sent, end = b"", time.monotonic() + timeout
+    while time.monotonic() < end:
+        if select.select([ours], [], [], 0.1)[0]:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # how Linux says that the other end is closed
+                break
+            if not part:
+                break
+            sent += part
+    os.close(ours)
+    assert process.wait(timeout=10) == 0, sent.decode()
+    return sent.decode()
+
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+COLOUR = re.compile(r"\x1b\[[0-9;]*(3[0-8]|4[0-8]|9[0-7])[0-9;]*m")
+
+
+def test_the_bar_tells_what_the_lines_tell(tmp_path: Path) -> None:
+    sent = on_a_terminal([sys.executable, "-c", STEPS], tmp_path)
+    assert COLOUR.search(sent)
+    drawn = [line for line in re.split(r"[\r\n]+", ESCAPE.sub("", sent)) if "/40" in line]
+    assert re.search(r"━+ +40/40 +loss 0.25  accuracy 0.75  [\d,]+ samples/s  0:00 left", drawn[-1])
+    assert "after it" in sent
+    assert sent.count("\x1b[?25l") == sent.count("\x1b[?25h") == 1, "the cursor is hidden, and shown again"
+    assert all(len(line) <= 120 for line in drawn)
+
+
+def test_without_colour_the_bar_has_none(tmp_path: Path) -> None:
+    sent = on_a_terminal([sys.executable, "-c", STEPS], tmp_path, NO_COLOR="1")
+    assert not COLOUR.search(sent)
+    assert "40/40" in sent
+    assert "samples/s" in sent
+
+
+@pytest.mark.parametrize("variables", [{"CI": "true"}, {"TERM": "dumb"}], ids=str)
+def test_no_bar_where_nobody_sees_it_move(variables: dict[str, str], tmp_path: Path) -> None:
+    sent = on_a_terminal([sys.executable, "-c", STEPS], tmp_path, **variables)
+    assert "\x1b" not in sent
+    assert re.findall(r"step (\d+)/40  loss 0.25  accuracy 0.75", sent) == ["40"]
+
+
+def test_the_command_draws_its_bar_and_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "runner", *FAST, "steps=300", "log_every=10"]
+    sent = on_a_terminal(program, tmp_path)
+    plain = ESCAPE.sub("", sent)
+    shown = re.findall(
+        r"(\d+)/300 +(?:eval/\w+ \S+  )*loss \S+  accuracy \S+  .*?[\d,]+ samples/s  \d+:\d\d left", plain
+    )
+    assert shown, plain
+    assert shown[-1] == "300"
+    assert "done after step 300/300" in plain.splitlines()[-5:][0] or "done after step 300/300" in plain
+    assert sent.count("\x1b[?25l") == sent.count("\x1b[?25h")

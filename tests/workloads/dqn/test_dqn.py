@@ -1,0 +1,631 @@
+"""The loss and its gradient by hand, the budget, the schedule, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from conftest import Forks, built, curves, events
+from gymnasium.envs.registration import EnvSpec
+from PIL import Image
+from test_resume import assert_kills_change_nothing
+from torch import nn
+
+from models.qnet import Duelling, QNet, WithTarget
+from runner.batching import Plan
+from runner.config.errors import ConfigError
+from runner.optimizer import trainable
+from runner.run import CrashedError, Run
+from runner.seeds import derive
+from runner.train import train
+from runner.workloads.dqn.actor import Actor
+from runner.workloads.dqn.replay import Batch, unpack
+
+SMALL = (
+    "workload=dqn",
+    "device=cpu",
+    "device.threads=1",
+    "model.hidden=[16]",
+    "workload.warm_up=80",
+    "workload.replay_ratio=0.5",
+    "batch_size=64",
+    "workload.eval_episodes=4",
+    "env.max_episode_steps=60",
+)
+"""An agent whose steps take no time."""
+
+
+def linear_agent() -> WithTarget:
+    """Action values that can be told in one's head: o · w, where the online w and the target w differ."""
+    model = WithTarget(QNet(2, 2, ()))
+    with torch.no_grad():
+        model.online.head.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))  # pyright: ignore
+        model.target.head.weight.copy_(torch.tensor([[3.0, 0.0], [0.0, 1.0]]))  # pyright: ignore
+        for net in (model.online, model.target):
+            net.head.bias.zero_()  # pyright: ignore
+    return model
+
+
+BATCH = Batch(
+    observations=torch.tensor([[1.0, 1.0], [2.0, -1.0], [0.5, 0.0]]),
+    actions=torch.tensor([[0], [1], [0]]),
+    returns=torch.tensor([[1.0], [0.0], [5.0]]),
+    next_observations=torch.tensor([[1.0, 1.0], [2.0, 1.0], [1.0, 0.0]]),
+    discounts=torch.tensor([[0.5], [0.9], [0.0]]),  # the last one has come to its end
+)
+# Q(o) = (o₀, 2·o₁): of the actions taken 1, −2 and 0.5. The next observations are worth, to the online network,
+# (1, 2), (2, 2) → the first, (1, 0); to the target (3·o₀, o₁) = (3, 1), (6, 1), (3, 0).
+BOOTSTRAPS = {True: [1.0, 6.0, 3.0], False: [3.0, 6.0, 3.0]}
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("kind", ["huber", "mse"])
+def test_loss_and_gradient_are_those_worked_out_by_hand(double: bool, kind: str) -> None:
+    run = built("workload=dqn", f"workload.double={double}", f"workload.td_loss={kind}")
+    model = linear_agent()
+    loss, sums = run.workload.loss(model, BATCH)
+    values = [1.0, -2.0, 0.5]
+    targets = [1 + 0.5 * BOOTSTRAPS[double][0], 0 + 0.9 * BOOTSTRAPS[double][1], 5.0]
+    errors = [v - t for v, t in zip(values, targets, strict=True)]
+    if kind == "mse":
+        each, slopes = [e * e for e in errors], [2 * e for e in errors]
+    else:
+        each = [e * e / 2 if abs(e) < 1 else abs(e) - 0.5 for e in errors]
+        slopes = [max(-1.0, min(1.0, e)) for e in errors]
+    assert loss.item() == pytest.approx(sum(each) / 3)
+    assert sums.tolist() == pytest.approx([sum(each), sum(values)])
+    assert sums.dtype == torch.float32
+    loss.backward()
+    gradient = torch.zeros(2, 2)
+    for slope, action, observation in zip(slopes, (0, 1, 0), BATCH.observations, strict=True):
+        gradient[action] += slope / 3 * observation
+    torch.testing.assert_close(model.online.head.weight.grad, gradient)  # pyright: ignore
+    assert all(parameter.grad is None for parameter in model.target.parameters())
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_global_batch_in_parts_has_the_same_gradient(count: int) -> None:
+    """As ranks and micro-batches share one: each part counts by its share."""
+    workload: Any = built(*SMALL).workload
+    models = [WithTarget(QNet(2, 2, (16,))).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    rows = torch.randn(32, 7, dtype=torch.float64)
+    rows[:, 4] = torch.randint(2, (32,))
+    workload.loss(models[0], unpack(rows))[0].backward()
+    for index in range(count):
+        for micro in Plan(32, 2, (index, count)).micro_batches(1):
+            loss, _ = workload.loss(models[1], unpack(rows[micro.start : micro.stop]))
+            (loss * micro.weight).backward()
+    for whole, parts in zip(trainable(models[0]), trainable(models[1]), strict=True):
+        torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_the_bootstrap_has_no_gradient_through_the_online_network() -> None:
+    model = linear_agent()
+    values, following = model(BATCH.observations, BATCH.next_observations, True)
+    assert values.requires_grad
+    assert not following.requires_grad
+    torch.testing.assert_close(model(BATCH.observations), values)
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16", "16", "64"])
+def test_every_precision_sums_in_full(precision: str) -> None:
+    run = built(*SMALL, f"precision={precision}")
+    run.precision.prepare(torch.device("cpu"))
+    model = run.precision.convert(linear_agent())
+    with run.precision.autocast():
+        loss, sums = run.workload.loss(model, BATCH)
+    assert loss.dtype == (torch.float64 if precision == "64" else torch.float32)
+    assert sums.dtype == torch.float32
+    assert loss.item() == pytest.approx((0.125 + 6.9 + 4.0) / 3, rel=0.02)
+
+
+def test_only_the_online_network_is_trained_and_the_target_follows() -> None:
+    run = built(*SMALL, "workload.target_tau=0.25", "workload.target_every=2")
+    run.prepare()
+    model: Any = run.workload.build_model()
+    assert {id(p) for p in trainable(model)} == {id(p) for p in model.online.parameters()}
+    with torch.no_grad():
+        for parameter in model.online.parameters():
+            parameter += 1
+    before = [p.clone() for p in model.target.parameters()]
+    for step, moved in ((1, 0.0), (2, 0.25), (3, 0.25), (4, 0.4375)):
+        run.workload._own_step = step  # pyright: ignore
+        run.workload.after_step(model, step)
+        for now, then in zip(model.target.parameters(), before, strict=True):
+            torch.testing.assert_close(now, then + moved)
+    model.update_target(1.0)
+    assert all(torch.equal(a, b) for a, b in zip(model.target.parameters(), model.online.parameters(), strict=True))
+
+
+def test_duelling_values_are_the_states_and_the_advantages_less_their_mean() -> None:
+    head = Duelling(2, 3)
+    x = torch.randn(5, 2)
+    value, advantages = head.value(x).tolist(), head.advantage(x).tolist()
+    wanted = [[value[i][0] + advantages[i][a] - sum(advantages[i]) / 3 for a in range(3)] for i in range(5)]
+    torch.testing.assert_close(head(x), torch.tensor(wanted))
+    assert isinstance(QNet(4, 3, (8,), duelling=True)[-1], Duelling)
+
+
+def test_the_network_is_that_of_plain_torch_and_recomputes_when_asked() -> None:
+    net, again = QNet(4, 2, (8, 6)), QNet(4, 2, (8, 6), checkpoint_activations=True)
+    again.load_state_dict(net.state_dict())
+    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+    plain.load_state_dict(dict(zip(plain.state_dict(), net.state_dict().values(), strict=True)))
+    x = torch.randn(3, 4)
+    for other in (net, again):
+        other.zero_grad()
+        torch.testing.assert_close(other(x), plain(x))
+        other(x).square().sum().backward()
+    for a, b in zip(net.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # pyright: ignore
+    image = x.view(3, 1, 2, 2)  # flattened by the first stage, so that the stages can be run one by one
+    for _, stage in net.stages():
+        image = stage(image)
+    assert torch.equal(image, net(x))
+    assert QNet(4, 2, ())(x.view(3, 1, 2, 2)).shape == (3, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The budget
+
+
+@pytest.mark.parametrize(("env_steps", "warm_up", "ratio", "steps"), [(50_000, 1000, 0.5, 24_500), (500, 80, 2.0, 840)])
+def test_the_budget_of_environment_steps_tells_the_number_of_updates(
+    env_steps: int, warm_up: int, ratio: float, steps: int
+) -> None:
+    overrides = (f"workload.env_steps={env_steps}", f"workload.warm_up={warm_up}", f"workload.replay_ratio={ratio}")
+    run = built("workload=dqn", *overrides)
+    run.prepare()
+    assert run.num_steps == steps
+    short = built("workload=dqn", *overrides, "steps=7")
+    short.prepare()
+    assert short.num_steps == 7
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 3.0])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_every_update_comes_when_it_is_due(ratio: float, count: int) -> None:
+    run = built(*SMALL, f"workload.replay_ratio={ratio}")
+    run.prepare()
+    workload: Any = run.workload
+    model = workload.build_model()
+    for index in range(count):
+        batches = workload.batches(model, Plan(64, 2, (index, count), 0), 0, torch.device("cpu"))
+        for step in range(1, 30):
+            sizes = [len(next(batches).returns) for _ in range(2)]
+            assert sizes == [32 // count] * 2
+            due = 80 + step / ratio
+            acted = workload._actor.num_steps * count
+            assert due - 1e-3 <= acted < due + 8, "whole steps of all environments"
+
+
+def test_processes_that_take_turns_do_each_their_own_steps() -> None:
+    run = built(*SMALL)
+    run.prepare()
+    workload: Any = run.workload
+    batches = workload.batches(workload.build_model(), Plan(64, 1, (0, 1), 0, (1, 2)), 0, torch.device("cpu"))
+    for step in (2, 4, 6):
+        assert len(next(batches).returns) == 64
+        assert workload._own_step == step
+        assert math.ceil((80 + step / 0.5) / 8) * 8 == workload._actor.num_steps * 2
+
+
+def test_processes_act_in_environments_of_their_own() -> None:
+    run = built(*SMALL)
+    run.prepare()
+    workload: Any = run.workload
+    model = workload.build_model()
+    seen = [next(workload.batches(model, Plan(64, 1, (i, 2), 0), 0, torch.device("cpu"))) for i in (0, 1, 0)]
+    assert torch.equal(seen[0].observations, seen[2].observations)
+    assert not torch.isin(seen[0].observations, seen[1].observations).any()
+
+
+def test_epsilon_falls_along_a_line() -> None:
+    epsilon = ("workload.epsilon_start=0.8", "workload.epsilon_final=0.2", "workload.epsilon_fraction=0.5")
+    workload: Any = built("workload=dqn", "workload.env_steps=2000", *epsilon).workload
+    assert [workload.epsilon(at) for at in (0, 250, 500, 1000, 2000)] == pytest.approx([0.8, 0.65, 0.5, 0.2, 0.2])
+
+
+def test_actions_are_greedy_but_for_epsilon() -> None:
+    run = built(
+        *SMALL, "env.num_envs=64", "workload.warm_up=320", "workload.epsilon_start=0.5", "workload.epsilon_final=0.5"
+    )
+    run.prepare()
+    workload: Any = run.workload
+    model = workload.build_model()
+    batches = workload.batches(model, Plan(64), 0, torch.device("cpu"))
+    for _ in range(2000):
+        next(batches)
+    actor = workload._actor
+    stored = unpack(actor.replay.rows[400 : len(actor.replay)])
+    greedy = (model(stored.observations).argmax(1) == stored.actions[:, 0]).float().mean()
+    assert greedy.item() == pytest.approx(0.75, abs=0.03)  # a random one of two is greedy half the time
+    assert len(stored.returns) > 2000
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the loop
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Callable[..., Run]:
+    """Train a small agent in this process."""
+
+    def train_it(*overrides: str, directory: str = "run") -> Run:
+        run = built(*SMALL, *overrides)
+        run.prepare()
+        run.directory = tmp_path / directory
+        run.directory.mkdir(exist_ok=True)
+        run.result = train(run)  # pyright: ignore[reportAttributeAccessIssue]
+        return run
+
+    return train_it
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    newest = max(run.directory.glob("checkpoints/step_*"))
+    return safetensors.torch.load_file(newest / "model.safetensors")
+
+
+def test_accumulation_changes_nothing(agent: Callable[..., Run]) -> None:
+    common = ("precision=64", "steps=60", "log_every=20", "eval_every=0", "save_every=0", "batch_size=32")
+    whole, *others = (agent(*common, f"accumulation={n}", directory=f"in_{n}") for n in (1, 2, 4))
+    for other in others:
+        for name, tensor in weights(whole).items():
+            torch.testing.assert_close(weights(other)[name], tensor, rtol=1e-9, atol=1e-12)
+        assert other.result.metrics == pytest.approx(whole.result.metrics)  # pyright: ignore
+
+
+def test_the_loop_does_what_a_plain_loop_does(agent: Callable[..., Run]) -> None:
+    """Given the transitions that were stored and the indices that were drawn, the weights are those of plain torch."""
+    drawn: list[torch.Tensor] = []
+    sample = Actor.sample
+
+    def noted(self: Actor, count: int) -> torch.Tensor:
+        drawn.append(sample(self, count))
+        return drawn[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Actor, "sample", noted)
+        rest = ("steps=30", "schedule=constant", "optimizer.lr=0.01", "workload.target_tau=0.1", "workload.n_step=3")
+        run = agent(*rest, "eval_every=0", "save_every=0", "max_grad_norm=5")
+    torch.manual_seed(derive(run.seed, "weights"))
+    online = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    target = copy.deepcopy(online)
+    optimizer = torch.optim.Adam(online.parameters(), lr=0.01)
+    for rows in drawn:
+        seen, following, action, reward, discount = rows.split([4, 4, 1, 1, 1], 1)
+        with torch.no_grad():
+            best = online(following).argmax(1, keepdim=True)
+            wanted = reward + discount * target(following).gather(1, best)
+        loss = nn.functional.smooth_l1_loss(online(seen).gather(1, action.long()), wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(online.parameters(), 5)
+        optimizer.step()
+        with torch.no_grad():
+            for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
+                slow += 0.1 * (fast - slow)
+    assert len(drawn) == 30
+    got = list(weights(run).values())
+    plain = dict(zip(weights(run), got, strict=True))
+    for net, prefix in ((online, "online."), (target, "target.")):
+        names = [name for name in run_order(run) if name.startswith(prefix)]
+        for name, tensor in zip(names, net.state_dict().values(), strict=True):
+            torch.testing.assert_close(plain[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def run_order(run: Run) -> list[str]:
+    """The names of the model's tensors in its own order: files sort them."""
+    return list(run.workload.build_model().state_dict())
+
+
+def test_the_curves_of_an_agent(agent: Callable[..., Run]) -> None:
+    run = agent("steps=100", "log_every=20", "eval_every=50", "workload.eval_episodes=6")
+    seen = curves(run.directory)
+    assert {"train/td_loss", "train/q_mean", "episode/return", "episode/length", "episode/epsilon"} <= seen.keys()
+    assert [value for _, value in seen["episode/env_steps"]] == [120, 160, 200, 240, 280]
+    assert [step for step, _ in seen["eval/return"]] == [50, 100]
+    assert seen["eval/return"] == seen["eval/length"], "CartPole pays 1 a step"
+    assert seen["time/env_steps_per_second"][-1][1] > 100
+    epsilon = [run.workload.epsilon(n) for n in (120, 160, 200, 240, 280)]  # pyright: ignore
+    assert [value for _, value in seen["episode/epsilon"]] == pytest.approx(epsilon)
+    assert run.result.best["metric"] == "eval/return"  # pyright: ignore
+    assert run.result.notes["env_steps"] == 280  # pyright: ignore
+
+
+class Corridor(gymnasium.Env):
+    """Five places in a row; the last pays 1 and ends the episode."""
+
+    observation_space = gymnasium.spaces.Discrete(5)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict]:
+        super().reset(seed=seed)
+        self.place = 0
+        return 0, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+        self.place = max(self.place + (1 if action else -1), 0)
+        return self.place, float(self.place == 4), self.place == 4, False, {}
+
+
+@pytest.mark.parametrize(("n_step", "near"), [(1, 0.03), (3, 0.1)])  # longer returns hold what exploring costs
+def test_the_values_it_learns_are_the_true_ones(
+    agent: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, n_step: int, near: float
+) -> None:
+    monkeypatch.setitem(gymnasium.registry, "Corridor-v0", EnvSpec("Corridor-v0", Corridor, disable_env_checker=True))
+    small = ("env.id=Corridor-v0", "workload.env_steps=4000", "workload.discount=0.9", "workload.target_tau=0.05")
+    run = agent(*small, f"workload.n_step={n_step}", "seed=100", "model.hidden=[32]", "eval_every=0", "save_every=0")
+    assert run.result.metrics["eval/length"] == 4  # pyright: ignore
+    online = {name.removeprefix("online."): tensor for name, tensor in weights(run).items() if "online" in name}
+    net = QNet(5, 2, (32,))
+    net.load_state_dict(online)
+    values = net(torch.eye(5)[:4])
+    right = torch.tensor([0.9**steps for steps in (3, 2, 1, 0)])
+    torch.testing.assert_close(values[:, 1].detach(), right, atol=near, rtol=0)
+    if n_step == 1:
+        left = torch.tensor([0.9**steps for steps in (4, 4, 3, 2)])
+        torch.testing.assert_close(values[:, 0].detach(), left, atol=0.05, rtol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+def plain_returns(model: nn.Module, seeds: list[int], id: str, longest: int) -> list[float]:
+    """One episode after the other, as gymnasium's tutorial plays them."""
+    returns = []
+    for seed in seeds:
+        env = gymnasium.make(id, max_episode_steps=longest)
+        seen, _ = env.reset(seed=seed)
+        total, over = 0.0, False
+        while not over:
+            action = model(torch.from_numpy(np.asarray(seen, np.float32))[None]).argmax(1).item()
+            seen, reward, terminated, truncated, _ = env.step(int(action))
+            total, over = total + float(reward), terminated or truncated
+        returns.append(total)
+        env.close()
+    return returns
+
+
+@pytest.mark.parametrize("shard", [(0, 1), (0, 3), (2, 3), (6, 8)])
+@pytest.mark.parametrize("vectorization", ["sync", "auto"])
+def test_evaluation_plays_each_episode_once_in_any_number_of_parts(shard: tuple[int, int], vectorization: str) -> None:
+    run = built(*SMALL, f"env.vectorization={vectorization}", "workload.eval_episodes=7")
+    run.prepare()
+    model = run.workload.build_model()
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    infer = torch.no_grad()(model)
+    first, last = 7 * shard[0] // shard[1], 7 * (shard[0] + 1) // shard[1]
+    sums = run.workload.evaluate(infer, shard, torch.device("cpu"))
+    assert sums["count"] == last - first
+    if vectorization == "sync":
+        seeds = [derive(0, "evaluation", i) for i in range(first, last)]
+        assert float(sums["return"]) == sum(plain_returns(model, seeds, "CartPole-v1", 60))
+    every = [run.workload.evaluate(infer, (i, shard[1]), torch.device("cpu")) for i in range(shard[1])]
+    whole = run.workload.evaluate(infer, (0, 1), torch.device("cpu"))
+    for name, total in whole.items():
+        assert float(sum(part[name] for part in every)) == pytest.approx(float(total)), name
+    assert run.workload.summarize(whole)["return"] == pytest.approx(float(whole["return"]) / 7)
+
+
+def test_ranks_make_as_many_forward_passes_however_long_their_episodes_are() -> None:
+    run = built(*SMALL, "env.vectorization=sync", "workload.eval_episodes=5")
+    run.prepare()
+    model = run.workload.build_model()
+    passes = []
+    for index in range(8):  # more than there are episodes
+        calls: list[int] = []
+        run.workload.evaluate(lambda x, c=calls: (c.append(1), model(x))[1].detach(), (index, 8), torch.device("cpu"))
+        passes.append(len(calls))
+    assert passes == [60] * 8
+
+
+def test_observations_are_normalized_by_fixed_moments() -> None:
+    run = built(*SMALL, "workload.normalize=true", "workload.warm_up=2000")
+    run.prepare()
+    model: Any = run.workload.build_model()
+    batches = run.workload.batches(model, Plan(512), 0, torch.device("cpu"))
+    seen = torch.cat([next(batches).observations for _ in range(4)])
+    deviation, mean = torch.std_mean((seen - model.shift) * model.scale, 0)
+    assert deviation.tolist() == pytest.approx([1] * 4, abs=0.35)
+    assert mean.tolist() == pytest.approx([0] * 4, abs=0.5)
+    torch.testing.assert_close(model(seen), model.online((seen - model.shift) * model.scale))
+    again: Any = run.workload.build_model()
+    assert torch.equal(again.shift, model.shift)
+    assert {"shift", "scale"} <= model.state_dict().keys()
+
+
+class Drawn(gymnasium.Env):
+    """Three steps; the picture tells which, by its colour."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}
+    observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, render_mode: str | None = None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.now = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.now += 1
+        return np.full(1, self.now, np.float32), 1.0, self.now == 6, False, {}
+
+    def render(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return np.full((10, 20, 3), 40 * self.now, np.uint8)
+
+
+def test_the_best_policy_is_filmed(agent: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gymnasium.registry, "Drawn-v0", EnvSpec("Drawn-v0", Drawn, disable_env_checker=True))
+    run = agent("env.id=Drawn-v0", "steps=4", "eval_every=2", "workload.record_video=true")
+    with Image.open(run.directory / "best_policy.gif") as film:
+        assert (film.size, film.n_frames) == ((10, 5), 3)  # pyright: ignore
+        shades = []
+        for frame in range(3):
+            film.seek(frame)
+            shades.append(film.convert("RGB").getpixel((2, 2)))
+    assert shades == [(shade,) * 3 for shade in (0, 80, 160)], "every other picture"
+    [picture] = events(run.directory).Images("eval/best_policy")
+    assert picture.encoded_image_string == (run.directory / "best_policy.gif").read_bytes()
+    assert (picture.step, picture.width, picture.height) == (2, 10, 5), "the second was no better"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refused
+
+REFUSED = {
+    "env.id=CartPol-v1": "env.id: got 'CartPol-v1': gymnasium knows no such environment\n"
+    "  did you mean CartPole-v1 or CartPole-v0",  # not the variants for JAX
+    "env.id=Pendulum-v1": "env.id: got 'Pendulum-v1': its actions are continuous",
+    "model=convnet": "model: got 'ConvNet': it takes images, and CartPole-v1 shows vectors of 4\n  model=qnet",
+    "env.num_envs=0": "env.num_envs: got 0",
+    "workload.warm_up=1000 env.num_envs=200 env.vectorization=async": "env.num_envs: got 200: a process each, and",
+    "workload.replay_size=32": "workload.replay_size: got 32: a batch of 128 would hold",
+    "workload.replay_size=2147483647": "workload.replay_size: got 2147483647",
+    "workload.warm_up=79 env.num_envs=16": "workload.warm_up: got 79: the first transitions are complete after",
+    "workload.env_steps=1001": "workload.env_steps: got 1001: the warm-up takes all of them",
+    "workload.td_loss=hubert": "workload.td_loss: got 'hubert': it is none of huber, mse\n  did you mean huber?",
+    "workload.discount=1.1": "workload.discount: got 1.1",
+    "workload.replay_ratio=0": "workload.replay_ratio: got 0.0",
+    "model.hidden=[64,0]": "model.hidden: got [64, 0]",
+    "workload.overfit_batches=1": "workload.overfit_batches: DQN has no such option",
+}
+
+
+@pytest.mark.parametrize("typed", REFUSED)
+def test_what_cannot_run_says_why(typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "runner.workloads.dqn.memory", lambda: {"available_bytes": 10**9, "limit_bytes": None, "total_bytes": 10**9}
+    )
+    overrides = [f"+{text}" if "overfit" in text else text for text in typed.split()]
+    with pytest.raises(ConfigError) as refusal:
+        built("workload=dqn", *overrides).prepare()
+    assert str(refusal.value).startswith(REFUSED[typed])
+
+
+def test_environments_that_do_not_deal_out_evenly_are_refused() -> None:
+    run = built(*SMALL)
+    run.prepare()
+    with pytest.raises(ConfigError, match=r"env.num_envs: got 8: they cannot be dealt out evenly to 3 processes\n.*=9"):
+        run.workload.check_plan(Plan(63, 1, (0, 3)))
+    for mode in ("ddp", "hogwild"):
+        with pytest.raises(ConfigError, match=r"^env.num_envs: got 3"):  # before any process starts
+            built(*SMALL, "env.num_envs=3", f"parallel={mode}").prepare()
+
+
+def test_a_mistake_exits_with_2_and_leaves_no_directory(forks: Forks, tmp_path: Path) -> None:
+    code, said = forks.run("workload=dqn", "env.id=MountainCarContinuous-v0", cwd=tmp_path)
+    assert code == 2
+    assert "env.id: got 'MountainCarContinuous-v0': its actions are continuous" in said
+    assert len(said.splitlines()) <= 10
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pygame") is not None, reason="the render extra is installed")
+def test_a_film_without_the_render_extra_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"workload.record_video: got True: pygame.*\n.*pip install 'gymnasium\[classic-control\]'"
+    ):
+        built(*SMALL, "workload.record_video=true").prepare()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interrupted
+
+
+@pytest.mark.parametrize("env", ["env=cartpole", "env=acrobot"])
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_an_agent_killed_at_any_moment_ends_where_one_left_in_peace_ends(
+    forks: Forks, tmp_path: Path, env: str, kills: int
+) -> None:
+    schedule = ("steps=60", "save_every=4", "log_every=3", "eval_every=30", "accumulation=2", "workload.n_step=3")
+    small = ("workload.replay_size=300", "workload.eval_episodes=1", "env.num_envs=4")
+    assert_kills_change_nothing(forks, tmp_path, [*SMALL, *schedule, *small, env], kills)
+
+
+def test_environments_that_cannot_be_saved_say_that_they_begin_anew(
+    agent: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    common = ("env.vectorization=async", "env.num_envs=2", "eval_every=0", "save_every=4")
+    agent(*common, "steps=4")
+    with caplog.at_level("WARNING", "runner"):
+        run = agent(*common, "steps=8")
+    assert "CartPole-v1: its state cannot be saved, so new episodes begin here" in caplog.text
+    assert run.result.notes["env_steps"] == 80 + 8 * 2  # pyright: ignore
+
+
+def test_a_process_that_was_not_there_fills_its_replay_and_keeps_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+    run = built(*SMALL)
+    run.prepare()
+    workload: Any = run.workload
+    with caplog.at_level("WARNING", "runner"):
+        batches = workload.batches(workload.build_model(), Plan(64, 1, (1, 2)), 20, torch.device("cpu"))
+    assert "no replay was saved for this process: it is filled by 80 random steps" in caplog.text
+    assert len(workload._actor.replay) > 20
+    next(batches)
+    assert workload._actor.num_steps * 2 == math.ceil((80 + 21 / 0.5) / 8) * 8
+
+
+def test_another_number_of_environments_keeps_the_replay_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    states, model = [], None
+    for shard in ((0, 2), (0, 1)):
+        run = built(*SMALL)
+        run.prepare()
+        workload: Any = run.workload
+        model = model or workload.build_model()
+        if states:
+            workload.load_state_dict(states[0])
+        with caplog.at_level("WARNING", "runner"):
+            batches = workload.batches(model, Plan(64, 1, shard), 10 * len(states), torch.device("cpu"))
+        if not states:
+            for _ in range(10):
+                next(batches)
+        states.append(workload.state_dict())
+    assert "these are not as many as were saved, so new episodes begin here" in caplog.text
+    assert torch.equal(states[0]["replay"]["rows"], states[1]["replay"]["rows"])
+
+
+class Poisoned(gymnasium.Env):
+    """All is well, until something is not a number."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.now = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.now += 1
+        return np.full(2, np.nan if self.now == 25 else 0, np.float32), 1.0, False, False, {}
+
+
+def test_an_environment_that_breaks_ends_the_run_and_leaves_the_checkpoint(
+    agent: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(gymnasium.registry, "Poisoned-v0", EnvSpec("Poisoned-v0", Poisoned, disable_env_checker=True))
+    options = ("env.id=Poisoned-v0", "env.max_episode_steps=null", "steps=60", "save_every=7", "eval_every=0")
+    with pytest.raises(CrashedError) as crash:
+        agent(*options)
+    message = str(crash.value.__cause__)
+    assert message.startswith("Poisoned-v0 is not finite; environment 0 (seed ")
+    assert message.endswith("), episode 0, step 25")
+    assert (crash.value.result.status, crash.value.result.steps) == ("crashed", 56)  # 25 steps of 8 are due at the next
+    assert (tmp_path / "run" / "checkpoints" / "step_00000056" / "manifest.json").is_file()

@@ -1,0 +1,253 @@
+"""The agent in every mode that takes it: against plain torch where it is defined, and its budget everywhere."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from conftest import composed, curves
+from helpers.plain_loop import largest_difference, weights_at
+from helpers.ranks import Ranks, prepared
+from torch import nn
+
+from runner.config.options import groups
+from runner.run import Run
+from runner.seeds import derive
+from runner.session import session
+from runner.train import train
+
+STEPS, BATCH, LR, TAU, CLIP = 12, 48, 0.01, 0.1, 2.0
+AGENT = (
+    "workload=dqn",
+    "device=cpu",
+    "device.threads=1",
+    "model.hidden=[16]",
+    "env.num_envs=12",
+    "env.max_episode_steps=60",
+    "workload.warm_up=120",
+    "workload.replay_ratio=0.1",
+    f"workload.target_tau={TAU}",
+    "workload.eval_episodes=5",
+    f"batch_size={BATCH}",
+    f"optimizer.lr={LR}",
+    "schedule=constant",
+    f"steps={STEPS}",
+    "log_every=1",
+    "eval_every=0",
+    "save_every=0",
+)
+
+
+def do(ranks: Callable[[int], Ranks], processes: int, directory: Path, *overrides: str, change: Any = None) -> Any:
+    """The result of a run in so many processes."""
+    config = composed(*AGENT, *overrides)
+    if processes > 1:
+        return ranks(processes).train(config, directory, change)
+    directory.mkdir(exist_ok=True)
+    return train(prepared(config, directory, change))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Given the same transitions and the same indices
+
+
+def table() -> tuple[torch.Tensor, torch.Tensor]:
+    """Transitions, packed, and which of them the batches are made of, one after the other."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(300, 11, generator=generator)
+    rows[:, 8] = torch.randint(2, (300,), generator=generator)
+    rows[:, 10] = 0.99 * torch.randint(2, (300,), generator=generator)
+    return rows, torch.randint(300, (STEPS * BATCH,), generator=generator)
+
+
+def draw_given(run: Run) -> None:
+    """The replay hands out this process's part of the given batches; all else is as ever."""
+    workload: Any = run.workload
+    new_actor, (rows, order) = workload._new_actor, table()
+
+    def with_given(plan: Any, device: torch.device) -> Any:
+        actor, steps = new_actor(plan, device), itertools.count(1)
+
+        def sample(count: int) -> torch.Tensor:
+            micros = plan.micro_batches(next(steps))
+            places = torch.cat([order[micro.start : micro.stop] for micro in micros])
+            assert len(places) == count
+            return rows[places]
+
+        actor.sample = sample
+        return actor
+
+    workload._new_actor = with_given
+
+
+def plain(seed: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+    """The weights after all steps, and the loss and the mean Q of each, in float64 on whole batches."""
+    torch.manual_seed(derive(seed, "weights"))
+    online = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)).double()
+    target = copy.deepcopy(online)
+    optimizer = torch.optim.Adam(online.parameters(), lr=LR)
+    rows, order = table()
+    losses, values = [], []
+    for places in order.split(BATCH):
+        seen, following, action, reward, discount = rows[places].double().split([4, 4, 1, 1, 1], 1)
+        with torch.no_grad():
+            best = online(following).argmax(1, keepdim=True)
+            wanted = reward + discount * target(following).gather(1, best)
+        chosen = online(seen).gather(1, action.long())
+        loss = nn.functional.smooth_l1_loss(chosen, wanted)
+        losses.append(loss.item())
+        values.append(chosen.mean().item())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(online.parameters(), CLIP)
+        optimizer.step()
+        with torch.no_grad():
+            for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
+                slow += TAU * (fast - slow)
+    names = {"0.weight": "hidden1.weight", "0.bias": "hidden1.bias", "2.weight": "head.weight", "2.bias": "head.bias"}
+    nets = {"online": online, "target": target}
+    weights = {f"{net}.{names[n]}": tensor for net in nets for n, tensor in nets[net].state_dict().items()}
+    return weights, losses, values
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize(("mode", "processes"), [("single", 1), ("dp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2)])
+def test_given_the_transitions_a_mode_ends_where_plain_torch_ends(
+    mode: str, processes: int, accumulation: int, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    overrides = (f"parallel={mode}", f"accumulation={accumulation}", f"max_grad_norm={CLIP}", "precision=64")
+    result = do(ranks, processes, directory, *overrides, change=draw_given)
+    assert (result.status, result.world_size) == ("done", processes)
+    weights, losses, values = plain(0)
+    assert largest_difference(weights_at(directory, STEPS), weights) <= 1e-12
+    logged = curves(directory)
+    assert [value for _, value in logged["train/td_loss"]] == pytest.approx(losses, rel=1e-5)
+    assert [value for _, value in logged["train/q_mean"]] == pytest.approx(values, rel=1e-5)
+
+
+@pytest.mark.parametrize(("mode", "processes"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_in_float32_they_end_there_but_for_rounding(
+    mode: str, processes: int, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    overrides = (f"parallel={mode}", "accumulation=2", f"max_grad_norm={CLIP}")
+    do(ranks, processes, directory, *overrides, change=draw_given)
+    assert largest_difference(weights_at(directory, STEPS), plain(0)[0]) <= 2e-6  # Adam, as in the classifier's table
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whatever the transitions are
+
+
+PROCESSES = {"single": 1, "dp": 1, "ddp": 2, "fsdp": 2, "ensemble": 2}
+
+
+@pytest.mark.parametrize("mode", PROCESSES)
+def test_every_precision_and_accumulation_keeps_the_budget(
+    mode: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    for precision, accumulation in itertools.product(groups()["precision"], ("1", "4")):
+        directory = tmp_path / f"{precision}_{accumulation}"
+        overrides = (f"parallel={mode}", f"precision={precision}", f"accumulation={accumulation}", "steps=4")
+        result = do(ranks, PROCESSES[mode], directory, *overrides)
+        assert (result.status, result.steps) == ("done", 4)
+        # The warm-up, and ten steps an update: to the next whole step of all environments. Members act in 12 each.
+        assert result.notes["env_steps"] == math.ceil((120 + 4 / 0.1) / 12) * 12, (precision, accumulation)
+        assert math.isfinite(result.metrics["train/td_loss"])
+        assert 5 < result.metrics["eval/return"] <= 60
+
+
+@pytest.mark.parametrize(("precision", "accumulation"), [("32", "1"), ("bf16", "4")])
+def test_actors_that_do_not_wait_share_the_budget(precision: str, accumulation: str, tmp_path: Path) -> None:
+    config = composed(
+        *AGENT, "parallel=hogwild", f"precision={precision}", f"accumulation={accumulation}", "log_every=4"
+    )
+    run = prepared(config, tmp_path)
+    result = run.parallel.launch(session, run)
+    assert (result.status, result.steps, result.world_size) == ("done", STEPS, 2)
+    assert result.notes["env_steps"] == 120 + STEPS / 0.1
+    assert math.isfinite(result.metrics["train/td_loss"])
+    assert [step for step, _ in curves(tmp_path)["hogwild/updates"]] == [4, 8, 12]
+
+
+def test_one_actor_that_has_nobody_to_wait_for_is_the_single_one(tmp_path: Path) -> None:
+    for name, mode in (("one", "parallel=single"), ("alone", "parallel=hogwild parallel.processes=1")):
+        (tmp_path / name).mkdir()
+        run = prepared(composed(*AGENT, *mode.split()), tmp_path / name)
+        run.parallel.launch(session, run)
+    wanted, got = (weights_at(tmp_path / name, STEPS) for name in ("one", "alone"))
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("mode", "processes"), [("ddp", 2), ("fsdp", 2), ("ensemble", 2)])
+def test_an_agent_of_several_processes_resumes_bitwise(
+    mode: str, processes: int, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    whole = do(ranks, processes, tmp_path / "whole", f"parallel={mode}")
+    first = do(ranks, processes, tmp_path / "halves", f"parallel={mode}", "steps=5")
+    assert first.steps == 5
+    (tmp_path / "halves/result.json").unlink(missing_ok=True)
+    second = do(ranks, processes, tmp_path / "halves", f"parallel={mode}")
+    assert second.steps == whole.steps == STEPS
+    got, wanted = weights_at(tmp_path / "halves", STEPS), weights_at(tmp_path / "whole", STEPS)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    assert {**second.metrics} == {**whole.metrics}
+    assert second.notes == whole.notes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Members that vote
+
+
+def test_members_vote_by_their_mean_values(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    result = do(ranks, 2, tmp_path / "run", "parallel=ensemble", "optimizer.lr=0.05")
+    checkpoint = tmp_path / "run/checkpoints" / f"step_{STEPS:08d}"
+    second = torch.load(checkpoint / "rank_1.pt", weights_only=True)["parallel"]["tensors"]
+    members = [network(safetensors.torch.load_file(checkpoint / "model.safetensors")), network(second)]
+
+    def vote(x: torch.Tensor) -> torch.Tensor:
+        return (members[0](x) + members[1](x)) / 2
+
+    for name, policy in (("member_0/", members[0]), ("member_1/", members[1]), ("", vote)):
+        returns, _ = played(policy, members)
+        assert result.metrics[f"eval/{name}return"] == pytest.approx(returns.mean())
+    _, others = played(vote, members)
+    assert result.metrics["eval/disagreement"] == pytest.approx(others)
+    assert 0 < others <= 0.5, "of two members, the vote is always one's answer"
+    for member in range(2):  # each is the run of its own seed
+        alone = do(ranks, 1, tmp_path / f"alone_{member}", "optimizer.lr=0.05", f"seed={member}")
+        assert alone.metrics["eval/return"] == result.metrics[f"eval/member_{member}/return"]
+
+
+def network(weights: dict[str, torch.Tensor]) -> nn.Module:
+    """The online network of a checkpoint, in plain torch."""
+    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    names = ("online.hidden1.weight", "online.hidden1.bias", "online.head.weight", "online.head.bias")
+    net.load_state_dict(dict(zip(net.state_dict(), (weights[name] for name in names), strict=True)))
+    return net.requires_grad_(False)
+
+
+def played(policy: Callable[[torch.Tensor], torch.Tensor], members: list[nn.Module]) -> tuple[np.ndarray, float]:
+    """The returns of an evaluation's five episodes, and how many of the members' answers are not the policy's."""
+    envs = gymnasium.make_vec("CartPole-v1", 5, "vector_entry_point", max_episode_steps=60)
+    seen, _ = envs.reset(seed=derive(0, "evaluation"))
+    returns, running, differ, asked = np.zeros(5), np.ones(5, bool), 0, 0
+    while running.any():
+        x = torch.from_numpy(np.asarray(seen, np.float32))
+        action = policy(x).argmax(1)
+        differ += sum(int((member(x).argmax(1) != action).sum()) for member in members)
+        asked += 5 * len(members)
+        seen, reward, terminated, truncated, _ = envs.step(action.numpy())
+        returns += reward * running
+        running &= ~(terminated | truncated)
+    return returns, differ / asked
