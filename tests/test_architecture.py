@@ -8,14 +8,28 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, environment
+from helpers.command import ROOT, environment
 
 # Each module may import from its own floor's base and from the floors below.
 FLOORS = [
     ["models"],
-    ["runner", "runner.system.lazy_import", "runner.config", "runner.system.section_timer", "runner.system.signals", "runner.tracking.images", "runner.system.cpu"],
+    [
+        "runner",
+        "runner.system.lazy_import",
+        "runner.config",
+        "runner.system.section_timer",
+        "runner.system.signals",
+        "runner.tracking.images",
+        "runner.system.cpu",
+    ],
     ["runner.system.forkserver", "runner.parallel.pipelining.gantt"],
-    ["runner.seeds", "runner.storage.run_directory", "runner.system.memory", "runner.system.environment", "runner.tracking.progress"],
+    [
+        "runner.seeds",
+        "runner.storage.run_directory",
+        "runner.system.memory",
+        "runner.system.environment",
+        "runner.tracking.progress",
+    ],
     ["runner.device", "runner.batching", "runner.optimizer", "runner.schedule", "runner.model"],
     ["runner.model.qnet", "runner.env"],
     ["runner.tracking.tensorboard", "runner.storage.manifest"],
@@ -26,9 +40,18 @@ FLOORS = [
     ["runner.workloads.dqn.n_step", "runner.workloads.dqn.evaluation"],
     ["runner.workloads.dqn.actor"],
     ["runner.parallel.launch.cluster", "runner.parallel.launch.supervisor", "runner.parallel.sync_batch_norm"],
-    ["runner.parallel.pipelining.partition", "runner.parallel.pipelining.deferred_batch_norm", "runner.parallel.devices", "runner.parallel.collectives"],
+    [
+        "runner.parallel.pipelining.partition",
+        "runner.parallel.pipelining.deferred_batch_norm",
+        "runner.parallel.devices",
+        "runner.parallel.collectives",
+    ],
     ["runner.parallel.launch.process_group"],
-    ["runner.parallel.pipelining.micro_batches", "runner.parallel.pipelining.stages", "runner.parallel.pipelining.timeline"],
+    [
+        "runner.parallel.pipelining.micro_batches",
+        "runner.parallel.pipelining.stages",
+        "runner.parallel.pipelining.timeline",
+    ],
     ["runner.parallel.pipelining.schedules", "runner.parallel.pipelining.streams"],
     ["runner.workloads", "runner.parallel.base"],
     ["runner.parallel.launch.processes"],

@@ -9,8 +9,8 @@ import torch
 import yaml
 
 import runner.device
-from runner.config.options import CONF
 from runner.config.errors import ConfigError
+from runner.config.options import CONF
 from runner.config.schema import build, option_fields
 from runner.device import Device
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import command
+from helpers.command import run_fresh
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 def finished(tmp_path_factory):
     """The process and its run directory."""
     cwd = tmp_path_factory.mktemp("here")
-    process = command(cwd=cwd, timeout=240)
+    process = run_fresh(cwd=cwd, timeout=240)
     (directory,) = (cwd / "outputs" / "classifier").iterdir()
     return process, directory
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
-from runner.config.options import CONF
 from runner.config.errors import ConfigError
+from runner.config.options import CONF
 from runner.config.schema import build, option_fields
 from runner.optimizer import SGD, Adam, AdamW, Optimizer, trainable
 

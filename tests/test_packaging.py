@@ -6,7 +6,7 @@ import re
 import tomllib
 from importlib.metadata import version
 
-from conftest import ROOT
+from helpers.command import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import curves
+from helpers.events import curves
 from helpers.plain_loop import CASES, COMMON, STEPS, largest_difference, plain_evaluation, plain_loop, weights_at
 
 from runner.run import Run

@@ -13,8 +13,8 @@ import torch
 import yaml
 
 import runner.precision
-from runner.config.options import CONF
 from runner.config.errors import ConfigError
+from runner.config.options import CONF
 from runner.config.schema import build, option_fields
 from runner.optimizer import SGD
 from runner.precision import TF32, BFloat16, Double, Float16, Precision

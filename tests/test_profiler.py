@@ -15,11 +15,11 @@ import torch
 import yaml
 
 import runner.system.section_timer
-from runner.system.section_timer import clock
-from runner.config.options import CONF
 from runner.config.errors import ConfigError
+from runner.config.options import CONF
 from runner.config.schema import build, option_fields
 from runner.profiler import Advanced, Profiler, Simple, Trace
+from runner.system.section_timer import clock
 
 CPU = torch.device("cpu")
 

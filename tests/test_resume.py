@@ -17,15 +17,17 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from conftest import FAST, Forks, built, composed, curves, events
+from helpers.command import run_command
+from helpers.compose import FAST, built, composed
+from helpers.events import curves, events
 from omegaconf import OmegaConf
 from PIL import Image
 
 import runner.train
-from runner.storage import run_directory as directory
 from runner.config.errors import ConfigError
 from runner.resume import check_resumable, claimed_directory
 from runner.run import CrashedError, Result, Run, config_hash
+from runner.storage import run_directory as directory
 from runner.train import train
 
 HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32")
@@ -75,13 +77,13 @@ def only_run(cwd: Path) -> Path:
 # Killed
 
 
-def train_with_kills(forks: Forks, cwd: Path, arguments: list[str], kills: int, seconds: float) -> int:
+def train_with_kills(cwd: Path, arguments: list[str], kills: int, seconds: float) -> int:
     """Run the command to its end, killed up to `kills` times and resumed; returns how often it was killed."""
     killed = 0
     while True:
         runs = [path.parent for path in cwd.glob("outputs/*/*/config.yaml")]
         sessions = len(list(cwd.glob("outputs/*/*/events*")))
-        pid = forks.start(*([f"resume={runs[0]}"] if runs else arguments), cwd=cwd)
+        pid = Command(*([f"resume={runs[0]}"] if runs else arguments), cwd=cwd)
         # Most kills hit the loop; some the start, where the directory is claimed and the config written.
         early = time.monotonic() + random.choice([0.3, 60, 60, 60, 60])
         while forks.code(cwd) is None and len(list(cwd.glob("outputs/*/*/events*"))) == sessions:
@@ -100,8 +102,8 @@ def train_with_kills(forks: Forks, cwd: Path, arguments: list[str], kills: int, 
         killed += 1
 
 
-def assert_kills_change_nothing(forks: Forks, tmp_path: Path, arguments: list[str], kills: int) -> None:
-    code, said = forks.run(*arguments, cwd=tmp_path / "whole")
+def assert_kills_change_nothing(tmp_path: Path, arguments: list[str], kills: int) -> None:
+    code, said = run_command(*arguments, cwd=tmp_path / "whole")
     assert code == 0, said
     result = json.loads((only_run(tmp_path / "whole") / "result.json").read_text())
     wanted = outcome(only_run(tmp_path / "whole"))
@@ -120,7 +122,7 @@ def assert_kills_change_nothing(forks: Forks, tmp_path: Path, arguments: list[st
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_killed_at_any_moment(forks: Forks, tmp_path: Path, kills: int) -> None:
+def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
     schedule = ["steps=100", "save_every=4", "log_every=3", "eval_every=25", "optimizer=adamw"]
     assert_kills_change_nothing(forks, tmp_path, [*FAST, *HARD, *schedule], kills)
 
@@ -137,7 +139,7 @@ def pictures(root: Path) -> None:
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_with_data_workers(forks: Forks, tmp_path: Path, kills: int) -> None:
+def test_killed_with_data_workers(tmp_path: Path, kills: int) -> None:
     pictures(tmp_path / "pictures")
     data = ["data=imagefolder", f"data.root={tmp_path}/pictures", "data.size=8", "data.workers=1"]
     schedule = ["steps=60", "save_every=4", "log_every=3", "eval_every=30", "batch_size=8", "accumulation=2"]
@@ -468,16 +470,16 @@ def files(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in found}
 
 
-def test_resuming_what_is_done_says_so_and_more_epochs_go_on(forks: Forks, tmp_path: Path) -> None:
-    code, said = forks.run(*FAST, "epochs=1", "save_every=10", "eval_every=10", cwd=tmp_path)
+def test_resuming_what_is_done_says_so_and_more_epochs_go_on(tmp_path: Path) -> None:
+    code, said = run_command(*FAST, "epochs=1", "save_every=10", "eval_every=10", cwd=tmp_path)
     assert code == 0, said
     path = only_run(tmp_path)
     before = files(path)
-    code, said = forks.run(f"resume={path}", cwd=tmp_path)
+    code, said = run_command(f"resume={path}", cwd=tmp_path)
     assert code == 0
     assert "all 23 steps are done: nothing is left to do" in said
     assert files(path) == before
-    code, said = forks.run(f"resume={path}", "epochs=2", cwd=tmp_path)
+    code, said = run_command(f"resume={path}", "epochs=2", cwd=tmp_path)
     assert code == 0, said
     assert "resumed after step 23" in said
     result = json.loads((path / "result.json").read_text())
@@ -485,12 +487,12 @@ def test_resuming_what_is_done_says_so_and_more_epochs_go_on(forks: Forks, tmp_p
     assert [step for step, _ in curves(path)["eval/loss"]] == [10, 20, 23, 30, 40, 45]
 
 
-def test_an_earlier_checkpoint_sets_the_later_ones_aside(forks: Forks, tmp_path: Path) -> None:
+def test_an_earlier_checkpoint_sets_the_later_ones_aside(tmp_path: Path) -> None:
     schedule = ("steps=12", "save_every=3", "log_every=3", "eval_every=0", "keep=9")
-    assert forks.run(*FAST, *HARD, *schedule, cwd=tmp_path)[0] == 0
+    assert run_command(*FAST, *HARD, *schedule, cwd=tmp_path)[0] == 0
     path = only_run(tmp_path)
     before = outcome(path)
-    code, said = forks.run(f"resume={path}/checkpoints/step_00000006", cwd=tmp_path)
+    code, said = run_command(f"resume={path}/checkpoints/step_00000006", cwd=tmp_path)
     assert code == 0, said
     assert "resumed after step 6" in said
     names = {f"step_{step:08d}" for step in (3, 6, 9, 12)} | {f"step_{step:08d}.superseded" for step in (9, 12)}
@@ -499,11 +501,11 @@ def test_an_earlier_checkpoint_sets_the_later_ones_aside(forks: Forks, tmp_path:
     assert_same(outcome(path), before)
 
 
-def test_what_cannot_be_resumed_exits_with_2_and_shows_the_difference(forks: Forks, tmp_path: Path) -> None:
-    assert forks.run(*FAST, "steps=2", cwd=tmp_path)[0] == 0
+def test_what_cannot_be_resumed_exits_with_2_and_shows_the_difference(tmp_path: Path) -> None:
+    assert run_command(*FAST, "steps=2", cwd=tmp_path)[0] == 0
     path = only_run(tmp_path)
     before = files(path)
-    code, said = forks.run(f"resume={path}", "seed=7", "steps=9", "optimizer=adam", cwd=tmp_path)
+    code, said = run_command(f"resume={path}", "seed=7", "steps=9", "optimizer=adam", cwd=tmp_path)
     assert code == 2
     assert "seed: 0 then, 7 now" in said
     assert "optimizer: runner.optimizer.SGD then, runner.optimizer.Adam now" in said
@@ -511,14 +513,14 @@ def test_what_cannot_be_resumed_exits_with_2_and_shows_the_difference(forks: For
     assert files(path) == before
 
 
-def test_a_finished_run_whose_last_checkpoint_is_damaged_does_its_steps_again(forks: Forks, tmp_path: Path) -> None:
-    code, said = forks.run(*FAST, "steps=23", "save_every=10", "eval_every=0", cwd=tmp_path)
+def test_a_finished_run_whose_last_checkpoint_is_damaged_does_its_steps_again(tmp_path: Path) -> None:
+    code, said = run_command(*FAST, "steps=23", "save_every=10", "eval_every=0", cwd=tmp_path)
     assert code == 0, said
     [path] = (tmp_path / "outputs/classifier").iterdir()
     weights = path / "checkpoints/step_00000023/model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:])
-    code, said = forks.run(f"resume={path}", cwd=tmp_path)
+    code, said = run_command(f"resume={path}", cwd=tmp_path)
     assert code == 0, said
     assert "resumed after step 20" in said
     assert weights.read_bytes() == whole

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import FAST, built, composed
+from helpers.compose import FAST, built, composed
 
 from runner.config.errors import ConfigError
 from runner.run import Result, Run, build_run, check_used, config_hash

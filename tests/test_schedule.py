@@ -11,8 +11,8 @@ import torch
 import yaml
 from torch.optim import lr_scheduler
 
-from runner.config.options import CONF
 from runner.config.errors import ConfigError
+from runner.config.options import CONF
 from runner.config.schema import build, option_fields
 from runner.schedule import Cosine, OneCycle, Schedule, Step
 

@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import FAST, NO_TORCH, ROOT, Forks, command, start
+from helpers.command import ROOT, run_command, run_fresh
+from helpers.compose import FAST
 from hydra.errors import HydraException
 
 import runner.run
 from runner.cli import arguments as cli
-from runner.cli.main import main
-from runner.config.options import CONF
-from runner.config.errors import ConfigError
 from runner.cli.hydra_errors import explained
+from runner.cli.main import main
+from runner.config.errors import ConfigError
+from runner.config.options import CONF
 from runner.run import Result, Run
 
 # What is typed, words apart by two blanks: what the answer must say. The first is the key, or the word, that is wrong.
@@ -125,9 +126,9 @@ def leftovers(cwd: Path) -> set[str]:
     return {path.name for path in cwd.iterdir()} - {"console.txt", "code"}
 
 
-def refusal(forks: Forks, arguments: list[str], cwd: Path) -> str:
+def refusal(arguments: list[str], cwd: Path) -> str:
     """What is printed, after a look at what holds for every refusal."""
-    code, told = forks.run(*arguments, cwd=cwd)
+    code, told = run_command(*arguments, cwd=cwd)
     assert code == 2, told
     assert "Traceback" not in told
     assert len(told.strip().splitlines()) <= 10, told
@@ -156,16 +157,14 @@ if not torch.cuda.is_available():
 
 
 @pytest.mark.parametrize("line", REFUSED_LATER)
-def test_what_only_the_data_or_the_device_can_tell_leaves_nothing_either(
-    forks: Forks, line: str, tmp_path: Path
-) -> None:
+def test_what_only_the_data_or_the_device_can_tell_leaves_nothing_either(line: str, tmp_path: Path) -> None:
     told = refusal(forks, line.split("  "), tmp_path)
     for words in REFUSED_LATER[line]:
         assert words in told
 
 
 def test_the_answer_is_the_same_from_a_process_of_its_own(tmp_path: Path) -> None:
-    process = command("optimizer.lrr=1", cwd=tmp_path)
+    process = run_fresh("optimizer.lrr=1", cwd=tmp_path)
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == "optimizer.lrr: there is no such key;\n  did you mean optimizer.lr?\n"
     assert list(tmp_path.iterdir()) == []
@@ -307,8 +306,8 @@ def results(cwd: Path) -> dict[str, dict]:
     return {path.parent.name: json.loads(path.read_text()) for path in cwd.glob("**/sweeps/*/*/*/result.json")}
 
 
-def test_a_run_as_typed(forks: Forks, tmp_path: Path) -> None:
-    code, told = forks.run("precision=16", "accumulation=4", "steps=2", *FAST, cwd=tmp_path)
+def test_a_run_as_typed(tmp_path: Path) -> None:
+    code, told = run_command("precision=16", "accumulation=4", "steps=2", *FAST, cwd=tmp_path)
     assert code == 0, told
     [path] = tmp_path.glob("outputs/classifier/*")
     saved = yaml.safe_load((path / "config.yaml").read_text())
@@ -317,8 +316,8 @@ def test_a_run_as_typed(forks: Forks, tmp_path: Path) -> None:
     assert f"run: outputs/classifier/{path.name}\n" in told
 
 
-def test_a_sweep_has_a_labelled_directory_for_each_job_and_nothing_else(forks: Forks, tmp_path: Path) -> None:
-    code, told = forks.run(*FAST, "steps=1", "-m", "precision=16,32,bf16", cwd=tmp_path)
+def test_a_sweep_has_a_labelled_directory_for_each_job_and_nothing_else(tmp_path: Path) -> None:
+    code, told = run_command(*FAST, "steps=1", "-m", "precision=16,32,bf16", cwd=tmp_path)
     assert code == 0, told
     [sweep] = tmp_path.glob("outputs/sweeps/classifier/*")
     fixed = ",".join((*FAST, "steps=1"))
@@ -329,9 +328,9 @@ def test_a_sweep_has_a_labelled_directory_for_each_job_and_nothing_else(forks: F
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["sweeps"]
 
 
-def test_a_job_that_is_refused_or_diverges_does_not_end_the_others(forks: Forks, tmp_path: Path) -> None:
+def test_a_job_that_is_refused_or_diverges_does_not_end_the_others(tmp_path: Path) -> None:
     rates = "optimizer.weight_decay=-1,1000,0"
-    code, told = forks.run(*FAST, "-m", rates, "steps=30", "log_every=5", cwd=tmp_path)
+    code, told = run_command(*FAST, "-m", rates, "steps=30", "log_every=5", cwd=tmp_path)
     assert code == 2, told
     assert "optimizer.weight_decay: got -1.0" in told
     statuses = {name[:3]: result["status"] for name, result in results(tmp_path).items()}
@@ -363,16 +362,16 @@ def test_a_job_that_crashes_does_not_end_the_others(
     assert statuses == {"002": "done", "001": "crashed"}
 
 
-def test_a_swept_name_and_output_root_are_each_jobs_own(forks: Forks, tmp_path: Path) -> None:
-    code, told = forks.run(*FAST, "-m", "name=a,b c", "output_root=x,y=z", "steps=1", cwd=tmp_path)
+def test_a_swept_name_and_output_root_are_each_jobs_own(tmp_path: Path) -> None:
+    code, told = run_command(*FAST, "-m", "name=a,b c", "output_root=x,y=z", "steps=1", cwd=tmp_path)
     assert code == 0, told
     found = sorted(path.parent.parent.relative_to(tmp_path).parts for path in tmp_path.glob("*/sweeps/*/*/0*"))
     assert [(root, name) for root, _, name in found] == [("x", "a"), ("x", "b c"), ("y=z", "a"), ("y=z", "b c")]
     assert leftovers(tmp_path) == {"x", "y=z"}
 
 
-def test_saved_overrides_are_those_that_were_typed(forks: Forks, tmp_path: Path) -> None:
-    assert forks.run(*FAST, "precision=bf16", "steps=1", "name=a b", cwd=tmp_path)[0] == 0
+def test_saved_overrides_are_those_that_were_typed(tmp_path: Path) -> None:
+    assert run_command(*FAST, "precision=bf16", "steps=1", "name=a b", cwd=tmp_path)[0] == 0
     [path] = tmp_path.glob("outputs/a b/*")
     assert yaml.safe_load((path / "overrides.yaml").read_text()) == [
         *FAST,
@@ -389,9 +388,9 @@ def test_a_flag_check_is_not_for_values() -> None:
     assert sys.modules["runner.cli"].CONF == ROOT / "conf"
 
 
-def test_a_batch_that_has_no_variance_is_refused_in_words(forks: Forks, tmp_path: Path) -> None:
+def test_a_batch_that_has_no_variance_is_refused_in_words(tmp_path: Path) -> None:
     few = ("model=resnet18", "data.size=32", "device=cpu", "device.threads=1", "steps=1", "batch_size=1")
-    code, said = forks.run(*few, cwd=tmp_path)
+    code, said = run_command(*few, cwd=tmp_path)
     assert code == 2
     assert said.splitlines()[0].startswith("batch_size: got 1: batch normalisation would see one sample of one pixel")
     assert "Traceback" not in said

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import FAST, ROOT, Forks, built, composed
+from helpers.command import ROOT, run_command
+from helpers.compose import FAST, built, composed
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import Image
 
-from runner.config.options import groups
-from runner.config.options import CONF
 from runner.config.errors import ConfigError
+from runner.config.options import CONF, groups
 from runner.config.schema import load_class, option_fields, typed_values
 from runner.run import MATERIALS, ROOMS, Result, Run
 from runner.train import train
@@ -328,8 +328,8 @@ def test_ten_epochs_is_what_it_says() -> None:
     assert (run.optimizer.lr, run.optimizer.momentum) == (0.02, 0.9)
 
 
-def test_precisions_sweeps_both_on_three_seeds(forks: Forks, tmp_path: Path) -> None:
-    code, told = forks.run("-m", "experiment=precisions", *FAST, "steps=1", cwd=tmp_path)
+def test_precisions_sweeps_both_on_three_seeds(tmp_path: Path) -> None:
+    code, told = run_command("-m", "experiment=precisions", *FAST, "steps=1", cwd=tmp_path)
     assert code == 0, told
     configs = [OmegaConf.load(path) for path in tmp_path.glob("outputs/sweeps/precisions/*/*/config.yaml")]
     swept = sorted((config.precision._target_.rpartition(".")[2], config.seed) for config in configs)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from conftest import composed, environment
+from helpers.command import environment
+from helpers.compose import composed
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import environment
+from helpers.command import environment
 from omegaconf import OmegaConf
 
 from runner.config.options import CONF

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from conftest import ROOT, command
+from helpers.command import ROOT, run_fresh
 from omegaconf import OmegaConf
 from PIL import Image
 
 from runner.batching import Plan
-from runner.config.options import CONF
 from runner.config.errors import ConfigError
+from runner.config.options import CONF
 from runner.config.schema import build
 from runner.data.base import Data
 from runner.data.imagefolder import ImageFolder
@@ -121,7 +121,7 @@ def damaged(root: Path) -> Path:
 
 def test_the_command_trains_on_a_folder_with_workers_and_goes_on_past_a_damaged_file(tmp_path):
     bad = damaged(tmp_path / "colours")
-    done = command(*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=2", "data.on_error=skip", cwd=tmp_path)
+    done = run_fresh(*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=2", "data.on_error=skip", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (path,) = (tmp_path / "outputs").rglob("result.json")
     result = json.loads(path.read_text())
@@ -133,7 +133,7 @@ def test_the_command_trains_on_a_folder_with_workers_and_goes_on_past_a_damaged_
 
 def test_the_command_ends_at_a_damaged_file_with_a_few_plain_words(tmp_path):
     bad = damaged(tmp_path / "colours")
-    done = command(*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=1", cwd=tmp_path)
+    done = run_fresh(*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=1", cwd=tmp_path)
     assert done.returncode == 1
     assert f"{bad}: it cannot be read" in done.stderr
     assert "data.on_error=skip" in done.stderr

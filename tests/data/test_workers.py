@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import environment
+from helpers.command import environment
 
 from runner.data import watch
 from runner.data.base import DataError

@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import composed
+from helpers.compose import composed
 
 from runner.config.errors import ConfigError
 from runner.env.base import Env, share

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from runner.session import session
 
 from runner.parallel.launch.cluster import Place
-from runner.parallel.launch.supervisor import Report, attend
 from runner.parallel.launch.processes import Processes
-from runner.tracking.log_file import LogFile
+from runner.parallel.launch.supervisor import Report, attend
 from runner.run import Result, Run
-from runner.session import session
+from runner.tracking.log_file import LogFile
 
 
 def fail(rank: int, step: int, error: BaseException, run: Run) -> Result:

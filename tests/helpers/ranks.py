@@ -1,4 +1,4 @@
-"""Processes that stay, and do one job after another as the ranks of one run: a tenth of a second each, not two."""
+"""Ranks that stay: processes that join one run after another, which takes a tenth of a second each, not two."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from runner.parallel.launch.processes import PRELOADED
 from runner.system.forkserver import METHOD, start_server
 
-PATIENCE = 60.0
+PATIENCE = 300.0
 """Seconds that a job may take."""
 
 
 class Ranks:
-    """`count` processes as torchrun would have started them: with their place in the environment, and one store.
+    """`count` processes as torchrun starts them: with their ranks in the environment, and one store.
 
-    Modes join such processes instead of starting their own, and go on with one group from job to job.
+    Modes join such processes instead of starting their own, and keep their process group from run to run.
     """
 
     def __init__(self, count: int) -> None:
@@ -33,11 +34,11 @@ class Ranks:
     def start(self) -> None:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-        start_server("torch", "torch._dynamo", "torch.distributed.tensor", "runner.train")
+        start_server(*PRELOADED)
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.count):
             ours, theirs = multiprocessing.Pipe()
-            place = {
+            variables = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(self.count),
@@ -48,7 +49,7 @@ class Ranks:
                 "OMP_NUM_THREADS": "1",
             }
             context: Any = multiprocessing.get_context(METHOD)
-            process = context.Process(target=_serve, args=(theirs, place), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, variables), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -74,7 +75,7 @@ class Ranks:
         return [answers[pipe] for pipe in self.pipes]
 
     def train(self, config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None = None) -> Any:
-        """Rank 0's result of the run of `config` in `directory`."""
+        """Rank 0's result of the run of `config` in `directory`; `change` is called with each rank's session."""
         directory.mkdir(exist_ok=True)
         return self.do(train, config, directory, change)[0]
 
@@ -87,35 +88,18 @@ class Ranks:
         self.processes, self.pipes = [], []
 
 
-def train(config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None) -> Any:
-    """A run from its config to its result, in one of several processes; as the command does it.
+def train(config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None = None) -> Any:
+    """A run from its config to its result in one of several processes, as the command does it."""
+    from helpers.compose import train_in
+    from runner.run import build_run
 
-    Args:
-        change: is done to the run before it begins.
-    """
-    from runner.session import session
-
-    run = prepared(config, directory, change)
-    with run.parallel.joined(run):
-        return run.parallel.launch(session, run)
+    return train_in(directory, build_run(config), change or (lambda session: None)).result
 
 
-def prepared(config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None = None) -> Any:
-    """The run of `config` in `directory`, checked."""
-    from runner.run import Run
-
-    run = Run.again(config)
-    run.prepare()
-    run.directory = directory
-    if change is not None:
-        change(run)
-    return run
-
-
-def _serve(pipe: Connection, place: dict[str, str]) -> None:
+def _serve(pipe: Connection, variables: dict[str, str]) -> None:
     import torch
 
-    os.environ.update(place)
+    os.environ.update(variables)
     torch.set_num_threads(1)
     gc.freeze()  # a run collects garbage before its first step: nothing of torch's million objects is any
     with tempfile.TemporaryFile() as file:

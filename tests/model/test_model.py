@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 
 from models import convnet, resnet
 from models.resnet import DEPTHS, NORMS, STEMS
-from runner.config.options import CONF
 from runner.config.errors import ConfigError
+from runner.config.options import CONF
 from runner.config.schema import build, option_fields
-from runner.model.convnet import ConvNet
 from runner.model.base import Model
+from runner.model.convnet import ConvNet
 from runner.model.resnet import ResNet
 from runner.model.weights import read_weights
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import FAST, Forks, built
+from helpers.command import run_command
+from helpers.compose import FAST, built
 
 import runner.parallel.launch.processes
 from runner.config.errors import ConfigError
@@ -92,8 +93,8 @@ def test_bad_input_is_refused_before_a_process_starts(
 
 
 @pytest.mark.parametrize("bad", [bad for bad in TABLE if not bad.gpus][::7], ids=lambda bad: bad.overrides)
-def test_the_command_says_so_and_leaves_nothing(bad: Bad, forks: Forks, tmp_path: Path) -> None:
-    code, told = forks.run(*bad.overrides.split(), cwd=tmp_path)
+def test_the_command_says_so_and_leaves_nothing(bad: Bad, tmp_path: Path) -> None:
+    code, told = run_command(*bad.overrides.split(), cwd=tmp_path)
     assert (code, told.startswith(bad.told)) == (2, True), told
     assert {path.name for path in tmp_path.iterdir()} == {"console.txt", "code"}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, built, composed
+from helpers.compose import FAST, built, composed
 from helpers.plain_loop import CASES, COMMON, STEPS, largest_difference, plain_loop, weights_at
 from helpers.ranks import Ranks, prepared
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from conftest import FAST, built
+from helpers.compose import FAST, built
 from helpers.plain_loop import COMMON, largest_difference, weights_at
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence

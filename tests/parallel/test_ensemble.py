@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAST, built, composed, curves
+from helpers.compose import FAST, built, composed
+from helpers.events import curves
 from helpers.plain_loop import weights_at
 from helpers.ranks import Ranks
 from test_resume import assert_same, outcome

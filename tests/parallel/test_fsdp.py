@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, composed
+from helpers.compose import FAST, composed
 from helpers.plain_loop import COMMON
 from helpers.ranks import Ranks, prepared
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, built, curves
+from helpers.compose import FAST, built
+from helpers.events import curves
 from helpers.plain_loop import weights_at
 from test_resume import assert_same, outcome
 
+from runner.parallel.hogwild import Hogwild, Shared
 from runner.parallel.launch.cluster import Place
 from runner.parallel.launch.supervisor import LostError, report_of
-from runner.parallel.hogwild import Hogwild, Shared
 from runner.run import Run
 from runner.train import prepare, train
 

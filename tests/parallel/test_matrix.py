@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FAST, built, composed
+from helpers.compose import FAST, built, composed
 from helpers.ranks import Ranks, prepared
 from helpers.ranks import train as train_joined
 

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import FAST, built, composed, curves, events
+from helpers.compose import FAST, built, composed
+from helpers.events import curves, events
 from helpers.plain_loop import CASES, COMMON, STEPS, Plain, largest_difference, plain_evaluation, plain_loop, weights_at
 from helpers.ranks import Ranks
+from runner.session import session
 
 from runner.run import Run
-from runner.session import session
 
 HALF = STEPS // 2
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, built, composed, curves
+from helpers.compose import FAST, built, composed
+from helpers.events import curves
 from helpers.plain_loop import CASES, largest_difference, plain_loop, weights_at
 from helpers.ranks import Ranks, prepared
 from test_resume import assert_same

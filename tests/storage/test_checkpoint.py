@@ -20,14 +20,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from conftest import FAST, ROOT, Forks, built
+from helpers.command import ROOT, run_command
+from helpers.compose import FAST, built
 
 import runner.storage.checkpoint
 import runner.storage.manifest
-from runner.storage.checkpoint import Checkpoint, Checkpoints
 from runner.config.errors import ConfigError
-from runner.storage.run_directory import StorageError
 from runner.run import Run
+from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.storage.run_directory import StorageError
 
 
 def checkpoint(step: int) -> Checkpoint:
@@ -333,12 +334,12 @@ def test_none_is_kept_once_the_run_is_done(tmp_path: Path) -> None:
     assert checkpoints.steps() == [1]
 
 
-def test_a_run_that_keeps_none_is_done_all_the_same(forks: Forks, tmp_path: Path) -> None:
-    code, said = forks.run(*FAST, "steps=4", "save_every=1", "keep=0", cwd=tmp_path)
+def test_a_run_that_keeps_none_is_done_all_the_same(tmp_path: Path) -> None:
+    code, said = run_command(*FAST, "steps=4", "save_every=1", "keep=0", cwd=tmp_path)
     assert code == 0, said
     (run,) = tmp_path.glob("outputs/*/*")
     assert list((run / "checkpoints").iterdir()) == []
-    code, said = forks.run(f"resume={run}", cwd=tmp_path)
+    code, said = run_command(f"resume={run}", cwd=tmp_path)
     assert (code, "nothing is left to do" in said) == (0, True), said
 
 
@@ -464,10 +465,10 @@ def test_torch_and_safetensors_tell_of_a_full_disk(tiny_disk: Path) -> None:
         assert checkpoints.steps() == [1]
 
 
-def test_a_run_on_a_full_disk_says_what_to_do_and_goes_on_later(forks: Forks, tiny_disk: Path, tmp_path: Path) -> None:
+def test_a_run_on_a_full_disk_says_what_to_do_and_goes_on_later(tiny_disk: Path, tmp_path: Path) -> None:
     steady = (*FAST, "steps=40", "save_every=2", "eval_every=0", "keep=1", f"output_root={tiny_disk}/outputs", "name=a")
     (tiny_disk / "ballast").write_bytes(bytes(1_000_000))
-    code, said = forks.run(*steady, "keep=30", cwd=tmp_path)
+    code, said = run_command(*steady, "keep=30", cwd=tmp_path)
     assert code == 1, said
     assert "No space left on device" in said
     assert "make room on the disk, then resume" in said
@@ -480,18 +481,18 @@ def test_a_run_on_a_full_disk_says_what_to_do_and_goes_on_later(forks: Forks, ti
     assert (result["status"], result["steps"]) == ("crashed", steps[-1] + 2), "the step whose checkpoint had no room"
     assert found.latest().step == steps[-1], "none is damaged"
     (tiny_disk / "ballast").unlink()
-    code, said = forks.run(f"resume={directory}", "keep=1", cwd=tmp_path)
+    code, said = run_command(f"resume={directory}", "keep=1", cwd=tmp_path)
     assert code == 0, said
     assert f"resumed after step {steps[-1]}" in said
     assert found.steps()[-1] == 40
 
 
-def test_a_disk_that_is_full_from_the_start_is_refused(forks: Forks, tiny_disk: Path, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_from_the_start_is_refused(tiny_disk: Path, tmp_path: Path) -> None:
     (tiny_disk / "outputs/a").mkdir(parents=True)
     with (tiny_disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
         while True:
             ballast.write(bytes(4096))
-    code, said = forks.run(*FAST, "steps=2", f"output_root={tiny_disk}/outputs", "name=a", cwd=tmp_path)
+    code, said = run_command(*FAST, "steps=2", f"output_root={tiny_disk}/outputs", "name=a", cwd=tmp_path)
     assert code == 2, said
     assert "output_root: got" in said
     assert "No space left on device" in said

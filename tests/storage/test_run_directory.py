@@ -15,10 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import FAST, ROOT, Forks, environment
+from helpers.command import ROOT, environment, run_command
+from helpers.compose import FAST
 
-from runner.storage import run_directory as directory
 from runner.config.errors import ConfigError
+from runner.storage import run_directory as directory
 
 NAME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-[0-9a-f]{6}")
 
@@ -102,11 +103,11 @@ def test_twenty_runs_in_the_same_second_have_twenty_directories(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["with blanks in it", "größe-µ-日本", "a=1,b=2", "it's [1] {2} $HOME ~ %41 #"])
-def test_a_run_is_at_home_in_any_directory(name: str, forks: Forks, tmp_path: Path) -> None:
+def test_a_run_is_at_home_in_any_directory(name: str, tmp_path: Path) -> None:
     """It runs in `name`, writes to `name` beside it, and what it says to type in the end does what it says."""
     here, there = tmp_path / name, tmp_path / f"runs {name}"
     here.mkdir()
-    code, told = forks.run(*FAST, "debug=smoke", f"output_root=../runs {name}", cwd=here)
+    code, told = run_command(*FAST, "debug=smoke", f"output_root=../runs {name}", cwd=here)
     assert code == 0, told
     [run] = there.glob("smoke/*")
     assert tree(here) == {}
@@ -115,18 +116,18 @@ def test_a_run_is_at_home_in_any_directory(name: str, forks: Forks, tmp_path: Pa
     assert shown
     assert look
     assert [(here / shlex.split(text[1])[0]).resolve() for text in (shown, look)] == [run, there]
-    code, told = forks.run(f"resume={shlex.split(shown[1])[0]}", "steps=3", cwd=here)
+    code, told = run_command(f"resume={shlex.split(shown[1])[0]}", "steps=3", cwd=here)
     assert code == 0, told
     assert directory.read_result(run)["steps"] == 3
     assert [path.name for path in there.glob("*/*")] == [run.name]
 
 
-def test_a_run_writes_its_directory_and_nothing_else(forks: Forks, tmp_path: Path) -> None:
+def test_a_run_writes_its_directory_and_nothing_else(tmp_path: Path) -> None:
     here, home = tmp_path / "here", tmp_path / "elsewhere"
     home.mkdir()
     (tmp_path / "other").write_text("as it was")
     before = tree(tmp_path, "here")
-    code, told = forks.run(*FAST, "debug=smoke", "profiler=simple", cwd=here)
+    code, told = run_command(*FAST, "debug=smoke", "profiler=simple", cwd=here)
     assert code == 0, told
     assert tree(tmp_path, "here") == before
     [run] = here.glob("outputs/smoke/*")
@@ -177,14 +178,14 @@ def test_what_lies_in_the_callers_directory_does_not_stand_in_for_ours(tmp_path:
     assert "not ours" not in (run / "config.yaml").read_text()
 
 
-def test_a_refusal_takes_back_what_was_made_for_it_alone(forks: Forks, tmp_path: Path) -> None:
+def test_a_refusal_takes_back_what_was_made_for_it_alone(tmp_path: Path) -> None:
     """The network is built after the directory is made; nothing is left, unless another was there before."""
     too_small = (*FAST, "model=convnet", "model.kernel_size=31")
     (tmp_path / "outputs").mkdir()
-    code, told = forks.run(*too_small, cwd=tmp_path)
+    code, told = run_command(*too_small, cwd=tmp_path)
     assert (code, "model.kernel_size: got 31" in told) == (2, True), told
     assert tree(tmp_path).keys() == {"outputs"}
-    code, told = forks.run(*too_small, "-m", "seed=1,2", "output_root=new/er", cwd=tmp_path)
+    code, told = run_command(*too_small, "-m", "seed=1,2", "output_root=new/er", cwd=tmp_path)
     assert (code, told.count("model.kernel_size: got 31")) == (2, 2), told
     assert tree(tmp_path).keys() == {"outputs"}
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from conftest import FAST, Forks
+from helpers.command import run_command
+from helpers.compose import FAST
 
 from runner.config.errors import ConfigError
 from runner.sweep.ledger import Sweep, read_ledger
@@ -46,17 +47,17 @@ def until(condition, seconds: float = 60) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sweep that nothing ended early."""
     cwd = tmp_path_factory.mktemp("whole")
-    assert forks.run(*TYPED, cwd=cwd)[0] == 0
+    assert run_command(*TYPED, cwd=cwd)[0] == 0
     return only_sweep(cwd)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_sweep_goes_on_where_it_was_ended(number: signal.Signals, whole: Path, forks: Forks, tmp_path: Path) -> None:
+def test_a_sweep_goes_on_where_it_was_ended(number: signal.Signals, whole: Path, tmp_path: Path) -> None:
     cwd = tmp_path / "ended"
-    process = forks.start(*TYPED, cwd=cwd)
+    process = Command(*TYPED, cwd=cwd)
     until(lambda: list(cwd.glob("outputs/sweeps/*/*/001-*/checkpoints/step_*")))
     os.kill(process, number)
     until(lambda: forks.code(cwd) is not None)
@@ -64,7 +65,7 @@ def test_a_sweep_goes_on_where_it_was_ended(number: signal.Signals, whole: Path,
     first = jobs(only_sweep(cwd))["000"]
     before = written(first)
 
-    code, told = forks.run(*TYPED, cwd=cwd)
+    code, told = run_command(*TYPED, cwd=cwd)
     assert code == 0, told
     assert "done before: outputs" in str(told)
     assert written(first) == before, "what is done is left alone"
@@ -77,26 +78,26 @@ def test_a_sweep_goes_on_where_it_was_ended(number: signal.Signals, whole: Path,
     assert ledger["complete"]
     assert [entry["code"] for entry in ledger["jobs"].values()] == [0, 0, 0]
 
-    assert forks.run(*TYPED, cwd=cwd)[0] == 0
+    assert run_command(*TYPED, cwd=cwd)[0] == 0
     assert len(list(cwd.glob("outputs/sweeps/*/*"))) == 2, "a complete sweep is not gone on with"
 
 
-def test_what_was_refused_is_in_the_ledger_and_tried_again(forks: Forks, tmp_path: Path) -> None:
+def test_what_was_refused_is_in_the_ledger_and_tried_again(tmp_path: Path) -> None:
     typed = (*FAST, "-m", "batch_size=64,7", "accumulation.steps=2", "steps=2", "resume=auto")
-    assert forks.run(*typed, cwd=tmp_path)[0] == 2
+    assert run_command(*typed, cwd=tmp_path)[0] == 2
     ledger = read_ledger(only_sweep(tmp_path))
     assert [entry["code"] for entry in ledger["jobs"].values()] == [0, 2]
     assert "batch_size: got 7" in ledger["jobs"]["1"]["error"]
     assert not ledger["complete"]
-    code, told = forks.run(*typed, cwd=tmp_path)
+    code, told = run_command(*typed, cwd=tmp_path)
     assert code == 2
     assert "done before" in str(told)
     assert "batch_size: got 7" in str(told)
 
 
-def test_another_config_under_the_same_name_is_set_aside(forks: Forks, tmp_path: Path) -> None:
+def test_another_config_under_the_same_name_is_set_aside(tmp_path: Path) -> None:
     typed = (*FAST, "-m", "seed=1,2", "steps=2", "resume=auto")
-    assert forks.run(*typed, cwd=tmp_path)[0] == 0
+    assert run_command(*typed, cwd=tmp_path)[0] == 0
     sweep = only_sweep(tmp_path)
     ledger = read_ledger(sweep)
     ledger["complete"] = False
@@ -104,15 +105,15 @@ def test_another_config_under_the_same_name_is_set_aside(forks: Forks, tmp_path:
     (sweep / "sweep.json").write_text(json.dumps(ledger))
     other = jobs(sweep)["001"] / "config.yaml"
     other.write_text(other.read_text().replace("keep: 2", "keep: 3"))
-    assert forks.run(*typed, cwd=tmp_path)[0] == 0
+    assert run_command(*typed, cwd=tmp_path)[0] == 0
     assert [path.name[:3] for path in sweep.iterdir() if path.name.endswith(".superseded")] == ["001"]
     assert len(list(sweep.glob("0*"))) == 3
     assert read_ledger(sweep)["complete"]
 
 
-def test_without_auto_every_sweep_is_a_new_one(forks: Forks, tmp_path: Path) -> None:
+def test_without_auto_every_sweep_is_a_new_one(tmp_path: Path) -> None:
     for _ in range(2):
-        assert forks.run(*FAST, "-m", "seed=1,2", "steps=1", cwd=tmp_path)[0] == 0
+        assert run_command(*FAST, "-m", "seed=1,2", "steps=1", cwd=tmp_path)[0] == 0
     assert len(list(tmp_path.glob("outputs/sweeps/*/*"))) == 2
 
 

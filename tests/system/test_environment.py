@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.system import environment, cpu as processor
+from runner.system import cpu as processor
+from runner.system import environment
 
 
 def git(root: Path, *words: str) -> str:

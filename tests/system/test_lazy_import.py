@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import environment
+from helpers.command import environment
 
 LAZY = "import sys; from runner.system.lazy_import import import_lazily; import_lazily('torch', 'torchvision'); import torch\n"
 

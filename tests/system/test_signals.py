@@ -17,7 +17,8 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
-from conftest import FAST, Forks
+from helpers.command import run_command
+from helpers.compose import FAST
 
 from runner.storage.checkpoint import load
 from runner.system.signals import StopRequest
@@ -105,7 +106,7 @@ def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
     return found
 
 
-def ended(forks: Forks, cwd: Path, seconds: float = 60) -> tuple[int, str]:
+def ended(cwd: Path, seconds: float = 60) -> tuple[int, str]:
     """The exit code of what was started in `cwd`, and what it printed."""
     until(lambda: forks.code(cwd) is not None, seconds)
     return forks.code(cwd), (cwd / "console.txt").read_text()
@@ -126,18 +127,18 @@ def whole(run: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cwd = tmp_path_factory.mktemp("uninterrupted")
-    code, told = forks.run(*LONG, cwd=cwd)
+    code, told = run_command(*LONG, cwd=cwd)
     assert code == 0, told
     return whole(next(cwd.glob("outputs/*/*")))
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_stops_after_saving_and_the_run_goes_on_to_the_same_end(
-    number: signal.Signals, forks: Forks, uninterrupted: dict[str, Any], tmp_path: Path
+    number: signal.Signals, uninterrupted: dict[str, Any], tmp_path: Path
 ) -> None:
-    process = forks.start(*LONG, cwd=tmp_path)
+    process = Command(*LONG, cwd=tmp_path)
     until(lambda: a_checkpoint(tmp_path))
     os.kill(process, number)
     code, told = ended(forks, tmp_path)
@@ -154,7 +155,7 @@ def test_a_signal_stops_after_saving_and_the_run_goes_on_to_the_same_end(
     # As it says itself.
     typed = re.search(r"^go on: python -m runner (.*)$", told, re.MULTILINE)
     assert typed
-    code, told = forks.run(*shlex.split(typed[1]), cwd=tmp_path)
+    code, told = run_command(*shlex.split(typed[1]), cwd=tmp_path)
     assert code == 0, told
     finished = whole(run)
     assert finished["result"]["status"] == "done"
@@ -169,8 +170,8 @@ SLOW = ("model=resnet18", "device=cpu", "device.threads=1", "batch_size=1024", "
 """A step of many seconds: 512 times two images."""
 
 
-def test_the_second_ctrl_c_leaves_at_once(forks: Forks, tmp_path: Path) -> None:
-    process = forks.start(*SLOW, cwd=tmp_path)
+def test_the_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
+    process = Command(*SLOW, cwd=tmp_path)
     until(lambda: list(tmp_path.glob("outputs/*/*/events*")))
     time.sleep(1)  # between the first event and the first step it asks for signals
     os.kill(process, signal.SIGINT)
@@ -186,8 +187,8 @@ def test_the_second_ctrl_c_leaves_at_once(forks: Forks, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_sweep(number: signal.Signals, forks: Forks, tmp_path: Path) -> None:
-    process = forks.start(*LONG, "-m", "seed=1,2,3", cwd=tmp_path)
+def test_a_signal_ends_a_sweep(number: signal.Signals, tmp_path: Path) -> None:
+    process = Command(*LONG, "-m", "seed=1,2,3", cwd=tmp_path)
     until(lambda: a_checkpoint(tmp_path))
     os.kill(process, number)
     code, told = ended(forks, tmp_path)
@@ -199,14 +200,14 @@ def test_a_signal_ends_a_sweep(number: signal.Signals, forks: Forks, tmp_path: P
     # The job goes on by itself, as it says; the other jobs are the user's to start again.
     typed = re.search(r"^go on: python -m runner (.*)$", told, re.MULTILINE)
     assert typed
-    code, told = forks.run(*shlex.split(typed[1]), cwd=tmp_path)
+    code, told = run_command(*shlex.split(typed[1]), cwd=tmp_path)
     assert code == 0, told
     assert whole(run)["result"]["status"] == "done"
     assert yaml.safe_load((run / "config.yaml").read_text())["seed"] == 1
 
 
-def test_a_ctrl_c_before_the_first_step_leaves_at_once(forks: Forks, tmp_path: Path) -> None:
-    process = forks.start(*FAST, "data=synthetic", "data.num_samples=4000", "model=resnet18", "-m", cwd=tmp_path)
+def test_a_ctrl_c_before_the_first_step_leaves_at_once(tmp_path: Path) -> None:
+    process = Command(*FAST, "data=synthetic", "data.num_samples=4000", "model=resnet18", "-m", cwd=tmp_path)
     until(lambda: "job 0" in (tmp_path / "console.txt").read_text() if (tmp_path / "console.txt").exists() else False)
     os.kill(process, signal.SIGINT)
     code, told = ended(forks, tmp_path)

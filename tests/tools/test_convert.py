@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAST, Forks, built, environment
+from helpers.command import environment, run_command
+from helpers.compose import FAST, built
 from safetensors.torch import load_file, save_file
 
+from runner.run import Run
 from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint import load as checkpoint_at
-from runner.run import Run
 from runner.tools import convert
 
 Tensors = dict[str, torch.Tensor]
@@ -198,9 +199,9 @@ def test_runs_from_either_spelling_end_with_the_same_weights(run: Run, trained, 
     assert not same(saved(plain, 3), saved(fresh, 3))
 
 
-def test_the_command_takes_the_file(run: Run, forks: Forks, tmp_path: Path) -> None:
+def test_the_command_takes_the_file(run: Run, tmp_path: Path) -> None:
     converted(run.directory, tmp_path / "weights of mine.pt", "--module-prefix")
-    code, told = forks.run(*FAST, "steps=1", "model.weights=../weights of mine.pt", cwd=tmp_path / "work")
+    code, told = run_command(*FAST, "steps=1", "model.weights=../weights of mine.pt", cwd=tmp_path / "work")
     assert code == 0, told
 
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from runner.system import environment, cpu as processor
 from runner.precision import TF32, Float16
+from runner.system import cpu as processor
+from runner.system import environment
 from runner.tools import doctor
 from runner.tools.doctor_tables import render
 

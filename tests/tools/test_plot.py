@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy
 import pytest
-from conftest import FAST, Forks, composed, environment, events
+from helpers.command import environment, run_command
+from helpers.compose import FAST, composed
+from helpers.events import events
 from omegaconf import OmegaConf
 from PIL import Image
 from rich.console import Console
@@ -510,9 +512,9 @@ def test_without_matplotlib_it_says_how_to_get_it(sweep: Sweep) -> None:
     assert not (sweep.path / "plots").exists()
 
 
-def test_it_reads_what_a_real_sweep_leaves(forks: Forks, tmp_path: Path) -> None:
+def test_it_reads_what_a_real_sweep_leaves(tmp_path: Path) -> None:
     small = (*FAST, "steps=6", "data=synthetic", "data.num_samples=64", "data.num_classes=3", "data.holdout=8")
-    code, said = forks.run("-m", *small, "seed=0,1", "precision=32,bf16", cwd=tmp_path)
+    code, said = run_command("-m", *small, "seed=0,1", "precision=32,bf16", cwd=tmp_path)
     assert code == 0, said
     program = [sys.executable, "-m", "runner.tools.plot", "outputs/sweeps"]
     ran = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import FAST
+from helpers.compose import FAST
 
 from runner.batching import MicroBatch
 from runner.parallel.base import Parallel

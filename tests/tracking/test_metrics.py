@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from conftest import FAST, Forks, built, curves
+from helpers.command import run_command
+from helpers.compose import FAST, built
+from helpers.events import curves
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runner.train
-from runner.storage.checkpoint import Checkpoints
 from runner.run import Run
 from runner.seeds import derive
 from runner.state import State
+from runner.storage.checkpoint import Checkpoints
 from runner.train import train
 
 WILD = ("data.crop=0", "schedule=constant", "optimizer.lr=900", "batch_size=32", "steps=40")
@@ -177,8 +179,8 @@ def test_finite_gradients_may_overflow_adams_moments(
 # From the command line
 
 
-def test_it_exits_with_3_and_goes_on_with_a_smaller_rate(forks: Forks, tmp_path: Path) -> None:
-    code, said = forks.run(*FAST, *WILD, "log_every=10", "save_every=1", "keep=9", cwd=tmp_path)
+def test_it_exits_with_3_and_goes_on_with_a_smaller_rate(tmp_path: Path) -> None:
+    code, said = run_command(*FAST, *WILD, "log_every=10", "save_every=1", "keep=9", cwd=tmp_path)
     assert code == 3, said
     [path] = tmp_path.glob("outputs/*/*")
     result = json.loads((path / "result.json").read_text(), parse_constant=pytest.fail)
@@ -188,7 +190,9 @@ def test_it_exits_with_3_and_goes_on_with_a_smaller_rate(forks: Forks, tmp_path:
     assert f"diverged_step_{step:08d}_rank_0.pt" in said
     assert f"the batch of step {step} is in" in (path / "log.txt").read_text()
     assert Checkpoints(path, keep=9).steps() == list(range(1, step))
-    code, said = forks.run(f"resume={path}/checkpoints/step_00000001", "optimizer.lr=1e-6", "log_every=1", cwd=tmp_path)
+    code, said = run_command(
+        f"resume={path}/checkpoints/step_00000001", "optimizer.lr=1e-6", "log_every=1", cwd=tmp_path
+    )
     assert code == 0, said
     assert "resumed after step 1" in said
     read = curves(path)

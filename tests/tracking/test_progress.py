@@ -13,7 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import FAST, environment
+from helpers.command import environment
+from helpers.compose import FAST
 
 import runner.tracking.progress
 from runner.tracking.progress import Bar, Progress, Silent, progress_for

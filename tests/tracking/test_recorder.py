@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import FAST, built, curves, events
+from helpers.compose import FAST, built
+from helpers.events import curves, events
 from PIL import Image
 from tensorboard import context
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
@@ -30,16 +31,16 @@ from torch.utils.tensorboard.summary import scalar
 
 import runner.system.section_timer
 import runner.tracking.metrics
-from runner.storage import run_directory as directory
-from runner.system.section_timer import Clock
-from runner.storage.run_directory import StorageError
-from runner.tracking.tensorboard import EventFile
-from runner.tracking.log_file import LogFile
-from runner.tracking.recorder import Record, flatten
 from runner.run import CrashedError, Run
 from runner.seeds import derive
-from runner.train import train
+from runner.storage import run_directory as directory
+from runner.storage.run_directory import StorageError
+from runner.system.section_timer import Clock
+from runner.tracking.log_file import LogFile
 from runner.tracking.metrics import DivergedError, Stopwatch, Window, quantiles
+from runner.tracking.recorder import Record, flatten
+from runner.tracking.tensorboard import EventFile
+from runner.train import train
 
 PLAIN = ("data.crop=0", "batch_size=32", "schedule=constant", "optimizer.lr=0.05")
 TIMES = {"time/samples_per_second", "time/step_seconds", "time/data_share"}

@@ -16,15 +16,16 @@ from typing import Any
 
 import pytest
 import rank_work
+import runner.session
 import torch
-from conftest import built, start
-from helpers.launches import TWO, Launch, assert_bitwise, finished, free_port, held_in, listening, processes_in, until, weights
+from helpers.command import Command, processes_in, start_fresh, succeed, until
+from helpers.compose import built
+from helpers.runs import TWO, assert_bitwise, free_port, held_in, listening, weights
+from runner.session import session
 
 import runner.__main__ as command
-import runner.session
-from runner.storage.checkpoint import load
 from runner.run import Result, Run
-from runner.session import session
+from runner.storage.checkpoint import load
 
 STEPS = 120
 LONG = (*TWO, f"steps={STEPS}", "save_every=10", "log_every=20", "eval_every=60", "model.dropout=0.1", "data.crop=1")
@@ -37,11 +38,11 @@ STOPPED = "was not where the others waited for it: it is stopped, or hangs (para
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """What a run ends with that nobody disturbs."""
     cwd = tmp_path_factory.mktemp("undisturbed")
-    finished(cwd, *LONG)
+    succeed(cwd, *LONG)
     return weights(next(cwd.glob("outputs/*/*")))
 
 
-def assert_crashed(launch: Launch, rank: int, what: str, seconds: float) -> None:
+def assert_crashed(launch: Command, rank: int, what: str, seconds: float) -> None:
     """Refuse a launch that does not end within `seconds` with exit code 1, telling once who failed."""
     code, told = launch.ended(seconds)
     assert code == 1, told
@@ -72,7 +73,7 @@ def test_killed_again_and_again_it_ends_where_one_left_in_peace_ends(
     for rank, moment in moments:
         run = next(tmp_path.glob("outputs/*/*"), None)
         done = int(max(run.glob("checkpoints/step_*")).name[5:]) if run else 0
-        launch = Launch(tmp_path, *arguments, *often.get(moment, ()))
+        launch = Command(tmp_path, *arguments, *often.get(moment, ()))
         ranks = launch.ranks()
         if moment != "start":
             launch.saved(done + 1)
@@ -82,27 +83,27 @@ def test_killed_again_and_again_it_ends_where_one_left_in_peace_ends(
         typed = re.search(r"^go on: python -m runner (.*)$", launch.console, re.MULTILINE)
         assert typed
         arguments = shlex.split(typed[1])
-    finished(tmp_path, *arguments)
+    succeed(tmp_path, *arguments)
     assert_bitwise(launch.directory, undisturbed)
     assert not list(launch.directory.glob("checkpoints/*.corrupt*"))
 
 
 @pytest.mark.parametrize("mode", ["hogwild", pytest.param("fsdp", marks=SLOW), pytest.param("ensemble", marks=SLOW)])
 def test_killed_in_other_modes(mode: str, tmp_path: Path) -> None:
-    launch = Launch(tmp_path, *LONG, f"parallel={mode}")
+    launch = Command(tmp_path, *LONG, f"parallel={mode}")
     launch.saved().kill(signal.SIGKILL, launch.ranks()[1])
     assert_crashed(launch, 1, KILLED, seconds=10)
 
 
 def test_one_of_three_killed(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, *LONG, "parallel.processes=3", "batch_size=63")
+    launch = Command(tmp_path, *LONG, "parallel.processes=3", "batch_size=63")
     launch.saved().kill(signal.SIGKILL, launch.ranks()[2])
     assert_crashed(launch, 2, KILLED, seconds=10)
 
 
 def test_restarted_from_the_last_checkpoint(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
     """At the port that was asked for, which must be free again by then."""
-    launch = Launch(tmp_path, *LONG, "parallel.max_restarts=2", f"parallel.port={free_port()}")
+    launch = Command(tmp_path, *LONG, "parallel.max_restarts=2", f"parallel.port={free_port()}")
     launch.saved().kill(signal.SIGKILL, launch.ranks()[1])
     again = launch.ranks(2)
     until(lambda: "resumed after step" in launch.log)
@@ -118,7 +119,7 @@ def kill_at_random(cwd: Path, kills: int) -> None:
     """A run to its end, with so many kills of its ranks or of the command itself."""
     arguments = LONG
     while True:
-        launch = Launch(cwd, *arguments)
+        launch = Command(cwd, *arguments)
         time.sleep(random.uniform(0, 3))
         if not kills:
             break
@@ -161,7 +162,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Launch,
     launches = {}
     for case, (mode, rank, moment) in STOPS.items():
         endless = ("steps=100000", f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
-        launch = Launch(tmp_path_factory.mktemp(case), *LONG, *endless)
+        launch = Command(tmp_path_factory.mktemp(case), *LONG, *endless)
         pid = launch.ranks()[rank]
         if moment != "start":
             launch.saved()
@@ -179,7 +180,7 @@ def test_stopped(case: str, stopped: dict[str, tuple[Launch, float]]) -> None:
 
 
 def test_a_killed_parent_takes_a_stopped_rank_along(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, *LONG, "steps=100000").saved()
+    launch = Command(tmp_path, *LONG, "steps=100000").saved()
     launch.kill(signal.SIGSTOP, launch.ranks()[1])
     launch.kill(signal.SIGKILL)
     assert launch.ended(10)[0] == -signal.SIGKILL
@@ -278,7 +279,7 @@ def test_how_far_it_had_come_is_known(failing: Callable[..., Result]) -> None:
 
 @pytest.mark.parametrize("moment", ["start", "training", "saving"])
 def test_a_killed_parent_leaves_nothing(moment: str, tmp_path: Path) -> None:
-    launch = Launch(tmp_path, *LONG, "steps=100000", *(["save_every=1"] if moment == "saving" else []))
+    launch = Command(tmp_path, *LONG, "steps=100000", *(["save_every=1"] if moment == "saving" else []))
     launch.ranks()
     if moment != "start":
         launch.saved()
@@ -296,7 +297,7 @@ def cold(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     def start_it(*arguments: str) -> Any:
         with (tmp_path / "console.txt").open("w") as console:
-            process = start(*arguments, cwd=tmp_path, stdout=console, stderr=console, start_new_session=True)
+            process = start_fresh(*arguments, cwd=tmp_path, stdout=console, stderr=console, start_new_session=True)
         begun.append(process)
         until(lambda: list(tmp_path.glob("outputs/**/checkpoints/step_*")) or process.poll() is not None)
         assert process.poll() is None, (tmp_path / "console.txt").read_text()
@@ -338,7 +339,7 @@ def test_a_killed_parent_leaves_no_worker_and_no_memory(cold: Callable[..., Any]
 # Asked to stop
 
 
-def assert_stopped(launch: Launch, told_by: str) -> list[str]:
+def assert_stopped(launch: Command, told_by: str) -> list[str]:
     """Refuse a launch that does not stop after saving once; returns the arguments that it says to go on with."""
     code, told = launch.ended(20)
     assert code == 75, told
@@ -352,7 +353,7 @@ def assert_stopped(launch: Launch, told_by: str) -> list[str]:
     return shlex.split(typed[1])
 
 
-def resumed(launch: Launch, step: int) -> bool:
+def resumed(launch: Command, step: int) -> bool:
     return f"resumed after step {step}" in launch.log
 
 
@@ -368,7 +369,7 @@ def test_asked_to_stop_again_and_again_it_ends_where_one_left_in_peace_ends(
         (None, signal.SIGUSR1),
         (1, signal.SIGINT),
     ]:
-        launch = Launch(tmp_path, *arguments)
+        launch = Command(tmp_path, *arguments)
         ranks = launch.ranks()
         if done:
             until(partial(resumed, launch, done))
@@ -376,13 +377,13 @@ def test_asked_to_stop_again_and_again_it_ends_where_one_left_in_peace_ends(
         arguments = assert_stopped(launch, number.name if rank is None else "")
         before, done = done, int(weights(launch.directory)["step"])
         assert before < done <= before + 30
-    finished(tmp_path, *arguments)
+    succeed(tmp_path, *arguments)
     assert_bitwise(launch.directory, undisturbed)
 
 
 @pytest.mark.parametrize("mode", ["hogwild", "ensemble", pytest.param("fsdp", marks=SLOW)])
 def test_a_signal_in_other_modes(mode: str, tmp_path: Path) -> None:
-    launch = Launch(tmp_path, *LONG, "steps=100000", f"parallel={mode}").saved()
+    launch = Command(tmp_path, *LONG, "steps=100000", f"parallel={mode}").saved()
     launch.kill(signal.SIGTERM, launch.ranks()[1])
     code, told = launch.ended(20)
     assert code == 75, told
@@ -404,7 +405,7 @@ def test_a_ctrl_c_in_a_terminal_reaches_all_and_stops_all_once(cold: Callable[..
 
 
 def test_the_second_ctrl_c_leaves_at_once_and_nothing_behind(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, *LONG, "steps=100000").saved()
+    launch = Command(tmp_path, *LONG, "steps=100000").saved()
     launch.kill(signal.SIGSTOP, launch.ranks()[1])  # the step that they would finish has no end
     launch.kill(signal.SIGINT)
     until(lambda: "SIGINT: finishing the step" in launch.console)

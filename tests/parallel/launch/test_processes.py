@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 import rank_work
 import torch
-from conftest import FAST, built, composed, environment
-from helpers.launches import TWO, Launch, assert_bitwise, finished, free_port, processes_in, until, weights
+from helpers.command import Command, environment, processes_in, succeed, until
+from helpers.compose import FAST, built, composed
 from helpers.ranks import Ranks
+from helpers.runs import TWO, assert_bitwise, free_port, weights
+from runner.session import session
 
 from runner.parallel.launch.cluster import Place
-from runner.parallel.launch.supervisor import Crew
 from runner.parallel.launch.process_group import store_here
-from runner.system.cpu import allowed_cores
+from runner.parallel.launch.supervisor import Crew
 from runner.run import Run
-from runner.session import session
+from runner.system.cpu import allowed_cores
 from runner.system.signals import StopRequest
 
 SHORT = ("steps=40", "save_every=20", "log_every=20", "eval_every=20")
@@ -34,7 +35,7 @@ SHORT = ("steps=40", "save_every=20", "log_every=20", "eval_every=20")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of a command that started its two processes itself."""
     cwd = tmp_path_factory.mktemp("launched")
-    told = finished(cwd, *TWO, *SHORT)
+    told = succeed(cwd, *TWO, *SHORT)
     assert "done after step 40/40" in told
     return next(cwd.glob("outputs/*/*"))
 
@@ -102,7 +103,7 @@ def test_threads_of_each_rank(asked: str | None, overrides: list[str], wanted: i
 
 
 def test_two_at_once_do_not_meet(tmp_path: Path, launched: Path) -> None:
-    both = [Launch(tmp_path / name, *TWO, *SHORT) for name in ("one", "other")]
+    both = [Command(tmp_path / name, *TWO, *SHORT) for name in ("one", "other")]
     for launch in both:
         code, told = launch.ended()
         assert code == 0, told
@@ -110,7 +111,7 @@ def test_two_at_once_do_not_meet(tmp_path: Path, launched: Path) -> None:
 
 
 def test_a_sweep_over_modes(tmp_path: Path) -> None:
-    told = finished(tmp_path, *FAST, "steps=8", "-m", "parallel=single,ddp,fsdp")
+    told = succeed(tmp_path, *FAST, "steps=8", "-m", "parallel=single,ddp,fsdp")
     assert "3 of 3 jobs done" in told
     runs = sorted(tmp_path.glob("outputs/sweeps/*/*/*/"))
     assert [(run / "log_rank_1.txt").exists() for run in runs] == [False, True, True]
@@ -127,7 +128,7 @@ def busy() -> Iterator[int]:
 
 
 def test_a_busy_port_is_refused_before_any_process_starts(busy: int, tmp_path: Path) -> None:
-    code, told = Launch(tmp_path, *TWO, *SHORT, f"parallel.port={busy}").ended()
+    code, told = Command(tmp_path, *TWO, *SHORT, f"parallel.port={busy}").ended()
     assert code == 2, told
     assert told.startswith(f"parallel.port: got {busy}: nothing can listen there")
     assert "choose another, or null for any free one" in told
@@ -158,7 +159,7 @@ def joined(tmp_path: Path, *arguments: str, others: tuple[str, ...] = (), variab
         port = free_port()
     common = (*FAST, "parallel=ddp", *SHORT, f"output_root={tmp_path}/outputs", *arguments)
     extra = ((), others)
-    return [Launch(tmp_path / f"host_{i}", *common, *extra[i], **variables(i, port)) for i in (0, 1)]
+    return [Command(tmp_path / f"host_{i}", *common, *extra[i], **variables(i, port)) for i in (0, 1)]
 
 
 @pytest.mark.parametrize("variables", [torchrun_variables, slurm_variables])

@@ -16,14 +16,14 @@ from typing import Any
 
 import crew_work
 import pytest
-from conftest import ROOT, environment
+from helpers.command import ROOT, environment
 from helpers.supervisor_work import LOST, WELL, does
 
 from runner.config.errors import ConfigError
-from runner.system.forkserver import start_server
 from runner.parallel.launch import supervisor as crew
-from runner.parallel.launch.supervisor import Crew, RankError, Report, report_of
 from runner.parallel.launch.processes import _PRELOADED
+from runner.parallel.launch.supervisor import Crew, RankError, Report, report_of
+from runner.system.forkserver import start_server
 from runner.system.signals import StopRequest
 
 

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, built, composed, curves, events
-from helpers.launches import Launch, assert_bitwise, finished, weights
+from helpers.command import Command, succeed
+from helpers.compose import FAST, built, composed
+from helpers.events import curves, events
 from helpers.plain_loop import CASES, COMMON, STEPS, Plain, largest_difference, plain_evaluation, plain_loop, weights_at
 from helpers.ranks import Ranks, prepared
+from helpers.runs import assert_bitwise, weights
+from runner.session import session
 
 from runner.run import Run
-from runner.session import session
 from runner.tools import verify
 
 SIX = ("model.channels=[8,8,16,16]", "data.size=16")
@@ -408,11 +410,11 @@ def test_verify_says_that_it_is_the_same(capfd: pytest.CaptureFixture[str]) -> N
 
 def test_a_pipeline_that_is_asked_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
     overrides = (*FAST, *COMMON, *SIX, *MODES["pipeline"], "steps=100", "save_every=5", "log_every=50")
-    whole = Launch(tmp_path / "whole", *overrides)
-    stopped = Launch(tmp_path / "stopped", *overrides).saved(5)
+    whole = Command(tmp_path / "whole", *overrides)
+    stopped = Command(tmp_path / "stopped", *overrides).saved(5)
     stopped.kill(signal.SIGTERM)
     code, told = stopped.ended()
     assert code == 75, told
     assert whole.ended(120)[0] == 0
-    finished(tmp_path / "stopped", f"resume={stopped.directory}")
+    succeed(tmp_path / "stopped", f"resume={stopped.directory}")
     assert_bitwise(stopped.directory, weights(whole.directory))

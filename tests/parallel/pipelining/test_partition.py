@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import built
+from helpers.compose import built
 
 from models.convnet import ConvNet
 from runner.config.errors import ConfigError

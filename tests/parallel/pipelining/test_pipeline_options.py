@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import built
+from helpers.compose import built
 
 from runner.config.errors import ConfigError
 from runner.parallel.pipeline import Pipeline

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from conftest import Forks, built, curves, events
 from gymnasium.envs.registration import EnvSpec
+from helpers.command import run_command
+from helpers.compose import built
+from helpers.events import curves, events
 from PIL import Image
 from test_resume import assert_kills_change_nothing
 from torch import nn
@@ -529,8 +531,8 @@ def test_environments_that_do_not_deal_out_evenly_are_refused() -> None:
             built(*SMALL, "env.num_envs=3", f"parallel={mode}").prepare()
 
 
-def test_a_mistake_exits_with_2_and_leaves_no_directory(forks: Forks, tmp_path: Path) -> None:
-    code, said = forks.run("workload=dqn", "env.id=MountainCarContinuous-v0", cwd=tmp_path)
+def test_a_mistake_exits_with_2_and_leaves_no_directory(tmp_path: Path) -> None:
+    code, said = run_command("workload=dqn", "env.id=MountainCarContinuous-v0", cwd=tmp_path)
     assert code == 2
     assert "env.id: got 'MountainCarContinuous-v0': its actions are continuous" in said
     assert len(said.splitlines()) <= 10
@@ -551,9 +553,7 @@ def test_a_film_without_the_render_extra_is_refused() -> None:
 
 @pytest.mark.parametrize("env", ["env=cartpole", "env=acrobot"])
 @pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
-def test_an_agent_killed_at_any_moment_ends_where_one_left_in_peace_ends(
-    forks: Forks, tmp_path: Path, env: str, kills: int
-) -> None:
+def test_an_agent_killed_at_any_moment_ends_where_one_left_in_peace_ends(tmp_path: Path, env: str, kills: int) -> None:
     schedule = ("steps=60", "save_every=4", "log_every=3", "eval_every=30", "accumulation=2", "workload.n_step=3")
     small = ("workload.replay_size=300", "workload.eval_episodes=1", "env.num_envs=4")
     assert_kills_change_nothing(forks, tmp_path, [*SMALL, *schedule, *small, env], kills)

@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from conftest import composed, curves
+from helpers.compose import composed
+from helpers.events import curves
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.ranks import Ranks, prepared
+from runner.session import session
 from torch import nn
 
 from runner.config.options import groups
 from runner.run import Run
 from runner.seeds import derive
-from runner.session import session
 from runner.train import train
 
 STEPS, BATCH, LR, TAU, CLIP = 12, 48, 0.01, 0.1, 2.0

@@ -12,8 +12,8 @@ import torch
 
 from runner.env.base import Env
 from runner.workloads.dqn.actor import Actor
-from runner.workloads.dqn.replay import Replay, unpack
 from runner.workloads.dqn.n_step import NStepBuffer
+from runner.workloads.dqn.replay import Replay, unpack
 
 
 class Scripted(gymnasium.Env):

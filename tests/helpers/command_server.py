@@ -1,0 +1,89 @@
+"""A process that has imported what the command needs, and forks a child for each command: a second each, not four.
+
+`python -m helpers.command_server KIND`, where KIND is one of
+
+- `torch`: everything that a run of one process imports is imported;
+- `ranks`: a fork server for ranks is started too, which all commands share;
+- `no-torch`: torch and numpy cannot be imported at all.
+
+Each line of standard input is a command as JSON: [directory, environment variables, argument, …]. The process id of its
+child is written to standard output; in its directory are then `console.txt` and, at its end, `code`, its exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+
+def main() -> None:
+    """Serve commands until standard input is closed."""
+    kind = sys.argv[1]
+    if kind == "no-torch":
+        sys.modules |= dict.fromkeys(("torch._C", "numpy"))  # type: ignore[arg-type]  # importing them fails
+    else:
+        import_everything()
+    answers, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)  # what rank 0 prints in the fork server's children
+    if kind == "ranks":
+        share_fork_server()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        cwd, variables, *arguments = json.loads(line)
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            watch(cwd, variables, arguments, answers)
+
+
+def import_everything() -> None:
+    import torch
+
+    import runner.cli.run_job  # noqa: F401
+
+    torch.use_deterministic_algorithms(False)  # imports torch's compiler, as every optimizer does: two seconds
+
+
+def share_fork_server() -> None:
+    """Start the fork server, and keep every command from starting its own."""
+    import multiprocessing.forkserver as server
+
+    from runner.parallel.launch.processes import PRELOADED
+    from runner.system.forkserver import start_server
+
+    start_server(*PRELOADED)
+    nothing: Any = lambda: None  # noqa: E731
+    server.ensure_running = server._forkserver.ensure_running = nothing  # type: ignore[attr-defined]
+
+
+def watch(cwd: str, variables: dict[str, str], arguments: list[str], answers: int) -> None:
+    """Run one command in a child, and write its exit code when it has ended."""
+    if (child := os.fork()) == 0:
+        run(cwd, variables, arguments)
+    os.write(answers, b"%d\n" % child)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with open(f"{cwd}/code.part", "w") as file:
+        print(code, file=file)
+    os.replace(f"{cwd}/code.part", f"{cwd}/code")
+    os._exit(0)
+
+
+def run(cwd: str, variables: dict[str, str], arguments: list[str]) -> None:
+    os.chdir(cwd)
+    os.environ.update(variables)
+    console = os.open("console.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(console, stream)
+    from runner.cli.main import main as command
+
+    sys.argv[:] = [os.path.join(os.environ["PYTHONPATH"].split(os.pathsep)[0], "runner", "__main__.py"), *arguments]
+    code = command()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an interpreter with torch takes a second to exit
+
+
+if __name__ == "__main__":
+    main()
