@@ -1,4 +1,4 @@
-"""The command line before Hydra sees it: checked, put in order, and quoted."""
+"""Checks, reorders and quotes the command line before Hydra parses it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _FLAGS_WITH_VALUE = (
 
 
 def overrides_first(arguments: Iterable[str]) -> list[str]:
-    """`arguments` in the order that Hydra's parser needs, which takes overrides in one piece only.
+    """Return `arguments` with the overrides first: Hydra's parser requires them to be contiguous.
 
     Raises:
-        ConfigError: for an unknown flag, and for a word that is no override.
+        ConfigError: for an unknown flag, and for a word that is not an override.
     """
     words, overrides, flags = list(arguments), [], []
     while words:
@@ -46,7 +46,8 @@ def overrides_first(arguments: Iterable[str]) -> list[str]:
 def _checked_override(word: str) -> str:
     known = _OVERRIDE.fullmatch(word) or _DELETION.fullmatch(word)
     examples = ", ".join(f"{word}={option}" for option in groups().get(word, [])) or "seed=1"
-    check(bool(known), word, ABSENT, "it is no KEY=VALUE, without spaces around the =", f"as in {examples}")
+    why = "it is not of the form KEY=VALUE, without spaces around the ="
+    check(bool(known), word, ABSENT, why, f"for example {examples}")
     return word
 
 
@@ -61,7 +62,13 @@ def _checked_flag(word: str) -> str:
 
 
 def quoted(argument: str, sweep: bool) -> str:
-    """`argument` in Hydra's grammar: in `precision=16` the number names an option; paths may hold any character."""
+    """Quote the value of an override for Hydra's grammar.
+
+    In `precision=16` the number is the name of an option, and a path may contain any character.
+
+    Args:
+        sweep: whether a comma separates the values of a sweep.
+    """
     match = _OVERRIDE.fullmatch(argument)
     if match is None:
         return argument
@@ -69,7 +76,7 @@ def quoted(argument: str, sweep: bool) -> str:
     name = key.lstrip("+")
     if name in chosen_groups():
         if value == "null":
-            return f"~{name}"  # Hydra's spelling of it
+            return f"~{name}"  # Hydra's syntax for a group without an option
         return f"{key}={','.join(_quote(part) if _NUMBER.fullmatch(part) else part for part in value.split(','))}"
     if value[:1] in "'\"[{":
         return argument
@@ -78,11 +85,11 @@ def quoted(argument: str, sweep: bool) -> str:
 
 
 def _text(key: str, value: str) -> str:
-    """One value of `key`, which is no group; quoted where Hydra's grammar does not allow its characters."""
+    """Quote one value of `key`, which is not a config group, if Hydra's grammar does not allow its characters."""
     if key in _PATHS:
-        value = os.path.expanduser(value)  # shells do not expand it after a =
-    foreign = not value.isascii() or (key in _TEXTS and not re.fullmatch(r"[\w./${}:-]*", value))
-    return _quote(value) if foreign else value
+        value = os.path.expanduser(value)  # the shell does not expand a ~ after the =
+    must_quote = not value.isascii() or (key in _TEXTS and not re.fullmatch(r"[\w./${}:-]*", value))
+    return _quote(value) if must_quote else value
 
 
 def _quote(value: str) -> str:
@@ -90,13 +97,13 @@ def _quote(value: str) -> str:
 
 
 def override_value(arguments: Iterable[str], key: str) -> str | None:
-    """The value that `arguments` give to `key`, unquoted; None where they do not."""
+    """Return the unquoted value of `key` in `arguments`; None if it is not overridden."""
     matches = [match for argument in arguments if (match := _OVERRIDE.fullmatch(argument)) and match["key"] == key]
     return matches[-1]["value"].strip("'\"") if matches else None
 
 
 def flag_value(arguments: list[str], *names: str) -> str | None:
-    """The value of a flag, given as `--flag VALUE` or `--flag=VALUE`; None where it is not given."""
+    """Return the value of a flag, given as `--flag VALUE` or `--flag=VALUE`; None if it is not given."""
     for i, word in enumerate(arguments):
         flag, equals, value = word.partition("=")
         if flag in names:
@@ -105,24 +112,28 @@ def flag_value(arguments: list[str], *names: str) -> str | None:
 
 
 def resumed(arguments: Iterable[str]) -> Path | None:
-    """The run directory, or the checkpoint in one, that `resume=` names; None where it names none.
+    """Return the path given as `resume=PATH`, a run directory or a checkpoint; None for `auto`, `never` or no value.
 
     Raises:
-        ConfigError: when there is no such directory.
+        ConfigError: if there is no such directory.
     """
     source = override_value(arguments, "resume")
     if source in (None, "auto", "never"):
         return None
     path = Path(source).expanduser()
-    others = "auto, never, or a run directory, or a checkpoint in one"
-    check(source != "" and path.is_dir(), "resume", source, "there is no such directory", others)
+    remedy = "choose auto, never, or a run directory (or a checkpoint in one)"
+    check(source != "" and path.is_dir(), "resume", source, "there is no such directory", remedy)
     return path
 
 
 def with_saved(saved: list[str], now: list[str]) -> list[str]:
-    """The overrides of a resumed run: those it was started with, without those that are given again.
+    """Merge the saved overrides of a run with those of the command that resumes it, which take precedence.
 
-    Another option of a group has keys of its own: those that were typed for the previous option are left out too.
+    Where the command chooses another option of a group, saved overrides of the previous option's keys are dropped.
+
+    Args:
+        saved: the overrides of the run.
+        now: the overrides of the command that resumes it.
     """
     given = {_key(text) for text in now}
     replaced = {_key(text) for text in now if text not in saved} & chosen_groups()

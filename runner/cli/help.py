@@ -1,4 +1,4 @@
-"""What `--help` prints."""
+"""The text of `--help`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from runner.config.options import CONF, description, option_files
 
 
 def help_text(config_dir: str | None = None) -> str:
-    """Every group with its options, each with its sentence, and every key of the root config.
+    """Return the help text: every config group with its options and their descriptions, and every root key.
 
     Args:
-        config_dir: the directory of `--config-dir`, whose options are listed too.
+        config_dir: the directory given as `--config-dir`, whose options are listed too.
     """
     lines = [
         "python -m runner [GROUP=OPTION …] [KEY=VALUE …]     train one run",
@@ -30,8 +30,8 @@ def help_text(config_dir: str | None = None) -> str:
     lines += [f"  {line.rstrip()}" for line in root if re.match(r"[a-z_]+: .*#", line)]
     lines += [
         "",
-        "--cfg job prints the composed config · --config-dir DIR adds options of your own · --version",
-        "--info, --multirun and the rest: --hydra-help",
-        "python -m runner.tools.doctor shows what this machine has",
+        "--cfg job prints the composed config · --config-dir DIR adds your own options · --version",
+        "--hydra-help describes --info, --multirun and all other flags",
+        "python -m runner.tools.doctor describes this machine",
     ]
     return "\n".join(lines)

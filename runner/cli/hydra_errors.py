@@ -1,4 +1,4 @@
-"""Hydra's and OmegaConf's errors in this project's words: which key, what was got, why not, what to do."""
+"""Translates errors of Hydra and OmegaConf into config errors: the key, the value, the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from runner.config.options import groups, option_keys, root_keys
 
 
 def explain(error: Exception) -> str:
-    """What to tell of `error`: ten lines at the most."""
-    for told in (_no_such_option, _no_such_key, _several_values, _chosen_twice, _unreadable, _unresolved):
-        if (found := told(error)) is not None:
-            return str(found)
+    """Return a message for `error`: that of the matching config error, else the first eight lines of its own."""
+    for translate in (_no_such_option, _no_such_key, _several_values, _chosen_twice, _syntax_error, _unresolved):
+        if (translated := translate(error)) is not None:
+            return str(translated)
     return "\n".join(_lines(error)[:8])
 
 
@@ -32,7 +32,7 @@ def _no_such_option(error: Exception) -> ConfigError | None:
         return None
     nearest = did_you_mean(option, groups().get(group, []))
     any_number = group == "accumulation" and option.isdigit()
-    remedy = f"any other number: accumulation.steps={option}" if any_number else nearest
+    remedy = f"for any other number: accumulation.steps={option}" if any_number else nearest
     return ConfigError(group, option, "there is no such option;", remedy)
 
 
@@ -42,15 +42,15 @@ def _no_such_key(error: Exception) -> ConfigError | None:
 
 
 def _other_key(key: str) -> str:
-    """What `key`, which the chosen option does not have, could have meant."""
+    """Return a remedy for `key`, which the chosen option does not have."""
     group, _, name = key.partition(".")
     if group == "hydra":
-        return "python -m runner --cfg hydra shows what there is"
+        return "python -m runner --cfg hydra shows all of Hydra's keys"
     keys = {option: option_keys(group, option) for option in groups().get(group, [])}
     if not name or not keys:
         return did_you_mean(group, root_keys())
-    if having := [f"{group}={option}" for option, names in keys.items() if name in names]:
-        return f"it is a key of {', '.join(having)}; another {group} is chosen"
+    if owners := [f"{group}={option}" for option, names in keys.items() if name in names]:
+        return f"it is a key of {', '.join(owners)}; another {group} is chosen"
     return did_you_mean(name, {name for names in keys.values() for name in names}, f"{group}.")
 
 
@@ -59,8 +59,8 @@ def _several_values(error: Exception) -> ConfigError | None:
     if match is None:
         return None
     key, values = match[1], match[2].replace("'", "")
-    a_list = "" if key in groups() else f"; for a list: {key}=[{values}]"
-    return ConfigError(key, values, "one run takes one value", f"for a sweep, add -m{a_list}")
+    as_list = "" if key in groups() else f"; for a list: {key}=[{values}]"
+    return ConfigError(key, values, "a single run takes a single value", f"for a sweep, add -m{as_list}")
 
 
 def _chosen_twice(error: Exception) -> ConfigError | None:
@@ -68,20 +68,20 @@ def _chosen_twice(error: Exception) -> ConfigError | None:
     if match is None:
         return None
     group = match[1] or match[2]
-    return ConfigError(group, ABSENT, "an option of it is chosen already", f"without the +: {group}=…")
+    return ConfigError(group, ABSENT, "an option of this group is already chosen", f"without the +: {group}=…")
 
 
-def _unreadable(error: Exception) -> ConfigError | None:
+def _syntax_error(error: Exception) -> ConfigError | None:
     if not isinstance(error, OverrideParseException):
         return None
     grammar = "no viable|mismatched|extraneous|missing"
     why = next((f" ({line})" for line in _lines(error) if re.match(grammar, line)), "")
-    pairs = "brackets and quotes come in pairs; a text with blanks or , : = [ ] { } goes as KEY=\"'TEXT'\""
-    return ConfigError(error.override, ABSENT, f"it cannot be read{why}", pairs)
+    remedy = "use brackets and quotes in pairs; quote a text with spaces or any of , : = [ ] { } as KEY=\"'TEXT'\""
+    return ConfigError(error.override, ABSENT, f"it cannot be parsed{why}", remedy)
 
 
 def _unresolved(error: Exception) -> ConfigError | None:
     if not isinstance(error, OmegaConfBaseException) or not error.full_key:
         return None
-    plain = "give it a plain value; ${…} stands for another key's value"
-    return ConfigError(error.full_key, ABSENT, _lines(error)[0], plain)
+    remedy = "give it a plain value; ${KEY} refers to the value of another key"
+    return ConfigError(error.full_key, ABSENT, _lines(error)[0], remedy)

@@ -1,1 +1,1 @@
-"""From YAML to validated components."""
+"""Turns YAML options into validated components."""

@@ -1,4 +1,4 @@
-"""Config errors that a person can act on: which key, what was got, why it cannot be, and what to type instead."""
+"""Config errors: the key, the value, why it is invalid, and what to type instead."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from runner.config.options import option_file
 
 
 class ConfigError(Exception):
-    """The config cannot run: which key, what was got, why that cannot be, and what to do instead.
+    """The config cannot run.
 
-    Raised by components with the bare name of their field; `build` puts the group's name before it, so that the user
-    reads the key that they would type.
+    A component raises it with the name of its field; `build` adds the config group as a prefix, so that the message
+    shows the key as the user types it.
+
+    Args:
+        key: the config key, for example `optimizer.lr`.
+        got: its value; `ABSENT` if the message shows none.
+        why: why the value is invalid.
+        remedy: what to type instead.
     """
 
     def __init__(self, key: str, got: object, why: str, remedy: str):
@@ -23,16 +29,16 @@ class ConfigError(Exception):
         self.key, self.got, self.why, self.remedy = key, got, why, remedy
 
     def __str__(self) -> str:
-        got = "" if self.got is ABSENT else f" got {_shown(self.got)}:"
+        got = "" if self.got is ABSENT else f" got {_shortened(self.got)}:"
         return f"{self.key}:{got} {self.why}\n  {self.remedy}"
 
 
-class _Absent(enum.Enum):  # an enum, as its member is the same object after a pickle's journey to another process
+class _Absent(enum.Enum):  # an enum member stays a singleton when it is pickled and sent to another process
     ABSENT = enum.auto()
 
 
 ABSENT = _Absent.ABSENT
-"""In place of a value, where there is none to show."""
+"""Stands for a missing value, which the message does not show."""
 
 
 def check(ok: bool, key: str, got: object, why: str, remedy: str) -> None:
@@ -49,7 +55,15 @@ def check_range(
     most: float = math.inf,
     below: float = math.inf,
 ) -> None:
-    """Refuse a number of `component` that is not finite, outside (`above`, `below`), or outside [`least`, `most`]."""
+    """Check that a number is finite, inside the open interval (`above`, `below`) and the closed [`least`, `most`].
+
+    Args:
+        component: the object that holds the number as an attribute; None is always valid.
+        key: the name of the attribute.
+
+    Raises:
+        ConfigError: if it is not.
+    """
     value = getattr(component, key)
     if value is None or (math.isfinite(value) and above < value < below and least <= value <= most):
         return
@@ -61,24 +75,32 @@ def check_range(
 
 
 def check_choice(component: object, key: str, choices: Iterable[str]) -> None:
-    """Refuse a string of `component` that is none of `choices`."""
+    """Check that the attribute `key` of `component` is one of `choices`.
+
+    Raises:
+        ConfigError: if it is not.
+    """
     value, choices = getattr(component, key), list(choices)
     if value not in choices:
-        raise ConfigError(key, value, f"it is none of {', '.join(choices)}", did_you_mean(value, choices))
+        raise ConfigError(key, value, f"it must be one of {', '.join(choices)}", did_you_mean(value, choices))
 
 
 def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
-    """A sentence that names the nearest of `known`, or all of them when none is near; each with `before` before it."""
+    """Suggest the names in `known` that are spelled most like `word`, or list all of them if none is similar.
+
+    Args:
+        before: a prefix for each suggested name.
+    """
     spelled = {name.lower(): before + name for name in sorted(known)}
     near = difflib.get_close_matches(word.lower(), spelled, n=3, cutoff=0.6)
     if near:
         return f"did you mean {' or '.join(spelled[name] for name in near)}?"
-    return f"known are: {', '.join(spelled.values())}" if spelled else "it has none"
+    return f"choose from: {', '.join(spelled.values())}" if spelled else "it has none"
 
 
 @contextmanager
 def errors_under(key: str) -> Iterator[None]:
-    """Put `key` before the keys of the config errors raised inside: a component does not know where it stands."""
+    """Prefix the keys of config errors raised inside with `key`, as a component does not know its config group."""
     try:
         yield
     except ConfigError as error:
@@ -86,11 +108,11 @@ def errors_under(key: str) -> Iterator[None]:
 
 
 def see_comments(component: object) -> str:
-    """The remedy that names the file whose comments explain the options of `component`, an object or a class."""
+    """Return a remedy that names the option file of `component` (an object or a class), whose comments explain it."""
     cls = component if isinstance(component, type) else type(component)
     return f"see the comments in {option_file(cls)}"
 
 
-def _shown(value: object) -> str:
+def _shortened(value: object) -> str:
     text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else text[:77] + "…"

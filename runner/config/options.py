@@ -1,4 +1,4 @@
-"""The option files under conf/: the config groups, their options, and the keys of each."""
+"""Reads the option files under conf/: the config groups, their options, and the keys of each option."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from omegaconf import DictConfig, OmegaConf
 
 _PACKAGE = Path(__file__).parent.parent
 
-# In a checkout conf/ lies beside runner/, in an installed package inside it.
+# conf/ is next to runner/ in a checkout and inside it in an installed package.
 CONF = next(path for path in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if path.is_dir())
 
 
 def groups() -> dict[str, list[str]]:
-    """The config groups and the names of their options."""
+    """Return the names of the options of each config group."""
     return {group: list(files) for group, files in option_files().items()}
 
 
 def option_files(*more: Path) -> dict[str, dict[str, Path]]:
-    """The files of the options by group and name, from conf/ and the directories `more`.
+    """Return the option files by group and name, from conf/ and the directories `more`.
 
-    Files that begin with _ are no options: they hold what several options inherit.
+    Files whose names begin with `_` are not options but hold the keys that several options inherit.
     """
     files: dict[str, dict[str, Path]] = {}
     for folder in (CONF, *more):
@@ -36,33 +36,33 @@ def option_files(*more: Path) -> dict[str, dict[str, Path]]:
 
 @cache
 def chosen_groups() -> set[str]:
-    """The groups of the root's defaults list, also those that have no option in this project."""
+    """Return the groups in the defaults list of the root config, including those without an option in this project."""
     entries = [entry for entry in OmegaConf.load(CONF / "config.yaml").defaults if isinstance(entry, DictConfig)]
     return {str(name) for entry in entries for name in entry if " " not in str(name)}
 
 
 @cache
 def root_keys() -> set[str]:
-    """The keys of the root config, its groups among them."""
+    """Return the keys of the root config, including the config groups."""
     return {*chosen_groups(), *_keys(CONF / "config.yaml")}
 
 
 def option_keys(group: str, option: str) -> list[str]:
-    """The keys of an option, those that it inherits through its defaults list among them."""
+    """Return the keys of an option, including those inherited through its defaults list."""
     return _keys(CONF / group / f"{option}.yaml", group)
 
 
 def description(option: Path) -> str:
-    """The sentence that an option file begins with, after the command that uses it."""
+    """Return the first sentence of an option file, which follows the example command."""
     comments = [line[1:].strip() for line in option.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     sentences = [line for line in comments if not line.startswith(("python -m", "@package"))]
     return sentences[0] if sentences else ""
 
 
 def option_file(cls: type) -> str:
-    """The file under conf/ that names `cls`, as `conf/optimizer/sgd.yaml`.
+    """Return the path of the option file whose `_target_` is `cls`, for example `conf/optimizer/sgd.yaml`.
 
-    Of several files, their folder; where none names it, the root config.
+    If several files name the class, it is their folder; if none does, the root config.
     """
     named = re.compile(rf"^ *_target_: {re.escape(f'{cls.__module__}.{cls.__qualname__}')}\b", re.MULTILINE)
     found = [path for path in sorted(CONF.rglob("*.yaml")) if named.search(path.read_text(encoding="utf-8"))]
@@ -74,7 +74,7 @@ def option_file(cls: type) -> str:
 def _keys(file: Path, group: str = "") -> list[str]:
     content: Any = OmegaConf.load(file)
     inherited = [str(name) for name in content.get("defaults", []) if isinstance(name, str) and name != "_self_"]
-    content = content.get(group, content)  # a file for the whole config has its group's keys under that name
+    content = content.get(group, content)  # a file of `@package _global_` nests the keys under the group's name
     own = [str(name) for name in content if name not in ("_target_", "defaults", "hydra")]
     if not group:
         return own

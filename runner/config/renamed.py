@@ -1,4 +1,4 @@
-"""Classes that have moved: a run directory that an earlier version wrote names them as they were then."""
+"""Classes that have moved, so that run directories written by an earlier version can be resumed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RENAMED = {
 
 
 def with_current_names(config: Any) -> Any:
-    """A saved config whose `_target_`s are today's names."""
+    """Return a saved config with the current class names in its `_target_` keys."""
     if isinstance(config, dict):
         renamed = {key: with_current_names(value) for key, value in config.items()}
         if "_target_" in config:

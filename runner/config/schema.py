@@ -1,7 +1,8 @@
-"""From a YAML node to a typed, validated component; from a mistake to an error that a person can act on.
+"""Builds typed, validated components from YAML nodes.
 
-A component is a dataclass. Its fields are its config schema, its `__post_init__` holds its checks, its methods do the
-work. This module knows no component, and imports neither torch nor Hydra: a mistake is told within a second.
+A component is a dataclass: its fields are its config schema, `__post_init__` validates them, and its methods do the
+work. This module is independent of any component and imports neither torch nor Hydra, so that a config error is
+reported within a second.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ Component = TypeVar("Component")
 
 
 def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: object) -> Component:
-    """Build the component that `node` names by `_target_`, strictly: no unknown key, no wrong type, no bad range.
+    """Build the component that the `_target_` of `node` names. Unknown keys and values of a wrong type are errors.
 
     Args:
         node: plain values by field name, and `_target_`, the class as `package.module.Class`.
         base: the base class of the config group; `_target_` must name it or a subclass.
-        key: where the node stands in the config (`optimizer`), for messages.
-        parts: components built before this one, for the fields of those names.
+        key: the key of the node in the config, for error messages (`optimizer`).
+        parts: components that have already been built, for the fields with these names.
 
     Raises:
-        ConfigError: with the full key that the user would type.
+        ConfigError: with the full key, as the user types it.
     """
     node = dict(node)
     with errors_under(key):
@@ -41,21 +42,21 @@ def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: obj
 
 
 def component_fields(cls: type) -> list[str]:
-    """The fields of a component that are components themselves: filled with the root node of the same name."""
+    """Return the fields of a component that hold other components, built from the root nodes with the same names."""
     hints = field_types(cls)
     return [field.name for field in _init_fields(cls) if dataclasses.is_dataclass(hints[field.name])]
 
 
 def option_fields(cls: type) -> list[str]:
-    """The fields of a component that are values in its YAML file."""
+    """Return the fields of a component that are options in its YAML file."""
     parts = component_fields(cls)
     return [field.name for field in _init_fields(cls) if field.name not in parts]
 
 
 def field_types(cls: type) -> dict[str, Any]:
-    """The types of the fields of a component.
+    """Return the types of the fields of a component.
 
-    `typing.get_type_hints` would evaluate all annotations, those that only a type checker can follow among them.
+    `typing.get_type_hints` would evaluate all annotations, including those that only a type checker can resolve.
     """
     names = {field.name for field in _init_fields(cls)}
     types = {}
@@ -68,16 +69,22 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def load_class(target: object, base: type[Component]) -> type[Component]:
-    """The class at `target`, refused unless it is a `base` from this project or from a declared package.
+    """Import the class `target`, which must be a subclass of `base`.
 
-    Only packages with an entry point in the group `runner.components` are imported: a config file must not be able to
-    run arbitrary code, as `hydra.utils.instantiate` lets it.
+    Only this project and packages with an entry point in the group `runner.components` are imported: unlike
+    `hydra.utils.instantiate`, a config file cannot run arbitrary code.
+
+    Args:
+        target: `package.module.Class`.
+
+    Raises:
+        ConfigError: if it is not a concrete dataclass derived from `base`, or its package is not trusted.
     """
     where = "_target_"
     check(isinstance(target, str) and "." in target, where, target, "it must name a class", "as package.module.Class")
     module_name, _, name = cast(str, target).rpartition(".")
     package = module_name.partition(".")[0]
-    if package != "runner":  # a look at what is installed takes a while
+    if package != "runner":  # reading the entry points of all installed packages is slow
         trusted = {"runner"} | {point.module.partition(".")[0] for point in entry_points(group="runner.components")}
         check(
             package in trusted,
@@ -94,16 +101,21 @@ def load_class(target: object, base: type[Component]) -> type[Component]:
         isinstance(cls, type) and issubclass(cls, base) and dataclasses.is_dataclass(cls),
         where,
         target,
-        f"it is no {base.__module__}.{base.__name__}",
+        f"it is not a {base.__module__}.{base.__name__}",
         "name a dataclass derived from it",
     )
-    unfinished = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
-    check(not unfinished, where, target, f"it is abstract: it lacks {unfinished}", "name a class that defines them")
+    undefined = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
+    why = f"it is abstract: it does not define {undefined}"
+    check(not undefined, where, target, why, "name a class that defines all abstract methods")
     return cast(type[Component], cls)
 
 
 def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
-    """`node` merged into the schema that the fields of `cls` declare, converted to their types."""
+    """Merge `node` into the schema that the fields of `cls` declare, and return the values converted to their types.
+
+    Raises:
+        ConfigError: for an unknown key, a value of a wrong type, or a missing value.
+    """
     hints = field_types(cls)
     options = option_fields(cls)
     for name in node:
@@ -112,10 +124,10 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
         (name, hints[name], _schema_default(field)) for field in _init_fields(cls) if (name := field.name) in options
     ]
     schema = OmegaConf.structured(dataclasses.make_dataclass(cls.__name__, fields, kw_only=True))
-    for name, value in node.items():  # one by one, so that a message is about one key
+    for name, value in node.items():  # one at a time, so that an error names a single key
         try:
             if hints[name] is bool and not isinstance(value, str) and value not in (0, 1):
-                raise ValidationError("OmegaConf would take any number for a truth value")
+                raise ValidationError("OmegaConf would convert any number to a bool")
             schema[name] = value
         except OmegaConfBaseException:
             raise ConfigError(name, value, f"it must be {_in_words(hints[name])}", see_comments(cls)) from None
@@ -130,7 +142,7 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 def _in_words(hint: Any) -> str:
     inner = [_in_words(part) for part in get_args(hint) if part is not ...]
     if get_origin(hint) in (list, tuple):
-        return f"a list, each of it {inner[0]}"
+        return f"a list whose items are each {inner[0]}"
     return " or ".join(inner) or _WORDS.get(hint, str(hint))
 
 

@@ -1,1 +1,1 @@
-"""Many runs from one command."""
+"""Sweeps: many runs from one command."""

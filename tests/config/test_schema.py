@@ -47,9 +47,9 @@ REFUSED = {
     "seed=0x10": "seed: got '0x10': it must be a whole number",
     "name=null": "name: got null: it must be a text",
     "name=[1]": "name: got [1]: it must be a text",
-    "device.indices=3": "device.indices: got 3: it must be a list, each of it a whole number",
-    "device.indices=[a]": "device.indices: got ['a']: it must be a list, each of it a whole number",
-    "model.channels=20": "model.channels: got 20: it must be a list, each of it a whole number",
+    "device.indices=3": "device.indices: got 3: it must be a list whose items are each a whole number",
+    "device.indices=[a]": "device.indices: got ['a']: it must be a list whose items are each a whole number",
+    "model.channels=20": "model.channels: got 20: it must be a list whose items are each a whole number",
     # Out of range
     "optimizer.lr=-1": "optimizer.lr: got -1.0: it must be a finite number > 0 and ≤ 1000",
     "optimizer.lr=0": "optimizer.lr: got 0.0: it must be a finite number > 0 and ≤ 1000",
@@ -78,7 +78,7 @@ REFUSED = {
     "max_grad_norm=inf": "max_grad_norm: got inf: it must be a finite number > 0",
     "device.threads=0": "device.threads: got 0: it must be a finite number ≥ 1 and ≤ 1024",
     "data.size=3": "data.size: got 3: it must be a finite number ≥ 8 and ≤ 512",
-    "device.kind=gpu": "device.kind: got 'gpu': it is none of auto, cpu, cuda, mps",
+    "device.kind=gpu": "device.kind: got 'gpu': it must be one of auto, cpu, cuda, mps",
     # Two that do not go together
     "steps=null  epochs=null": "steps: got null: neither steps nor epochs says how long to train",
     "accumulation.steps=5": "batch_size: got 64: it does not divide into 5 micro-batches",
@@ -105,10 +105,10 @@ REFUSED = {
     "optimizer._target_=torch.load": "optimizer._target_: got 'torch.load': only classes of these packages",
     "optimizer._target_=builtins.eval": "optimizer._target_: got 'builtins.eval': only classes of these packages",
     "optimizer._target_=runnerx.SGD": "optimizer._target_: got 'runnerx.SGD': only classes of these packages",
-    "optimizer._target_=runner.schedule.Schedule": "it is no runner.optimizer.Optimizer",
-    "optimizer._target_=runner.optimizer.trainable": "it is no runner.optimizer.Optimizer",
-    "optimizer._target_=runner.optimizer.torch": "it is no runner.optimizer.Optimizer",
-    "optimizer._target_=runner.optimizer.SGDD": "it is no runner.optimizer.Optimizer",
+    "optimizer._target_=runner.schedule.Schedule": "it is not a runner.optimizer.Optimizer",
+    "optimizer._target_=runner.optimizer.trainable": "it is not a runner.optimizer.Optimizer",
+    "optimizer._target_=runner.optimizer.torch": "it is not a runner.optimizer.Optimizer",
+    "optimizer._target_=runner.optimizer.SGDD": "it is not a runner.optimizer.Optimizer",
     "optimizer._target_=runner.nope.SGD": "No module named 'runner.nope'",
     "optimizer._target_=": "optimizer._target_: got '': it must name a class",
     "optimizer._target_=SGD": "optimizer._target_: got 'SGD': it must name a class",
@@ -234,8 +234,11 @@ def test_fields_are_values_or_components() -> None:
     ("values", "told"),
     [
         ({"number": -1}, "whole.number: got -1.0: it must be a finite number ≥ 0"),
-        ({"number": 1, "numbers": [1, "a"]}, "whole.numbers: got [1, 'a']: it must be a list, each of it a number"),
-        ({"number": 1, "names": "a"}, "whole.names: got 'a': it must be a list, each of it a text"),
+        (
+            {"number": 1, "numbers": [1, "a"]},
+            "whole.numbers: got [1, 'a']: it must be a list whose items are each a number",
+        ),
+        ({"number": 1, "names": "a"}, "whole.names: got 'a': it must be a list whose items are each a text"),
         ({"number": 1, "text": [1]}, "whole.text: got [1]: it must be a text or null"),
         ({"number": 1, "part": {}}, "whole.part: Whole has no such option"),
         ({"number": 1, "made": 1}, "whole.made: Whole has no such option"),
@@ -283,7 +286,7 @@ def test_an_open_end_is_outside() -> None:
 def test_a_choice_names_the_nearest() -> None:
     with pytest.raises(ConfigError) as refusal:
         check_choice(dataclasses.make_dataclass("C", ["x"])("gruop"), "x", ("batch", "group"))
-    assert refusal.value.why == "it is none of batch, group"
+    assert refusal.value.why == "it must be one of batch, group"
     assert refusal.value.remedy == "did you mean group?"
 
 
@@ -291,7 +294,7 @@ def test_did_you_mean() -> None:
     assert did_you_mean("lrr", ["lr", "momentum"]) == "did you mean lr?"
     assert did_you_mean("LR", ["lr"]) == "did you mean lr?"
     assert did_you_mean("lrr", ["lr"], "optimizer.") == "did you mean optimizer.lr?"
-    assert did_you_mean("xyz", ["b", "a"]) == "known are: a, b"
+    assert did_you_mean("xyz", ["b", "a"]) == "choose from: a, b"
     assert did_you_mean("xyz", []) == "it has none"
 
 

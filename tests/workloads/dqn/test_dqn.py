@@ -502,7 +502,7 @@ REFUSED = {
     "workload.replay_size=2147483647": "workload.replay_size: got 2147483647",
     "workload.warm_up=79 env.num_envs=16": "workload.warm_up: got 79: the first transitions are complete after",
     "workload.env_steps=1001": "workload.env_steps: got 1001: the warm-up takes all of them",
-    "workload.td_loss=hubert": "workload.td_loss: got 'hubert': it is none of huber, mse\n  did you mean huber?",
+    "workload.td_loss=hubert": "workload.td_loss: got 'hubert': it must be one of huber, mse\n  did you mean huber?",
     "workload.discount=1.1": "workload.discount: got 1.1",
     "workload.replay_ratio=0": "workload.replay_ratio: got 0.0",
     "model.hidden=[64,0]": "model.hidden: got [64, 0]",
