@@ -123,13 +123,18 @@ def compose_and_run(arguments: list[str]) -> list[int]:
 
 def job(config: DictConfig, sweep: Sweep | None) -> int:
     """One run, alone or as a job of a sweep; returns its exit code."""
+    from runner.run import build_run  # imported here: --help and Hydra's own answers need no components
+
     settings = HydraConfig.get()
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportAssignmentType]
     overrides = list(settings.overrides.task)
     if sweep is None:
-        from runner.cli.run_job import run_alone
+        run = build_run(plain)
+        from runner.cli.run_job import (
+            run_alone,  # imported here: it needs torch, which a config error need not wait for
+        )
 
-        return CODES[run_alone(plain, overrides).status]
+        return CODES[run_alone(run, overrides).status]
     if is_first_process():
         print(f"\njob {settings.job.num}: {' '.join(overrides)}", file=sys.stderr)
     code = sweep_job(sweep, settings.job.num, plain, overrides)
@@ -140,8 +145,7 @@ def job(config: DictConfig, sweep: Sweep | None) -> int:
 
 def sweep_job(sweep: Sweep, number: int, config: dict[str, Any], overrides: list[str]) -> int:
     """One job of a sweep, unless it is done already; the ledger keeps its exit code."""
-    from runner.cli.run_job import run_in_sweep
-    from runner.run import config_hash
+    from runner.run import build_run, config_hash
 
     directory, known = sweep.job_directory(config, number, overrides), config_hash(config)
     if (code := sweep.settled(directory.parent, number, known)) is not None:
@@ -150,7 +154,10 @@ def sweep_job(sweep: Sweep, number: int, config: dict[str, Any], overrides: list
         return code
     entry: dict[str, Any] = {"overrides": overrides, "config_hash": known, "directory": directory.name, "error": ""}
     try:
-        code = CODES[run_in_sweep(config, overrides, directory).status]
+        run = build_run(config)
+        from runner.cli.run_job import run_in_sweep
+
+        code = CODES[run_in_sweep(run, overrides, directory).status]
     except Exception as error:  # not to Hydra, which would end the sweep
         code, entry["error"] = report_error(error), str(error)
     sweep.record(directory.parent, number, **entry, code=code)

@@ -9,13 +9,12 @@ import sys
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from runner.config.errors import ConfigError
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError
 from runner.resume import claimed_directory, finished
-from runner.run import CrashedError, Result, Run, Session, build_run, check_same_config, check_used, config_hash
+from runner.run import CrashedError, Result, Run, Session, check_same_config, check_used, config_hash
 from runner.storage import run_directory
 from runner.tracking.log_file import LogFile
 from runner.train import train, train_rank
@@ -23,23 +22,22 @@ from runner.train import train, train_rank
 log = logging.getLogger(__name__)
 
 
-def run_alone(config: dict[str, Any], overrides: list[str]) -> Result:
+def run_alone(run: Run, overrides: list[str]) -> Result:
     """A run in a new directory, or in the one that `resume` names.
 
     Raises:
         ConfigError: when the config cannot run; nothing is left behind.
     """
-    run = build_run(config)
     return run_one(run, overrides, Path(run.output_root) / run.name)
 
 
-def run_in_sweep(config: dict[str, Any], overrides: list[str], directory: Path) -> Result:
+def run_in_sweep(run: Run, overrides: list[str], directory: Path) -> Result:
     """A job of a sweep, in its own `directory`.
 
     Raises:
         ConfigError: when the config cannot run; nothing is left behind.
     """
-    return run_one(build_run(config), overrides, directory.parent, directory.name)
+    return run_one(run, overrides, directory.parent, directory.name)
 
 
 def run_one(run: Run, overrides: list[str], parent: Path, name: str | None = None) -> Result:
