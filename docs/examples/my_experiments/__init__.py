@@ -1,0 +1,1 @@
+"""Components for runner that live in a package of their own."""

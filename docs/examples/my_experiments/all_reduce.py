@@ -1,0 +1,42 @@
+"""A parallel mode: data parallel training with one all-reduce per gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runner.batching import MicroBatch
+from runner.parallel.context import Layout
+from runner.parallel.full_state import TensorDict
+from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.multiprocess import MultiProcess, average_buffers
+from runner.tracking.metrics import MetricSums
+
+
+@dataclass
+class AllReduce(MultiProcess):
+    """Every process holds a replica and trains on its shard of each batch; gradients are summed over the processes."""
+
+    def layout(self, rank_info: RankInfo) -> Layout:
+        return Layout.data_parallel(rank_info)
+
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+        sums = super().accumulate(model, batch, micro, log_due)
+        if micro.is_last:
+            # micro.weight is a share of the global batch, so the sum over the processes is the gradient of its mean.
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    torch.distributed.all_reduce(parameter.grad)
+        return sums
+
+    # Gradients, and so parameters, are equal on every process; the running statistics of batch normalisation are not.
+
+    def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
+        average_buffers(model, self._context.collectives)
+        return super().evaluate(model)
+
+    def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
+        average_buffers(model, self._context.collectives)
+        return super().full_state(model, optimizer)

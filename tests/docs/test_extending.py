@@ -1,0 +1,147 @@
+"""The examples of docs/extending.md, run as a package of somebody else's: found through its entry point."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import safetensors.torch
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = ROOT / "docs" / "examples"
+TINY = ("device=cpu", "model=tiny", "data.size=8", "steps=2", "batch_size=16")
+
+Train = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for sys.path that holds the examples' package as pip would install it, with its entry point."""
+    directory = tmp_path_factory.mktemp("site")
+    shutil.copytree(EXAMPLES / "my_experiments", directory / "my_experiments")
+    info = directory / "my_experiments-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-experiments\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[runner.components]\nmy_experiments = my_experiments\n")
+    return directory
+
+
+def run_python(*arguments: str, cwd: Path, path: tuple[Path, ...]) -> subprocess.CompletedProcess[str]:
+    """`python ARGUMENTS` in `cwd`, with the directories of `path` on its sys.path."""
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False, timeout=600)
+
+
+@pytest.fixture
+def train(site: Path, tmp_path: Path) -> Train:
+    """Train a command line with the examples' options; returns `result.json`, and the run directory as `directory`."""
+
+    def train_it(*overrides: str) -> dict[str, Any]:
+        options = ("-m", "runner", f"--config-dir={EXAMPLES / 'conf'}", *overrides)
+        before = set(tmp_path.rglob("result.json"))
+        done = run_python(*options, cwd=tmp_path, path=(ROOT, site))
+        assert done.returncode == 0, done.stderr
+        (file,) = set(tmp_path.rglob("result.json")) - before
+        result = json.loads(file.read_text())
+        assert result["status"] == "done"
+        return result | {"directory": file.parent}
+
+    return train_it
+
+
+def final_weights(result: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights in the last checkpoint of a run."""
+    checkpoint = result["directory"] / "checkpoints" / f"step_{result['steps']:08d}"
+    return safetensors.torch.load_file(checkpoint / "model.safetensors")
+
+
+def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """The largest relative difference of any tensor, by norm."""
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[n] - theirs[n]).norm() / theirs[n].norm()) for n in theirs)
+
+
+MODES = {
+    "all_reduce": ("parallel=all_reduce",),
+    "all_reduce with accumulation": ("parallel=all_reduce", "accumulation=2"),
+}
+"""One row for each mode of the examples that must compute what one device computes."""
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_a_mode_of_another_package_computes_what_one_device_computes(mode: tuple[str, ...], train: Train) -> None:
+    single = train(*TINY, "precision=64")
+    ours = train(*TINY, "precision=64", *mode)
+    assert (single["world_size"], ours["world_size"]) == (1, 2)
+    assert ours["steps"] == single["steps"] == 2
+    assert ours["metrics"]["eval/accuracy"] == single["metrics"]["eval/accuracy"]
+    assert ours["metrics"]["eval/loss"] == pytest.approx(single["metrics"]["eval/loss"], rel=1e-6)  # summed in float32
+    assert largest_difference(final_weights(ours), final_weights(single)) < 1e-12
+
+
+def test_a_workload_of_another_package_trains_and_reports_its_loss(train: Train) -> None:
+    autoencoder = ("workload=autoencoder", "device=cpu", "data.size=8", "steps=2", "batch_size=16", "precision=64")
+    single = train(*autoencoder)
+    assert single["steps"] == 2
+    assert single["best"]["metric"] == "eval/loss"
+    # Inputs have a mean of zero and a variance of one: what predicts nothing has a loss of about one.
+    assert 0.5 < single["metrics"]["eval/loss"] < 2
+    weights = final_weights(single)
+    widths = [tuple(tensor.shape) for name, tensor in weights.items() if name.endswith("weight")]
+    assert sorted(widths) == sorted([(128, 64), (16, 128), (128, 16), (64, 128)])
+
+    two = train(*autoencoder, "parallel=ddp")
+    assert two["world_size"] == 2
+    assert two["metrics"]["eval/loss"] == pytest.approx(single["metrics"]["eval/loss"], rel=1e-5)
+    assert largest_difference(final_weights(two), weights) < 1e-12
+
+
+def test_a_data_set_of_another_package_is_learned(train: Train, tmp_path: Path) -> None:
+    numbers = numpy.random.default_rng(0)
+    labels = numbers.integers(2, size=200)
+    images = numbers.integers(0, 100, (200, 3, 8, 8)) + 150 * labels[:, None, None, None]  # dark or bright
+    numpy.savez(tmp_path / "images.npz", images=images.astype(numpy.uint8), labels=labels)
+    arrays = ("data=arrays", "data.file=images.npz", "device=cpu", "model=tiny", "batch_size=16")
+    result = train(*arrays, "steps=2")
+    assert result["steps"] == 2
+    assert result["metrics"]["eval/accuracy"] * 40 == pytest.approx(round(result["metrics"]["eval/accuracy"] * 40))
+    assert train(*arrays, "steps=60", "data.flip=true")["metrics"]["eval/accuracy"] == 1.0
+
+
+def test_an_environment_of_another_package_is_acted_in(train: Train) -> None:
+    sizes = ("batch_size=8", "steps=2", "workload.warm_up=48", "workload.replay_size=100", "workload.eval_episodes=2")
+    result = train("workload=dqn", "env=corridor", "device=cpu", *sizes)
+    assert result["steps"] == 2
+    assert -50 <= result["metrics"]["eval/return"] <= -1
+
+
+def test_results_are_read_without_the_runner(train: Train, tmp_path: Path) -> None:
+    result = train(*TINY, "log_every=1")
+    done = run_python(str(EXAMPLES / "read_results.py"), "outputs", cwd=tmp_path, path=())
+    assert done.returncode == 0, done.stderr
+    name, status, steps, best = done.stdout.rstrip("\n").split("\t")
+    assert (name, status, steps) == (result["directory"].name, "done", "steps=2")
+    assert float(best.removeprefix("best=")) == result["best"]["value"]
+    curves = (result["directory"] / "curves.csv").read_text().splitlines()
+    losses = [line.split(",") for line in curves if line.startswith("train/loss,")]
+    assert [step for _, step, _ in losses] == ["1", "2"]
+    assert float(losses[-1][2]) == pytest.approx(result["metrics"]["train/loss"], rel=1e-6)
+
+
+def test_a_package_without_the_entry_point_is_refused(site: Path, tmp_path: Path) -> None:
+    shutil.copytree(site / "my_experiments", tmp_path / "undeclared" / "my_experiments")
+    options = ("-m", "runner", f"--config-dir={EXAMPLES / 'conf'}", *TINY, "parallel=all_reduce")
+    done = run_python(*options, cwd=tmp_path, path=(ROOT, tmp_path / "undeclared"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("parallel._target_: ")
+    assert not list(tmp_path.rglob("result.json"))
