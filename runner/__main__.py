@@ -1,6 +1,3 @@
-import sys
-
 from runner.cli.main import main
 
-if __name__ == "__main__":
-    sys.exit(main())
+raise SystemExit(main())

@@ -27,6 +27,7 @@ from runner.parallel.context import Context, Process
 from runner.precision import Precision
 from runner.profiler import Profiler
 from runner.schedule import Schedule
+from runner.tracking.base import Tracker
 from runner.workloads.base import Workload
 
 CONFIG_GROUPS: dict[str, type] = {
@@ -37,6 +38,7 @@ CONFIG_GROUPS: dict[str, type] = {
     "optimizer": Optimizer,
     "schedule": Schedule,
     "profiler": Profiler,
+    "tracking": Tracker,
 }
 """The config groups that every run has, and the base class that each accepts."""
 
@@ -61,6 +63,7 @@ class Run:
     optimizer: Optimizer
     schedule: Schedule
     profiler: Profiler
+    tracking: Tracker
     name: str
     batch_size: int
     seed: int = 0
@@ -200,7 +203,7 @@ class Session:
             **run.workload.describe(),
             "device": f"{device_name(self.device)}, {threads} CPU thread{'s' * (threads > 1)} per process",
             "precision": type(run.precision).description,
-            "parallel": f"{type(run.parallel).__name__}, {context.world_size} process{'es' * (context.world_size > 1)}",
+            "parallel": f"{run.parallel.description}, {context.world_size} process{'es' * (context.world_size > 1)}",
             "batch": plan.describe(),
             "length": f"{self.num_steps:,} steps, {self.num_steps * run.batch_size:,} samples",
             "directory": os.path.relpath(directory),
@@ -334,10 +337,10 @@ class CrashedError(Exception):
         self.result = result
 
 
-_NOT_HASHED = ("name", "output_root", "resume")
+_NOT_HASHED = ("name", "output_root", "resume", "tracking")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Twelve hexadecimal digits for everything in `config` except where it is written."""
+    """Twelve hexadecimal digits for everything in `config` except where it is written and tracked."""
     hashed = {key: value for key, value in config.items() if key not in _NOT_HASHED}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -44,7 +44,7 @@ def train(session: Session, directory: Path) -> Result:
     with run.device.settings(device, run.deterministic):
         state = prepare(session, directory)
         with (
-            Recorder(directory, state.step, visible=writes) as recorder,
+            Recorder(run.tracking, directory, state.step, visible=writes) as recorder,
             progress_for(session.num_steps, run.batch_size, state.step, visible=writes) as progress,
             run.profiler.profile(directory, device),
             StopRequest() as stop,
@@ -60,7 +60,7 @@ def train(session: Session, directory: Path) -> Result:
                     raise refusal from error
                 raise CrashedError(state.result("crashed", f"{type(error).__name__}: {error}")) from error
             if status == "done":
-                recorder.close_row()
+                recorder.finish()
                 state.checkpoints.finish()
         return state.result(status, error)
 
@@ -116,7 +116,7 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
         stopping = session.collectives.any_rank(bool(stop.received))
         if save_due or is_best or stopping:
             with timer.section("checkpoint"):
-                recorder.sync()  # what was logged before the checkpoint is not logged again by a resume
+                recorder.flush()  # what was logged before the checkpoint is not logged again by a resume
                 state.save()
         progress.step(step.number)
         run.profiler.after_step(step.number)
@@ -186,7 +186,7 @@ def introduce(state: State, recorder: Recorder) -> None:
     log.info("%s", session.describe(state.model_description, state.directory))
     log.debug("config:\n%s", config)
     recorder.texts({"config": config, "environment": json.dumps(environment(), indent=2)})
-    recorder.open_row(session.run.config)
+    recorder.hyperparameters(session.run.config)
 
 
 def save_diverged_batch(session: Session, directory: Path, step: int) -> None:

@@ -104,8 +104,8 @@ def test_the_contract_of_a_mode_stays_small() -> None:
     assert len(public) <= 18, public
 
 
-def test_the_entry_point_is_three_statements() -> None:
-    assert len(ast.parse((ROOT / "runner" / "__main__.py").read_text(encoding="utf-8")).body) == 3
+def test_the_entry_point_only_calls_main() -> None:
+    assert len(ast.parse((ROOT / "runner" / "__main__.py").read_text(encoding="utf-8")).body) <= 3
 
 
 def test_parallel_modes_know_nothing_of_a_run() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,6 +30,9 @@ class Parallel:
     checkpoint are those of this class. Its fields are options, which never change; what it needs to know of a run is
     handed to it as a `Context`, in the order of the methods below.
     """
+
+    description: ClassVar[str] = "single device"
+    """Names the mode in the first lines of a run."""
 
     def launcher(self, choice: Device) -> Launcher:
         """What starts or joins the processes of the mode, on the devices of `choice`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,6 +37,8 @@ class DDP(MultiProcess):
         powersgd_rank: of those factors.
         sync_batch_norm: batch normalisation over the shards of all processes.
     """
+
+    description: ClassVar[str] = "DistributedDataParallel"
 
     bucket_mb: float = 25.0
     static_graph: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +27,8 @@ class DP(Parallel):
     modules run once per GPU, and must be thread-safe; `pad_packed_sequence` needs `total_length`, or the outputs differ
     in length. Batch normalisation sees each GPU's part alone, and keeps the running statistics of the first.
     """
+
+    description: ClassVar[str] = "DataParallel"
 
     def launcher(self, choice: Device) -> Launcher:
         self._check_one_process()

@@ -38,6 +38,8 @@ class Ensemble(MultiProcess):
     other mode can resume; the other members are in their ranks' files.
     """
 
+    description: ClassVar[str] = "ensemble"
+
     collectives_class: ClassVar[type[ProcessGroup]] = MemberMeans
 
     def layout(self, rank_info: RankInfo) -> Layout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -35,6 +35,8 @@ class FSDP(MultiProcess):
             backward pass: less memory, more communication (stage 3); otherwise they are kept until then (stage 2).
         offload: keep the shards in host memory, and compute on the GPU.
     """
+
+    description: ClassVar[str] = "FSDP2"
 
     reshard_after_forward: bool = True
     offload: bool = False

@@ -87,6 +87,8 @@ class Hogwild(MultiProcess):
     worker's optimizer state for the other modes; each worker's own is in its rank's file. On the CPU of one machine.
     """
 
+    description: ClassVar[str] = "Hogwild"
+
     collectives_class: ClassVar[type[ProcessGroup]] = SharedMemoryCollectives
 
     def launcher(self, choice: Device) -> Launcher:

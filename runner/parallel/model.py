@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,6 +37,8 @@ class ModelParallel(Partition, Parallel):
 
     The targets are moved to the last device. `parallel=pipeline` has all devices compute at the same time.
     """
+
+    description: ClassVar[str] = "model split over devices"
 
     def launcher(self, choice: Device) -> Launcher:
         self._check_one_process()

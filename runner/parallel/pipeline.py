@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -66,6 +66,8 @@ class Pipeline(Partition, MultiProcess):
         batch_norm: running statistics of `micro`-batches or, with `defer`, of the whole batch (GPipe, section 2.2), so
             that the evaluated model does not depend on `split_size`.
     """
+
+    description: ClassVar[str] = "pipeline"
 
     engine: str = "processes"
     schedule: str = "gpipe"

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: TensorBoard events, and the log."""
+"""What the training loop logs, handed to the run's tracker as plain values; nothing off rank 0."""
 
 from __future__ import annotations
 
@@ -6,71 +6,54 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.tensorboard.summary import image, text
 
-from runner.tracking.images import gif
-from runner.tracking.tensorboard import EventFile, animation, points, row_end, row_start
+from runner.tracking.base import Tracker
 
 
 class Recorder:
-    """TensorBoard's events of one session, in the run's own directory; writes nothing off rank 0.
+    """A session of a tracker: a context that opens and closes it.
 
     Args:
+        tracker: of the run.
         directory: the run's.
-        after_step: the step that was resumed from; what was logged of later ones is purged, so that none shows twice.
+        after_step: the step after which the session begins; what was logged of later steps is logged once more.
+        visible: whether this is rank 0, which logs.
     """
 
-    def __init__(self, directory: Path, after_step: int, visible: bool = True):
-        self._first_step = after_step + 1
-        self._directory = directory
-        self._file = EventFile(directory, self._first_step) if visible else None
+    def __init__(self, tracker: Tracker, directory: Path, after_step: int, visible: bool = True):
+        self._tracker = tracker if visible else Tracker()
+        self._directory, self._first_step, self._done = directory, after_step + 1, False
 
     def __enter__(self) -> Recorder:
+        self._tracker.open(self._directory, self._first_step)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._tracker.close(self._done)
 
     def scalars(self, values: dict[str, Any], step: int) -> None:
-        """Log numbers by tag; x is the number of optimizer steps."""
-        if self._file is not None:
-            self._file.add(points({tag: float(value) for tag, value in values.items()}), step)
+        """Log numbers, or tensors of one, by tag; x is the number of optimizer steps."""
+        self._tracker.scalars({tag: float(value) for tag, value in values.items()}, step)
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        """Log RGB images, uint8 [3, height, width], by tag; a film, [frames, 3, height, width], is also a GIF."""
-        if self._file is not None:
-            for tag, picture in images.items():
-                if picture.ndim == 3:
-                    self._file.add(image(tag, picture, dataformats="CHW"), step)
-                    continue
-                film = gif(picture)
-                (self._directory / f"{tag.rpartition('/')[2]}.gif").write_bytes(film)
-                self._file.add(animation(tag, film, picture.shape[2], picture.shape[3]), step)
+        """Log RGB images, uint8 [3, height, width], and films, uint8 [frames, 3, height, width], by tag."""
+        self._tracker.images(images, step)
 
     def texts(self, texts: dict[str, str]) -> None:
-        """Log preformatted texts by tag; x is the session's first step, from which on they hold."""
-        if self._file is not None:
-            for tag, content in texts.items():
-                self._file.add(text(tag, f"```\n{content}\n```"), self._first_step)
+        """Log preformatted texts by tag, at the first step of the session, from which on they hold."""
+        self._tracker.texts(texts, self._first_step)
 
-    def open_row(self, config: dict[str, Any]) -> None:
-        """This run's row in the HPARAMS tab; its metrics are what is logged as scalars.
+    def hyperparameters(self, config: dict[str, Any]) -> None:
+        """Log the config of the run."""
+        self._tracker.hyperparameters({key: value for key, value in flatten(config).items() if value is not None})
 
-        In the run's own file: `SummaryWriter.add_hparams` makes a run of its own, whose metrics do not show.
-        """
-        if self._file is not None:
-            self._file.add(row_start({key: value for key, value in flatten(config).items() if value is not None}))
+    def finish(self) -> None:
+        """The run has reached its last step."""
+        self._done = True
 
-    def close_row(self) -> None:
-        """Say in the HPARAMS tab that the run came to its end."""
-        if self._file is not None:
-            self._file.add(row_end())
-
-    def sync(self) -> None:
-        """Everything logged so far is on the disk: before a checkpoint, whose resume does not log it again."""
-        if self._file is not None:
-            self._file.sync()
+    def flush(self) -> None:
+        """Wait until everything logged so far is on disk."""
+        self._tracker.flush()
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

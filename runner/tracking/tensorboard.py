@@ -1,104 +1,66 @@
-"""TensorBoard's events of one session, written where the loop stands.
-
-torch's `SummaryWriter` does not do here. It names its file by the second and the process id, while TensorBoard reads
-files in the order of their names, and only so knows what a resumed run computes again. It hands events to a thread,
-which competes with the loop for the interpreter, and tells of a full disk when the next event comes.
-"""
-
-# pyright: reportAttributeAccessIssue=false
-# (protobuf makes its classes when its modules are imported)
+"""`tracking=tensorboard`: events in the run's own directory."""
 
 from __future__ import annotations
 
-import os
-import re
-import time
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.plugins.hparams import metadata, plugin_data_pb2
-from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
-from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import Summary
+from runner.tracking.base import Tracker
 
-from runner.storage.run_directory import StorageError
-
-_NAME = re.compile(r"events\.out\.tfevents\.(\d+)")
+if TYPE_CHECKING:
+    import torch
 
 
-class EventFile:
-    """The events of one session, in a file that TensorBoard reads after those of the sessions before.
+@dataclass
+class TensorBoard(Tracker):
+    """Scalars, images, texts and a row in the HPARAMS tab, whose metrics are the scalars; films as GIFs too.
 
-    Args:
-        directory: the run's.
-        first_step: the session's: what earlier sessions logged from this step on is computed again, and purged.
+    https://www.tensorflow.org/tensorboard/get_started
     """
 
-    def __init__(self, directory: Path, first_step: int):
-        earlier = [int(match[1]) for path in directory.iterdir() if (match := _NAME.match(path.name))]
-        number = max([int(time.time()), *(number + 1 for number in earlier)])
-        self._file = (directory / f"events.out.tfevents.{number:010d}").open("xb")
-        self._records = RecordWriter(self._file)
-        self._write(file_version="brain.Event:2")
-        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+    def open(self, directory: Path, first_step: int) -> None:
+        from runner.tracking.event_file import EventFile  # imported here: TensorBoard's protocol buffers need torch
 
-    def add(self, summary: Summary, step: int = 0) -> None:
-        """Write a summary: when this returns, it survives the death of the process.
+        self._directory, self._file = directory, EventFile(directory, first_step)
 
-        Raises:
-            StorageError: when the disk is full or gone.
-        """
-        try:
-            self._write(step=step, summary=summary)
-            self._file.flush()
-        except OSError as error:
-            raise StorageError(Path(self._file.name), error.strerror or str(error)) from error
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        from runner.tracking.event_file import points
 
-    def sync(self) -> None:
-        """Wait until all events are on the disk."""
-        os.fsync(self._file.fileno())
+        self._file.add(points(values), step)
 
-    def close(self) -> None:
-        with suppress(OSError):  # `add` told of it
-            self._file.close()
+    def images(self, images: dict[str, torch.Tensor], step: int) -> None:
+        from torch.utils.tensorboard.summary import image
 
-    def _write(self, **fields: Any) -> None:
-        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        from runner.tracking.event_file import animation
+        from runner.tracking.images import gif
 
+        for tag, picture in images.items():
+            if picture.ndim == 3:
+                self._file.add(image(tag, picture, dataformats="CHW"), step)
+                continue
+            film = gif(picture)
+            (self._directory / f"{tag.rpartition('/')[2]}.gif").write_bytes(film)
+            self._file.add(animation(tag, film, picture.shape[2], picture.shape[3]), step)
 
-def points(values: dict[str, float]) -> Summary:
-    """A point of the curve of each tag."""
-    return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+    def texts(self, texts: dict[str, str], step: int) -> None:
+        from torch.utils.tensorboard.summary import text
 
+        for tag, content in texts.items():
+            self._file.add(text(tag, f"```\n{content}\n```"), step)
 
-def animation(tag: str, gif: bytes, height: int, width: int) -> Summary:
-    """A film, which TensorBoard shows among the images."""
-    shown = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif)
-    return Summary(value=[Summary.Value(tag=tag, image=shown)])
+    def hyperparameters(self, values: dict[str, float | str | bool]) -> None:
+        from runner.tracking.event_file import row_start
 
+        # In the run's own file: `SummaryWriter.add_hparams` makes a run of its own, in which the metrics do not show.
+        self._file.add(row_start(values))
 
-def row_start(values: dict[str, float | str | bool]) -> Summary:
-    """A run's row in the HPARAMS tab.
+    def flush(self) -> None:
+        self._file.sync()
 
-    There is no `Experiment` beside it, which would fix the columns of a whole sweep to those of its first run:
-    TensorBoard finds them by itself, and shows those first that differ.
-    """
-    start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
-    for name, value in values.items():
-        kind = "bool" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"
-        setattr(start.hparams[name], f"{kind}_value", value)
-    return _hparams(metadata.SESSION_START_INFO_TAG, session_start_info=start)
+    def close(self, done: bool) -> None:
+        from runner.tracking.event_file import row_end
 
-
-def row_end() -> Summary:
-    """What marks the row's run as done."""
-    end = plugin_data_pb2.SessionEndInfo(status=STATUS_SUCCESS, end_time_secs=time.time())
-    return _hparams(metadata.SESSION_END_INFO_TAG, session_end_info=end)
-
-
-def _hparams(tag: str, **content: Any) -> Summary:
-    data = plugin_data_pb2.HParamsPluginData(version=metadata.PLUGIN_DATA_VERSION, **content)
-    value = Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data), tensor=metadata.NULL_TENSOR)
-    return Summary(value=[value])
+        if done:
+            self._file.add(row_end())
+        self._file.close()
