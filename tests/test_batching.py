@@ -17,7 +17,7 @@ SPLITS = [(12, 1, 1), (12, 3, 1), (12, 1, 4), (12, 2, 3), (12, 12, 1), (8, 2, 4)
 @pytest.mark.parametrize(("batch_size", "accumulation", "world_size"), SPLITS)
 def test_micro_batches_tile_the_global_batch(batch_size, accumulation, world_size):
     for step in (1, 2, 1000):
-        micros = [Plan(batch_size, accumulation, (rank, world_size)).micro_batches(step) for rank in range(world_size)]
+        micros = [Plan(batch_size, accumulation, data_shard=(rank, world_size)).micro_batches(step) for rank in range(world_size)]
         positions = [p for micro in itertools.chain(*micros) for p in range(micro.start, micro.stop)]
         assert positions == list(range((step - 1) * batch_size, step * batch_size))
         assert sum(micro.weight for micro in itertools.chain(*micros)) == pytest.approx(1)
@@ -26,18 +26,45 @@ def test_micro_batches_tile_the_global_batch(batch_size, accumulation, world_siz
             assert {micro.stop - micro.start for micro in of_one_rank} == {batch_size // accumulation // world_size}
 
 
-def test_a_stream_goes_on_from_any_step():
-    plan = Plan(12, accumulation=2, shard=(1, 3))
+def test_a_stream_starts_after_any_step():
+    plan = Plan(12, accumulation=2, data_shard=(1, 3))
     steps = [micro for step in range(1, 9) for micro in plan.micro_batches(step)]
     assert list(itertools.islice(plan.stream(0), 16)) == steps
     assert list(itertools.islice(plan.stream(5), 6)) == steps[10:]
 
 
-def test_rank_and_micro_batch_in_numbers():
-    assert Plan(12, accumulation=2, shard=(1, 3)).micro_batches(2) == [
+def test_micro_batches_of_one_rank():
+    assert Plan(12, accumulation=2, data_shard=(1, 3)).micro_batches(2) == [
         MicroBatch(16, 18, 2 / 12, False),
         MicroBatch(18, 20, 2 / 12, True),
     ]
+
+
+def test_the_steps_of_a_run_are_numbered_from_one() -> None:
+    plan = Plan(12, accumulation=2, data_shard=(1, 3))
+    assert list(plan.steps(2, 5)) == [(step, step, plan.micro_batches(step)) for step in (3, 4, 5)]
+    assert (plan.steps_per_round, plan.samples_per_round) == (1, 12)
+
+
+@pytest.mark.parametrize("last", [6, 7, 8])
+def test_processes_that_divide_the_steps_cover_each_step_once(last: int) -> None:
+    plans = [Plan(12, step_shard=(index, 3)) for index in range(3)]
+    rounds = list(zip(*(plan.steps(0, last) for plan in plans), strict=True))
+    assert [step.own for each in rounds for step in each if step.micro_batches] == list(range(1, last + 1))
+    for number, each in enumerate(rounds, start=1):
+        assert {step.number for step in each} == {min(3 * number, last)}, "the last step of the round"
+        for plan, step in zip(plans, each, strict=True):
+            assert step.micro_batches == (plan.micro_batches(step.own) if step.own <= last else [])
+    assert plans[1].steps_per_round == 3
+    assert plans[1].samples_per_round == 36
+    own = [micro for step in (2, 5, 8) for micro in plans[1].micro_batches(step)]
+    assert list(itertools.islice(plans[1].stream(0), 3)) == own
+
+
+def test_workers_are_numbered_over_both_kinds_of_shards() -> None:
+    plans = [Plan(12, data_shard=(i, 2), step_shard=(j, 3)) for i in range(2) for j in range(3)]
+    assert [plan.worker for plan in plans] == list(range(6))
+    assert {plan.num_workers for plan in plans} == {6}
 
 
 @pytest.mark.parametrize(
@@ -48,18 +75,18 @@ def test_rank_and_micro_batch_in_numbers():
         (100, 1, 3, "batch_size=99 or batch_size=102"),
     ],
 )
-def test_a_batch_that_cannot_be_cut_evenly_is_refused(batch_size, accumulation, world_size, remedy):
+def test_a_batch_that_does_not_divide_is_refused(batch_size, accumulation, world_size, remedy):
     with pytest.raises(ConfigError) as refused:
-        Plan(batch_size, accumulation, (0, world_size))
-    assert refused.value.key == "batch_size"
-    assert f"got {batch_size}" in str(refused.value)
+        Plan(batch_size, accumulation, data_shard=(0, world_size))
+    assert (refused.value.key, refused.value.got) == ("batch_size", batch_size)
     assert refused.value.remedy.endswith(f": {remedy}")
 
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_accumulation_takes_at_least_one_step(steps):
-    with pytest.raises(ConfigError, match="≥ 1"):
+    with pytest.raises(ConfigError, match="≥ 1") as refused:
         Accumulation(steps)
+    assert refused.value.key == "steps"
 
 
 def stream(num_samples: int, seed: int, epochs: int) -> list[int]:
@@ -69,7 +96,7 @@ def stream(num_samples: int, seed: int, epochs: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, 3, 7, 10, 25, 40])
-def test_positions_are_those_of_the_stream(length):
+def test_indices_follow_the_stream(length):
     expected = stream(10, seed=5, epochs=12)
     order = SampleOrder(10, seed=5)
     for start in range(0, 120 - length, length):
@@ -77,14 +104,14 @@ def test_positions_are_those_of_the_stream(length):
         assert order.epochs(start, start + length).tolist() == [p // 10 for p in range(start, start + length)]
 
 
-def test_any_position_may_be_asked_for_at_any_time():
+def test_positions_may_be_read_in_any_order():
     expected = stream(10, seed=0, epochs=10)
     order = SampleOrder(10, seed=0)
     for start in (95, 3, 50, 48, 8, 0, 97):
         assert order.indices(start, start + 3).tolist() == expected[start : start + 3]
 
 
-def test_an_epoch_has_each_sample_once_in_an_order_of_its_own():
+def test_each_epoch_is_another_permutation_of_all_samples():
     order = SampleOrder(50, seed=0)
     first, second = order.indices(0, 50), order.indices(50, 100)
     assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(50))
@@ -94,9 +121,9 @@ def test_an_epoch_has_each_sample_once_in_an_order_of_its_own():
 
 
 @pytest.mark.parametrize(("accumulation", "world_size"), [(1, 1), (3, 1), (1, 4), (2, 2)])
-def test_however_a_batch_is_cut_it_holds_the_same_samples(accumulation, world_size):
+def test_a_batch_holds_the_same_samples_however_it_is_split(accumulation, world_size):
     expected = stream(10, seed=0, epochs=5)
-    plans = [Plan(12, accumulation, (rank, world_size)) for rank in range(world_size)]
+    plans = [Plan(12, accumulation, data_shard=(rank, world_size)) for rank in range(world_size)]
     order = SampleOrder(10, seed=0)
     for step in range(1, 4):
         micros = [micro for plan in plans for micro in plan.micro_batches(step)]
@@ -104,7 +131,7 @@ def test_however_a_batch_is_cut_it_holds_the_same_samples(accumulation, world_si
         assert samples == expected[12 * (step - 1) : 12 * step]
 
 
-def test_the_order_leaves_the_global_generator_alone():
+def test_the_order_does_not_use_the_global_generator():
     before = torch.get_rng_state()
     SampleOrder(10, seed=0).indices(0, 30)
     assert torch.equal(torch.get_rng_state(), before)

@@ -6,16 +6,15 @@ import json
 
 import pytest
 from helpers.command import run_fresh
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from helpers.events import curves
+from helpers.runs import only_run
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The process and its run directory."""
     cwd = tmp_path_factory.mktemp("here")
-    process = run_fresh(cwd=cwd, timeout=240)
-    (directory,) = (cwd / "outputs" / "classifier").iterdir()
-    return process, directory
+    return run_fresh(cwd=cwd), only_run(cwd)
 
 
 def test_it_learns_the_digits(finished):
@@ -28,12 +27,11 @@ def test_it_learns_the_digits(finished):
     assert result["steps"] == 450  # 20 epochs of 1,438 samples, 64 a step
 
 
-def test_it_leaves_everything_to_look_at(finished):
+def test_it_writes_the_run_directory(finished):
     _, directory = finished
     names = {path.name for path in directory.iterdir()}
     assert {"config.yaml", "overrides.yaml", "environment.json", "checkpoints", "log.txt", "result.json"} <= names
-    events = EventAccumulator(str(directory)).Reload()
-    losses = [event.value for event in events.Scalars("train/loss")]
+    losses = [value for _, value in curves(directory)["train/loss"]]
     assert len(losses) == 9
     assert losses[-1] < 0.2 < losses[0]
     steps = {path.name for path in (directory / "checkpoints").iterdir()}
@@ -41,7 +39,7 @@ def test_it_leaves_everything_to_look_at(finished):
     assert len(steps) <= 3, "two of the latest, and the best"
 
 
-def test_it_says_how_to_look_at_it(finished):
+def test_it_prints_where_its_results_are(finished):
     process, directory = finished
     assert "tensorboard --logdir outputs" in process.stdout.replace("'", "")
     assert str(directory.relative_to(directory.parents[2])) in process.stdout

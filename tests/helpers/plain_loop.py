@@ -1,9 +1,10 @@
-"""The training loop that everybody knows, in plain PyTorch: what `train` is held to in every mode."""
+"""The training loop in plain PyTorch that `train` is compared with, in every mode."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,57 +40,81 @@ class Plain(NamedTuple):
     accuracies: list[float]
 
 
-def plain_loop(
-    run: Run,
-    optimizer: Callable[..., torch.optim.Optimizer],
-    learning_rates: list[float] | None = None,
-    max_norm: float | None = None,
-    dtype: torch.dtype = torch.float32,
-    steps: int = STEPS,
-    parts: int = 1,
-    change: Callable[[Run], None] | None = None,
-    after: Path | None = None,
-) -> Plain:
-    """Train as `run` says, by hand.
+@dataclass(frozen=True)
+class Settings:
+    """How `plain_loop` differs from the simplest loop.
 
     Args:
-        learning_rates: of every step.
+        learning_rates: of every step; empty: the optimizer's own.
         max_norm: to clip the gradients to.
-        parts: of a batch, each seen by a copy of the model with buffers of its own, which are averaged at the end.
-        change: is done to the run before its model is built.
-        after: a checkpoint to go on from.
+        num_parts: of a batch, each seen by a copy of the model with buffers of its own, which are averaged at the end.
+        frozen: the name of a module that is not trained.
     """
-    samples, _ = run.workload.data.load()  # pyright: ignore[reportAttributeAccessIssue]
+
+    num_steps: int = STEPS
+    dtype: torch.dtype = torch.float32
+    learning_rates: tuple[float, ...] = ()
+    max_norm: float | None = None
+    num_parts: int = 1
+    frozen: str = ""
+
+
+def plain_loop(run: Run, optimizer: Callable[..., torch.optim.Optimizer], settings: Settings = Settings()) -> Plain:
+    """Train the model of `run` in plain PyTorch, from fresh weights."""
+    model = _fresh_model(run, settings)
+    return _train(run, model, optimizer([p for p in model.parameters() if p.requires_grad]), settings)
+
+
+def plain_loop_from(
+    checkpoint: Path, run: Run, optimizer: Callable[..., torch.optim.Optimizer], settings: Settings
+) -> Plain:
+    """Train the model of `run` in plain PyTorch, from the weights and the optimizer state of a checkpoint."""
+    model = _fresh_model(run, settings)
+    update = optimizer(list(model.parameters()))
+    model.load_state_dict(safetensors.torch.load_file(checkpoint / "model.safetensors"))
+    states = torch.load(checkpoint / "state.pt", weights_only=True)["optimizer"]
+    update.state.update({parameter: states[name] for name, parameter in model.named_parameters()})
+    return _train(run, model, update, settings, first=int(checkpoint.name.partition("_")[2]))
+
+
+def _fresh_model(run: Run, settings: Settings) -> torch.nn.Module:
+    run.workload.prepare()
     torch.manual_seed(derive(run.seed, "weights"))
-    if change is not None:
-        change(run)
-    run.workload.train = samples  # pyright: ignore[reportAttributeAccessIssue]
-    model = run.workload.build_model().to(dtype)
-    update = optimizer([p for p in model.parameters() if p.requires_grad])
-    first = _continue(model, update, after) if after else 0
-    copies = [model] + [copy.deepcopy(model) for _ in range(parts - 1)]
+    model = run.workload.build_model().to(settings.dtype)
+    if settings.frozen:
+        model.get_submodule(settings.frozen).requires_grad_(False)
+    return model
+
+
+def _train(
+    run: Run, model: torch.nn.Module, update: torch.optim.Optimizer, settings: Settings, first: int = 0
+) -> Plain:
+    """The steps after `first`."""
+    samples = run.workload.train  # pyright: ignore[reportAttributeAccessIssue]
+    dtype, num_parts = settings.dtype, settings.num_parts
+    copies = [model] + [copy.deepcopy(model) for _ in range(num_parts - 1)]
     losses, accuracies = [], []
     # One permutation an epoch, laid end to end: a batch may begin in one and end in the next.
     epochs = [derive(run.seed, "order", epoch) for epoch in range(2)]
     stream = torch.cat([torch.randperm(len(samples), generator=torch.Generator().manual_seed(e)) for e in epochs])
-    for step in range(first, steps):
+    for step in range(first, settings.num_steps):
         indices = stream[step * run.batch_size : (step + 1) * run.batch_size]
         update.zero_grad()
         outputs = []
-        for part, own in zip(copies, indices.chunk(parts), strict=True):
+        for part, own in zip(copies, indices.chunk(num_parts), strict=True):
             part.load_state_dict(dict(model.named_parameters()), strict=False)  # buffers stay each copy's own
             outputs.append(part(samples.inputs[own].to(dtype)))
-            loss = cross_entropy(outputs[-1], samples.targets[own]) / parts
+            loss = cross_entropy(outputs[-1], samples.targets[own]) / num_parts
             loss.backward(inputs=[p for p in part.parameters() if p.requires_grad])
         for parameters in zip(*(part.parameters() for part in copies), strict=True):
             for parameter in parameters[1:]:
                 if parameter.grad is not None:
                     parameters[0].grad += parameter.grad
                     parameter.grad = None
-        if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        if learning_rates:
-            update.param_groups[0]["lr"] = learning_rates[step]
+        if settings.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_norm)
+        if settings.learning_rates:
+            update.param_groups[0]["lr"] = settings.learning_rates[step]
         update.step()
         whole = torch.cat(outputs)
         losses.append(cross_entropy(whole, samples.targets[indices]).item())
@@ -100,17 +125,10 @@ def plain_loop(
     return Plain(model.state_dict(), losses, accuracies)
 
 
-def _continue(model: torch.nn.Module, update: torch.optim.Optimizer, path: Path) -> int:
-    """Take over the weights and the moments of a checkpoint; returns its step."""
-    model.load_state_dict(safetensors.torch.load_file(path / "model.safetensors"))
-    moments = torch.load(path / "state.pt", weights_only=True)["optimizer"]
-    update.state.update({parameter: moments[name] for name, parameter in model.named_parameters()})
-    return int(path.name.partition("_")[2])
-
-
 def plain_evaluation(run: Run, weights: dict[str, torch.Tensor]) -> tuple[float, float]:
     """The loss and the accuracy of `weights` on every held-out sample at once."""
-    run.workload.train, held_out = run.workload.data.load()  # pyright: ignore[reportAttributeAccessIssue]
+    run.workload.prepare()
+    held_out = run.workload.held_out  # pyright: ignore[reportAttributeAccessIssue]
     model = run.workload.build_model().to(next(iter(weights.values())).dtype)
     model.load_state_dict(weights)
     with torch.no_grad():

@@ -1,89 +1,117 @@
-"""What goes wrong in one rank of a run, in the tests; imported in each of them, and so of little."""
+"""What ranks do in the tests in place of training as they are told; imported in each of them, and so of little."""
 
 from __future__ import annotations
 
 import os
 import resource
+import signal
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from runner.session import session
 
-from runner.parallel.launch.cluster import Place
-from runner.parallel.launch.processes import Processes
-from runner.parallel.launch.supervisor import Report, attend
-from runner.run import Result, Run
+from runner.parallel.context import Process
+from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.launch.processes import init_rank
+from runner.parallel.launch.supervisor import Report, start_heartbeat
+from runner.run import Result, Session, build_run
 from runner.tracking.log_file import LogFile
+from runner.train import train
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Changes of a session, before it trains
 
 
-def fail(rank: int, step: int, error: BaseException, run: Run) -> Result:
-    """The run, in which `rank` raises `error` after `step`."""
-    if run.parallel.rank == rank:
+def stop_at(step: int, rank: int, session: Session) -> None:
+    """Send SIGTERM to `rank` at the end of `step`; −1: the last rank."""
+
+    def after_step(_: torch.nn.Module, now: int) -> None:
+        if now == step and session.rank == rank % session.context.world_size:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    session.run.workload.after_step = after_step
+
+
+def fail_at(rank: int, step: int, error: BaseException, session: Session) -> None:
+    """Raise `error` on `rank` after `step`."""
+    if session.rank == rank:
 
         def after_step(_: torch.nn.Module, now: int) -> None:
             if now == step:
                 raise error
 
-        run.workload.after_step = after_step
-    return session(run)
+        session.run.workload.after_step = after_step
 
 
-def fail_in_evaluation(rank: int, run: Run) -> Result:
-    if run.parallel.rank == rank:
+def fail_in_evaluation(rank: int, session: Session) -> None:
+    if session.rank == rank:
 
         def evaluate(*_: Any) -> None:
             raise ZeroDivisionError("no samples")
 
-        run.workload.evaluate = evaluate  # pyright: ignore[reportAttributeAccessIssue]
-    return session(run)
+        session.run.workload.evaluate = evaluate  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def fail_at_once(rank: int, run: Run) -> Result:
-    if run.parallel.rank == rank:
+def fail_at_once(rank: int, session: Session) -> None:
+    if session.rank == rank:
         raise OSError(5, "Input/output error")
-    return session(run)
 
 
-def full_disk(rank: int, run: Run) -> Result:
+def full_disk(rank: int, session: Session) -> None:
     """No file of this rank may grow beyond a kilobyte: to a program that is a full disk."""
-    if run.parallel.rank == rank:
+    if session.rank == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-    return session(run)
 
 
-def count_and_fail(run: Run) -> Result:
+# ---------------------------------------------------------------------------------------------------------------------
+# In place of `runner.train.train_rank`
+
+
+def train_changed(
+    change: Callable[[Session], Any], config: dict[str, Any], directory: Path, process: Process
+) -> Result:
+    """Train as `train_rank` does, after a `change` of the session."""
+    session = build_run(config).prepare(process)
+    change(session)
+    with LogFile(directory, process.rank_info.rank):
+        return train(session, directory)
+
+
+def count_and_fail(config: dict[str, Any], directory: Path, process: Process) -> None:
     """Note each attempt, and fail."""
-    if run.parallel.rank == 1:
-        with (run.directory / "attempts").open("a") as file:
+    if process.rank_info.rank == 1:
+        with (directory / "attempts").open("a") as file:
             print(os.getpid(), file=file)
         raise RuntimeError("again")
-    return session(run)
+    build_run(config).prepare(process).collectives.barrier()
 
 
-def threads(pipe: Connection, asked: str | None, config: dict[str, Any], place: Place) -> None:
+def rank_infos(config: dict[str, Any], directory: Path, process: Process) -> list[dict[str, Any]]:
+    """What each rank is told of itself."""
+    names = ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+    own = {name: os.environ.get(name) for name in names} | {"rank_info": process.rank_info}
+    own |= {"group": (torch.distributed.get_rank(), torch.distributed.get_world_size())}
+    return process.collectives.all_gather(own)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In processes that are started in another way
+
+
+def threads(pipe: Connection, asked: str | None, config: dict[str, Any], rank_info: RankInfo) -> None:
     """Report how many threads the operations of a rank use while it trains, where OMP_NUM_THREADS is `asked`."""
-    report = attend(pipe)
+    report = start_heartbeat(pipe)
     os.environ.pop("OMP_NUM_THREADS", None)
     if asked:
         os.environ["OMP_NUM_THREADS"] = asked
         torch.set_num_threads(int(asked))  # as torch does at its import
-    run = Run.again(config)
-    assert isinstance(run.parallel, Processes)
-    run.parallel.enter(place, None, run.device)
-    with run.device.settings(torch.device("cpu"), deterministic=False):
+    cpu = torch.device("cpu")
+    init_rank(rank_info, cpu, 60, external=False)
+    with build_run(config).device.settings(cpu, deterministic=False):
         report(Report(value=torch.get_num_threads()))
-
-
-def places(run: Run) -> list[dict[str, Any]]:
-    """Where each rank is."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
-    own = {name: os.environ.get(name) for name in names} | {"cwd": str(Path.cwd()), "rank": run.parallel.rank}
-    everyone: list[dict[str, Any]] = [{}] * run.parallel.world_size
-    torch.distributed.all_gather_object(everyone, own)
-    return everyone
 
 
 def jobs(configs: list[dict[str, Any]], directory: Path) -> list[str]:
@@ -99,14 +127,22 @@ held: list[Any] = []
 
 
 def job(config: dict[str, Any], directory: Path, fails: bool) -> str:
-    run = Run.again(config)
-    run.prepare()
-    run.directory = directory
+    run = build_run(config)
     directory.mkdir(exist_ok=True)
-    with run.parallel.joined(run), LogFile(directory, run.parallel.rank):
+    launcher = run.parallel.launcher(run.device)
+    with launcher.connect() as process:
+        session = run.prepare(process)
         if fails:
             held.append(torch.distributed.group.WORLD)  # as a replica in a traceback may: nothing frees the group
-        try:
-            return run.parallel.launch(partial(fail, 1, 5, ValueError("only here")) if fails else session, run).status
-        except Exception as error:
-            return str(error.__cause__)
+            fail_at(1, 5, ValueError("only here"), session)
+        with LogFile(directory, process.rank_info.rank):
+            try:
+                return launcher.launch(
+                    partial(train, session, directory), unreachable, session.context, directory
+                ).status
+            except Exception as error:
+                return str(error.__cause__)
+
+
+def unreachable(process: Process) -> None:
+    raise AssertionError(f"{process} was started, where another launcher had started all")

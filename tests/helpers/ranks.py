@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -86,6 +87,16 @@ class Ranks:
         for pipe in self.pipes:
             pipe.close()
         self.processes, self.pipes = [], []
+
+
+@contextmanager
+def connected(config: dict[str, Any]) -> Iterator[Any]:
+    """A context that gives the session of `config` in this process, joined with the others."""
+    from runner.run import build_run
+
+    run = build_run(config)
+    with run.parallel.launcher(run.device).connect() as process:
+        yield run.prepare(process)
 
 
 def train(config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""What runs of several processes hold while they go on, and the bits that they end with."""
+"""What runs leave behind, and what they hold while they go on."""
 
 from __future__ import annotations
 
@@ -6,14 +6,87 @@ import re
 import socket
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
+from PIL import Image
 
 from helpers.command import processes_in
 from helpers.compose import FAST
+from helpers.events import curves, events
 
 TWO = (*FAST, "parallel=ddp", "parallel.processes=2")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What runs leave behind
+
+
+def only_run(cwd: Path) -> Path:
+    """The directory of the only run in `cwd`."""
+    [path] = cwd.glob("outputs/*/*")
+    return path
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """The checkpoint of the latest step in the run directory `run`."""
+    return max(run.glob("checkpoints/step_????????"))
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """Step, weights and optimizer state of the newest checkpoint of `run`, flat."""
+    newest = newest_checkpoint(run)
+    optimizer_state = torch.load(newest / "state.pt", weights_only=True)["optimizer"]
+    flat = {f"{key} of {name}": tensor for name, state in optimizer_state.items() for key, tensor in state.items()}
+    step = {"step": torch.tensor(int(newest.name[5:]))}
+    return step | safetensors.torch.load_file(newest / "model.safetensors") | flat
+
+
+def assert_bitwise(run: Path, wanted: dict[str, torch.Tensor]) -> None:
+    """Fail unless `weights(run)` are `wanted`, bit for bit."""
+    got = weights(run)
+    assert got.keys() == wanted.keys()
+    for name, tensor in got.items():
+        assert torch.equal(tensor, wanted[name]), name
+
+
+def outcome(path: Path) -> dict[str, Any]:
+    """All that the run at `path` computed: weights, optimizer and random state, curves, images; no times, no memory."""
+    newest = newest_checkpoint(path)
+    state = torch.load(newest / "state.pt", weights_only=True)
+    read = events(path)
+    return {
+        "name": newest.name,
+        "weights": safetensors.torch.load_file(newest / "model.safetensors"),
+        "state": {key: state[key] for key in ("optimizer", "precision", "metrics", "best", "window")},
+        "local": torch.load(newest / "rank_0.pt", weights_only=True),
+        "curves": {tag: points for tag, points in curves(path).items() if not tag.startswith(("time/", "memory/"))},
+        "images": {t: [(i.step, i.encoded_image_string) for i in read.Images(t)] for t in read.Tags()["images"]},
+    }
+
+
+def assert_same(got: Any, wanted: Any, where: str = "") -> None:
+    """Fail unless nested values are equal, bit for bit."""
+    assert type(got) is type(wanted), where
+    if isinstance(got, dict):
+        assert set(got) == set(wanted), where
+        for key, value in got.items():
+            assert_same(value, wanted[key], f"{where}/{key}")
+    elif isinstance(got, torch.Tensor):
+        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), where
+        bits, wanted_bits = (t.contiguous().flatten().view(torch.uint8) for t in (got, wanted))
+        assert bits.equal(wanted_bits), where
+    elif isinstance(got, list | tuple):
+        assert len(got) == len(wanted), where
+        for index, value in enumerate(got):
+            assert_same(value, wanted[index], f"{where}/{index}")
+    else:
+        assert got == wanted, where
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What they hold while they go on
 
 
 def held_in(cwd: Path) -> tuple[set[str], set[str]]:
@@ -34,22 +107,8 @@ def listening() -> set[str]:
     return {line.split()[9] for line in lines if line.split()[3] == "0A"}
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    """Weights and moments of the newest checkpoint of `run`."""
-    newest = max(run.glob("checkpoints/step_????????"))
-    moments = torch.load(newest / "state.pt", weights_only=True)["optimizer"]
-    flat = {f"{key} of {name}": tensor for name, state in moments.items() for key, tensor in state.items()}
-    return (
-        {"step": torch.tensor(int(newest.name[5:]))} | safetensors.torch.load_file(newest / "model.safetensors") | flat
-    )
-
-
-def assert_bitwise(run: Path, wanted: dict[str, torch.Tensor]) -> None:
-    """Refuse a run that ended elsewhere."""
-    got = weights(run)
-    assert got.keys() == wanted.keys()
-    for name, tensor in got.items():
-        assert torch.equal(tensor, wanted[name]), name
+# ---------------------------------------------------------------------------------------------------------------------
+# What they are given
 
 
 def free_port() -> int:
@@ -57,3 +116,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def write_images(root: Path) -> None:
+    """A data set of two classes of random images, as PNG files."""
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 20), ("val", 4)):
+        for name in ("cat", "dog"):
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = torch.randint(256, (12, 16, 3), generator=generator, dtype=torch.uint8)
+                Image.frombytes("RGB", (16, 12), pixels.numpy().tobytes()).save(root / split / name / f"{i}.png")

@@ -1,4 +1,4 @@
-"""What the processes of a crew do in the tests; imported in each of them, and so of little."""
+"""What the processes of a supervisor do in the tests; imported in each of them, and so of little."""
 
 from __future__ import annotations
 
@@ -9,42 +9,56 @@ import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ConfigError
-from runner.parallel.launch.supervisor import Report, attend, report_of
+from runner.parallel.launch.supervisor import Report, report_of, start_heartbeat
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+LONG = 600.0
+"""Seconds for which a rank does nothing, until it is killed."""
 
 
-def does(pipe: Connection, what: Callable[[], Any]) -> None:
-    """A rank that does one thing, and reports."""
-    report = attend(pipe)
+def does(pipe: Connection, what: Callable[[], Any], reported: Path | None = None) -> None:
+    """A rank that does one thing, and reports.
+
+    Args:
+        reported: a file that is made after the report of an error.
+    """
+    report = start_heartbeat(pipe)
     try:
         report(Report(value=what()))
     except BaseException as error:
         report(report_of(error))
+        if reported is not None:
+            reported.touch()
         os._exit(1)
 
 
-def value(number: int, seconds: float = 0) -> int:
-    time.sleep(seconds)
+def value(number: int, after: Path | None = None) -> int:
+    wait_for(after)
     return number
 
 
-def fail(error: BaseException, seconds: float = 0) -> None:
-    time.sleep(seconds)
+def hang() -> None:
+    time.sleep(LONG)
+
+
+def fail(error: BaseException, after: Path | None = None) -> None:
+    """Raise `error`, once the file `after` is there."""
+    wait_for(after)
     raise error
 
 
-def refuse(seconds: float = 0) -> None:
-    fail(ConfigError("model", "x", "it is no model", "take another"), seconds)
+def refuse() -> None:
+    fail(ConfigError("model", "x", "it is no model", "take another"))
 
 
-def signal_oneself(number: signal.Signals, seconds: float = 0) -> None:
-    time.sleep(seconds)
+def signal_oneself(number: signal.Signals, after: Path | None = None) -> None:
+    wait_for(after)
     os.kill(os.getpid(), number)
-    time.sleep(60)
+    hang()
 
 
 def exit_with(code: int) -> None:
@@ -52,19 +66,20 @@ def exit_with(code: int) -> None:
 
 
 def wait_for_signal() -> str:
-    """The name of a signal of those that a crew's processes begin with blocked."""
+    """The name of a signal of those that the supervisor's processes begin with blocked."""
     received = signal.sigwait({signal.SIGUSR1, signal.SIGTERM, signal.SIGINT})
     return signal.Signals(received).name
 
 
 def say_nothing(pipe: Connection, _: Any) -> None:
-    """No beat, no report."""
-    threading.Event().wait(60)
+    """No heartbeat, no report."""
+    threading.Event().wait(LONG)
 
 
-def hang_and_lose(seconds: float = 60) -> None:
-    time.sleep(seconds)
-    raise LOST
+def wait_for(path: Path | None) -> None:
+    """Wait until there is a file at `path`."""
+    while path is not None and not path.exists():
+        time.sleep(0.01)
 
 
 WELL = partial(value, 1)

@@ -1,0 +1,37 @@
+"""A supervisor whose fork server is killed, and the next one: `python -m helpers.dead_fork_server`.
+
+Prints the error of the first, and what the processes of the second return.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from multiprocessing import forkserver
+from pathlib import Path
+
+from helpers.supervisor_work import LONG, WELL, does, hang
+from runner.parallel.launch.supervisor import RankError, Supervisor
+from runner.system.forkserver import start_server
+from runner.system.signals import StopRequest
+
+
+def main() -> None:
+    start_server("runner.parallel.launch.supervisor")
+    with Supervisor(does, [(hang,)] * 2, LONG) as ranks:
+        pids = [process.pid for process in ranks.processes]
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        try:
+            ranks.wait(StopRequest())
+        except RankError as error:
+            print(error)
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        time.sleep(0.01)
+    start_server("runner.parallel.launch.supervisor")
+    with Supervisor(does, [(WELL,)] * 2, LONG) as ranks:
+        print(ranks.wait(StopRequest()))
+
+
+if __name__ == "__main__":
+    main()

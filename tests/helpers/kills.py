@@ -1,0 +1,59 @@
+"""Runs that are killed at random moments, and resumed until they are done."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+from helpers.command import Command, run_command
+from helpers.runs import assert_same, only_run, outcome
+
+RESULTS = ("status", "steps", "metrics", "best", "config_hash")
+
+
+def train_with_kills(cwd: Path, arguments: list[str], kills: int, seconds: float) -> int:
+    """Run the command to its end, killed up to `kills` times and resumed; returns how often it was killed.
+
+    Args:
+        seconds: the longest time from the first event of a session to its kill.
+    """
+    killed = 0
+    while True:
+        runs = [path.parent for path in cwd.glob("outputs/*/*/config.yaml")]
+        sessions = len(list(cwd.glob("outputs/*/*/events*")))
+        command = Command(cwd, *([f"resume={runs[0]}"] if runs else arguments), kind="torch")
+        # Most kills hit the loop; some the start, where the directory is claimed and the config written.
+        early = time.monotonic() + random.choice([0.3, 60, 60, 60, 60])
+        while command.code is None and len(list(cwd.glob("outputs/*/*/events*"))) == sessions:
+            if time.monotonic() > early:
+                break
+            time.sleep(0.002)
+        time.sleep(random.uniform(0, seconds))
+        if command.code is None and killed < kills:
+            command.kill(signal.SIGKILL)
+        code, console = command.wait()
+        if code == 0:
+            return killed
+        assert code == -signal.SIGKILL, console
+        killed += 1
+
+
+def assert_kills_change_nothing(tmp_path: Path, arguments: list[str], kills: int) -> None:
+    """Fail unless runs of `arguments` that are killed, `kills` times in all, end like one that is not."""
+    code, console = run_command(*arguments, cwd=tmp_path / "whole")
+    assert code == 0, console
+    result = json.loads((only_run(tmp_path / "whole") / "result.json").read_text())
+    wanted = outcome(only_run(tmp_path / "whole"))
+    left = kills
+    while left:
+        cwd = tmp_path / f"killed_{left}"
+        left -= train_with_kills(cwd, arguments, left, result["seconds"] / 2)
+        path = only_run(cwd)
+        assert_same(outcome(path), wanted)
+        again = json.loads((path / "result.json").read_text())
+        assert {key: again[key] for key in RESULTS} == {key: result[key] for key in RESULTS}
+        assert not list(path.glob("checkpoints/*.corrupt*"))
+        assert not list(path.glob("checkpoints/tmp.*"))
