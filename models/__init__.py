@@ -1,4 +1,4 @@
-"""Networks: layers and nothing else. They know no device, rank, precision or config.
+"""Networks in plain PyTorch, independent of device, rank, precision and config.
 
-Each is imported from its own module: torchvision takes a second to load, and a small network does not need it.
+Nothing is imported here: torchvision takes a second to import, and only `models.resnet` needs it.
 """

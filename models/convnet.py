@@ -1,4 +1,4 @@
-"""A small convolutional classifier in the manner of LeNet-5 (LeCun et al., 1998)."""
+"""A small convolutional classifier similar to LeNet-5 (LeCun et al., 1998)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from models.recompute import Block
 
 
 class ConvNet(nn.Sequential):
-    """Convolutions, each with a rectifier and a 2×2 pooling, then two linear layers.
+    """Convolutions, each followed by ReLU and 2×2 max pooling, then two linear layers.
 
-    As it stands the 20-20-50-10 network: on 28×28 inputs its first linear layer is 20·4·4 = 320 wide.
+    With the default arguments and 28×28 inputs, the first linear layer has 20·4·4 = 320 input features.
 
     Args:
         in_channels: channels of the inputs [n, in_channels, height, width].
+        height: height of the inputs in pixels.
+        width: width of the inputs in pixels.
+        num_classes: number of outputs.
         channels: output channels of each convolution.
-        kernel_size: pixels of a side of every convolution's kernel.
-        padding: pixels of zeros around every convolution's input.
-        hidden: width of the layer between the convolutions and the classes.
-        dropout: share of the hidden layer that is dropped in training.
-        checkpoint_activations: keep only the blocks' inputs for the backward pass.
+        kernel_size: kernel size of each convolution.
+        padding: zero padding of each convolution.
+        hidden: output features of the first linear layer.
+        dropout: dropout probability after the first linear layer.
+        checkpoint_activations: store only the inputs of each block for the backward pass, and recompute the rest.
 
     Raises:
-        ValueError: when the inputs are so small that the poolings leave nothing of them.
+        ValueError: if the inputs are too small for the pooling layers.
     """
 
     def __init__(
@@ -42,11 +45,12 @@ class ConvNet(nn.Sequential):
         dropout: float = 0.0,
         checkpoint_activations: bool = False,
     ):
-        least = smallest_side(len(channels), kernel_size, padding)
-        if min(height, width) < least:
+        smallest = smallest_side(len(channels), kernel_size, padding)
+        if min(height, width) < smallest:
             raise ValueError(
                 f"inputs of {height}×{width} are too small for {len(channels)} convolutions of "
-                f"{kernel_size}×{kernel_size}, each followed by a 2×2 pooling: they take {least}×{least} or more"
+                f"{kernel_size}×{kernel_size}, each followed by 2×2 max pooling: "
+                f"they must be at least {smallest}×{smallest}"
             )
         blocks: OrderedDict[str, nn.Module] = OrderedDict()
         for i, (inputs, outputs) in enumerate(pairwise((in_channels, *channels)), start=1):
@@ -55,21 +59,21 @@ class ConvNet(nn.Sequential):
             blocks[f"conv{i}"] = Block(checkpoint_activations, conv=conv, relu=relu, pool=pool)
             height, width = ((side + 2 * padding - kernel_size + 1) // 2 for side in (height, width))
         fc = nn.Linear(channels[-1] * height * width, hidden)
-        # A dropout of nothing would still draw random numbers.
-        drop = {"dropout": nn.Dropout(dropout)} if dropout else {}
+        # Dropout with p = 0 would still consume random numbers.
+        optional = {"dropout": nn.Dropout(dropout)} if dropout else {}
         blocks["hidden"] = Block(
-            checkpoint_activations, flatten=nn.Flatten(), fc=fc, relu=nn.ReLU(inplace=True), **drop
+            checkpoint_activations, flatten=nn.Flatten(), fc=fc, relu=nn.ReLU(inplace=True), **optional
         )
         blocks["head"] = Block(checkpoint_activations, fc=nn.Linear(hidden, num_classes))
         super().__init__(blocks)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """The places where the network can be cut, in the order of the forward pass: conv1, conv2, …, hidden, head."""
+        """The blocks that stages can be made of, in the order of the forward pass: conv1, conv2, …, hidden, head."""
         return list(self.named_children())
 
 
 def smallest_side(num_convolutions: int, kernel_size: int, padding: int) -> int:
-    """The least height and width of which `num_convolutions`, each with its 2×2 pooling, leave one pixel."""
+    """The smallest height and width for which one pixel is left after all convolutions and their 2×2 pooling layers."""
     side = 1
     for _ in range(num_convolutions):
         side = 2 * side + kernel_size - 1 - 2 * padding

@@ -1,4 +1,4 @@
-"""Action values: a multi-layer perceptron, and the frozen copy of a network that deep Q-learning bootstraps from."""
+"""Networks for deep Q-learning: a multi-layer perceptron of action values, and an online network with its target."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from models.recompute import recomputable
 
 
 class QNet(nn.Sequential):
-    """Linear layers with rectifiers between them; the last one tells the value of each action.
+    """A multi-layer perceptron with ReLU, whose outputs are the values of all actions.
 
     Args:
-        num_inputs: components of an observation; inputs [n, …] are flattened to [n, num_inputs].
-        num_actions: outputs [n, num_actions].
-        hidden: widths of the layers between them; none: a linear function.
-        duelling: two heads, one for the state's value and one for the actions' advantages.
-        checkpoint_activations: keep only the layers' inputs for the backward pass.
+        num_inputs: size of a flattened observation; inputs [n, …] are flattened to [n, num_inputs].
+        num_actions: number of actions; the outputs are [n, num_actions].
+        hidden: units of each hidden layer; if empty, the network is linear.
+        duelling: separate heads for the state value and the advantages.
+        checkpoint_activations: store only the inputs of each layer for the backward pass, and recompute the rest.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class QNet(nn.Sequential):
         super().__init__(blocks)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """The places where the network can be cut, in the order of the forward pass: hidden1, hidden2, …, head."""
+        """The blocks that stages can be made of, in the order of the forward pass: hidden1, hidden2, …, head."""
         return list(self.named_children())
 
 
 class Rectified(nn.Linear):
-    """A linear layer of flattened inputs and its rectifier in one module: at these sizes each call tells."""
+    """Flatten, linear layer and ReLU in one module: module calls are a notable overhead in small networks."""
 
     def __init__(self, in_features: int, out_features: int, checkpoint_activations: bool = False):
         super().__init__(in_features, out_features)
@@ -58,7 +58,7 @@ class Rectified(nn.Linear):
 
 
 class Duelling(nn.Module):
-    """Q = V + A − mean A (Wang et al., Dueling Network Architectures, 2016, equation 9)."""
+    """Q = V + A − mean(A) (Wang et al., Dueling Network Architectures, 2016, equation 9)."""
 
     def __init__(self, width: int, num_actions: int):
         super().__init__()
@@ -71,14 +71,15 @@ class Duelling(nn.Module):
 
 
 class WithTarget(nn.Module):
-    """A network of action values, and a frozen copy of it (Mnih et al., Human-level control, 2015).
+    """An online network of action values and its target network (Mnih et al., Human-level control, 2015).
 
-    One call computes all that a loss needs of both, so that whatever wraps the module (gathers its weights, splits its
-    batch, synchronises its gradients) sees one forward pass a batch, and need not know of the copy.
+    One forward pass computes everything that a loss needs from both networks. Wrappers that gather parameters, split
+    batches or synchronize gradients therefore see one call per batch and need no special case for the target network.
 
     Args:
-        online: the network that is trained.
-        shift, scale: observations are (o − shift) · scale to both, [num_inputs]; None: as they come.
+        online: the network that is trained; it is copied to initialize the target network.
+        shift: subtracted from the observations of both networks, [num_inputs]; None: no normalization.
+        scale: multiplies the shifted observations, [num_inputs]; None: no normalization.
     """
 
     def __init__(self, online: nn.Module, shift: torch.Tensor | None = None, scale: torch.Tensor | None = None):
@@ -93,26 +94,27 @@ class WithTarget(nn.Module):
     def forward(
         self, observations: torch.Tensor, next_observations: torch.Tensor | None = None, double: bool = True
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The values of all actions; with `next_observations` also the values to bootstrap from.
+        """Return the values of all actions and, if `next_observations` are given, the values to bootstrap from.
 
         Args:
             observations: [n, …].
             next_observations: [n, …].
-            double: let the online network choose the action that the target network judges (van Hasselt, Guez and
-                Silver, Deep Reinforcement Learning with Double Q-learning, 2016); else the target does both.
+            double: select the next action with the online network and evaluate it with the target network (van Hasselt,
+                Guez and Silver, Deep Reinforcement Learning with Double Q-learning, 2016); otherwise the target
+                network does both.
 
         Returns:
-            Q [n, num_actions]; or Q and, without gradient, the value of each next observation's best action [n, 1].
+            Q [n, num_actions]; or a tuple of Q and the value of the best next action [n, 1], without gradient.
         """
         values = self.online(self._normalized(observations))
         if next_observations is None:
             return values
         with torch.no_grad():
-            following = self._normalized(next_observations)
-            judged = self.target(following)
+            normalized = self._normalized(next_observations)
+            target_values = self.target(normalized)
             if not double:
-                return values, judged.amax(1, keepdim=True)
-            return values, judged.gather(1, self.online(following).argmax(1, keepdim=True))
+                return values, target_values.amax(1, keepdim=True)
+            return values, target_values.gather(1, self.online(normalized).argmax(1, keepdim=True))
 
     def _normalized(self, observations: torch.Tensor) -> torch.Tensor:
         if self.shift is None or self.scale is None:
@@ -121,7 +123,7 @@ class WithTarget(nn.Module):
 
     @torch.no_grad()
     def update_target(self, tau: float) -> None:
-        """Move the target's weights by `tau` of the way to the online network's; 1: copy them."""
+        """Interpolate the target network towards the online network by the fraction `tau`; 1 copies the parameters."""
         target, online = (list(map(_local, net.parameters())) for net in (self.target, self.online))
         if tau == 1:
             torch._foreach_copy_(target, online)  # pyright: ignore[reportPrivateImportUsage]
@@ -130,6 +132,6 @@ class WithTarget(nn.Module):
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """The part of a sharded parameter that lies here: both networks are cut alike, and the update is elementwise."""
+    """The local shard of a DTensor: both networks are sharded alike, and the update is elementwise."""
     to_local = getattr(parameter, "to_local", None)
     return parameter if to_local is None else to_local()

@@ -1,9 +1,9 @@
-"""Blocks that compute their activations again in the backward pass instead of keeping them.
+"""Activation checkpointing: blocks that recompute their activations in the backward pass.
 
-Chen et al., Training Deep Nets with Sublinear Memory Cost (2016). Between blocks the activations are kept, inside a
-block they are dropped after the forward pass: memory for time (one more forward pass). The numbers are the same,
-bitwise: dropout's random numbers and autocast are restored by `torch.utils.checkpoint`, and what it does not know of,
-that batch normalisation would count and average every batch twice, is seen to here.
+Chen et al., Training Deep Nets with Sublinear Memory Cost (2016). Only the inputs of blocks are stored, which saves
+memory at the cost of a second forward pass. The results are bitwise the same: `torch.utils.checkpoint` restores the
+random number generators and autocast, and this module keeps the second forward pass from updating the running
+statistics of batch normalization again.
 """
 
 from __future__ import annotations
@@ -23,60 +23,63 @@ Forward = TypeVar("Forward", bound=Callable[..., torch.Tensor])
 
 
 def recomputable(forward: Forward) -> Forward:
-    """A module's `forward`, run again in the backward pass where the module's `checkpoint_activations` says so.
+    """Decorate a module's `forward` to be recomputed in the backward pass if `checkpoint_activations` is set.
 
-    It stands inside the module, not around it, so that a piece of a network recomputes wherever it is run (in a
-    pipeline too), and so that hooks on the module (those that gather sharded weights) fire once.
+    The decorator is inside the module rather than a wrapper around it, so that the module behaves the same in any stage
+    of a pipeline, and so that hooks on the module (such as those of FSDP) run once.
     """
 
     @functools.wraps(forward)
     def wrapped(block: Any, x: torch.Tensor) -> torch.Tensor:
         if not (block.checkpoint_activations and torch.is_grad_enabled()):
             return forward(block, x)
-        if torch.compiler.is_compiling():  # a traced buffer is written once, and contexts cannot be traced
+        if torch.compiler.is_compiling():  # context_fn cannot be traced; a traced buffer is written once anyway
             return checkpoint(forward, block, x, use_reentrant=False)
-        return checkpoint(forward, block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), _Again(block)))
+        return checkpoint(
+            forward, block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), _FrozenStatistics(block))
+        )
 
     return cast(Forward, wrapped)
 
 
 class Block(nn.Sequential):
-    """Layers that run one after the other: a piece between two places where a network can be cut.
+    """A sequence of layers that is never split between stages.
 
     Args:
-        checkpoint_activations: keep only the input for the backward pass, and compute the rest again.
-        parts: the layers, by name. They may be another module's: a block made of those is a view of it.
+        checkpoint_activations: store only the input for the backward pass, and recompute the rest.
+        layers: the layers by name. They may belong to another module too, which then shares its parameters.
     """
 
-    def __init__(self, checkpoint_activations: bool, **parts: nn.Module):
-        super().__init__(OrderedDict(parts))
+    def __init__(self, checkpoint_activations: bool, **layers: nn.Module):
+        super().__init__(OrderedDict(layers))
         self.checkpoint_activations = checkpoint_activations
 
     forward = recomputable(nn.Sequential.forward)
 
 
-class _Again:
-    """The second forward pass of `block`: what batch normalisation notes of the batch goes to scratch tensors.
+class _FrozenStatistics:
+    """A context in which the batch normalization layers of `block` update temporary buffers instead of their own.
 
-    Not `track_running_stats=False`, which changes what is saved for the backward pass, nor a momentum of zero, which
-    makes NaN of infinity and leaves the count. A class, not a generator: a retained graph enters it more than once.
+    `track_running_stats=False` would change which tensors are saved for the backward pass; a momentum of zero would
+    turn infinities into NaN and still count the batch. It is a class, not a generator, because a retained graph enters
+    the same context more than once.
     """
 
     def __init__(self, block: nn.Module):
         self._block = block
-        self._kept: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def __enter__(self) -> None:
-        self._kept = [
+        self._buffers = [
             (module, name, buffer)
             for module in self._block.modules()
-            if isinstance(module, _BatchNorm) and module.training  # in evaluation they are read, not written
+            if isinstance(module, _BatchNorm) and module.training  # in evaluation mode the buffers are not updated
             for name, buffer in module.named_buffers(recurse=False)
         ]
-        for module, name, buffer in self._kept:
+        for module, name, buffer in self._buffers:
             setattr(module, name, torch.empty_like(buffer))
 
     def __exit__(self, *_: object) -> None:
-        for module, name, buffer in self._kept:
+        for module, name, buffer in self._buffers:
             setattr(module, name, buffer)
-        self._kept = []
+        self._buffers = []

@@ -1,4 +1,4 @@
-"""Residual networks: torchvision's layers, names and numbers, with places where they can be cut."""
+"""torchvision's residual networks, with blocks that stages can be made of."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from models.recompute import Block, recomputable
 
 
 class BasicBlock(resnet.BasicBlock):
-    """Two 3×3 convolutions, and the input added to them."""
+    """Two 3×3 convolutions and a residual connection."""
 
     checkpoint_activations = False
     forward = recomputable(resnet.BasicBlock.forward)
 
 
 class Bottleneck(resnet.Bottleneck):
-    """A 1×1, a 3×3 and a 1×1 convolution, and the input added to them; the stride is in the 3×3 (version 1.5)."""
+    """Convolutions of 1×1, 3×3 and 1×1 and a residual connection; the 3×3 one has the stride (version 1.5)."""
 
     checkpoint_activations = False
     forward = recomputable(resnet.Bottleneck.forward)
@@ -33,28 +33,31 @@ DEPTHS: dict[int, tuple[type[BasicBlock | Bottleneck], list[int]]] = {
     101: (Bottleneck, [3, 4, 23, 3]),
     152: (Bottleneck, [3, 8, 36, 3]),
 }
-"""The block, and how many of it each of the four layers has, by the number of layers with weights."""
+"""The type of block and the number of blocks in each of the four layers, by the depth of the network."""
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "batch": nn.BatchNorm2d,
-    "group": partial(nn.GroupNorm, 32),  # every width here is a multiple of 32
+    "group": partial(nn.GroupNorm, 32),  # the number of channels of every layer is a multiple of 32
 }
 
 STEMS = ("imagenet", "cifar")
 
 
 class ResNet(resnet.ResNet):
-    """He et al., Deep Residual Learning for Image Recognition (2016), version 1.5, over inputs [n, channels, h, w].
+    """A residual network, version 1.5, for inputs [n, in_channels, height, width].
 
-    A subclass of torchvision's: parameters have its names, so that its weights load, and its initial values.
+    He et al., Deep Residual Learning for Image Recognition (2016). Parameter names and initialization are those of
+    torchvision, so that its pretrained weights can be loaded.
 
     Args:
         depth: one of `DEPTHS`.
-        stem: `imagenet` halves the inputs twice before the first block (7×7 convolution of stride 2, max-pooling);
-            `cifar` leaves inputs of about 32×32 their size (3×3 convolution, no pooling; section 4.2 of the paper).
-        norm: `batch` normalisation, or `group` normalisation (Wu and He, 2018; 32 groups), which treats each sample
-            alone: the same numbers however a batch is split.
-        checkpoint_activations: keep only the blocks' inputs for the backward pass.
+        in_channels: channels of the inputs.
+        num_classes: number of outputs.
+        stem: `imagenet` downsamples the inputs by 4 (7×7 convolution with stride 2, max pooling); `cifar` keeps the
+            size of inputs of about 32×32 (3×3 convolution, no pooling; section 4.2 of the paper).
+        norm: `batch` normalization, or `group` normalization (Wu and He, 2018; 32 groups), which is computed per
+            sample, so that the results do not depend on how a batch is split.
+        checkpoint_activations: store only the inputs of each block for the backward pass, and recompute the rest.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class ResNet(resnet.ResNet):
     ):
         block, counts = DEPTHS[depth]
         super().__init__(block, counts, num_classes, norm_layer=NORMS[norm])
-        self.flatten = nn.Flatten()  # no module in torchvision, whose forward pass calls a function
+        self.flatten = nn.Flatten()  # torchvision calls torch.flatten in its forward pass
         self.checkpoint_activations = checkpoint_activations
         for residual in self._residual_blocks().values():
             residual.checkpoint_activations = checkpoint_activations
@@ -79,14 +82,14 @@ class ResNet(resnet.ResNet):
             self._replace_conv1(nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False))
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """The places where the network can be cut, in the order of the forward pass: stem, each block, head.
+        """The blocks that stages can be made of, in the order of the forward pass: stem, each residual block, head.
 
-        The blocks are the network's own modules, under their names in it. Stem and head are views of its modules, made
-        anew at each call: kept, they would miss a layer that was replaced (by its synchronised or replicated twin).
+        Residual blocks are named as in `named_modules()`. Stem and head are created in each call, so that they contain
+        the current layers: wrappers replace some, for example by synchronized batch normalization.
         """
-        again = self.checkpoint_activations
-        stem = Block(again, conv1=self.conv1, bn1=self.bn1, relu=self.relu, maxpool=self.maxpool)
-        head = Block(again, avgpool=self.avgpool, flatten=self.flatten, fc=self.fc)
+        recompute = self.checkpoint_activations
+        stem = Block(recompute, conv1=self.conv1, bn1=self.bn1, relu=self.relu, maxpool=self.maxpool)
+        head = Block(recompute, avgpool=self.avgpool, flatten=self.flatten, fc=self.fc)
         return [("stem", stem), *self._residual_blocks().items(), ("head", head)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
