@@ -1,4 +1,4 @@
-"""Optimizers: torch's own, with their options typed and checked."""
+"""The optimizers of `torch.optim`, with typed and validated options."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Optimizer(ABC):
     """Builds a `torch.optim.Optimizer` over a model's trainable parameters.
 
     Args:
-        lr: the learning rate that the schedule scales.
-        weight_decay: L2 penalty (sgd, adam) or decoupled decay (adamw).
-        fused: one kernel for all parameters, on the devices that have it: the same numbers up to rounding, faster.
+        lr: the learning rate, which the schedule multiplies by a factor.
+        weight_decay: L2 penalty (sgd, adam) or decoupled weight decay (adamw).
+        fused: whether to use torch's fused kernels, which are faster and give the same results up to rounding.
     """
 
     lr: float
@@ -26,20 +26,20 @@ class Optimizer(ABC):
     fused: bool = True
 
     def __post_init__(self) -> None:
-        # Above 1000 every optimizer here diverges in its first steps: a slip of the finger, not an experiment.
+        # A larger value is a typing error: every optimizer here diverges within a few steps.
         check_range(self, "lr", above=0, most=1000)
         check_range(self, "weight_decay", least=0, most=1000)
 
     @abstractmethod
     def build(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """The optimizer of the parameters of `model` that require gradients."""
+        """Return an optimizer of the parameters of `model` that require gradients."""
 
     def _shared(self) -> dict[str, Any]:
         return {"lr": self.lr, "weight_decay": self.weight_decay, "fused": self.fused}
 
 
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that are trained: a frozen child (a target network) is left alone."""
+    """Return the parameters that require gradients, which excludes those of a frozen submodule (a target network)."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -48,8 +48,8 @@ class SGD(Optimizer):
     """Stochastic gradient descent with momentum (`torch.optim.SGD`).
 
     Args:
-        momentum: how much of the last update is kept.
-        nesterov: look ahead by the momentum (needs momentum > 0).
+        momentum: momentum factor.
+        nesterov: whether to use Nesterov momentum, which requires momentum > 0.
     """
 
     momentum: float = 0.9
@@ -58,24 +58,24 @@ class SGD(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, "momentum", least=0, most=1)
-        needs = "Nesterov's method needs a momentum > 0"
-        check(not self.nesterov or self.momentum > 0, "nesterov", True, needs, "set optimizer.momentum=0.9")
+        why = "Nesterov momentum requires optimizer.momentum > 0"
+        check(not self.nesterov or self.momentum > 0, "nesterov", True, why, "set optimizer.momentum=0.9")
 
     def build(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         parameters = trainable(model)
-        # torch has fused Adam for parameters that are cut over processes, but no fused SGD.
-        options = self._shared() | {"fused": self.fused and not any(map(_is_cut, parameters))}
+        # For DTensor parameters torch implements fused Adam, but not fused SGD.
+        options = self._shared() | {"fused": self.fused and not any(map(_is_dtensor, parameters))}
         optimizer = torch.optim.SGD(parameters, **options, momentum=self.momentum, nesterov=self.nesterov)
         if self.momentum > 0:
-            # Torch's fused step makes these itself, but leaves whatever was in the memory when loss scaling skips the
-            # very first update. From zeros the updates are the same.
+            # The fused step allocates the buffers itself, but leaves them uninitialized if loss scaling skips the
+            # first update. Starting from zeros, the updates are the same.
             for parameter in parameters:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
 
 
-def _is_cut(parameter: torch.Tensor) -> bool:
-    """Whether `parameter` is a `DTensor`; without loading what knows them, where nobody has made one."""
+def _is_dtensor(parameter: torch.Tensor) -> bool:
+    """Whether `parameter` is a `DTensor`, without the slow import of `torch.distributed.tensor`."""
     return hasattr(parameter, "device_mesh")
 
 
@@ -84,9 +84,9 @@ class Adam(Optimizer):
     """Adam (Kingma and Ba, 2015; `torch.optim.Adam`).
 
     Args:
-        beta1: decay of the mean gradient.
-        beta2: decay of the mean squared gradient.
-        eps: added to the denominator.
+        beta1: decay rate of the running average of the gradient.
+        beta2: decay rate of the running average of its square.
+        eps: term added to the denominator for numerical stability.
     """
 
     beta1: float = 0.9

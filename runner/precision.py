@@ -1,4 +1,4 @@
-"""Arithmetic: which number format the forward pass, the gradients and the update use."""
+"""Precision: the floating point formats of the forward pass, the gradients and the update."""
 
 from __future__ import annotations
 
@@ -11,65 +11,74 @@ from typing import Any, ClassVar
 import torch
 
 from runner.config.errors import check, check_range
+from runner.system.torch_private import found_inf_flags
 
 log = logging.getLogger(__name__)
 
-_FULL = nullcontext()
+_NO_AUTOCAST = nullcontext()
 
 
 @dataclass
 class Precision:
-    """float32 throughout, without TF32: the base that the other precisions change.
+    """float32 without TF32, and the base class of all precisions.
 
-    A mode of computing only: parameters and checkpoints stay float32 (float64 under `64`).
+    Parameters and checkpoints are float32 in every precision but `64`, where they are float64.
     """
 
     description: ClassVar[str] = "float32"
 
     tolerance: ClassVar[float] = 1e-6
-    """How far weights and gradients may be from one device's after a few steps, relative: sums in another order."""
+    """Relative difference from a single device that weights and gradients may have after a few steps.
+
+    The modes sum in different orders, so they round differently.
+    """
 
     def check_device(self, device: torch.device) -> None:
-        """Refuse a device that cannot do this precision, with a `ConfigError`."""
+        """Check that `device` supports this precision.
+
+        Raises:
+            ConfigError: if it does not.
+        """
 
     def prepare(self, device: torch.device) -> None:
-        """Set what is set once a run."""
+        """Set torch's global flags; called once per run."""
         _allow_tf32(False)
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model in the format that its parameters are kept in."""
+        """Convert the parameters of `model` to the format in which they are stored."""
         return model
 
     def compute_dtype(self, device: torch.device) -> torch.dtype | None:
-        """The 16-bit format of a forward pass on `device`; None where it is the parameters' own."""
+        """Return the 16-bit dtype of the forward pass on `device`; None if it is that of the parameters."""
         return None
 
     def autocast(self) -> AbstractContextManager:
-        """The context of a forward pass."""
-        return _FULL
+        """Return the context manager for a forward pass."""
+        return _NO_AUTOCAST
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """What to differentiate in the place of `loss`: `step` divides the gradients again."""
+        """Return `loss` times the loss scale; `step` divides the gradients by the scale."""
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of `loss` (scaled, where losses are scaled) to the parameters'."""
+        """Add the gradients of the scaled `loss` to the gradients of the parameters."""
         self.scaled(loss).backward()
 
     def step(
         self,
         optimizer: torch.optim.Optimizer,
         clip: Callable[[], torch.Tensor] | None,
-        anywhere: Callable[[torch.Tensor], None] = lambda flag: None,
+        combine_overflow: Callable[[torch.Tensor], None] = lambda found_inf: None,
     ) -> torch.Tensor | None:
-        """Unscale, clip, update, and drop the gradients.
+        """Unscale and clip the gradients, update the parameters, and set the gradients to None.
 
         Args:
-            clip: clips the gradients and returns their norm before that; None where neither is wanted.
-            anywhere: sets a flag on the device to the largest of all ranks that hold parts of one gradient.
+            clip: clips the gradients and returns their norm before clipping; None to do neither.
+            combine_overflow: replaces an overflow flag, in place, by its maximum over the ranks that hold different
+                gradients of one model.
 
         Returns:
-            The gradients' norm, a scalar on the device, where it was computed.
+            The norm of the gradients, a scalar on the device; None if it was not computed.
         """
         norm = clip() if clip is not None else None
         optimizer.step()
@@ -77,37 +86,38 @@ class Precision:
         return norm
 
     def num_skipped(self) -> int:
-        """How many updates were left out so far, because scaled gradients overflowed."""
+        """Return the number of updates that were skipped because the scaled gradients overflowed."""
         return 0
 
     def scalars(self) -> dict[str, torch.Tensor | float]:
-        """What to log beside the metrics."""
+        """Return the scalars to log, by TensorBoard tag."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loss scaling."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the state of a run, which another precision may have written."""
+        """Load a state dict, which a run in another precision may have saved."""
 
 
 @dataclass
 class TF32(Precision):
-    """float32 with matrix products in TensorFloat-32 on Ampere and later: 10 bits of mantissa, much faster."""
+    """float32 with matrix products in TensorFloat-32 (10 bits of mantissa) on Ampere and later GPUs."""
 
     description: ClassVar[str] = "float32, matrix products in TF32 where the device has it"
     tolerance: ClassVar[float] = 5e-3
 
     def prepare(self, device: torch.device) -> None:
-        able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-        _allow_tf32(able)  # only where it is meant: on a CPU the same switch may allow oneDNN to round too
-        if not able:
-            log.warning("precision=tf32: %s has no TF32 units: this is float32 here", device)
+        supported = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        _allow_tf32(supported)  # not on a CPU, where the flag may allow oneDNN to use a lower precision
+        if not supported:
+            log.warning("precision=tf32: %s has no TF32 units, so it computes in float32", device)
 
 
 @dataclass
 class Double(Precision):
-    """float64 throughout: for checking gradients, not for speed."""
+    """float64 throughout, to check gradients."""
 
     description: ClassVar[str] = "float64"
     tolerance: ClassVar[float] = 1e-13
@@ -116,14 +126,14 @@ class Double(Precision):
         check(device.type != "mps", "precision", "64", "Metal has no float64", "choose device=cpu or precision=32")
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        # Inputs come as float32 from every data set; the model's own border is the one place that all modes pass.
+        # Every data set yields float32 inputs; a hook of the model converts them in all parallel modes.
         model.register_forward_pre_hook(_inputs_to_double)
         return model.double()
 
 
 @dataclass
 class BFloat16(Precision):
-    """bfloat16 autocast: float32's range in 16 bits, so that no loss scaling is needed."""
+    """bfloat16 autocast: 16 bits with the range of float32, so that no loss scaling is needed."""
 
     description: ClassVar[str] = "bfloat16 autocast, float32 weights"
     tolerance: ClassVar[float] = 4e-2
@@ -146,8 +156,12 @@ class BFloat16(Precision):
 class Float16(BFloat16):
     """float16 autocast with loss scaling on CUDA (Micikevicius et al., Mixed Precision Training, 2018).
 
-    CPUs have no float16 convolutions (50 times slower here): there, and on Metal, it is bfloat16, and says so. An
-    update whose gradients overflowed is skipped, and the schedule does not advance.
+    On a CPU, where float16 convolutions are about 50 times slower, and on Metal, it falls back to bfloat16 with a
+    warning. An update whose gradients overflow is skipped, and the schedule does not advance.
+
+    Args:
+        init_scale: the initial loss scale.
+        growth_interval: steps without overflow after which the scale is doubled.
     """
 
     description: ClassVar[str] = "float16 autocast with loss scaling on CUDA, bfloat16 elsewhere; float32 weights"
@@ -165,7 +179,7 @@ class Float16(BFloat16):
     def prepare(self, device: torch.device) -> None:
         super().prepare(device)
         if device.type != "cuda":
-            log.warning("precision=16: %s computes in bfloat16, having no fast float16", device.type)
+            log.warning("precision=16: %s computes in bfloat16, as it has no fast float16", device.type)
             return
         self._scaler = torch.amp.GradScaler("cuda", init_scale=self.init_scale, growth_interval=self.growth_interval)
 
@@ -179,31 +193,31 @@ class Float16(BFloat16):
         self,
         optimizer: torch.optim.Optimizer,
         clip: Callable[[], torch.Tensor] | None,
-        anywhere: Callable[[torch.Tensor], None] = lambda flag: None,
+        combine_overflow: Callable[[torch.Tensor], None] = lambda found_inf: None,
     ) -> torch.Tensor | None:
         if self._scaler is None:
             return super().step(optimizer, clip)
         self._scaler.unscale_(optimizer)
-        overflows = _overflows(self._scaler, optimizer)
-        for overflow in overflows:
-            anywhere(overflow)
+        flags = found_inf_flags(self._scaler, optimizer)
+        for found_inf in flags:
+            combine_overflow(found_inf)
         norm = clip() if clip is not None else _gradient_norm(optimizer)
-        self._scaler.step(optimizer)  # a fused optimizer is told of an overflow on the device: no sync
+        self._scaler.step(optimizer)  # a fused optimizer reads the flag on the device: no sync
         self._scaler.update()
         _drop_gradients(optimizer)
-        self.num_skipped()  # the step before this one, whose flag has long arrived
+        self.num_skipped()  # counts the previous step, whose flag has been copied by now
         finite = torch.isfinite(norm)
-        for overflow in overflows:  # on another rank, or another device
-            finite = finite & (overflow.to(norm.device, non_blocking=True) == 0)
-        self._pending = finite.to("cpu", non_blocking=True), _arrival(norm.device)
+        for found_inf in flags:  # an overflow may be on another rank or device than the norm
+            finite = finite & (found_inf.to(norm.device, non_blocking=True) == 0)
+        self._pending = finite.to("cpu", non_blocking=True), _record_event(norm.device)
         return norm
 
     def num_skipped(self) -> int:
         if self._pending is not None:
-            flag, event = self._pending
-            if event is not None:
-                event.synchronize()
-            self._skipped += not bool(flag)
+            finite, copied = self._pending
+            if copied is not None:
+                copied.synchronize()
+            self._skipped += not bool(finite)
             self._pending = None
         return self._skipped
 
@@ -231,28 +245,23 @@ def _inputs_to_double(_: torch.nn.Module, inputs: tuple) -> tuple:
     return tuple(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs)
 
 
-def _arrival(device: torch.device) -> torch.cuda.Event | None:
-    """When all that is queued on `device` by now is done; None where nothing is ever queued."""
+def _record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Record an event on the current stream of `device`; None if the device is not asynchronous."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))  # by itself it takes the current device's stream
+    event.record(torch.cuda.current_stream(device))  # the default stream would be that of the current device
     return event
 
 
 def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """`zero_grad(set_to_none=True)` without its bookkeeping, which costs a small network 2 % of a step."""
+    """Set the gradients to None. `zero_grad` also does bookkeeping, which costs a small network 2 % of a step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
 
 
-def _overflows(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The flags that `unscale_` has set, one a device: `step` and `update` go by them. torch has no public name."""
-    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
-
-
 def _gradient_norm(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm: Any = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of parts on several processes: of the whole
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # the norm of DTensor gradients is a DTensor

@@ -1,4 +1,4 @@
-"""Where a run's time goes: by section, by Python function, or by kernel on a time line."""
+"""Profilers: time by section of the training loop, by Python function, or by operation in a trace."""
 
 from __future__ import annotations
 
@@ -23,23 +23,31 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Profiler:
-    """No profile, and the contract: the loop runs inside `profile`, and calls `after_step` after each step."""
+    """The base class of profilers, which profiles nothing.
+
+    The training loop runs inside `profile` and calls `after_step` after each optimizer step.
+    """
 
     @contextmanager
     def profile(self, directory: Path, device: torch.device) -> Iterator[None]:
-        """Profile what runs inside, and on leaving, however that happens, write `profile/` in the run's `directory`."""
+        """Profile the code in the context, and write the results to `profile/` in `directory`, even after an error.
+
+        Args:
+            directory: the run directory.
+            device: the device of the steps.
+        """
         yield
 
     def after_step(self, step: int) -> None:
-        """One optimizer step is over."""
+        """Called after each optimizer step."""
 
 
 @dataclass
 class Simple(Profiler):
-    """The seconds by section of the loop, which add up to the whole: at any moment exactly one section runs.
+    """Seconds by section of the training loop, which add up to the total: exactly one section is active at any time.
 
-    On an accelerator each change of section waits for the device, so that its time counts where it was asked for. The
-    run is somewhat slower by that.
+    On an accelerator, each change of the section waits for the device, so that the device's time is attributed to the
+    section that queued the work. This makes the run slower.
     """
 
     def __post_init__(self) -> None:
@@ -57,39 +65,39 @@ class Simple(Profiler):
             table = section_table(seconds, calls, self._num_steps)
             path = _folder(directory) / "simple.txt"
             path.write_text(table, encoding="utf-8")
-            log.info("where the time went (%s):\n%s", path, table)
+            log.info("time by section (%s):\n%s", path, table)
 
     def after_step(self, step: int) -> None:
         self._num_steps += 1
 
 
 def section_table(seconds: dict[str, float], calls: dict[str, int], num_steps: int) -> str:
-    """A line a section, the longest first, and the total.
+    """Format the seconds as a table: one line per section, in decreasing order, and the total.
 
     Args:
-        seconds: by section; together they are the whole.
-        calls: how often each was entered; `other`, what lies between the sections, never is.
+        seconds: seconds by section; `other` is the time outside all sections.
+        calls: how often each section was entered.
+        num_steps: optimizer steps in that time.
     """
     total = sum(seconds.values())
     lines = [f"{'section':<12}{'calls':>9}{'seconds':>12}{'share':>9}{'ms/call':>12}"]
     for name, spent in sorted(seconds.items(), key=lambda item: -item[1]):
         count = calls.get(name, 0)
-        each = f"{1000 * spent / count:.3f}" if count else "–"
-        lines.append(f"{name:<12}{count or '–':>9}{spent:>12.3f}{spent / total:>9.1%}{each:>12}")
-    each = f"{1000 * total / num_steps:.3f}" if num_steps else "–"
-    lines.append(f"{'total':<12}{f'{num_steps} steps':>9}{total:>12.3f}{1:>9.1%}{each:>12}")
+        per_call = f"{1000 * spent / count:.3f}" if count else "–"
+        lines.append(f"{name:<12}{count or '–':>9}{spent:>12.3f}{spent / total:>9.1%}{per_call:>12}")
+    per_step = f"{1000 * total / num_steps:.3f}" if num_steps else "–"
+    lines.append(f"{'total':<12}{f'{num_steps} steps':>9}{total:>12.3f}{1:>9.1%}{per_step:>12}")
     return "\n".join(lines) + "\n"
 
 
 @dataclass
 class Advanced(Profiler):
-    """Python's own profiler (`cProfile`), by function, in the main thread.
+    """Python's profiler (`cProfile`): time by function, in the main thread.
 
-    It slows Python calls down, and native code not at all: so its seconds tell functions apart, not the run's speed.
+    It slows down Python calls but not native code: its seconds rank functions, but are not the run time without it.
 
     Args:
-        top: how many functions each of the two tables has: by time in the function and all that it calls, and by time
-            in itself alone.
+        top: number of functions in each of the two tables, by cumulative time and by time without callees.
     """
 
     top: int = 30
@@ -99,7 +107,7 @@ class Advanced(Profiler):
 
     @contextmanager
     def profile(self, directory: Path, device: torch.device) -> Iterator[None]:
-        import cProfile  # standard, but of no use to most runs
+        import cProfile  # imported here, as most runs do not use it
 
         profile = cProfile.Profile()
         profile.enable()
@@ -110,14 +118,11 @@ class Advanced(Profiler):
             folder = _folder(directory)
             profile.dump_stats(folder / "advanced.prof")
             (folder / "advanced.txt").write_text(function_tables(folder / "advanced.prof", self.top), encoding="utf-8")
-            log.info(
-                "time by function: %s (and advanced.prof beside it, for a viewer like snakeviz)",
-                folder / "advanced.txt",
-            )
+            log.info("time by function: %s (advanced.prof is for viewers such as snakeviz)", folder / "advanced.txt")
 
 
 def function_tables(path: Path, top: int) -> str:
-    """The first `top` functions of a `.prof` file by time with callees, then by their own time."""
+    """Return the `top` functions of a `.prof` file by cumulative time, then by time without callees."""
     import pstats
 
     text = io.StringIO()
@@ -129,18 +134,18 @@ def function_tables(path: Path, top: int) -> str:
 
 @dataclass
 class Trace(Profiler):
-    """A time line of every operation on CPU and CUDA device (`torch.profiler`), to be opened in https://ui.perfetto.dev.
+    """A trace of every operation on the CPU and the CUDA device (`torch.profiler`), for https://ui.perfetto.dev.
 
-    Out of every `wait` + `warmup` + `active` steps it records the last `active`, and that `repeat` times.
+    A cycle has `wait` + `warmup` + `active` steps, of which the last `active` are recorded.
 
     Args:
-        wait: steps to let pass first: the run is at its full speed only after some.
-        warmup: steps that are recorded and dropped, as the recorder's own start distorts them.
-        active: steps to record; each takes a few megabytes on a large network.
-        repeat: how often; of several, each has files of its own.
-        record_shapes: tell the shapes of each operation's inputs, and group the table by them.
-        profile_memory: tell what each operation allocates and frees.
-        with_stack: tell the Python lines that led to each operation; slow.
+        wait: steps to skip first, as a run reaches its full speed only after some steps.
+        warmup: steps that are profiled but discarded, as starting the profiler distorts them.
+        active: steps to record; each takes a few megabytes for a large network.
+        repeat: number of cycles; each is written to separate files.
+        record_shapes: whether to record the shapes of operator inputs, and group the table by them.
+        profile_memory: whether to record the memory that each operation allocates and frees.
+        with_stack: whether to record the Python source lines of each operation, which is slow.
     """
 
     wait: int = 5
@@ -162,7 +167,7 @@ class Trace(Profiler):
     @contextmanager
     def profile(self, directory: Path, device: torch.device) -> Iterator[None]:
         if device.type != "cuda":
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the recorder complains that there is no GPU
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # suppresses a warning that there is no GPU
         kinds = torch.profiler.ProfilerActivity
         self._num_written = 0
         self._profile = torch.profiler.profile(
@@ -174,7 +179,7 @@ class Trace(Profiler):
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,
-            acc_events=False,  # each recording has files of its own
+            acc_events=False,  # each cycle is written to separate files
         )
         try:
             with self._profile:
@@ -182,13 +187,12 @@ class Trace(Profiler):
         finally:
             self._profile = None
             if not self._num_written:
-                log.warning(
-                    "no trace: it begins after profiler.wait + profiler.warmup = %d steps", self.wait + self.warmup
-                )
+                first = self.wait + self.warmup
+                log.warning("no trace: it begins after profiler.wait + profiler.warmup = %d steps", first)
 
     def after_step(self, step: int) -> None:
-        assert self._profile is not None, "steps are profiled inside profile()"
-        with warnings.catch_warnings():  # that it forgets the recording before: that one has been written
+        assert self._profile is not None, "after_step is called inside profile()"
+        with warnings.catch_warnings():  # the events that torch clears have already been written
             warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
             self._profile.step()
 
@@ -200,11 +204,11 @@ class Trace(Profiler):
         kind = "device" if device.type == "cuda" else "cpu"
         table = averages.table(sort_by=f"self_{kind}_time_total", row_limit=100)
         (folder / f"{name}.txt").write_text(table, encoding="utf-8")
-        log.info("a trace for https://ui.perfetto.dev: %s", folder / f"{name}.json.gz")
+        log.info("trace for https://ui.perfetto.dev: %s", folder / f"{name}.json.gz")
 
 
 def _folder(directory: Path) -> Path:
-    """Where this process writes: ranks share the run's directory, and rank 0's profile is the one looked for."""
+    """Return the directory of this process's profile: `profile/` for rank 0, a subdirectory for each other rank."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if distributed else 0
     folder = directory / "profile" / (f"rank_{rank}" if rank else "")

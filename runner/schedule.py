@@ -1,7 +1,7 @@
-"""Learning rate schedules: a factor on the optimizer's learning rate, as a pure function of the update.
+"""Learning rate schedules: a factor for the optimizer's learning rate, as a pure function of the update.
 
-Being pure, a schedule has no state to save, and a resumed run, or one whose loss scaling skipped a step, is at the
-right place by its count of updates.
+A pure function has no state to save: a resumed run, and a run whose loss scaling has skipped a step, need only the
+number of updates.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from runner.config.errors import check, check_range
 
 @dataclass
 class Schedule:
-    """A constant learning rate, and what every schedule has: a linear warm-up.
+    """A constant learning rate after a linear warm-up, and the base class of all schedules.
 
     Args:
-        warmup: share of the run, 0 to 1, over which the factor rises from 0 in equal steps.
+        warmup: fraction of the run, from 0 to 1, over which the factor rises linearly from 0.
     """
 
     warmup: float = 0.0
@@ -28,18 +28,18 @@ class Schedule:
         check_range(self, "warmup", least=0, most=1)
 
     def factor(self, update: int, num_updates: int) -> float:
-        """What the learning rate is multiplied with at `update`, counted from 0, of `num_updates`."""
+        """Return the factor of the learning rate at `update`, counted from 0, of `num_updates`."""
         warmup = round(self.warmup * num_updates)
         if update < warmup:
             return (update + 1) / warmup
         return self.after_warmup(update - warmup, max(num_updates - warmup, 1))
 
     def after_warmup(self, update: int, num_updates: int) -> float:
-        """The factor once the warm-up is over; `update` counts from its end."""
+        """Return the factor after the warm-up; `update` is counted from the end of the warm-up."""
         return 1.0
 
     def set_lr(self, optimizer: torch.optim.Optimizer, update: int, num_updates: int) -> None:
-        """Give `optimizer` the learning rate of `update`."""
+        """Set the learning rate of `optimizer` for `update`."""
         factor = self.factor(update, num_updates)
         for group in optimizer.param_groups:
             group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
@@ -47,7 +47,7 @@ class Schedule:
 
 @dataclass
 class Cosine(Schedule):
-    """Half a cosine from 1 to `final` (Loshchilov and Hutter, SGDR, 2017, without restarts)."""
+    """Cosine annealing from 1 to `final` (Loshchilov and Hutter, SGDR, 2017), without restarts."""
 
     final: float = 0.0
 
@@ -61,10 +61,15 @@ class Cosine(Schedule):
 
 @dataclass
 class OneCycle(Schedule):
-    """Up from 1/`start_div` to 1 in `rise` of the run, then down to 1/(`start_div`·`final_div`), both along a cosine.
+    """The one-cycle policy: a cosine from 1/`start_div` up to 1, then down to 1/(`start_div`·`final_div`).
 
-    Smith and Topin, Super-Convergence (2018); the shape of `torch.optim.lr_scheduler.OneCycleLR`, momentum unchanged.
-    `optimizer.lr` is the peak.
+    Smith and Topin, Super-Convergence (2018), as in `torch.optim.lr_scheduler.OneCycleLR`, but without a cycle of the
+    momentum. `optimizer.lr` is the maximum.
+
+    Args:
+        rise: fraction of the run, after the warm-up, until the maximum.
+        start_div: the maximum divided by the initial learning rate.
+        final_div: the initial learning rate divided by the final one.
     """
 
     rise: float = 0.3
@@ -87,7 +92,12 @@ class OneCycle(Schedule):
 
 @dataclass
 class Step(Schedule):
-    """Times `gamma` at each of `milestones`, shares of the run after its warm-up; torch's `MultiStepLR`."""
+    """Multiplies the factor by `gamma` at each milestone (`torch.optim.lr_scheduler.MultiStepLR`).
+
+    Args:
+        milestones: fractions of the run after the warm-up, in increasing order.
+        gamma: the factor of one decay.
+    """
 
     milestones: tuple[float, ...] = (0.5, 0.75)
     gamma: float = 0.1
@@ -101,14 +111,14 @@ class Step(Schedule):
             ordered and inside,
             "milestones",
             list(self.milestones),
-            "they must be shares of the run between 0 and 1, in rising order",
-            "schedule.milestones=[0.5,0.75]",
+            "they must be fractions of the run between 0 and 1, in increasing order",
+            "for example schedule.milestones=[0.5,0.75]",
         )
 
     def after_warmup(self, update: int, num_updates: int) -> float:
-        # 0.55 * 100 is a little more than 55: without a tolerance the milestone would come one update late
-        return self.gamma ** sum(update >= share * num_updates - 1e-6 for share in self.milestones)
+        # In floating point 0.55 * 100 exceeds 55: without a tolerance, the decay would be one update late.
+        return self.gamma ** sum(update >= milestone * num_updates - 1e-6 for milestone in self.milestones)
 
 
-def _cosine(start: float, end: float, share: float) -> float:
-    return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
+def _cosine(start: float, end: float, fraction: float) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * fraction)) / 2

@@ -1,7 +1,7 @@
-"""One root seed, and what is drawn from it: streams of random numbers that depend on names, never on order.
+"""Random number streams derived from one root seed by name, so that they do not depend on the order of draws.
 
-Weights are drawn from the root alone, so that every rank builds the same model; exploration, dropout and environments
-from (root, rank); augmentation from (root, epoch, sample).
+Weights are initialized from the root seed alone, so that every rank builds the same model; exploration, dropout and
+environments are seeded by (root, rank), and augmentation by (root, epoch, sample).
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ import hashlib
 
 import torch
 
-# The constants of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), as
-# two's complement: torch's int64 wraps around like C's.
+# The constants of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) in
+# two's complement, as torch's int64 arithmetic wraps around.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def derive(seed: int, *path: int | str) -> int:
-    """A seed in [0, 2⁶³) for the stream called `path` under the root `seed`."""
+    """Return a seed in [0, 2⁶³) for the stream named `path`, derived from the root `seed`."""
     digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def uniforms(seed: int, epochs: torch.Tensor, samples: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` uniform numbers in [0, 1) for each (epoch, sample): the same on every device, in every batch.
+    """Return `count` uniform random numbers in [0, 1) for each pair (epoch, sample).
 
-    A counter-based generator: the numbers are a hash of their place, so no state has to be kept, saved or shared.
+    They are the same on every device and in every batch. The generator is counter-based: it hashes epoch, sample and
+    index, and has no state to save.
 
     Args:
-        epochs: int64 [n].
-        samples: int64 [n].
+        epochs: the epoch of each sample, int64 [n].
+        samples: the index of each sample in the data set, int64 [n].
 
     Returns:
         float32 [n, count], on the device of `samples`.
@@ -41,13 +42,13 @@ def uniforms(seed: int, epochs: torch.Tensor, samples: torch.Tensor, count: int)
 
 
 def random_bytes(seed: int, count: int, device: torch.device) -> torch.Tensor:
-    """`count` uniform bytes, made on `device` by hashing their places: the same on every device.
+    """Return `count` uniform random bytes, generated on `device` by hashing their indices; the same on every device.
 
     Returns:
         uint8 [count].
     """
     words = torch.empty(-(-count // 8), dtype=torch.int64, device=device)
-    for start in range(0, len(words), _CHUNK):  # the hash's own temporaries stay small
+    for start in range(0, len(words), _CHUNK):  # bounds the memory of the hash's temporaries
         stop = min(start + _CHUNK, len(words))
         words[start:stop] = _mix(torch.arange(start, stop, device=device) + seed)
     return words.view(torch.uint8)[:count]
@@ -64,5 +65,5 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """`x` shifted right with zeros coming in: int64's own shift brings in the sign."""
+    """Logical right shift; `>>` on int64 is an arithmetic shift, which copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

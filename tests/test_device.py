@@ -61,7 +61,7 @@ def test_what_is_not_there_is_refused(machine, monkeypatch: pytest.MonkeyPatch) 
     assert "CUDA_VISIBLE_DEVICES='7'" in str(refusal(Device(kind="cuda")))
     machine(2)
     refused = refusal(Device(kind="cuda", index=2))
-    assert (refused.key, refused.got, refused.remedy) == ("index", 2, "0 to 1")
+    assert (refused.key, refused.got, refused.remedy) == ("index", 2, "choose an index from 0 to 1")
     assert "2 CUDA devices are visible (CUDA_VISIBLE_DEVICES='7')" in refused.why
 
 

@@ -319,9 +319,9 @@ def test_the_flag_is_waited_for_on_the_stream_of_its_device(monkeypatch: pytest.
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    assert isinstance(runner.precision._arrival(torch.device("cuda:1")), Event)
+    assert isinstance(runner.precision._record_event(torch.device("cuda:1")), Event)
     assert recorded == ["stream of cuda:1"]
-    assert runner.precision._arrival(CPU) is None
+    assert runner.precision._record_event(CPU) is None
 
 
 def test_a_flag_is_not_read_before_it_has_arrived() -> None:

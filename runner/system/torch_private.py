@@ -1,0 +1,19 @@
+"""The private names of torch that this project uses, all in this file, so that a new version of torch breaks one place.
+
+Each function says why it is needed, and which torch issue would make it unnecessary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def found_inf_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the overflow flags that `GradScaler.unscale_` has set: a float32 scalar per device, 0 or 1.
+
+    `GradScaler.step` and `GradScaler.update` read these tensors. Where ranks hold different gradients of one model,
+    the flags have to be reduced over the ranks in between, so that all of them skip the same updates. A public way to
+    learn whether an update was skipped is requested in https://github.com/pytorch/pytorch/issues/67590; it would have
+    to give access to the flags before `step`.
+    """
+    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
