@@ -26,7 +26,7 @@ from runner.system.environment import environment
 from runner.system.section_timer import timer
 from runner.system.signals import StopRequest
 from runner.tracking.log_file import LogFile
-from runner.tracking.metrics import DivergedError
+from runner.tracking.metrics import DivergedError, in_words
 from runner.tracking.progress import Progress, progress_for
 from runner.tracking.recorder import Recorder
 
@@ -157,7 +157,7 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     means = state.flush_metrics()
     state.metrics |= means
     progress.metrics(means)
-    log.debug("step %d: %s", step, means)
+    log.debug("step %d: %s", step, in_words(means))
     recorder.scalars(means, step)
     recorder.scalars({"train/gradient_norm": norm, "lr": state.optimizer.param_groups[0]["lr"]}, step)
     recorder.scalars(run.precision.scalars() | run.workload.scalars() | run.parallel.scalars(), step)
@@ -173,7 +173,7 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
     model.train()
     metrics = {f"eval/{name}": value for name, value in metrics.items()}
     progress.metrics(metrics)
-    log.debug("step %d: %s", state.step, metrics)
+    log.debug("step %d: %s", state.step, in_words(metrics))
     recorder.scalars(metrics, state.step)
     recorder.images(run.workload.images(sums) | run.parallel.images(state.directory), state.step)
     return state.record_evaluation(metrics)

@@ -121,6 +121,11 @@ class StepTimer:
         return list(self.seconds[min(10, len(self.seconds) // 5) :])
 
 
+def in_words(metrics: dict[str, float]) -> str:
+    """Metrics in one line: `train/loss 0.2514, train/accuracy 0.9219`."""
+    return ", ".join(f"{tag} {value:.6g}" for tag, value in metrics.items())
+
+
 def quantiles(seconds: list[float]) -> dict[str, float]:
     """Median and 90 % quantile; empty without values."""
     if not seconds:
