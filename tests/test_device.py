@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
-import yaml
+from helpers.compose import option_node
 
 import runner.device
 from runner.config.errors import ConfigError
-from runner.config.options import CONF
 from runner.config.schema import build, option_fields
 from runner.device import Device
 
@@ -51,18 +51,22 @@ def test_a_named_device_is_taken_whatever_else_is_there(machine) -> None:
     assert Device(kind="auto", index=1).resolve() == torch.device("cuda:1")
 
 
-def test_what_is_not_there_is_refused(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_device_is_refused_by_key(machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(0)
     assert refusal(Device(kind="cuda")).key == "kind"
-    assert "no Metal device" in str(refusal(Device(kind="mps")))
+    refused = refusal(Device(kind="mps"))
+    assert (refused.key, refused.got) == ("kind", "mps")
     refused = refusal(Device(kind="auto", index=0))
-    assert (refused.key, refused.why) == ("index", "the device is the cpu")
+    assert (refused.key, refused.got) == ("index", 0)
+    assert "cpu" in refused.why
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert "CUDA_VISIBLE_DEVICES='7'" in str(refusal(Device(kind="cuda")))
+    assert "CUDA_VISIBLE_DEVICES='7'" in refusal(Device(kind="cuda")).why
     machine(2)
     refused = refusal(Device(kind="cuda", index=2))
-    assert (refused.key, refused.got, refused.remedy) == ("index", 2, "choose an index from 0 to 1")
-    assert "2 CUDA devices are visible (CUDA_VISIBLE_DEVICES='7')" in refused.why
+    assert (refused.key, refused.got) == ("index", 2)
+    assert re.findall(r"\d", refused.remedy) == ["0", "1"], "from 0 to 1"
+    assert "2" in refused.why
+    assert "CUDA_VISIBLE_DEVICES='7'" in refused.why
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_what_is_not_there_is_refused(machine, monkeypatch: pytest.MonkeyPatch) 
         ({"indices": [-1]}, "indices"),
     ],
 )
-def test_values_that_cannot_be_are_refused(options: dict, key: str) -> None:
+def test_invalid_options_are_refused_by_key(options: dict, key: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Device(**options)
     assert refused.value.key == key
@@ -85,7 +89,7 @@ def test_values_that_cannot_be_are_refused(options: dict, key: str) -> None:
 
 @pytest.mark.parametrize("name", ["auto", "cpu", "cuda", "mps"])
 def test_the_option_lists_all_fields(name: str) -> None:
-    node = yaml.safe_load((CONF / "device" / f"{name}.yaml").read_text())
+    node = option_node("device", name)
     assert set(node) == {"_target_", *option_fields(Device)}
     assert build(node, Device, "device") == Device(kind=name)
 

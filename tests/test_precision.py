@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+from helpers.compose import option_node
 
 import runner.precision
 from runner.config.errors import ConfigError
-from runner.config.options import CONF
 from runner.config.schema import build, option_fields
 from runner.optimizer import SGD
 from runner.precision import TF32, BFloat16, Double, Float16, Precision
@@ -117,7 +116,7 @@ def test_bf16_is_plain_autocast(max_norm: float | None) -> None:
     assert not equal(weights, by_hand(None, max_norm))
 
 
-def test_16_is_bf16_here_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_16_is_bf16_on_the_cpu_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     precision = Float16()
     assert equal(run(precision), by_hand(torch.bfloat16))
     assert "precision=16: cpu computes in bfloat16" in caplog.text
@@ -125,7 +124,7 @@ def test_16_is_bf16_here_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert precision.num_skipped() == 0
 
 
-def test_tf32_is_float32_here_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_tf32_is_float32_on_the_cpu_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert equal(run(TF32()), by_hand())
     assert "precision=tf32: cpu has no TF32 units" in caplog.text
     assert torch.get_float32_matmul_precision() == "highest"
@@ -149,7 +148,7 @@ def test_64_gives_the_gradients_and_weights_of_a_double_loop() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, check_dtype=False, rtol=1e-4, atol=1e-6)
 
 
-def test_64_leaves_integers_alone() -> None:
+def test_64_does_not_convert_integer_inputs() -> None:
     seen = []
     model = torch.nn.Module()
     model.forward = lambda *inputs: seen.extend(inputs)  # type: ignore[method-assign]
@@ -158,8 +157,10 @@ def test_64_leaves_integers_alone() -> None:
 
 
 def test_64_is_refused_on_metal() -> None:
-    with pytest.raises(ConfigError, match="Metal has no float64"):
+    with pytest.raises(ConfigError) as refused:
         Double().check_device(torch.device("mps"))
+    assert (refused.value.key, refused.value.got) == ("precision", "64")
+    assert "float64" in refused.value.why
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 5), "highest"), ((8, 0), "high"), ((10, 0), "high")])
@@ -286,7 +287,7 @@ def test_the_norm_is_of_unscaled_gradients() -> None:
     torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(gradients), rtol=1e-2, atol=0)
 
 
-def test_a_resumed_scaler_goes_on_where_it_was() -> None:
+def test_a_resumed_scaler_continues_with_the_same_scale() -> None:
     whole, parts = scaled(growth_interval=3), scaled(growth_interval=3)
     whole_model, parts_model = network(), network()
     train(whole, whole_model, sgd(whole_model), poison=poisoned(1))
@@ -300,7 +301,7 @@ def test_a_resumed_scaler_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("kind", [Precision, TF32, Double, BFloat16, Float16])
-def test_any_precision_takes_over_the_state_of_any(kind: type[Precision]) -> None:
+def test_any_precision_loads_the_state_of_any_other(kind: type[Precision]) -> None:
     model, half = network(), scaled()
     train(half, model, sgd(model), poison=poisoned(0))
     for state in (half.state_dict(), Precision().state_dict(), Float16().state_dict()):
@@ -344,7 +345,7 @@ def test_a_flag_is_not_read_before_it_has_arrived() -> None:
     ("name", "kind"), [("32", Precision), ("tf32", TF32), ("64", Double), ("bf16", BFloat16), ("16", Float16)]
 )
 def test_the_option_lists_all_fields_with_their_defaults(name: str, kind: type) -> None:
-    node = yaml.safe_load((CONF / "precision" / f"{name}.yaml").read_text())
+    node = option_node("precision", name)
     precision = build(node, Precision, "precision")
     assert type(precision) is kind
     assert set(node) == {"_target_", *option_fields(kind)}

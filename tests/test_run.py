@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.compose import FAST, built, composed
+import torch
+from helpers.command import run_command
+from helpers.compose import FAST, Trained, built, composed, prepared, train_in
+from helpers.options import changed_options, options_of, train_and_check_options, train_and_log
+from helpers.ranks import Ranks
 
 from runner.config.errors import ConfigError
-from runner.run import Result, Run, build_run, check_used, config_hash
+from runner.run import Result, Session, build_run, check_used, config_hash, describe_model
+from runner.system.cpu import cpu_model
 
 SAMPLES = 1438  # of the digits, 1,797, less the fifth that is held out
 
 
-def prepared(*overrides: str) -> Run:
-    run = built(*FAST, *overrides)
-    run.prepare()
-    return run
+def session_of(*overrides: str) -> Session:
+    """The session of a fast run of a command line."""
+    return prepared(built(*FAST, *overrides))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -43,15 +49,13 @@ def prepared(*overrides: str) -> Run:
     ],
 )
 def test_steps_follow_from_epochs(overrides: list[str], steps: int) -> None:
-    assert prepared(*overrides).num_steps == steps
+    assert session_of(*overrides).num_steps == steps
 
 
-def test_a_tenth_ten_times_is_one_epoch() -> None:
+def test_rounding_errors_in_epochs_add_no_step() -> None:
     """0.1 · 3 · 10 is 3.0000000000000004: what is too much by a rounding error is no step."""
-    run = built(*FAST)
-    run.epochs, run.workload = 0.1 * 3, endless(10.0)
-    run.prepare()
-    assert run.num_steps == 3
+    run = dataclasses.replace(built(*FAST), epochs=0.1 * 3, workload=endless(10.0))
+    assert prepared(run).num_steps == 3
 
 
 def endless(epoch: float | None) -> Any:
@@ -64,17 +68,16 @@ def endless(epoch: float | None) -> Any:
     )
 
 
-def test_a_workload_without_epochs_wants_steps() -> None:
-    run = built(*FAST)
-    run.workload = endless(None)
-    with pytest.raises(ConfigError, match=r"epochs: got .*: this workload has no epochs\n  set steps=N"):
-        run.prepare()
-    run.steps = 205
-    run.prepare()
-    assert (run.num_steps, run.eval_every, run.save_every) == (205, 20, 20), "ten times in a run, in place of epochs"
-    run.steps, run.eval_every = 5, None
-    run.prepare()
-    assert run.eval_every == 1
+def test_a_workload_without_epochs_needs_steps() -> None:
+    run = dataclasses.replace(built(*FAST), workload=endless(None))
+    with pytest.raises(ConfigError) as refusal:
+        prepared(run)
+    assert (refusal.value.key, refusal.value.got) == ("epochs", run.epochs)
+    assert "steps=N" in refusal.value.remedy
+    session = prepared(dataclasses.replace(run, steps=205))
+    every = (session.num_steps, session.eval_every, session.save_every)
+    assert every == (205, 20, 20), "ten times in a run, in place of epochs"
+    assert prepared(dataclasses.replace(run, steps=5)).eval_every == 1
 
 
 @pytest.mark.parametrize(
@@ -87,23 +90,24 @@ def test_a_workload_without_epochs_wants_steps() -> None:
         (["eval_every=5", "save_every=5"], 5),
     ],
 )
-def test_evaluations_and_checkpoints_come_once_an_epoch_unless_said(overrides: list[str], every: int) -> None:
-    run = prepared(*overrides)
-    assert (run.eval_every, run.save_every) == (every, every)
+def test_evaluations_and_checkpoints_come_once_an_epoch_by_default(overrides: list[str], every: int) -> None:
+    session = session_of(*overrides)
+    assert (session.eval_every, session.save_every) == (every, every)
 
 
 def test_preparing_twice_changes_nothing() -> None:
-    run = prepared("epochs=2")
-    run.prepare()
-    assert (run.num_steps, run.eval_every) == (45, 23)
+    run = built(*FAST, "epochs=2")
+    for session in (prepared(run), prepared(run)):
+        assert (session.num_steps, session.eval_every) == (45, 23)
 
 
 def test_a_batch_larger_than_the_data_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=f"batch_size: got 1439: the data has {SAMPLES}.*\n  at most batch_size={SAMPLES}"
-    ):
-        prepared("batch_size=1439")
-    assert prepared(f"batch_size={SAMPLES}", "epochs=4").num_steps == 4
+    with pytest.raises(ConfigError) as refusal:
+        session_of("batch_size=1439")
+    assert (refusal.value.key, refusal.value.got) == ("batch_size", 1439)
+    assert f"{SAMPLES} training samples" in refusal.value.why
+    assert f"batch_size={SAMPLES}" in refusal.value.remedy
+    assert session_of(f"batch_size={SAMPLES}", "epochs=4").num_steps == 4
 
 
 @pytest.mark.parametrize(
@@ -115,13 +119,17 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
         (["workload=dqn", "data.crop=2"], "data.crop"),
     ],
 )
-def test_what_the_workload_is_not_made_from_is_refused(typed: list[str], key: str) -> None:
-    """It would train something else than was meant, without a word."""
-    with pytest.raises(ConfigError, match=rf"^{key}: got '.*is not made from any {key.partition('.')[0]}\n"):
-        check_used(built(*typed), typed)
+def test_an_option_that_the_workload_does_not_use_is_refused(typed: list[str], key: str) -> None:
+    """The run would train something else than was meant, without a word."""
+    run = built(*typed)
+    with pytest.raises(ConfigError) as refusal:
+        check_used(run, typed)
+    assert (refusal.value.key, refusal.value.got) == (key, typed[-1].partition("=")[2])
+    assert type(run.workload).__name__ in refusal.value.why
+    assert key.partition(".")[0] in refusal.value.why
 
 
-def test_what_it_is_made_from_is_not() -> None:
+def test_options_that_the_workload_uses_are_accepted() -> None:
     for typed in (["data=synthetic", "data.size=8", "model=tiny"], ["workload=dqn", "env.num_envs=4", "seed=1"], []):
         check_used(built(*typed), typed)
 
@@ -138,15 +146,20 @@ def test_what_it_is_made_from_is_not() -> None:
         (7, [7]),
         (100, [7]),
         (0, [7]),  # only at the end
-        (None, [7]),
     ],
 )
-def test_due(every: int | None, due: list[int]) -> None:
-    run = prepared("steps=7")
-    assert [step for step in range(1, 8) if run.due(every, step)] == due
+def test_due_every_so_many_steps_and_at_the_end(every: int, due: list[int]) -> None:
+    session = session_of("steps=7")
+    assert [step for step in range(1, 8) if session.is_due(every, step)] == due
 
 
-def test_what_is_due_is_done(trained) -> None:
+def test_nothing_said_is_due_at_the_end_of_a_run_shorter_than_an_epoch() -> None:
+    session = session_of("steps=7", "eval_every=null", "save_every=null")
+    for every in (session.eval_every, session.save_every):
+        assert [step for step in range(1, 8) if session.is_due(every, step)] == [7]
+
+
+def test_what_is_due_is_done(trained: Callable[..., Trained]) -> None:
     run = trained("steps=7", "eval_every=3", "save_every=2", "keep=9")
     saved = {int(path.name.removeprefix("step_")) for path in (run.directory / "checkpoints").glob("step_*")}
     assert {2, 4, 6, 7} <= saved <= {2, 3, 4, 6, 7}, "when it is due, and after an evaluation that is the best so far"
@@ -157,57 +170,63 @@ def test_what_is_due_is_done(trained) -> None:
 
 
 def leaves(config: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The way to every value."""
-    ways = [leaves(v, (*above, k)) if isinstance(v, dict) else [(*above, k)] for k, v in config.items()]
-    return [way for found in ways for way in found]
+    """The path of every value."""
+    paths = [leaves(v, (*above, k)) if isinstance(v, dict) else [(*above, k)] for k, v in config.items()]
+    return [path for found in paths for path in found]
 
 
-def changed(config: dict[str, Any], way: tuple[str, ...]) -> dict[str, Any]:
-    """`config` with another value at the end of `way`."""
+def changed(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """`config` with another value at `path`."""
     new = copy.deepcopy(config)
     node = new
-    for key in way[:-1]:
+    for key in path[:-1]:
         node = node[key]
-    node[way[-1]] = f"not {node[way[-1]]}"
+    node[path[-1]] = f"not {node[path[-1]]}"
     return new
 
 
-def test_the_hash_is_of_everything_but_where_it_is_written() -> None:
+def test_the_hash_covers_everything_but_where_the_run_is_written() -> None:
     config = composed()
     before = config_hash(config)
-    same = {".".join(way) for way in leaves(config) if config_hash(changed(config, way)) == before}
-    assert same == {"name", "output_root", "resume"}
+    same = {path[0] for path in leaves(config) if config_hash(changed(config, path)) == before}
+    assert same - {"tracking"} == {"name", "output_root", "resume"}, "and the trackers, which only watch"
+    changes = {path[0] for path in leaves(config) if config_hash(changed(config, path)) != before}
+    assert not same & changes, "all of a group, or nothing of it"
     assert len(leaves(config)) > 40
     assert len(before) == 12
     assert int(before, 16) >= 0
 
 
-def test_the_hash_knows_no_order_and_no_spelling() -> None:
+def test_the_hash_does_not_depend_on_order_or_spelling() -> None:
     config = composed()
     assert config_hash(dict(reversed(config.items()))) == config_hash(config)
     assert config_hash(composed(f"optimizer.lr={config['optimizer']['lr']:.9f}", "precision=32")) == config_hash(config)
     assert config_hash(composed("optimizer.lr=0.123")) != config_hash(config)
 
 
-def test_a_run_is_made_of_what_was_chosen_and_remembers_the_config() -> None:
+def test_a_run_is_made_of_the_chosen_parts_and_remembers_the_config() -> None:
     config = composed("optimizer=adam", "precision=bf16", "accumulation=4", "model=tiny")
     run = build_run(config)
     names = [type(part).__name__ for part in (run.optimizer, run.precision, run.schedule, run.workload, run.profiler)]
     assert names == ["Adam", "BFloat16", "OneCycle", "Classifier", "Profiler"]
     assert run.workload.model.hidden == 64
-    assert (run.plan.batch_size, run.plan.accumulation, run.plan.shard) == (64, 4, (0, 1))
+    plan = prepared(run).plan
+    assert (plan.batch_size, plan.accumulation, plan.data_shard, plan.step_shard) == (64, 4, (0, 1), (0, 1))
     assert run.config == config
     assert run.config is not config
-    assert run.directory == Path()
+    assert not hasattr(run, "directory"), "where it writes is no part of what it is"
 
 
-def test_building_does_not_need_what_only_running_needs() -> None:
+def test_building_needs_neither_the_device_nor_the_data() -> None:
     build_run(composed("device=cuda", "data=mnist"))
-    with pytest.raises(ConfigError):
-        build_run(composed("device=cuda", "data=mnist", "data.root=/nowhere")).prepare()
+    with pytest.raises(ConfigError) as refusal:
+        prepared(
+            built("device=cuda" if torch.cuda.is_available() else "device=cpu", "data=mnist", "data.root=/nowhere")
+        )
+    assert (refusal.value.key, refusal.value.got) == ("data.root", "/nowhere")
 
 
-def test_a_result_is_plain() -> None:
+def test_a_result_is_made_of_plain_values() -> None:
     result = Result("done", steps=3, metrics={"eval/loss": 0.5})
     assert result.as_dict() == {
         **{field.name: getattr(result, field.name) for field in dataclasses.fields(Result)},
@@ -215,3 +234,125 @@ def test_a_result_is_plain() -> None:
         "steps": 3,
         "metrics": {"eval/loss": 0.5},
     }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options never change
+
+SHORT = (*FAST, "steps=4", "log_every=2", "save_every=2", "eval_every=2")
+DQN = (
+    *("workload=dqn", "workload.env_steps=240", "workload.warm_up=80", "workload.replay_size=400"),
+    *("workload.eval_episodes=2", "batch_size=32", "model.hidden=[16]", "device=cpu", "device.threads=1"),
+    *("log_every=8", "eval_every=16", "save_every=16"),
+)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*SHORT,),
+        (*SHORT, "precision=16", "deterministic=true", "data=synthetic", "data.num_samples=300", "data.num_classes=10"),
+        (*SHORT, "precision=bf16", "accumulation=4", "max_grad_norm=1", "keep=0"),
+        (*SHORT, "precision=64", "optimizer=adamw", "schedule=step", "schedule.warmup=0.2", "epochs=1"),
+        (*SHORT, "precision=tf32", "steps=null", "epochs=0.1", "eval_every=null", "save_every=null", "profiler=trace"),
+        (*SHORT, "parallel=model", "profiler=advanced"),
+        (*SHORT, "parallel=pipeline", "parallel.engine=streams", "parallel.split_size=8"),
+        (*SHORT, "parallel=pipeline", "precision=bf16", "parallel.batch_norm=defer"),
+        (*SHORT, "parallel=ddp"),
+        (*SHORT, "parallel=ddp", "precision=16", "accumulation=2", "eval_every=null"),
+        (*SHORT, "parallel=fsdp", "optimizer=adam"),
+        (*SHORT, "parallel=hogwild", "parallel.processes=2"),
+        (*SHORT, "parallel=ensemble", "parallel.processes=2"),
+        (*DQN,),
+        (*DQN, "precision=bf16", "workload.normalize=true", "optimizer=sgd"),
+        (*DQN, "parallel=ddp", "parallel.processes=2"),
+    ],
+    ids=lambda overrides: " ".join(text for text in overrides if text not in (*SHORT, *DQN)) or overrides[0],
+)
+def test_options_never_change_during_a_run(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    """In this process, and in each that the mode starts: what is found out at run time is never written over them."""
+    run = built(*overrides)
+    before, config = options_of(run), copy.deepcopy(run.config)
+    assert {"seed", "steps", "eval_every", "workload.model", "optimizer.lr"} <= before.keys()
+    trained = train_in(tmp_path, run, train_rank=train_and_check_options)
+    assert (trained.result.status, trained.result.error) == ("done", "")
+    assert changed_options(before, run) == {}
+    assert run.config == config
+
+
+def test_the_check_of_options_finds_what_changes() -> None:
+    run = built(*FAST)
+    before = options_of(run)
+    run.steps, run.workload.model.channels = 7, (9,)  # pyright: ignore[reportAttributeAccessIssue]
+    run.config["optimizer"]["lr"] = 3.0
+    run.optimizer = built("optimizer=adam").optimizer
+    changed = changed_options(before, run)
+    assert {"steps", "workload.model.channels", "config", "optimizer", "optimizer.beta1"} <= changed.keys()
+    assert changed["steps"] == (None, 7)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The first lines
+
+
+def first_lines(text: str) -> dict[str, str]:
+    """The first lines of a run by their key, from its console or its log."""
+    keys = "model|data|env|replay|device|precision|parallel|batch|length|directory"
+    return dict(re.findall(rf"^(?:.* INFO \S+: )?({keys}) +(\S.*)$", text, re.MULTILINE))
+
+
+def test_the_first_lines_say_what_is_trained(tmp_path: Path) -> None:
+    code, console = run_command(*FAST, "steps=3", "precision=bf16", "accumulation=4", "name=first", cwd=tmp_path)
+    assert code == 0, console
+    [directory] = tmp_path.glob("outputs/first/*")
+    log = (directory / "log.txt").read_text()
+    lines = first_lines(console)
+    assert lines == first_lines(log), "the same on the console and in the log"
+    assert lines.keys() == {"model", "data", "device", "precision", "parallel", "batch", "length", "directory"}
+    # model=tiny: two 3×3 convolutions of 16 and 32 channels, and two linear layers on 32·2·2 features.
+    parameters = (9 * 1 * 16 + 16) + (9 * 16 * 32 + 32) + (128 * 64 + 64) + (64 * 10 + 10)
+    assert lines["model"].startswith("ConvNet")
+    assert f"{parameters:,}" in lines["model"]
+    assert f"{4 * parameters / 1e6:.2f} MB" in lines["model"]
+    for text in ("Digits", "1,438", "359", "1×8×8", "10 classes"):
+        assert text in lines["data"]
+    for text in ("cpu", cpu_model(), "1 CPU thread"):
+        assert text in lines["device"]
+    assert "bfloat16" in lines["precision"]
+    assert "single device" in lines["parallel"]
+    assert "1 process" in lines["parallel"]
+    assert re.findall(r"\d+", lines["batch"]) == ["64", "1", "4", "16"], "64 samples = 1 process × 4 × 16"
+    assert re.findall(r"\d+", lines["length"])[:2] == ["3", "192"]
+    assert tmp_path / lines["directory"] == directory
+    before_training = log.partition("step 3:")[0]
+    assert "optimizer:\n" in before_training, "the config follows in the log"
+    assert "optimizer:\n" not in console
+
+
+def test_the_first_lines_count_processes_and_their_shards(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    config = composed(*FAST, "parallel=ddp", "steps=1", "batch_size=48", "accumulation=2")
+    ranks(2).do(train_and_log, config, tmp_path / "logged")
+    lines = first_lines((tmp_path / "logged" / "log.txt").read_text())
+    assert lines.keys() == first_lines((tmp_path / "logged" / "log_rank_1.txt").read_text()).keys()
+    assert "DistributedDataParallel" in lines["parallel"]
+    assert "2 processes" in lines["parallel"]
+    assert re.findall(r"\d+", lines["batch"]) == ["48", "2", "2", "12"]
+
+
+@pytest.mark.parametrize("precision", ["32", "64", "tf32", "bf16", "16"])
+def test_every_precision_is_named_in_the_first_lines(precision: str) -> None:
+    session = session_of(f"precision={precision}")
+    lines = first_lines(session.describe("a model", Path()))
+    named = {"32": "float32", "64": "float64", "tf32": "TF32", "bf16": "bfloat16", "16": "float16"}[precision]
+    assert named in lines["precision"]
+    assert lines["model"] == "a model"
+
+
+def test_a_model_is_described_by_what_is_trained_and_what_it_takes() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1000, 500), torch.nn.BatchNorm1d(500))
+    model[0].requires_grad_(False)
+    described = describe_model(model)
+    assert described.startswith("Sequential")
+    assert "1,000 trainable" in described, "weight and bias of the normalization"
+    num_bytes = 4 * (1000 * 500 + 500 + 500 + 500 + 500 + 500) + 8  # and the buffers, one of them an int64
+    assert f"{num_bytes / 1e6:,.2f} MB" in described

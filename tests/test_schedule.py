@@ -8,11 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import yaml
+from helpers.compose import option_node
 from torch.optim import lr_scheduler
 
 from runner.config.errors import ConfigError
-from runner.config.options import CONF
 from runner.config.schema import build, option_fields
 from runner.schedule import Cosine, OneCycle, Schedule, Step
 
@@ -64,7 +63,7 @@ def test_step_is_multi_step_lr(num_updates: int, milestones: tuple[float, ...]) 
     assert our_rates(Step(milestones=milestones, gamma=0.2), num_updates) == close(expected)
 
 
-def test_a_milestone_is_not_late_by_rounding() -> None:
+def test_rounding_does_not_delay_a_milestone() -> None:
     """0.55 · 100 is 55.00000000000001 in floating point."""
     for percent in range(1, 100):
         rates = our_rates(Step(milestones=(percent / 100,)), 100)
@@ -100,7 +99,7 @@ def test_one_cycle_of_a_few_updates_stays_in_its_bounds(num_updates: int) -> Non
     assert rates[-1] == pytest.approx(PEAK / 25 / 1e4)
 
 
-def test_one_cycle_ends_where_it_says() -> None:
+def test_one_cycle_starts_peaks_and_ends_at_the_given_rates() -> None:
     rates = our_rates(OneCycle(rise=0.25, start_div=5, final_div=20), 100)
     assert rates[0] == pytest.approx(PEAK / 5)
     assert max(rates) == pytest.approx(rates[24]) == pytest.approx(PEAK)
@@ -146,7 +145,7 @@ def test_every_group_keeps_its_own_rate() -> None:
 
 @pytest.mark.parametrize("name", ["constant", "cosine", "onecycle", "step"])
 def test_the_option_lists_all_fields_with_their_defaults(name: str) -> None:
-    node = yaml.safe_load((CONF / "schedule" / f"{name}.yaml").read_text())
+    node = option_node("schedule", name)
     schedule = build(node, Schedule, "schedule")
     assert set(node) == {"_target_", *option_fields(type(schedule))}
     assert repr(schedule).replace("[", "(").replace("]", ")") == repr(type(schedule)())  # YAML has lists, no tuples

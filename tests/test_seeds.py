@@ -51,7 +51,7 @@ def test_uniforms_are_those_of_the_reference(seed):
     assert torch.equal(drawn, torch.tensor(expected, dtype=torch.float32))
 
 
-def test_uniforms_do_not_depend_on_their_company():
+def test_uniforms_do_not_depend_on_the_rest_of_the_batch():
     epochs, samples = torch.arange(50) // 7, torch.arange(50) * 13
     together = uniforms(3, epochs, samples, 4)
     order = torch.randperm(50)
@@ -94,7 +94,7 @@ def test_random_bytes_are_uniform():
     assert steps.fill_diagonal_(0).abs().max() < 0.004  # 4 standard deviations of chance
 
 
-def test_seeds_leave_the_global_generator_alone():
+def test_seeds_do_not_touch_the_global_generator():
     before = torch.get_rng_state()
     uniforms(derive(0, "x"), torch.arange(3), torch.arange(3), 3)
     assert torch.equal(torch.get_rng_state(), before)

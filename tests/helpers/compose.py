@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
@@ -74,3 +75,10 @@ def train_in(
         change(session)
         here, there = partial(train, session, directory), partial(train_rank, run.config, directory)
         return Trained(run, directory, launcher.launch(here, there, session.context, directory))
+
+
+def option_node(group: str, option: str) -> dict[str, Any]:
+    """What the file of an option says, with what it inherits from the files in its defaults list."""
+    content = yaml.safe_load((CONF / group / f"{option}.yaml").read_text(encoding="utf-8"))
+    inherited = [name for name in content.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
+    return {key: value for name in inherited for key, value in option_node(group, name).items()} | content

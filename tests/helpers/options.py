@@ -1,0 +1,55 @@
+"""The options of a run before and after it; imported in each of its processes, and so imports little."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from runner.parallel.context import Process
+from runner.run import Result, Run, build_run
+from runner.tracking.log_file import LogFile
+from runner.train import train
+
+
+def options_of(component: Any, path: str = "") -> dict[str, Any]:
+    """Deep copies of the fields of `component` and of the components that it holds, by dotted name.
+
+    Every component also appears under its own name, as the name of its class.
+    """
+    options: dict[str, Any] = {}
+    for field in dataclasses.fields(component):
+        value, name = getattr(component, field.name), f"{path}{field.name}"
+        if dataclasses.is_dataclass(value):
+            options |= {name: type(value).__qualname__} | options_of(value, f"{name}.")
+        else:
+            options[name] = copy.deepcopy(value)
+    return options
+
+
+def changed_options(before: dict[str, Any], run: Run) -> dict[str, tuple[Any, Any]]:
+    """(value before, value now) of every option of `run` that is not what it was."""
+    now = options_of(run)
+    names = [name for name in (*before, *(now.keys() - before.keys())) if before.get(name) != now.get(name)]
+    return {name: (before.get(name), now.get(name)) for name in names}
+
+
+def train_and_log(config: dict[str, Any], directory: Path) -> Result:
+    """Train in one of several processes, with a log file for each rank in `directory`."""
+    directory.mkdir(exist_ok=True)
+    run = build_run(config)
+    with run.parallel.launcher(run.device).connect() as process, LogFile(directory, process.rank_info.rank):
+        return train(run.prepare(process), directory)
+
+
+def train_and_check_options(config: dict[str, Any], directory: Path, process: Process) -> Result:
+    """`runner.train.train_rank`, and an error on the rank whose options have changed by the end."""
+    run = build_run(config)
+    before = options_of(run)
+    session = run.prepare(process)
+    with LogFile(directory, process.rank_info.rank):
+        result = train(session, directory)
+    changed = changed_options(before, run)
+    assert not changed, f"rank {process.rank_info.rank}: {changed}"
+    return result
