@@ -1,1 +1,1 @@
-"""Networks' options and weights; their layers are in `models/`."""
+"""Options and initial weights of networks; their layers are defined in `models/`."""

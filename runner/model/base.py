@@ -1,4 +1,4 @@
-"""Networks and their options; their layers are in `models/`, which knows nothing of this project."""
+"""The base class of the options of networks; their layers are defined in `models/`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from runner.model.weights import SAVE_WEIGHTS, load_weights
 
 @dataclass
 class Model(ABC):
-    """A network's options; `build` makes the network.
+    """The options of a network, which `build` creates.
 
     Args:
-        checkpoint_activations: keep only the activations at the borders of the network's stages, and compute the
-            others again in the backward pass (Chen et al., 2016): memory for time, the same numbers.
-        weights: a file of weights to start from (`.safetensors`, or a `state_dict` in `.pt`/`.pth`); null: fresh ones.
-        reset_head: leave out the last layer of `weights`, and start that one fresh: for other classes than theirs.
+        checkpoint_activations: store only the inputs of the network's blocks and recompute other activations in the
+            backward pass (Chen et al., 2016): less memory, more time, the same results.
+        weights: a file to load initial weights from (`.safetensors`, or a `state_dict` in `.pt`/`.pth`); null: random
+            initialization.
+        reset_head: load all weights except the last layer's, for a different number of classes.
     """
 
     checkpoint_activations: bool = False
@@ -29,25 +30,31 @@ class Model(ABC):
     reset_head: bool = False
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("checkpoint_activations", "weights", "reset_head")
-    """Options that may differ on a resume: they change how the network computes, or where it once started."""
+    """Options that may differ on resume: they do not affect the results, or only the initial weights."""
 
     num_dims: ClassVar[int | None] = 3
-    """Of one input: images have channels, height and width; None: any, which the network flattens."""
+    """Number of dimensions of one input: 3 for images; None: any, as the network flattens its inputs."""
 
     def __post_init__(self) -> None:
         if self.weights is None:
-            check(not self.reset_head, "reset_head", True, "without weights every layer is fresh", "name model.weights")
+            why = "there are no weights to load, so the last layer is random anyway"
+            check(not self.reset_head, "reset_head", True, why, "set model.weights to a file of weights")
             return
         suffixes, path = (".safetensors", ".pt", ".pth"), Path(self.weights).expanduser()
-        check(path.suffix in suffixes, "weights", self.weights, f"it is none of {', '.join(suffixes)}", SAVE_WEIGHTS)
-        remedy = "give the path of a file, or null for fresh weights"
+        why = f"the file name must end in {', '.join(suffixes)}"
+        check(path.suffix in suffixes, "weights", self.weights, why, SAVE_WEIGHTS)
+        remedy = "give the path of an existing file, or null for random initialization"
         check(path.is_file(), "weights", self.weights, f"there is no such file in {path.parent.absolute()}", remedy)
 
     def build(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """The network for inputs of `shape`, of images (channels, height, width); weights from the global generator.
+        """Create the network and initialize it randomly, from PyTorch's global generator, or from `weights`.
+
+        Args:
+            shape: shape of one input; (channels, height, width) for images.
+            num_classes: number of outputs.
 
         Raises:
-            ConfigError: when the network cannot take such inputs, or its weights are not this network's.
+            ConfigError: if the network cannot process inputs of this shape, or `weights` is not a file of this network.
         """
         model = self.network(shape, num_classes)
         if self.weights is not None:
@@ -56,8 +63,8 @@ class Model(ABC):
 
     @abstractmethod
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """The network with fresh weights.
+        """Create the network with random weights.
 
-        One that can be split into stages has `blocks()`: (name, module) in the order of the forward pass, the last of
-        them the head.
+        A network that can be split into stages has a method `blocks()`, which returns a list of (name, module) in the
+        order of the forward pass; the last one is the head.
         """

@@ -1,4 +1,4 @@
-"""Options of the small convolutional network."""
+"""Options of the small convolutional networks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from runner.model.base import Model
 
 @dataclass
 class ConvNet(Model):
-    """Convolutions with poolings, and two linear layers: 20-20-50-10 as it stands (`models.convnet.ConvNet`).
+    """Convolutions with max pooling, then two linear layers (`models.convnet.ConvNet`).
 
     Args:
         channels: output channels of each convolution.
-        kernel_size: pixels of a side of their kernels.
-        padding: pixels of zeros around their inputs.
-        hidden: width of the layer before the classes.
-        dropout: share of the hidden layer that is dropped in training.
+        kernel_size: kernel size of each convolution.
+        padding: zero padding of each convolution.
+        hidden: output features of the first linear layer.
+        dropout: dropout probability after the first linear layer.
     """
 
     channels: tuple[int, ...] = (20, 20)
@@ -31,15 +31,16 @@ class ConvNet(Model):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive = bool(self.channels) and min(self.channels) > 0
-        check(positive, "channels", list(self.channels), "each convolution needs a width > 0", "as in [20,20]")
+        why = "every convolution needs at least one output channel"
+        check(positive, "channels", list(self.channels), why, "for example model.channels=[20,20]")
         check_range(self, "kernel_size", least=1, most=31)
-        # Half a kernel keeps the size; a wider border would hold positions that see nothing but zeros.
+        # Half a kernel keeps the image size; with more, some outputs would depend on nothing but zeros.
         check_range(self, "padding", least=0, most=self.kernel_size // 2)
         check_range(self, "hidden", least=1)
         check_range(self, "dropout", least=0, below=1)
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        from models import convnet  # here, not above: the config's errors are told before torch is loaded
+        from models import convnet  # imported here: config errors are reported before torch is imported
 
         channels, height, width = shape
         try:
@@ -56,5 +57,5 @@ class ConvNet(Model):
                 checkpoint_activations=self.checkpoint_activations,
             )
         except ValueError as error:
-            larger = "larger inputs (data.size, where the data set has it), a smaller kernel, or model=tiny"
-            raise ConfigError("kernel_size", self.kernel_size, str(error), larger) from None
+            remedy = "use larger inputs (data.size, if the data set has it), a smaller model.kernel_size, or model=tiny"
+            raise ConfigError("kernel_size", self.kernel_size, str(error), remedy) from None

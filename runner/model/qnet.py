@@ -1,4 +1,4 @@
-"""The networks of an agent: options for `models.qnet`."""
+"""Options of the multi-layer perceptron for agents."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from runner.model.base import Model
 
 @dataclass
 class QNet(Model):
-    """A multi-layer perceptron: action values of observations, or classes of flattened images (`models.qnet.QNet`).
+    """A multi-layer perceptron of action values, or a classifier of flattened images (`models.qnet.QNet`).
 
     Args:
-        hidden: widths of the layers between inputs and outputs.
-        duelling: tell the state's value and the actions' advantages apart (Wang et al., 2016).
+        hidden: units of each hidden layer.
+        duelling: separate heads for the state value and the advantages (Wang et al., 2016).
     """
 
     hidden: tuple[int, ...] = (128, 128)
@@ -29,9 +29,9 @@ class QNet(Model):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive = all(width > 0 for width in self.hidden)
-        check(positive, "hidden", list(self.hidden), "each layer needs a width > 0", "as in [256,256]")
+        check(positive, "hidden", list(self.hidden), "every layer needs at least one unit", "for example [256,256]")
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        from models import qnet  # here, not above: the config's errors are told before torch is loaded
+        from models import qnet  # imported here: config errors are reported before torch is imported
 
         return qnet.QNet(math.prod(shape), num_classes, self.hidden, self.duelling, self.checkpoint_activations)

@@ -15,9 +15,9 @@ class ResNet(Model):
     """A residual network with torchvision's parameter names (`models.resnet.ResNet`).
 
     Args:
-        depth: layers with weights: 18, 34, 50, 101 or 152.
-        stem: `imagenet`, or `cifar` for inputs of about 32×32, which it leaves their size.
-        norm: `batch`, or `group`, which treats each sample alone: the same numbers however a batch is split.
+        depth: 18, 34, 50, 101 or 152.
+        stem: `imagenet`, or `cifar` for inputs of about 32×32, which it does not downsample.
+        norm: `batch`, or `group`, which is computed per sample: the results do not depend on how a batch is split.
     """
 
     depth: int = 50
@@ -27,13 +27,13 @@ class ResNet(Model):
     def __post_init__(self) -> None:
         super().__post_init__()
         depths = (18, 34, 50, 101, 152)
-        named = ", ".join(map(str, depths))
-        check(self.depth in depths, "depth", self.depth, f"it is none of {named}", "see conf/model/resnet50.yaml")
+        why = f"it must be one of {', '.join(map(str, depths))}"
+        check(self.depth in depths, "depth", self.depth, why, "for example model.depth=50")
         check_choice(self, "stem", ("imagenet", "cifar"))
         check_choice(self, "norm", ("batch", "group"))
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        from models import resnet  # as above, and torchvision
+        from models import resnet  # imported here: config errors are reported before torch and torchvision are imported
 
         return resnet.ResNet(
             self.depth,

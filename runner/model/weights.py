@@ -1,4 +1,4 @@
-"""Weights from files: safetensors, or a `state_dict` saved by torch; nothing in a file is run."""
+"""Initial weights from files: safetensors, or a `state_dict` saved by `torch.save`; no code in a file is executed."""
 
 from __future__ import annotations
 
@@ -11,78 +11,93 @@ import torch
 
 from runner.config.errors import ConfigError, check
 
-SAVE_WEIGHTS = "save the weights alone: torch.save(model.state_dict(), 'weights.pt')"
+SAVE_WEIGHTS = "save only the weights: torch.save(model.state_dict(), 'weights.pt')"
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """The tensors in a file of weights by their plain names, on the CPU.
+    """Return the tensors in a file of weights by name, on the CPU.
+
+    The prefixes that wrappers add to the names are removed: `module.` (DataParallel and DistributedDataParallel) and
+    `_orig_mod.` (torch.compile).
 
     Args:
-        path: `.safetensors`, or what `torch.save` made of a `state_dict`, or of a dictionary that holds one as
-            `state_dict`, `model_state_dict` or `model`. What wrappers put before the names is taken off: `module.`
-            (DataParallel and DistributedDataParallel), `_orig_mod.` (torch.compile).
+        path: a `.safetensors` file, or a file that `torch.save` wrote and that contains a `state_dict`, or a dictionary
+            with one under the key `state_dict`, `model_state_dict` or `model`.
 
     Raises:
-        ConfigError: when it holds anything else. Nothing in the file is run.
+        ConfigError: if the file cannot be read or contains anything else.
     """
-    found = _content(path)
-    if isinstance(found, Mapping):
-        found = next((found[key] for key in ("state_dict", "model_state_dict", "model") if key in found), found)
-    check(_is_state_dict(found), "weights", path, "it holds no state_dict", SAVE_WEIGHTS)
-    if all(_WRAPPED.match(name) for name in found):
-        return {_WRAPPED.sub("", name, count=1): tensor for name, tensor in found.items()}
-    return dict(found)
+    content = _load(path)
+    if isinstance(content, Mapping):
+        content = next((content[key] for key in ("state_dict", "model_state_dict", "model") if key in content), content)
+    check(_is_state_dict(content), "weights", path, "it does not contain a state_dict", SAVE_WEIGHTS)
+    if all(_WRAPPER_PREFIX.match(name) for name in content):
+        return {_WRAPPER_PREFIX.sub("", name, count=1): tensor for name, tensor in content.items()}
+    return dict(content)
 
 
-_WRAPPED = re.compile(r"(module\.|_orig_mod\.)+")
+_WRAPPER_PREFIX = re.compile(r"(module\.|_orig_mod\.)+")
 
 
-def _is_state_dict(found: Any) -> bool:
-    if not isinstance(found, Mapping) or not found:
+def _is_state_dict(content: Any) -> bool:
+    if not isinstance(content, Mapping) or not content:
         return False
-    return all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in found.items())
+    return all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items())
 
 
-def _content(path: str) -> Any:
+def _load(path: str) -> Any:
     file = Path(path).expanduser()
     try:
         if file.suffix == ".safetensors":
-            from safetensors.torch import load_file  # here, not above: it loads torch
+            from safetensors.torch import load_file  # imported here: few runs need it
 
             return load_file(file)
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises anything from EOFError to UnicodeDecodeError
-        # The first sentence only: torch's next ones tell how to run the code in the file.
+        # Only the first sentence: the next ones of torch explain how to execute the code in the file.
         sentence = re.split(r"[.] |\n", str(error))[0]
-        why = f"it cannot be read as weights: {type(error).__name__}: {sentence}"
+        why = f"it cannot be loaded: {type(error).__name__}: {sentence}"
         raise ConfigError("weights", path, why, SAVE_WEIGHTS) from None
 
 
 def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
-    """Take over the weights in `path`: all of them, or all but the last stage's."""
+    """Load the weights in the file `path` into `model`.
+
+    Args:
+        reset_head: keep the current weights of the last block.
+
+    Raises:
+        ConfigError: if names or shapes of the tensors differ from the model's.
+    """
     own, tensors, head = model.state_dict(), read_weights(path), _head(model)
     if reset_head:
-        check(bool(head), "reset_head", True, "this network does not say which stage is its last", "leave it false")
+        check(
+            bool(head),
+            "reset_head",
+            True,
+            "this network has no blocks(), so its last layer is not known",
+            "set model.reset_head=false",
+        )
         tensors |= {name: own[name] for name in head}
-    # Batch normalisations of old count no batches; torch fills that in, which is why loading is not strict.
+    # Files from old versions of PyTorch lack num_batches_tracked, which load_state_dict adds if it is not strict.
     missing = [name for name in own if name not in tensors and not name.endswith("num_batches_tracked")]
     unexpected = [name for name in tensors if name not in own]
     reshaped = [name for name, tensor in tensors.items() if name in own and tensor.shape != own[name].shape]
     if missing or unexpected or reshaped:
         shapes = [f"{name} {list(tensors[name].shape)} instead of {list(own[name].shape)}" for name in reshaped]
-        lists = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
+        lists = {"missing": missing, "unexpected": unexpected, "of a different shape": shapes}
         why = "; ".join(f"{kind}: {_first_three(names)}" for kind, names in lists.items() if names)
         remedy = _OTHER_CLASSES if head.issuperset(missing + unexpected + reshaped) else _OTHER_NETWORK
-        raise ConfigError("weights", path, f"these are not this network's tensors ({why})", remedy)
+        raise ConfigError("weights", path, f"the tensors in the file are not those of this network ({why})", remedy)
     model.load_state_dict(tensors, strict=False)
 
 
-_OTHER_CLASSES = "they are for other classes: model.reset_head=true takes all layers but the last"
-_OTHER_NETWORK = "name weights of this very network, or choose the network that these are of"
+_OTHER_CLASSES = "only the last layer differs: model.reset_head=true loads all layers except the last"
+_OTHER_NETWORK = "choose the model that the weights belong to, or weights of this model"
 
 
 def _head(model: torch.nn.Module) -> set[str]:
-    """The names of the last stage's parameters; none, where a network has no stages."""
+    """Return the names of the parameters of the last block; empty if the network has no `blocks()`."""
     blocks: Any = getattr(model, "blocks", None)
     last = {id(parameter) for parameter in blocks()[-1][1].parameters()} if blocks else set()
     return {name for name, parameter in model.named_parameters() if id(parameter) in last}
