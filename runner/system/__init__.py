@@ -1,1 +1,1 @@
-"""This process and this machine: time, memory, cores, signals, imports."""
+"""The process and the machine: time, memory, cores, signals, imports."""

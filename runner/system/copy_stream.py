@@ -1,4 +1,4 @@
-"""Copies to a CUDA device on a stream of their own, beside the one that computes; the host never waits for them.
+"""Asynchronous copies to a CUDA device on a separate stream, which overlap with computation.
 
 https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams
 """
@@ -14,35 +14,40 @@ Tensors = tuple["torch.Tensor", ...]
 
 
 class Transfer(NamedTuple):
-    """Tensors that are being copied."""
+    """Tensors that are being copied.
+
+    Args:
+        source: the tensors to copy, as long as they have to be kept alive.
+        result: the copies.
+        done: the `torch.cuda.Event` after the last copy; None if there is nothing to copy.
+    """
 
     source: Tensors
     result: Tensors
     done: Any
-    """The event after the last copy (`torch.cuda.Event`); None where nothing has to be copied."""
 
 
 class NoCopy:
-    """From a device to itself: there is nothing to copy."""
+    """The base class of copy streams, for a device that is both source and target: nothing is copied."""
 
     def send(self, tensors: Tensors) -> Transfer:
-        """Start copying `tensors`, once their device's current stream has computed them."""
+        """Start copying `tensors` as soon as the current stream of their device has computed them."""
         return Transfer(tensors, tensors, None)
 
     def receive(self, transfer: Transfer) -> Tensors:
-        """The copies, to be used on the current stream of their device, which waits for them; the host does not."""
+        """Return the copies, and make the current stream of the target device wait for them. The host does not wait."""
         return transfer.result
 
     def close(self) -> None:
-        """Wait for the copies that are not done: the memory that they read must stay until then."""
+        """Wait for all copies, after which the memory of their sources may be freed."""
 
 
 class CopyStream(NoCopy):
-    """From host memory to a CUDA device.
+    """Copies from host memory to a CUDA device.
 
     Args:
-        target: the device.
-        cuda: stands in for `torch.cuda` in tests.
+        target: the CUDA device.
+        cuda: `torch.cuda`, or a substitute in tests.
     """
 
     def __init__(self, target: torch.device, cuda: Any):
@@ -56,15 +61,15 @@ class CopyStream(NoCopy):
         with self.cuda.stream(self.stream):
             result = tuple(tensor.to(self.target, non_blocking=True) for tensor in tensors)
         transfer = Transfer(tensors, result, self.stream.record_event())
-        self._pending.append(transfer)  # keeps the host memory until the copy is done
+        self._pending.append(transfer)  # keeps the host memory alive until the copy is done
         return transfer
 
     def receive(self, transfer: Transfer) -> Tensors:
         current = self.cuda.current_stream(self.target)
         current.wait_event(transfer.done)
         for tensor in transfer.result:
-            # Allocated on the copy stream: without this, its memory could be reused as soon as Python frees the
-            # tensor, while the current stream has yet to read it.
+            # The tensor was allocated on the copy stream. Without this call, its memory could be reused as soon as
+            # Python frees it, even if the current stream has not read it yet.
             tensor.record_stream(current)
         return transfer.result
 
@@ -74,26 +79,30 @@ class CopyStream(NoCopy):
 
 
 class PeerCopyStream(CopyStream):
-    """From one CUDA device to another.
+    """Copies from one CUDA device to another.
 
-    torch makes the current streams of both devices wait for a copy between them: side streams are made current for
-    it, so that those that compute go on.
+    torch makes the current streams of both devices wait for a copy between them. It therefore runs with side streams
+    as the current ones, so that the computing streams do not wait.
     """
 
     def __init__(self, source: torch.device, target: torch.device, cuda: Any):
         super().__init__(target, cuda)
-        self.source, self.leaving = source, cuda.Stream(source)
+        self.source, self.source_stream = source, cuda.Stream(source)
 
     def send(self, tensors: Tensors) -> Transfer:
-        self.leaving.wait_event(self.cuda.current_stream(self.source).record_event())  # the tensors are computed
-        with self.cuda.stream(self.leaving), self.cuda.stream(self.stream):
+        self.source_stream.wait_event(self.cuda.current_stream(self.source).record_event())
+        with self.cuda.stream(self.source_stream), self.cuda.stream(self.stream):
             result = tuple(tensor.to(self.target, non_blocking=True) for tensor in tensors)
             done = self.stream.record_event()
         for tensor in tensors:  # allocated on the stream that computed them: see `receive`
-            tensor.record_stream(self.leaving)
+            tensor.record_stream(self.source_stream)
         return Transfer((), result, done)
 
 
 def copy_stream(source: torch.device, target: torch.device, cuda: Any = None) -> NoCopy:
-    """What copies tensors from one device of a process to another."""
+    """Return an object that copies tensors from `source` to `target`, two CUDA devices of this process.
+
+    Args:
+        cuda: `torch.cuda`, or a substitute in tests.
+    """
     return NoCopy() if source == target else PeerCopyStream(source, target, cuda or torch.cuda)

@@ -1,4 +1,4 @@
-"""The CPU of this machine, and how many of its cores this process may use."""
+"""The CPU of the machine, and the cores that this process may use."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from runner.system.cgroup import cgroup_limits, read_lines
 _PROC = Path("/proc")
 
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
-"""The instruction sets, by their Linux names, that decide how fast a CPU trains and in which precision."""
+"""The instruction sets that matter for training, by the names that Linux gives them."""
 
 
 def cpu() -> dict[str, Any]:
-    """Model, cores and instruction sets; None for what this system does not report."""
-    import psutil  # here, not above: only reports need it
+    """Return the model, cores and instruction sets of the CPU; None for what the operating system does not report."""
+    import psutil  # imported here, as only the environment report needs it
 
     blocks = _cpuinfo()
     first = blocks[0] if blocks else {}
@@ -38,25 +38,29 @@ def cpu() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The name of the CPU, or of its architecture where the system does not report one."""
+    """Return the name of the CPU, or its architecture if the operating system does not report the name."""
     blocks = _cpuinfo()
     name = blocks[0].get("model name") if blocks else None
     return name or _sysctl("machdep.cpu.brand_string") or platform.machine()
 
 
 def allowed_cores() -> int:
-    """The logical cores in this process's affinity mask."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    """Return the number of logical cores in the affinity mask of this process."""
+    affinity = getattr(os, "sched_getaffinity", None)  # missing on macOS
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def usable_cores(processor: dict[str, Any]) -> float:
-    """How many cores this process may keep busy: those of its affinity mask, or its control group's quota if fewer."""
+    """Return how many cores this process may keep busy: its affinity mask, limited by the quota of its control group.
+
+    Args:
+        processor: the result of `cpu`.
+    """
     return min(processor["allowed_cores"], processor["quota_cores"] or processor["allowed_cores"])
 
 
 def _cpuinfo() -> list[dict[str, str]]:
-    """A table per logical core, as in /proc/cpuinfo."""
+    """Return /proc/cpuinfo as a dictionary per logical core."""
     blocks: list[dict[str, str]] = [{}]
     for line in read_lines(_PROC / "cpuinfo"):
         name, colon, value = line.partition(":")
@@ -68,13 +72,13 @@ def _cpuinfo() -> list[dict[str, str]]:
 
 
 def _quota_cores() -> float | None:
-    """The tightest of the quotas on this process's control groups, in cores; None where there is none."""
+    """Return the lowest CPU quota of this process's control groups, in cores; None if there is no quota."""
     pairs = [*cgroup_limits("cpu", "cpu.max"), *cgroup_limits("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")]
     return min((int(quota) / int(period) for quota, period in pairs if quota not in ("max", "-1")), default=None)
 
 
 def _sysctl(name: str) -> str | None:
-    """The value of `name` on macOS."""
+    """Return the value of a macOS system parameter; None on other operating systems."""
     if platform.system() != "Darwin":
         return None
     output = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False, timeout=5)

@@ -1,6 +1,6 @@
-"""Where a run happens, as plain values: the command, the source, the versions, and the machine.
+"""The environment of a run as plain values: command, source, versions and machine.
 
-For `environment.json` in the run directory, and for `python -m runner.tools.doctor`, which tells more and draws it.
+It is saved as `environment.json` in the run directory, and extended by `python -m runner.tools.doctor`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROOT = Path(__file__).parent.parent
 
 
 def environment() -> dict[str, Any]:
-    """What somebody needs to know who wants the same numbers again; takes milliseconds, and names no host or user."""
+    """Return what is needed to reproduce a run. It takes milliseconds, and contains no host or user name."""
     findings: list[str] = []
     return {
         "command": command(),
@@ -44,24 +44,28 @@ def environment() -> dict[str, Any]:
 
 
 def command() -> str:
-    """What was typed, ready to be typed again: `python -m runner …`."""
+    """Return the command line of this process, quoted for a shell: `python -m runner …`."""
     program = Path(sys.argv[0])
     words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     return shlex.join([*words, *sys.argv[1:]])
 
 
 def source(root: Path = _ROOT) -> dict[str, Any] | None:
-    """The git commit of the source tree, and whether files differ from it; None when `root` is no checkout."""
-    if not (root / ".git").exists():  # an installed package may lie in somebody else's repository
+    """Return the git commit of the source tree, and whether it has uncommitted changes; None outside a checkout.
+
+    Args:
+        root: the directory that contains `.git`.
+    """
+    if not (root / ".git").exists():  # an installed package may be inside an unrelated repository
         return None
-    # Inside a git hook these name the repository that is being committed to.
+    # In a git hook, GIT_* variables refer to the repository of the hook.
     variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     words = ["git", "--no-optional-locks", "-C", str(root), "status", "--porcelain=v2", "--branch"]
     try:
-        told = subprocess.run(words, env=variables, capture_output=True, text=True, check=True, timeout=10)
+        status = subprocess.run(words, env=variables, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = told.stdout.splitlines()
+    lines = status.stdout.splitlines()
     commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), "(initial)")
     return {
         "commit": None if commit == "(initial)" else commit,
@@ -70,7 +74,7 @@ def source(root: Path = _ROOT) -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, Any]:
-    """What computes, by name; None for what is not there."""
+    """Return the versions of Python, the operating system and the packages; None for packages that are missing."""
     return {
         "runner": runner.__version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
@@ -82,12 +86,16 @@ def versions() -> dict[str, Any]:
 
 
 def devices(findings: list[str]) -> list[dict[str, Any]]:
-    """The accelerators that torch sees, in short; what is wrong with them goes into `findings`."""
+    """Return the properties of the accelerators that torch finds.
+
+    Args:
+        findings: errors and warnings are appended to it.
+    """
     found: list[dict[str, Any]] = []
-    with noted(findings, "CUDA"):
+    with collect_findings(findings, "CUDA"):
         if torch.cuda.is_available():
             for index in range(torch.cuda.device_count()):
-                found.append(_cuda_device(index))  # one by one: what was found before an error is told
+                found.append(_cuda_device(index))  # not a comprehension: an error keeps the devices found before it
     if torch.backends.mps.is_available():
         total = torch.mps.recommended_max_memory()
         found.append({"device": "mps", "name": cpu()["model"], "total_bytes": total, "capability": None})
@@ -95,8 +103,13 @@ def devices(findings: list[str]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def noted(findings: list[str], what: str) -> Iterator[None]:
-    """Errors and warnings from inside become findings: a broken driver is to be told of, not to stop us."""
+def collect_findings(findings: list[str], what: str) -> Iterator[None]:
+    """Append errors and warnings raised inside to `findings`, so that a broken driver does not end the report.
+
+    Args:
+        findings: the list.
+        what: a prefix for each.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

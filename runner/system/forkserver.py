@@ -1,8 +1,8 @@
-"""The fork server: a process without threads that has imported what its children need, and forks them.
+"""The fork server of `multiprocessing`: a single-threaded process that has imported torch, and forks the children.
 
-Forking this process itself would copy the locks that its threads hold (OpenMP, CUDA, TensorBoard) and may deadlock,
-which Python 3.12 warns of; starting each child from nothing would import torch in each (seconds, and 290 MB a process).
-The server imports once, while this process goes on; a child is there in a tenth of a second.
+Forking the main process would copy locks that its threads hold (OpenMP, CUDA, TensorBoard) and could deadlock, of which
+Python 3.12 warns. Spawning would import torch in each child, which takes seconds and 290 MB per process. The server
+imports torch once, in parallel with the main process; a child then starts in 0.1 s.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods()
 
 
 def start_server(*modules: str) -> None:
-    """Have the server import `modules` while this process goes on; nothing where it runs already.
+    """Start the server, if it is not running, and let it import `modules` in the background.
 
-    Its children begin with SIGINT, SIGTERM and SIGUSR1 blocked: a Ctrl-C in the terminal, or a signal to the process
-    group, is the run's to answer, not for each of them to die of.
+    Its children start with SIGINT, SIGTERM and SIGUSR1 blocked: the terminal sends Ctrl-C to the whole process group,
+    but only the main process should handle it, and stop the children.
     """
     if METHOD != "forkserver":
         return
     from multiprocessing import forkserver, resource_tracker
 
     forkserver.set_forkserver_preload(list(modules))
-    resource_tracker.ensure_running()  # the server would start it, and that clears the signal mask
+    resource_tracker.ensure_running()  # first, as starting it clears the signal mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
     try:
         forkserver.ensure_running()

@@ -1,4 +1,8 @@
-"""Load torch when it is first used, not when it is imported: help and config errors need not wait for it."""
+"""Imports torch lazily, when it is first used: `--help` and config errors would otherwise wait 1 to 2 s for it.
+
+`import torch` being slow is https://github.com/pytorch/pytorch/issues/97106; the file is unnecessary once it is fast,
+or with the `lazy import` statement of Python 3.15 (PEP 810).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ from typing import Any
 
 
 class _Lazy(ModuleType):
-    """A package that runs its code in place when an attribute is first missed.
+    """A package that is loaded by the first access to a missing attribute.
 
-    The standard library's `LazyLoader` does not do here: before Python 3.12 a second `import` statement, which asks for
-    `__spec__`, already loads the module.
+    Unlike `importlib.util.LazyLoader`, which before Python 3.12 loads a module at the second `import` statement, as
+    that reads `__spec__`.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -28,21 +32,21 @@ class _Lazy(ModuleType):
 
 
 class _Submodules(MetaPathFinder, Loader):
-    """Loads a lazy package when a submodule of it is imported.
+    """Loads a lazy package when one of its submodules is imported.
 
-    The package's own code has imported most of its submodules then: those are handed out as they are, where the import
-    statement that asked would otherwise load them a second time.
+    Loading the package imports most of its submodules. This finder then returns the existing module, which the import
+    system would otherwise load a second time.
     """
 
     def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
         package = sys.modules.get(name.partition(".")[0])
         if not isinstance(package, _Lazy) or package.__name__ == name:
             return None
-        _ = package.__version__  # missing still, which loads the package
+        _ = package.__version__  # an attribute that is still missing: loads the package
         module = sys.modules.get(name)
         if module is None:
             return PathFinder.find_spec(name, package.__path__)
-        # The import system goes by the spec of a module that has appeared meanwhile, and loads by it again.
+        # The import system would load the module again by its own spec, so that is replaced until `exec_module`.
         self._spec = module.__spec__
         module.__spec__ = ModuleSpec(name, self, is_package=hasattr(module, "__path__"))
         return module.__spec__
@@ -55,7 +59,10 @@ class _Submodules(MetaPathFinder, Loader):
 
 
 def import_lazily(*names: str) -> None:
-    """Make `import name` free for the packages `names`, until an attribute or a submodule of them is needed."""
+    """Defer loading the packages `names` until one of their attributes or submodules is used.
+
+    Packages that have been imported already, or are not installed, are ignored.
+    """
     if not any(isinstance(finder, _Submodules) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Submodules())
     for name in names:
@@ -63,6 +70,6 @@ def import_lazily(*names: str) -> None:
         if spec is not None:
             module = _Lazy(name)
             module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, name
-            module.__file__ = spec.origin  # `inspect` asks every module for it, also while torch is being loaded
+            module.__file__ = spec.origin  # `inspect` reads it from every module, even while torch is being loaded
             module.__path__ = []
             sys.modules[name] = module

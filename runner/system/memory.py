@@ -1,4 +1,4 @@
-"""Memory in use on the device and by the process, and how much the machine has."""
+"""Memory usage of the device and of the process, and the memory of the machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _PROC = Path("/proc/self")
 
 
 def usage(device: torch.device) -> dict[str, float]:
-    """Bytes by TensorBoard tag; on CUDA from the allocator, without waiting for the device.
+    """Return memory usage in bytes, by TensorBoard tag, without waiting for the device.
 
-    `memory/peak` is the most since `reset_peak`: of the allocator's tensors on CUDA, of the process elsewhere.
+    `memory/peak` is the maximum since `reset_peak`: of the tensors in the caching allocator on CUDA, of the resident
+    set of the process on a CPU.
     """
     if device.type == "cuda":
         return {
@@ -32,7 +33,7 @@ def usage(device: torch.device) -> dict[str, float]:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak and free cached memory: the jobs of a sweep share a process."""
+    """Reset the peak and free cached memory, as the jobs of a sweep share a process."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -40,13 +41,13 @@ def reset_peak(device: torch.device) -> None:
     elif sys.platform == "linux":
         try:
             (_PROC / "clear_refs").write_text("5")  # proc(5): resets VmHWM
-        except OSError:  # some containers forbid it: the peak is then that of the whole process
+        except OSError:  # not allowed in some containers, where the peak is that since the start of the process
             return
 
 
 def host_memory() -> dict[str, int | None]:
-    """Bytes of main memory: in total, what programs can still use, and the limit of this process's control group."""
-    import psutil  # here, not above: most runs do not ask
+    """Return the main memory in bytes: total, available, and the limit of this process's control group."""
+    import psutil  # imported here, as only the environment report needs it
 
     machine = psutil.virtual_memory()
     limits = [int(value) for (value,) in cgroup_limits("memory", "memory.max") if value != "max"]
@@ -55,12 +56,12 @@ def host_memory() -> dict[str, int | None]:
     return {
         "total_bytes": machine.total,
         "available_bytes": machine.available,
-        "limit_bytes": limit if limit < machine.total else None,  # without a limit, version 1 gives a huge number
+        "limit_bytes": limit if limit < machine.total else None,  # version 1 reports a huge number for no limit
     }
 
 
 def _process(field: str) -> float:
-    """A line of /proc/self/status in bytes; on other systems the peak that getrusage reports."""
+    """Return a field of /proc/self/status in bytes; on other operating systems the peak reported by `getrusage`."""
     try:
         status = (_PROC / "status").read_text()
         return 1024.0 * int(status.split(f"{field}:")[1].split()[0])

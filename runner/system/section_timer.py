@@ -1,4 +1,4 @@
-"""Where the host's time goes: one timer per process, which counts for one named section at a time."""
+"""A timer of named sections of the training loop, of which exactly one is active at any time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable
 
 PAUSES = ("log", "evaluate", "checkpoint")
-"""Sections of the training loop that are no training: throughput and step times leave them out."""
+"""Sections of the training loop that throughput and step times exclude."""
 
 
 class Section:
-    """A context whose time counts for `name`; after it, time counts for the section around it again."""
+    """A context manager that makes the section `name` active, and restores the enclosing section on exit."""
 
     def __init__(self, timer: SectionTimer, name: str):
         self._timer, self._name, self._outer = timer, name, []
@@ -24,10 +24,10 @@ class Section:
 
 
 class SectionTimer:
-    """Exclusive times by section, which add up to the time since `reset`: at any moment exactly one section counts.
+    """Measures exclusive times of sections, which add up to the time since `reset`.
 
-    A switch costs half a microsecond, so that it may stand in the training loop. On an accelerator a section holds
-    the time that the host took to queue the work, unless `synchronize` makes each switch wait for the device.
+    Entering a section takes 0.5 µs, little enough for the training loop. On an accelerator it measures how long the
+    host takes to queue the work, unless `synchronize` makes each change of the section wait for the device.
     """
 
     def __init__(self) -> None:
@@ -35,14 +35,18 @@ class SectionTimer:
         self.reset()
 
     def reset(self, synchronize: Callable[[], None] | None = None) -> None:
-        """Begin again from zero, in the section `other`."""
+        """Set all times to zero, and make the section `other` active.
+
+        Args:
+            synchronize: called at each change of the section.
+        """
         self.synchronize = synchronize
         self.calls: dict[str, int] = defaultdict(int)
         self._seconds: dict[str, float] = defaultdict(float)
         self._current, self._since = "other", time.perf_counter()
 
     def switch(self, name: str) -> str:
-        """Count for the section `name` from now on; returns the section that counted until now."""
+        """Make the section `name` active; returns the previous one."""
         if self.synchronize is not None:
             self.synchronize()
         now = time.perf_counter()
@@ -51,7 +55,7 @@ class SectionTimer:
         return before
 
     def section(self, name: str) -> Section:
-        """`with timer.section("data"): …`"""
+        """Return a context manager for a section: `with timer.section("data"): …`."""
         self.calls[name] += 1
         section = self._sections.get(name)
         if section is None:
@@ -59,17 +63,18 @@ class SectionTimer:
         return section
 
     def spent(self, name: str) -> float:
-        """Seconds counted for `name` so far; a section still open counts up to its last switch."""
+        """Return the seconds spent in the section `name` up to the last change of the section."""
         return self._seconds[name]
 
     def paused(self) -> float:
-        """Seconds counted so far for sections in which the training pauses (`PAUSES`)."""
+        """Return the seconds spent in the sections that are not training (`PAUSES`)."""
         return sum(map(self.spent, PAUSES))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by section up to now."""
+        """Return the seconds of each section up to now."""
         self.switch(self._current)
         return dict(self._seconds)
 
 
 timer = SectionTimer()
+"""The timer of this process."""

@@ -1,4 +1,4 @@
-"""Asked to stop: finish the step, save, and say that the run can go on."""
+"""Signals that request a stop: the run finishes its step and saves a checkpoint, from which it can be resumed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """A context in which Ctrl-C, SIGTERM and SIGUSR1 set `received`, for the loop to see between two steps.
+    """A context manager in which SIGINT (Ctrl-C), SIGTERM and SIGUSR1 set `received`, which the loop reads each step.
 
-    The second Ctrl-C raises `KeyboardInterrupt` at once; not in a process of several that another started and ends.
-    Such a process has the signals blocked outside the context: what comes earlier is received as it is entered.
+    In the main process, the second Ctrl-C raises `KeyboardInterrupt`; child processes are stopped by the main process.
+    A child process starts with these signals blocked, and receives those that are pending on entering the context.
     """
 
     def __init__(self) -> None:
         self.received = ""
         self._before: dict[signal.Signals, object] = {}
-        self._leads = multiprocessing.parent_process() is None
+        self._is_main_process = multiprocessing.parent_process() is None
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+        if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
             self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
             self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         return self
@@ -42,11 +42,12 @@ class StopRequest:
             log.debug("asked to stop by %s", self.received)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT and self._leads:
+        if self.received and number == signal.SIGINT and self._is_main_process:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
-        if not self._leads:
+        if not self._is_main_process:
             return
-        # Straight to the terminal: a logger or a file object may be in the middle of a write of its own.
+        # os.write, as the signal may have interrupted a write of a logger or a file object, which are not reentrant.
         with suppress(OSError):
-            os.write(2, f"\n{self.received}: finishing the step, then saving; Ctrl-C leaves at once\n".encode())
+            message = f"\n{self.received}: finishing the step, then saving; press Ctrl-C to stop at once\n"
+            os.write(2, message.encode())

@@ -1,6 +1,7 @@
-"""torch's errors that have no type of their own, told apart by their words; here alone, and nowhere else.
+"""Recognizes errors of torch by their messages, where torch has no exception type for them.
 
-If torch gives them types, this file goes. Each sentence is torch's own, as of 2.11 to 2.14.
+The messages are those of torch 2.11 to 2.14. Each function names the torch issue that would make it unnecessary; this
+is the only file that compares messages.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import torch
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether `error` says that another rank is gone, or did not reach a collective in time.
+    """Return whether `error` means that another rank has exited, or has not reached a collective before the timeout.
 
-    `torch.distributed.DistError` is raised by NCCL and the stores; gloo raises a bare RuntimeError, with its own name
-    or "pair closure" in it.
+    NCCL and the stores raise `torch.distributed.DistError` (https://github.com/pytorch/pytorch/pull/107651), but gloo
+    raises a RuntimeError. Types for all of these errors were requested in
+    https://github.com/pytorch/pytorch/issues/14433, which is closed; no open torch issue known.
     """
     text = str(error).lower()
     names = ("gloo", "nccl", "pair closure")
@@ -20,7 +22,10 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def nondeterministic_operation(error: BaseException) -> str:
-    """Torch's sentence on an operation that `torch.use_deterministic_algorithms` refuses; empty for another error."""
+    """Return torch's message about an operation without a deterministic implementation; empty for any other error.
+
+    `torch.use_deterministic_algorithms` makes such operations raise a RuntimeError. No torch issue known.
+    """
     text = str(error)
     if "does not have a deterministic implementation" not in text and "not deterministic" not in text:
         return ""
@@ -28,5 +33,8 @@ def nondeterministic_operation(error: BaseException) -> str:
 
 
 def is_single_value_batch_norm(error: BaseException) -> bool:
-    """Whether batch normalisation saw one value a channel, which has no variance."""
+    """Return whether `error` is that of batch normalization for a single value per channel, which has no variance.
+
+    torch raises a ValueError. No torch issue known.
+    """
     return "Expected more than 1 value per channel" in str(error)

@@ -13,7 +13,7 @@ import torch
 
 from runner.config.options import CONF
 from runner.system.cpu import usable_cores
-from runner.system.environment import environment, noted
+from runner.system.environment import collect_findings, environment
 
 PRECISIONS = ("32", "tf32", "64", "bf16", "16")
 
@@ -62,7 +62,7 @@ def _cuda_details(index: int, count: int, findings: list[str]) -> dict[str, Any]
         "max_clock_mhz": kilohertz[0] and kilohertz[0] // 1000,
         "max_memory_clock_mhz": kilohertz[1] and kilohertz[1] // 1000,
     }
-    with noted(findings, f"cuda:{index}"):
+    with collect_findings(findings, f"cuda:{index}"):
         details["current"] = torch.cuda.current_device() == index
         others = (other for other in range(count) if other != index)
         details["peers"] = [f"cuda:{other}" for other in others if torch.cuda.can_device_access_peer(index, other)]
@@ -87,7 +87,7 @@ def _add_clocks(devices: list[dict[str, Any]], findings: list[str]) -> str | Non
         import pynvml  # pyright: ignore[reportMissingImports] (optional)
     except ImportError:
         return None
-    with noted(findings if clocked else [], "NVML"):  # without a device its complaint says nothing
+    with collect_findings(findings if clocked else [], "NVML"):  # without a device its complaint says nothing
         pynvml.nvmlInit()
         driver = pynvml.nvmlSystemGetDriverVersion()
         for device in clocked:  # by UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's
@@ -100,7 +100,7 @@ def _add_clocks(devices: list[dict[str, Any]], findings: list[str]) -> str | Non
 def _backends(devices: list[dict[str, Any]], findings: list[str]) -> dict[str, Any]:
     distributed = torch.distributed.is_available()
     cudnn = None
-    with noted(findings, "cuDNN"):
+    with collect_findings(findings, "cuDNN"):
         cudnn = torch.backends.cudnn.version()
     return {
         "cuda": any("uuid" in device for device in devices),
