@@ -17,7 +17,10 @@ SPLITS = [(12, 1, 1), (12, 3, 1), (12, 1, 4), (12, 2, 3), (12, 12, 1), (8, 2, 4)
 @pytest.mark.parametrize(("batch_size", "accumulation", "world_size"), SPLITS)
 def test_micro_batches_tile_the_global_batch(batch_size, accumulation, world_size):
     for step in (1, 2, 1000):
-        micros = [Plan(batch_size, accumulation, data_shard=(rank, world_size)).micro_batches(step) for rank in range(world_size)]
+        micros = [
+            Plan(batch_size, accumulation, data_shard=(rank, world_size)).micro_batches(step)
+            for rank in range(world_size)
+        ]
         positions = [p for micro in itertools.chain(*micros) for p in range(micro.start, micro.stop)]
         assert positions == list(range((step - 1) * batch_size, step * batch_size))
         assert sum(micro.weight for micro in itertools.chain(*micros)) == pytest.approx(1)

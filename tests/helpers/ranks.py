@@ -102,9 +102,13 @@ def connected(config: dict[str, Any]) -> Iterator[Any]:
 def train(config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None = None) -> Any:
     """A run from its config to its result in one of several processes, as the command does it."""
     from helpers.compose import train_in
+    from runner.parallel.launch.cluster import external_rank_info
     from runner.run import build_run
+    from runner.tracking.log_file import LogFile
 
-    return train_in(directory, build_run(config), change or (lambda session: None)).result
+    rank_info = external_rank_info()
+    with LogFile(directory, rank_info.rank if rank_info else 0):
+        return train_in(directory, build_run(config), change or (lambda session: None)).result
 
 
 def _serve(pipe: Connection, variables: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Replicas in several processes: what their batch normalisation sees, when gradients are sent, and how."""
+"""DDP: what its batch normalisation sees, when gradients are sent, and how."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import FAST, built, composed
-from helpers.plain_loop import CASES, COMMON, STEPS, largest_difference, plain_loop, weights_at
-from helpers.ranks import Ranks, prepared
+from helpers.plain_loop import CASES, COMMON, STEPS, Settings, largest_difference, plain_loop, weights_at
+from helpers.ranks import Ranks, connected
 
 from runner.train import prepare
 
@@ -32,18 +32,17 @@ BATCH_NORM = (
 
 
 @functools.cache
-def plain_batch_norm(parts: int, steps: int = SHORT) -> dict[str, torch.Tensor]:
+def plain_batch_norm(num_parts: int, num_steps: int = SHORT) -> dict[str, torch.Tensor]:
     run = built(*FAST, *BATCH_NORM)
-    return plain_loop(
-        run, lambda p: torch.optim.SGD(p, lr=0.002, momentum=0.9), dtype=torch.float64, steps=steps, parts=parts
-    ).weights
+    settings = Settings(num_steps, torch.float64, num_parts=num_parts)
+    return plain_loop(run, lambda p: torch.optim.SGD(p, lr=0.002, momentum=0.9), settings).weights
 
 
 @pytest.mark.parametrize(
     ("mode", "parts"),
     [("ddp", 2), ("fsdp", 2), ("ddp parallel.sync_batch_norm=true", 1)],
 )
-def test_batch_normalisation_sees_what_is_said(
+def test_batch_normalisation_sees_a_shard_or_with_sync_the_whole_batch(
     mode: str, parts: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     """Buffers too: running statistics are the mean of the parts'."""
@@ -51,9 +50,9 @@ def test_batch_normalisation_sees_what_is_said(
     assert largest_difference(weights_at(tmp_path, SHORT), plain_batch_norm(parts)) <= 1e-9
 
 
-def test_running_means_are_those_of_the_whole_batch_and_variances_lack_what_the_means_differ_by() -> None:
-    """Of the first layer at the first step, where nothing else differs: as the words at `DDP` have it."""
-    whole, parts = plain_batch_norm(1, steps=1), plain_batch_norm(2, steps=1)
+def test_averaged_running_means_are_exact_and_variances_are_not() -> None:
+    """In the first layer at the first step, where nothing else differs: the docstring of `DDP` says so."""
+    whole, parts = plain_batch_norm(1, num_steps=1), plain_batch_norm(2, num_steps=1)
     assert torch.allclose(parts["bn1.running_mean"], whole["bn1.running_mean"], rtol=1e-12, atol=1e-15)
     assert not torch.allclose(parts["bn1.running_var"], whole["bn1.running_var"], rtol=1e-6)
 
@@ -91,10 +90,9 @@ NUM_PARAMETERS = 16 * 9 + 16 + 32 * 16 * 9 + 32 + 128 * 64 + 64 + 64 * 10 + 10
 
 
 def elements_sent(config: dict[str, Any], directory: Path) -> list[int]:
-    """In a rank: the numbers that each micro-batch of the first step gives away."""
-    run = prepared(config, directory)
-    with run.parallel.joined(run):
-        state, sent = prepare(run, torch.device("cpu")), [0]
+    """In a rank: how many numbers each micro-batch of the first step sends."""
+    with connected(config) as session:
+        state, sent = prepare(session, directory), [0]
 
         def hook(_, bucket):  # torch wants its own annotations, or none
             sent[-1] += bucket.buffer().numel()
@@ -102,15 +100,9 @@ def elements_sent(config: dict[str, Any], directory: Path) -> list[int]:
             future.set_result(bucket.buffer())
             return future
 
-        run.parallel._replica.register_comm_hook(None, hook)
-        return counted(state, sent)
-
-
-def counted(state: Any, sent: list[int]) -> list[int]:
-    """One step; what each micro-batch adds to `sent[-1]` is told apart."""
-    run = state.run
-    batches = run.workload.batches(state.model, run.plan, 0, state.device)
-    for micro in run.plan.micro_batches(1):
-        run.parallel.accumulate(state.model, run.workload, next(batches), run.precision, micro)
-        sent.append(0)
-    return sent[:-1]
+        session.run.parallel._replica.register_comm_hook(None, hook)
+        batches = session.run.workload.batches(state.model, session.plan, 0, session.device)
+        for micro in session.plan.micro_batches(1):
+            session.run.parallel.accumulate(state.model, next(batches), micro, False)
+            sent.append(0)
+        return sent[:-1]

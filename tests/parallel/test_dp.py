@@ -1,22 +1,22 @@
-"""`DataParallel`: what it says where nothing is to be split, its traps, and its answer on several GPUs."""
+"""`DataParallel`: its warning on one device, its traps, and its results on several GPUs."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers.compose import FAST, built
+from helpers.compose import FAST, built, prepared
 from helpers.plain_loop import COMMON, largest_difference, weights_at
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from runner.config.errors import ConfigError
-from runner.parallel.dp import DP
 
 
-def test_on_a_cpu_it_says_that_it_has_nothing_to_split(trained, caplog: pytest.LogCaptureFixture) -> None:
+def test_on_one_device_a_warning_says_that_nothing_is_split(trained, caplog: pytest.LogCaptureFixture) -> None:
     wanted = weights_at(trained(*COMMON, directory="single").directory, 10)
     with caplog.at_level(logging.WARNING):
         got = weights_at(trained(*COMMON, "parallel=dp", directory="dp").directory, 10)
@@ -29,21 +29,20 @@ def test_on_a_cpu_it_says_that_it_has_nothing_to_split(trained, caplog: pytest.L
 def test_hidden_gpus_are_refused(hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     with pytest.raises(ConfigError) as refusal:
-        built("parallel=dp").prepare()
-    assert str(refusal.value).startswith(f"device.kind: got 'auto': CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU")
-    assert "unset it, or say device=cpu" in str(refusal.value)
-    built("parallel=dp", "device=cpu").prepare()
+        prepared(built("parallel=dp"))
+    assert (refusal.value.key, refusal.value.got) == ("device.kind", "auto")
+    assert f"CUDA_VISIBLE_DEVICES={hidden!r}" in refusal.value.why
+    assert "device=cpu" in refusal.value.remedy
+    prepared(built(*FAST, "parallel=dp"))
 
 
-def test_gpus_in_threads_of_their_own_compute_in_the_format_that_was_chosen() -> None:
-    """DataParallel hands its threads the word that autocast is on, but not its format: they would take float16."""
-    run, devices = built(*FAST, "precision=bf16"), [torch.device("cuda", i) for i in range(2)]
-    run.prepare()
-    mode = DP()
-    mode._devices = devices
+def test_threads_of_gpus_compute_in_the_dtype_of_autocast() -> None:
+    """DataParallel enables autocast in its threads, but not its dtype: they would compute in float16."""
+    run, devices = built(*FAST, "parallel=dp", "precision=bf16"), [torch.device("cuda", i) for i in range(2)]
+    context = prepared(run).context
     model = nn.Linear(2, 2)
     model.to = lambda *_, **__: model  # type: ignore[method-assign]  # there is no GPU here
-    mode.place(model, devices[0], run)
+    run.parallel.place(model, replace(context, process=context.process._replace(devices=devices)))
     seen = []
 
     def replica() -> None:
@@ -84,7 +83,7 @@ class Counting(nn.Linear):
         return super().forward(input)
 
 
-def test_trap_one_what_forward_writes_to_the_module_is_lost() -> None:
+def test_attributes_that_forward_sets_are_lost() -> None:
     model = Counting()
     first, second = replicas(model)
     second.counted = model.counted.clone()  # broadcast: the first GPU's buffers are the module's own
@@ -94,7 +93,7 @@ def test_trap_one_what_forward_writes_to_the_module_is_lost() -> None:
     assert model.counted == 1, "of two calls, those on the first GPU"
 
 
-def test_trap_two_hooks_fire_once_a_copy() -> None:
+def test_hooks_run_once_per_replica() -> None:
     model, shapes = Counting(), []
     model.register_forward_hook(lambda module, inputs, _: shapes.append((module is model, len(inputs[0]))))
     for copy, part in zip(replicas(model), torch.ones(4, 3).chunk(2), strict=True):
@@ -115,7 +114,7 @@ class Recurrent(nn.Module):
         return pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=total)[0]
 
 
-def test_trap_three_packed_sequences_need_total_length() -> None:
+def test_packed_sequences_need_total_length() -> None:
     inputs, lengths = torch.ones(4, 7, 3), torch.tensor([7, 3, 2, 5])
     parts = list(zip(inputs.chunk(2), lengths.chunk(2), strict=True))
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
@@ -131,7 +130,7 @@ def test_trap_three_packed_sequences_need_total_length() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_two_gpus_end_where_one_ends(accumulation: int, trained) -> None:
+def test_two_gpus_compute_what_one_computes(accumulation: int, trained) -> None:
     overrides = (*COMMON, "device=cuda", f"accumulation={accumulation}", "eval_every=5")
     one = trained(*overrides, directory="one")
     two = trained(*overrides, "parallel=dp", "device.indices=[0,1]", directory="two")
@@ -142,7 +141,7 @@ def test_two_gpus_end_where_one_ends(accumulation: int, trained) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("precision", ["16", "bf16", "64"])
-def test_two_gpus_compute_in_every_precision(precision: str, trained) -> None:
+def test_two_gpus_compute_what_one_computes_in_every_precision(precision: str, trained) -> None:
     overrides = (*COMMON, "device=cuda", f"precision={precision}")
     one = trained(*overrides, directory="one")
     two = trained(*overrides, "parallel=dp", "device.indices=[0,1]", directory="two")

@@ -1,4 +1,4 @@
-"""A part of every tensor in each process: who holds what, what is gathered when, and what is sent."""
+"""FSDP: which shard each process holds, and when weights are gathered and gradients sent."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 import torch
 from helpers.compose import FAST, composed
 from helpers.plain_loop import COMMON
-from helpers.ranks import Ranks, prepared
+from helpers.ranks import Ranks, connected
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.convnet import ConvNet
 from models.resnet import ResNet
-from runner.parallel.fsdp import blocks
+from runner.parallel.fsdp import _modules_of_blocks
+from runner.state import State
 from runner.train import prepare
 
 SHAPES = {
@@ -36,7 +37,7 @@ def config() -> dict[str, Any]:
     return composed(*FAST, *COMMON, "parallel=fsdp")
 
 
-def test_each_process_holds_its_part_of_weights_gradients_and_moments(
+def test_weights_gradients_and_optimizer_state_are_sharded(
     config: dict[str, Any], ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     for rank, held in enumerate(ranks(3).do(shapes_held, config, tmp_path)):
@@ -52,9 +53,8 @@ def test_each_process_holds_its_part_of_weights_gradients_and_moments(
 
 def shapes_held(config: dict[str, Any], directory: Path) -> dict[str, dict[str, tuple[int, ...]]]:
     """In a rank: the shapes of what it has in memory after a step."""
-    run = prepared(config, directory)
-    with run.parallel.joined(run):
-        state = prepare(run, torch.device("cpu"))
+    with connected(config) as session:
+        state = prepare(session, directory)
         one_step(state)
         gradients = {name: tuple(p.grad.to_local().shape) for name, p in state.model.named_parameters()}
         state.optimizer.step()
@@ -68,29 +68,29 @@ def shapes_held(config: dict[str, Any], directory: Path) -> dict[str, dict[str, 
         }
 
 
-def one_step(state: Any, counts: Callable[[], int] = lambda: 0) -> list[int]:
+def one_step(state: State, counts: Callable[[], int] = lambda: 0) -> list[int]:
     """Forward and backward of the first step; returns `counts()` after each micro-batch."""
-    run, after = state.run, []
-    batches = run.workload.batches(state.model, run.plan, 0, state.device)
-    for micro in run.plan.micro_batches(1):
-        run.parallel.accumulate(state.model, run.workload, next(batches), run.precision, micro)
+    session, after = state.session, []
+    batches = session.run.workload.batches(state.model, session.plan, 0, session.device)
+    for micro in session.plan.micro_batches(1):
+        session.run.parallel.accumulate(state.model, next(batches), micro, False)
         after.append(counts())
     return after
 
 
-def test_a_block_is_a_stage_that_is_a_module_of_the_network() -> None:
+def test_sharded_blocks_are_modules_of_the_network() -> None:
     convnet = ConvNet(1, 8, 8, 10, channels=[4, 4], kernel_size=3, padding=1)
-    assert blocks(convnet) == [convnet.conv1, convnet.conv2, convnet.hidden, convnet.head]
+    assert _modules_of_blocks(convnet) == [convnet.conv1, convnet.conv2, convnet.hidden, convnet.head]
     resnet = ResNet(18, num_classes=10)
     residual = [block for layer in (resnet.layer1, resnet.layer2, resnet.layer3, resnet.layer4) for block in layer]
-    assert blocks(resnet) == residual, "stem and head are views: they go with the whole network"
-    assert blocks(torch.nn.Linear(2, 2)) == [], "it does not say what its stages are"
+    assert _modules_of_blocks(resnet) == residual, "stem and head are views: they go with the whole network"
+    assert _modules_of_blocks(torch.nn.Linear(2, 2)) == [], "it lists no blocks"
 
 
-def test_offloading_without_a_gpu_says_that_it_changes_nothing(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_offloading_without_a_gpu_warns_that_it_has_no_effect(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     config = composed(*FAST, *COMMON, "parallel=fsdp", "parallel.offload=true", "steps=1")
     ranks(2).train(config, tmp_path)
-    assert "the parts are in the host's memory anyway, without a GPU" in (tmp_path / "log.txt").read_text()
+    assert "parallel.offload has no effect" in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(("reshard", "gathers"), [("true", 8), ("false", 4)])
@@ -109,11 +109,10 @@ def test_gradients_are_sent_once_a_step_and_weights_gathered_as_chosen(
 
 def collectives(config: dict[str, Any], directory: Path) -> tuple[list[int], int]:
     """In a rank: how often gradients were sent after each micro-batch, and weights gathered in the last."""
-    run, seen = prepared(config, directory), Operations()
-    with run.parallel.joined(run), seen:
-        state = prepare(run, torch.device("cpu"))
+    with connected(config) as session, Operations() as seen:
+        state = prepare(session, directory)
         sent = one_step(state, lambda: seen.count("reduce_scatter"))
-        run.parallel.evaluate(state.model.eval(), run.workload, run.precision, state.device)
+        session.run.parallel.evaluate(state.model.eval())
         state.model.train()
         gathered = one_step(state, lambda: seen.count("allgather"))
         return sent, gathered[-1] - gathered[-2]
