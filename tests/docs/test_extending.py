@@ -48,10 +48,9 @@ def train(site: Path, tmp_path: Path) -> Train:
 
     def train_it(*overrides: str) -> dict[str, Any]:
         options = ("-m", "runner", f"--config-dir={EXAMPLES / 'conf'}", *overrides)
-        before = set(tmp_path.rglob("result.json"))
         done = run_python(*options, cwd=tmp_path, path=(ROOT, site))
         assert done.returncode == 0, done.stderr
-        (file,) = set(tmp_path.rglob("result.json")) - before
+        file = max(tmp_path.rglob("result.json"), key=lambda path: path.stat().st_mtime_ns)
         result = json.loads(file.read_text())
         assert result["status"] == "done"
         return result | {"directory": file.parent}
@@ -123,6 +122,25 @@ def test_an_environment_of_another_package_is_acted_in(train: Train) -> None:
     result = train("workload=dqn", "env=corridor", "device=cpu", *sizes)
     assert result["steps"] == 2
     assert -50 <= result["metrics"]["eval/return"] <= -1
+
+
+def losses_in(directory: Path) -> list[tuple[int, float]]:
+    """(step, loss) as the CSV tracker wrote them."""
+    rows = [line.split(",") for line in (directory / "curves.csv").read_text().splitlines()]
+    return [(int(step), float(value)) for step, tag, value in rows if tag == "train/loss"]
+
+
+def test_a_tracker_of_another_package_gets_every_point_once(train: Train) -> None:
+    csv = ("tracking=csv", "log_every=1", "save_every=1")
+    first = train(*TINY, *csv)
+    losses = losses_in(first["directory"])
+    assert [step for step, _ in losses] == [1, 2]
+    assert losses[-1][1] == pytest.approx(first["metrics"]["train/loss"], rel=1e-6)
+
+    resumed = train(f"resume={first['directory'] / 'checkpoints' / 'step_00000001'}")
+    assert resumed["directory"] == first["directory"]
+    assert losses_in(first["directory"]) == losses
+    assert not list(first["directory"].glob("events.*")), "this tracker stands in the place of TensorBoard's"
 
 
 def test_results_are_read_without_the_runner(train: Train, tmp_path: Path) -> None:

@@ -32,4 +32,4 @@ class Corridor(gymnasium.Env):
         return np.array([self.position / self.LENGTH], np.float32)
 
 
-gymnasium.register("Corridor-v0", entry_point=Corridor, max_episode_steps=50)
+gymnasium.register("Corridor-v0", entry_point="my_experiments.corridor:Corridor", max_episode_steps=50)
