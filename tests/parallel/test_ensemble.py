@@ -1,23 +1,22 @@
-"""Members that differ by their seed alone, and what they say together."""
+"""Ensembles: members that differ by their seed, and their vote."""
 
 from __future__ import annotations
 
-import os
-import signal
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.compose import FAST, built, composed
+from helpers.compose import FAST, built, composed, prepared, train_in
 from helpers.events import curves
 from helpers.plain_loop import weights_at
+from helpers.rank_work import stop_at
 from helpers.ranks import Ranks
-from test_resume import assert_same, outcome
+from helpers.runs import assert_same, outcome
 
 from runner.config.errors import ConfigError
-from runner.run import Run
-from runner.train import train
 
 STEPS = 12
 HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32", "schedule=constant", "optimizer.lr=0.1")
@@ -27,28 +26,15 @@ OVERRIDES = (*HARD, f"steps={STEPS}", "log_every=3", "eval_every=6", "save_every
 @pytest.fixture(scope="module")
 def ensemble(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three members that the mode started."""
-    return whole_ensemble(tmp_path_factory.mktemp("ensemble"))
-
-
-def whole_ensemble(directory: Path) -> Path:
     run = built(*FAST, *OVERRIDES, "parallel=ensemble", "parallel.processes=3")
-    run.prepare()
-    run.directory = directory
-    run.parallel.launch(train, run)
-    return directory
+    return train_in(tmp_path_factory.mktemp("ensemble"), run).directory
 
 
 @pytest.fixture(scope="module")
 def solos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The three runs that the members are."""
-    directories = []
-    for member in range(3):
-        run = built(*FAST, *OVERRIDES[:-1], f"seed={5 + member}")
-        run.prepare()
-        run.directory = tmp_path_factory.mktemp("solo")
-        train(run)
-        directories.append(run.directory)
-    return directories
+    runs = [built(*FAST, *OVERRIDES[:-1], f"seed={5 + member}") for member in range(3)]
+    return [train_in(tmp_path_factory.mktemp("solo"), run).directory for run in runs]
 
 
 def members(directory: Path, step: int = STEPS) -> list[dict[str, torch.Tensor]]:
@@ -58,16 +44,16 @@ def members(directory: Path, step: int = STEPS) -> list[dict[str, torch.Tensor]]
     return [weights_at(directory, step), *others]
 
 
-def test_each_member_is_its_solo_run_to_the_last_bit(ensemble: Path, solos: list[Path]) -> None:
+def test_each_member_is_bitwise_the_run_of_its_seed(ensemble: Path, solos: list[Path]) -> None:
     for step in (6, STEPS):
         assert_same(members(ensemble, step), [weights_at(solo, step) for solo in solos])
     shared = torch.load(ensemble / "checkpoints" / f"step_{STEPS:08d}" / "state.pt", weights_only=True)
     assert_same(shared["optimizer"], outcome(solos[0])["state"]["optimizer"])
 
 
-def test_the_ensemble_answers_by_its_mean_probability(ensemble: Path, solos: list[Path]) -> None:
+def test_the_ensemble_predicts_by_its_mean_probability(ensemble: Path, solos: list[Path]) -> None:
     run, logged = built(*FAST, *OVERRIDES), curves(ensemble)
-    run.prepare()
+    prepared(run)
     held_out = run.workload.held_out  # pyright: ignore[reportAttributeAccessIssue]
     for point, step in enumerate((6, STEPS)):
         outputs = []
@@ -109,19 +95,10 @@ def values(directory: Path, tag: str) -> list[float]:
 # Resumed
 
 
-def stop_at_7(run: Run) -> None:
-    """One of the members is asked to stop as it ends step 7: between two checkpoints, two logs and two epochs."""
-
-    def after_step(_: torch.nn.Module, step: int) -> None:
-        if step == 7 and run.parallel.rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    run.workload.after_step = after_step
-
-
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], Ranks]) -> Path:
-    directory = tmp_path_factory.mktemp("stopped")
+    """One of the members is asked to stop at the end of step 7: between two checkpoints, two logs and two epochs."""
+    directory, stop_at_7 = tmp_path_factory.mktemp("stopped"), partial(stop_at, 7, 1)
     result = ranks(3).train(composed(*FAST, *OVERRIDES, "parallel=ensemble"), directory, stop_at_7)
     assert (result.status, result.steps) == ("stopped", 8)
     return directory
@@ -130,12 +107,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], Ran
 @pytest.fixture
 def at_8(stopped: Path, tmp_path: Path) -> Path:
     """A copy of the stopped run."""
-    import shutil
-
     return Path(shutil.copytree(stopped, tmp_path / "resumed"))
 
 
-def test_a_resumed_ensemble_ends_where_one_left_in_peace_ends(
+def test_an_ensemble_that_stops_and_resumes_is_bitwise_exact(
     at_8: Path, ensemble: Path, ranks: Callable[[int], Ranks]
 ) -> None:
     ranks(3).train(composed(*FAST, *OVERRIDES, "parallel=ensemble"), at_8)
@@ -145,34 +120,27 @@ def test_a_resumed_ensemble_ends_where_one_left_in_peace_ends(
     assert_same(got["state"], wanted["state"])
 
 
-def test_its_checkpoint_goes_on_alone_as_the_first_member(at_8: Path, solos: list[Path]) -> None:
-    run = built(*FAST, *OVERRIDES)
-    run.prepare()
-    run.directory = at_8
-    train(run)
+def test_a_single_process_resumes_the_first_member(at_8: Path, solos: list[Path]) -> None:
+    train_in(at_8, built(*FAST, *OVERRIDES))
     assert_same(weights_at(at_8, STEPS), weights_at(solos[0], STEPS))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_fewer_members_are_refused(processes: int, at_8: Path) -> None:
-    refuse(at_8, processes, "the checkpoint holds 3 members", "parallel.processes=3")
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_another_number_of_members_is_refused(processes: int, at_8: Path) -> None:
+    error = refusal(at_8, processes)
+    assert "3 members" in error.why
+    assert "parallel.processes=3" in error.remedy
 
 
-def test_more_members_are_refused(at_8: Path) -> None:
-    refuse(at_8, 4, "the checkpoint holds 3 members", "parallel.processes=3")
+def test_an_ensemble_refuses_the_checkpoint_of_a_single_run(solos: list[Path], tmp_path: Path) -> None:
+    error = refusal(Path(shutil.copytree(solos[0], tmp_path / "solo")), 2)
+    assert error.why.endswith("1 member")
+    assert "start anew" in error.remedy
 
 
-def test_the_checkpoint_of_a_single_run_is_no_ensembles(solos: list[Path], tmp_path: Path) -> None:
-    import shutil
-
-    refuse(Path(shutil.copytree(solos[0], tmp_path / "solo")), 2, "the checkpoint holds 1 member", "start anew")
-
-
-def refuse(directory: Path, processes: int, why: str, remedy: str) -> None:
-    run = built(*FAST, *OVERRIDES, "parallel=ensemble", f"parallel.processes={processes}")
-    run.prepare()
-    run.directory = directory
-    with pytest.raises(ConfigError) as refusal:
-        run.parallel.launch(train, run)
-    assert str(refusal.value).startswith(f"parallel.processes: got {processes}: {why}")
-    assert remedy in str(refusal.value)
+def refusal(directory: Path, processes: int) -> ConfigError:
+    """The error of an ensemble that cannot resume in `directory`."""
+    with pytest.raises(ConfigError) as refused:
+        train_in(directory, built(*FAST, *OVERRIDES, "parallel=ensemble", f"parallel.processes={processes}"))
+    assert (refused.value.key, refused.value.got) == ("parallel.processes", processes)
+    return refused.value

@@ -1,41 +1,38 @@
-"""Lock-free workers on one model: one is exact, several do as many steps, and each goes on with its own moments."""
+"""Hogwild: one worker is exact, several do as many steps, and each resumes with its own optimizer state."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
-from helpers.compose import FAST, built
+from helpers.compose import FAST, built, train_in
 from helpers.events import curves
 from helpers.plain_loop import weights_at
-from test_resume import assert_same, outcome
+from helpers.runs import assert_same, outcome
 
-from runner.parallel.hogwild import Hogwild, Shared
-from runner.parallel.launch.cluster import Place
+from runner.parallel.context import Process
+from runner.parallel.hogwild import SharedMemoryCollectives
 from runner.parallel.launch.supervisor import LostError, report_of
-from runner.run import Run
-from runner.train import prepare, train
+from runner.run import build_run
+from runner.train import prepare, train, train_rank
 
 HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32", "schedule=constant", "optimizer.lr=0.05")
 
 
-def launched(directory: Path, work: Any, *overrides: str) -> Any:
-    """What `work(run)` returns on rank 0 of hogwild's processes."""
-    directory.mkdir(exist_ok=True)
-    run = built(*FAST, *HARD, "parallel=hogwild", *overrides)
-    run.prepare()
-    run.directory = directory
-    return run.parallel.launch(work, run)
+def launched(directory: Path, *overrides: str, work: Callable[..., Any] = train_rank) -> Any:
+    """What `work(config, directory, process)` returns on rank 0 of hogwild's processes."""
+    return train_in(directory, built(*FAST, *HARD, "parallel=hogwild", *overrides), train_rank=work).result
 
 
-def test_one_worker_is_a_single_process_to_the_last_bit(trained, tmp_path: Path) -> None:
+def test_one_worker_is_bitwise_a_single_process(trained, tmp_path: Path) -> None:
     schedule = ("steps=12", "log_every=3", "eval_every=6", "save_every=6")
     trained(*HARD, *schedule, directory="single")
-    launched(tmp_path / "hogwild", train, *schedule, "parallel.processes=1")
+    launched(tmp_path / "hogwild", *schedule, "parallel.processes=1")
     got, wanted = outcome(tmp_path / "hogwild"), outcome(tmp_path / "single")
     for tag in ("hogwild/staleness", "hogwild/distance"):
         assert {value for _, value in got["curves"].pop(tag)} == {0.0}
@@ -44,13 +41,11 @@ def test_one_worker_is_a_single_process_to_the_last_bit(trained, tmp_path: Path)
     assert_same(got, wanted)
 
 
-def test_one_worker_keeps_batch_normalisation_and_memory_format(trained, tmp_path: Path) -> None:
+def test_batch_normalisation_and_memory_format_survive_shared_memory(trained, tmp_path: Path) -> None:
     overrides = ("model=resnet18", "data.holdout=0.02", "steps=2", "batch_size=8", "channels_last=true", "eval_every=0")
     wanted = weights_at(trained(*plain(HARD), *overrides, directory="single").directory, 2)
     run = built(*FAST, *plain(HARD), *overrides, "parallel=hogwild", "parallel.processes=1")
-    run.prepare()
-    run.directory = tmp_path
-    assert run.parallel.launch(trained_in_shared_memory, run) == (True, True)
+    assert train_in(tmp_path, run, train_rank=trained_in_shared_memory).result == (True, True)
     assert_same(weights_at(tmp_path, 2), wanted)
 
 
@@ -58,13 +53,13 @@ def plain(overrides: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(text for text in overrides if not text.startswith("model."))
 
 
-def trained_in_shared_memory(run: Run) -> tuple[bool, bool]:
-    """In a worker: train; whether every tensor lies in the shared memory, and is laid out as it was to be."""
-    seen: list[torch.nn.Module] = []
-    place = run.parallel.place
-    run.parallel.place = lambda *arguments: seen.append(place(*arguments)) or seen[0]
-    train(run)
-    memory = run.parallel._memory  # pyright: ignore[reportAttributeAccessIssue]
+def trained_in_shared_memory(config: dict[str, Any], directory: Path, process: Process) -> tuple[bool, bool]:
+    """In a worker: train; whether every tensor is in the shared memory, and is in its memory format."""
+    session, seen = build_run(config).prepare(process), []
+    place = session.run.parallel.place
+    session.run.parallel.place = lambda *arguments: seen.append(place(*arguments)) or seen[0]
+    train(session, directory)
+    memory = process.shared_state.memory
     start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     tensors = [*seen[0].parameters(), *seen[0].buffers()]
     filters = [t for t in tensors if t.ndim == 4]
@@ -75,10 +70,10 @@ def trained_in_shared_memory(run: Run) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_workers_do_as_many_steps_as_there_are(workers: int, tmp_path: Path) -> None:
+def test_the_workers_together_do_every_step_once(workers: int, tmp_path: Path) -> None:
     """31 divides by neither 2, 3 nor 5: the last round is not full, and logs fall within rounds."""
     schedule = ("steps=31", "log_every=5", "eval_every=10", "save_every=10", f"parallel.processes={workers}")
-    result, logged = launched(tmp_path, train, *schedule), curves(tmp_path)
+    result, logged = launched(tmp_path, *schedule), curves(tmp_path)
     assert (result.status, result.steps, result.world_size) == ("done", 31, workers)
     assert sum(value for _, value in logged["hogwild/updates"]) == 31
     for tag, every in (("train/loss", 5), ("hogwild/updates", 5), ("eval/loss", 10)):
@@ -90,7 +85,7 @@ def test_workers_do_as_many_steps_as_there_are(workers: int, tmp_path: Path) -> 
 def test_two_workers_learn_what_one_process_learns(trained, tmp_path: Path) -> None:
     overrides = ("accumulation=1", "model.dropout=0", "schedule=onecycle", "steps=600", "save_every=0", "eval_every=0")
     alone = trained(*HARD, *overrides, directory="single").result.metrics["eval/accuracy"]
-    together = launched(tmp_path / "hogwild", train, *overrides).metrics["eval/accuracy"]
+    together = launched(tmp_path / "hogwild", *overrides).metrics["eval/accuracy"]
     assert alone > 0.9
     assert together > alone - 0.1
 
@@ -102,51 +97,49 @@ def test_two_workers_learn_what_one_process_learns(trained, tmp_path: Path) -> N
     assert max(distance) > 0
 
 
-def test_what_one_worker_writes_the_others_read(tmp_path: Path) -> None:
-    assert launched(tmp_path, written_by_the_last, "parallel.processes=3") == [3.0] * 3
+def test_all_workers_see_the_same_weights(tmp_path: Path) -> None:
+    assert launched(tmp_path, "parallel.processes=3", work=written_by_the_last) == [3.0] * 3
 
 
-def written_by_the_last(run: Run) -> list[float]:
+def written_by_the_last(config: dict[str, Any], directory: Path, process: Process) -> list[float]:
     """In a worker: each writes its rank + 1 over all weights, one after the other; what all see then."""
-    model = prepare(run, torch.device("cpu")).model
+    model = prepare(build_run(config).prepare(process), directory).model
     for rank in range(3):
-        if rank == run.parallel.rank:
+        if rank == process.rank_info.rank:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(rank + 1)
-        run.parallel.barrier()
-    seen: list[Any] = [None] * 3
+        process.collectives.barrier()
     low_high = {float(edge) for p in model.parameters() for edge in (p.min(), p.max())}
-    torch.distributed.all_gather_object(seen, low_high.pop() if len(low_high) == 1 else -1.0)
-    return seen
+    return process.collectives.all_gather(low_high.pop() if len(low_high) == 1 else -1.0)
 
 
-def test_a_resume_gives_each_worker_its_own_moments(tmp_path: Path) -> None:
-    launched(tmp_path, train, "steps=8")
+def test_each_worker_resumes_with_its_own_optimizer_state(tmp_path: Path) -> None:
+    launched(tmp_path, "steps=8")
     path = tmp_path / "checkpoints" / "step_00000008"
     shared = torch.load(path / "state.pt", weights_only=True)["optimizer"]
     own = [torch.load(path / f"rank_{rank}.pt", weights_only=True)["parallel"]["moments"] for rank in range(2)]
     assert_same(own[0], shared)
     assert not torch.equal(*(moments["head.fc.weight"]["momentum_buffer"] for moments in own))
     for processes in (2, 3):  # a worker that was not there begins with those of the first
-        launched(tmp_path, moments_after_a_resume, "steps=8", f"parallel.processes={processes}")
-        got = [torch.load(tmp_path / f"moments_{rank}.pt", weights_only=True) for rank in range(processes)]
+        launched(tmp_path, "steps=8", f"parallel.processes={processes}", work=state_after_a_resume)
+        got = [torch.load(tmp_path / f"optimizer_{rank}.pt", weights_only=True) for rank in range(processes)]
         assert_same(got, [*own, shared][:processes])
 
 
-def moments_after_a_resume(run: Run) -> None:
-    """In a worker: leave its moments in a file."""
-    state = prepare(run, torch.device("cpu"))
+def state_after_a_resume(config: dict[str, Any], directory: Path, process: Process) -> None:
+    """In a worker: leave its optimizer state in a file."""
+    state = prepare(build_run(config).prepare(process), directory)
     assert state.step == 8
     names = {parameter: name for name, parameter in state.model.named_parameters()}
-    moments = {names[parameter]: moments for parameter, moments in state.optimizer.state.items()}
-    torch.save(moments, run.directory / f"moments_{run.parallel.rank}.pt")
-    run.parallel.barrier()
+    states = {names[parameter]: own for parameter, own in state.optimizer.state.items()}
+    torch.save(states, directory / f"optimizer_{process.rank_info.rank}.pt")
+    process.collectives.barrier()
 
 
-def test_scalars_go_on_where_a_checkpoint_between_two_logs_left_them(tmp_path: Path) -> None:
-    launched(tmp_path, train, "steps=8", "log_every=6")
-    launched(tmp_path, train, "steps=16", "log_every=6")
+def test_counts_between_two_logs_survive_a_resume(tmp_path: Path) -> None:
+    launched(tmp_path, "steps=8", "log_every=6")
+    launched(tmp_path, "steps=16", "log_every=6")
     assert curves(tmp_path)["hogwild/updates"] == [(6, 6.0), (8, 2.0), (12, 4.0), (16, 4.0)]
 
 
@@ -154,29 +147,33 @@ def test_scalars_go_on_where_a_checkpoint_between_two_logs_left_them(tmp_path: P
 # Stopping together without waiting for each other
 
 
-def crew_of(count: int) -> list[Hogwild]:
-    """Workers as in `count` processes, which share only the counts."""
-    counts = (torch.zeros(length, dtype=torch.int64) for length in (count, 1, 1))
-    shared = Shared(torch.zeros(0, dtype=torch.uint8), *counts)
-    workers = [Hogwild(processes=count) for _ in range(count)]
-    for rank, worker in enumerate(workers):
-        worker._place = Place(rank, count, rank, count, "127.0.0.1", 1)
-        worker.share(shared)
-    return workers
+class Worker(SharedMemoryCollectives):
+    """A worker of several in one process, which shares only the counts with the others."""
+
+    def __init__(self, rank: int, updates: torch.Tensor, stop_requested: torch.Tensor, last_update: torch.Tensor):
+        self.rank, self.world_size, self.timeout = rank, len(updates), 300.0
+        self.updates = updates.numpy()
+        self._stop_requested, self._last_update = stop_requested.numpy(), last_update.numpy()
+
+
+def workers_of(count: int) -> list[Worker]:
+    counts = [torch.zeros(length, dtype=torch.int64) for length in (count, 1, 1)]
+    return [Worker(rank, *counts) for rank in range(count)]
 
 
 @pytest.mark.parametrize("slow", [0, 2])
 @pytest.mark.parametrize("asked", [(0, 1), (2, 1), (1, 17), (2, 40)])
-def test_all_stop_after_the_same_update_however_fast_each_is(asked: tuple[int, int], slow: int) -> None:
-    workers = crew_of(3)
+def test_all_workers_stop_after_the_same_update(asked: tuple[int, int], slow: int) -> None:
+    """However fast each of them is: one of them is slow."""
+    workers = workers_of(3)
     done, leads = [0, 0, 0], []
 
     def work(rank: int) -> None:
-        workers[rank].timeout, stopping = 2, False
+        stopping = False
         while not stopping:
             time.sleep(0.002 * (rank == slow))
-            workers[rank]._updates[rank] += 1
-            stopping = workers[rank].agree((rank, done[rank] + 1) == asked)
+            workers[rank].updates[rank] += 1
+            stopping = workers[rank].any_rank((rank, done[rank] + 1) == asked)
             done[rank] += 1
             leads.append(done[rank] - min(done))
 
@@ -184,20 +181,20 @@ def test_all_stop_after_the_same_update_however_fast_each_is(asked: tuple[int, i
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     assert done[0] == done[1] == done[2]
     assert asked[1] < done[0] <= asked[1] + 10
     assert 3 <= max(leads) <= 5, "four updates, give or take the one that is counted here a moment late"
 
 
-def test_a_worker_that_does_not_come_is_waited_for_until_the_timeout() -> None:
-    fast, _ = crew_of(2)
+def test_a_worker_that_makes_no_update_is_waited_for_until_the_timeout() -> None:
+    fast, _ = workers_of(2)
     fast.timeout = 0.2
-    fast._updates[0] = 4
-    assert not fast.agree(False)
-    fast._updates[0] = 5
+    fast.updates[0] = 4
+    assert not fast.any_rank(False)
+    fast.updates[0] = 5
     began = time.monotonic()
-    with pytest.raises(LostError, match=r"^rank 1 did not come within 0.2 s$") as error:
-        fast.agree(False)
-    assert 0.2 <= time.monotonic() - began < 5
+    with pytest.raises(LostError, match=r"^rank 1 .* 0.2 s$") as error:
+        fast.any_rank(False)
+    assert time.monotonic() - began >= 0.2
     assert report_of(error.value).by_others
