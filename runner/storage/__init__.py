@@ -1,1 +1,1 @@
-"""What a run leaves on the disk, whole or not at all."""
+"""The files of a run: its directory and its checkpoints, written atomically."""

@@ -1,8 +1,9 @@
-"""Checkpoints that survive a crash at any instant, and that know no mode.
+"""Crash-safe checkpoints, which do not depend on the parallel mode.
 
-`checkpoints/step_00000100/` holds `model.safetensors` (plain names, whole tensors), `state.pt` (optimizer, precision,
-window, best), `rank_0.pt` (what differs by rank) and `manifest.json` with the SHA-256 of each and of itself. Everything
-is written and synced under another name first; the rename makes the checkpoint, and only then are old ones deleted.
+`checkpoints/step_00000100/` contains `model.safetensors` (full tensors by parameter name), `state.pt` (the optimizer
+state, the loss scaling, the metric sums since the last log, the best evaluation), `rank_0.pt` and so on (the state that
+differs between ranks), and `manifest.json` with the SHA-256 of these files and of itself. All files are written and
+synced under a temporary directory name; renaming it commits the checkpoint, after which old ones are deleted.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Checkpoint:
-    """What one checkpoint holds.
+    """The content of one checkpoint.
 
     Args:
-        step: optimizer steps done.
-        tensors: the model's, by plain name.
-        state: what all ranks share.
-        local: what is this rank's own; empty when the checkpoint has none for it.
-        world_size: how many ranks wrote it.
+        step: number of optimizer steps done.
+        tensors: the full tensors of the model, by parameter or buffer name.
+        state: the state that is the same on all ranks.
+        local: the state of this rank; empty if the checkpoint has none for it.
+        world_size: number of ranks that wrote it.
     """
 
     step: int
@@ -52,11 +53,12 @@ class Checkpoints:
     """The checkpoints of one run directory.
 
     Args:
-        directory: the run's.
-        keep: how many of the latest to keep; the best one is kept beside them. 0: one, until the run is done.
-        rank, world_size: this process among those that save together.
-        barrier: waits for all of them.
-        config_hash: goes into the manifest.
+        directory: the run directory.
+        keep: how many of the newest to keep, besides the best one; 0: one until the run is done, then none.
+        rank: the rank of this process.
+        world_size: the number of ranks, which all call `save`.
+        barrier: waits for all ranks.
+        config_hash: hash of the config, for the manifest.
     """
 
     def __init__(
@@ -73,13 +75,14 @@ class Checkpoints:
         self.config_hash = config_hash
 
     def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> Path:
-        """Write `checkpoint`; returns when it is safe on disk.
+        """Write `checkpoint`, and return its path once it is synced to disk.
 
         Args:
-            best_step: the step whose checkpoint is not to be pruned.
+            checkpoint: the content; only `local` has to differ between ranks.
+            best_step: a step whose checkpoint must not be deleted.
 
         Raises:
-            StorageError: when the disk is full or gone; the checkpoints before are whole.
+            StorageError: if the disk is full or fails; earlier checkpoints are not affected.
         """
         final = self.root / step_name(checkpoint.step)
         part = self.root / f"tmp.{final.name}"
@@ -93,7 +96,7 @@ class Checkpoints:
                 self._commit(checkpoint, part, final)
                 self._prune(best_step)
         except OSError as error:
-            shutil.rmtree(part, ignore_errors=True)  # room for what else the run still writes
+            shutil.rmtree(part, ignore_errors=True)  # frees space for the log and the result
             raise StorageError(part, error.strerror or str(error)) from error
         self.barrier()
         return final
@@ -109,7 +112,7 @@ class Checkpoints:
         manifest = manifest_of(part, step=checkpoint.step, world_size=self.world_size, config_hash=self.config_hash)
         _write(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))
         _sync(part)
-        if final.exists():  # another past of this run: not to be mixed, nor lost
+        if final.exists():  # resumed from an earlier step: keep the other checkpoint under another name
             os.replace(final, free_name(final, "superseded"))
         os.replace(part, final)
         _sync(self.root)
@@ -118,28 +121,28 @@ class Checkpoints:
         self._remove(step for step in self.steps()[: -max(1, self.keep)] if step != best_step)
 
     def finish(self) -> None:
-        """The run is done: what was kept only to go on from goes."""
+        """Delete the last checkpoint if `keep` is 0; called when the run is done."""
         if self.keep == 0 and self.rank == 0:
             self._remove(self.steps())
 
     def _remove(self, steps: Iterable[int]) -> None:
-        for step in steps:  # renamed first: half a checkpoint must not look like one
+        for step in steps:  # renamed first, so that an interrupted deletion leaves no partial checkpoint
             path = self.root / step_name(step)
             os.replace(path, free_name(path, "pruned"))
-        for left_over in [*self.root.glob("tmp.*"), *self.root.glob("*.pruned*")]:
-            shutil.rmtree(left_over, ignore_errors=True)
+        for leftover in [*self.root.glob("tmp.*"), *self.root.glob("*.pruned*")]:
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that are there, rising."""
+        """Return the steps of the existing checkpoints in increasing order."""
         if not self.root.is_dir():
             return []
         return sorted(step for path in self.root.iterdir() if (step := step_of(path)) is not None)
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole; damaged ones are set aside, never deleted. None without any.
+        """Load the newest intact checkpoint; None if there is none. Damaged checkpoints are renamed, never deleted.
 
         Raises:
-            ConfigError: when the newest was written by another version of this project, or cannot be trusted.
+            ConfigError: if the newest was written by an incompatible version of this project, or has invalid content.
         """
         steps = self.steps()
         for step in reversed(steps):
@@ -147,22 +150,26 @@ class Checkpoints:
             try:
                 return load(path, self.rank)
             except DamagedError as error:
-                self.barrier()  # every rank has looked at it
+                self.barrier()  # all ranks have read it before rank 0 renames it
                 if self.rank == 0:
                     aside = free_name(path, "corrupt")
                     os.replace(path, aside)
-                    log.warning("%s; set aside as %s, going back to the one before", error, aside.name)
+                    log.warning("%s; renamed to %s, trying the previous checkpoint", error, aside.name)
         if steps and self.rank == 0:
-            log.warning("no whole checkpoint is left in %s: the run begins anew", self.root)
+            log.warning("there is no intact checkpoint in %s: the run starts at step 1", self.root)
         return None
 
 
 def load(path: Path, rank: int = 0) -> Checkpoint:
-    """The checkpoint at `path`, every byte of it checked before anything is deserialised.
+    """Load the checkpoint at `path`, after verifying the hashes of all its files.
+
+    Args:
+        path: the directory of the checkpoint.
+        rank: the rank whose local state is loaded.
 
     Raises:
-        DamagedError: when a file is missing or its hash differs.
-        ConfigError: when it was written by another version of this project, or holds what no version writes.
+        DamagedError: if a file is missing or its hash differs.
+        ConfigError: if it was written by an incompatible version of this project, or has invalid content.
     """
     manifest = verified_manifest(path)
     local = path / f"rank_{rank}.pt"
@@ -170,35 +177,36 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
         return Checkpoint(
             step=manifest["step"],
             tensors=safetensors.torch.load_file(path / "model.safetensors"),
-            state=_plain(path / "state.pt"),
-            local=_plain(local) if local.name in manifest["files"] else {},
+            state=_load_plain(path / "state.pt"),
+            local=_load_plain(local) if local.name in manifest["files"] else {},
             world_size=manifest["world_size"],
         )
     except (pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, KeyError) as error:
-        why = f"its hashes are right, its content is not: {str(error).splitlines()[0]}"
-        raise ConfigError("resume", str(path), why, "no run writes this: do not trust it, resume another") from None
+        why = f"its hashes are correct, but its content is not: {str(error).splitlines()[0]}"
+        remedy = "no run writes such a file: do not trust it, and resume another checkpoint"
+        raise ConfigError("resume", str(path), why, remedy) from None
 
 
-def _plain(path: Path) -> Any:
-    """Tensors and plain values: `weights_only` runs no code."""
+def _load_plain(path: Path) -> Any:
+    """Load tensors and plain values; with `weights_only` a pickle cannot run code."""
     return torch.load(path, weights_only=True, map_location="cpu")
 
 
 def _save(value: object, path: Path) -> None:
-    with path.open("wb") as file:  # not by its name: a Python file tells what is wrong with the disk
+    with path.open("wb") as file:  # given a path, torch would hide the OSError of a full disk
         torch.save(value, file)
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(path)
-    except (RuntimeError, SafetensorError) as error:  # torch's and safetensors' words for a full disk
+    except (RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
         raise OSError(errno.EIO, str(error.__context__ or error).splitlines()[0]) from error
     _sync(path)
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file's bytes, or a directory's names, are on the disk."""
+    """Flush a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

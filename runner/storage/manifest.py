@@ -1,4 +1,4 @@
-"""What a checkpoint holds, with the SHA-256 of every file and of itself: only what is as written is deserialised."""
+"""The manifest of a checkpoint: the SHA-256 of each file and of itself, verified before a file is deserialized."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ NAME = "manifest.json"
 SCHEMA = 2
 
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
-"""What reading a damaged checkpoint gives; other errors (no permission, no memory) are no fault of its own."""
+"""Error numbers that mean a damaged checkpoint; others (missing permission or memory) do not."""
 
 
 class DamagedError(Exception):
-    """A checkpoint is not what was written: which file, and how."""
+    """A file of a checkpoint is missing, or differs from what was written."""
 
 
 def manifest_of(directory: Path, **facts: Any) -> str:
-    """The text of a manifest: `facts`, and the hash of every file in `directory`."""
+    """Return the text of a manifest.
+
+    Args:
+        directory: the checkpoint, all of whose files are hashed.
+        facts: further keys and values.
+    """
     files = {path.name: _sha256(path) for path in sorted(directory.iterdir())}
     manifest = {"schema": SCHEMA, **facts, "files": files}
     return json.dumps(manifest | {"sha256": _seal(manifest)}, indent=2) + "\n"
 
 
 def verified_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest in `directory`, after a look at every byte of what it names.
+    """Return the manifest in `directory`, after verifying the hashes of the files that it lists.
 
     Raises:
-        DamagedError: when a file is missing or its hash differs.
-        ConfigError: when another version of this project wrote it.
-        OSError: when it cannot be read for another reason.
+        DamagedError: if a file is missing or its hash differs.
+        ConfigError: if it was written by an incompatible version of this project.
+        OSError: if a file cannot be read for another reason.
     """
     try:
         manifest = _read(directory / NAME)
@@ -52,19 +57,19 @@ def verified_manifest(directory: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What the manifest says, if it is as it was written: its own SHA-256 is found in the same way in every schema."""
+    """Read a manifest and verify its own SHA-256, which is computed in the same way in every schema."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         seal = manifest.pop("sha256")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{path} is damaged: {error!r}") from None
     if seal != _seal(manifest):
-        raise DamagedError(f"{path} is damaged: its SHA-256 is another")
+        raise DamagedError(f"{path} is damaged: its content does not match its SHA-256")
     return manifest
 
 
 def _seal(manifest: dict[str, Any]) -> str:
-    """The SHA-256 of what a manifest says."""
+    """Return the SHA-256 of a manifest without its own hash."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

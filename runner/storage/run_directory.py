@@ -1,4 +1,4 @@
-"""The run directory: made exclusively, never shared, holding all that a run leaves."""
+"""The run directory, which holds all files of one run: created exclusively, and locked by its process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from runner.config.errors import ConfigError
 
 RESULT = "result.json"
 _LONGEST = 120
-"""Bytes of a job's name: file systems take 255, and a terminal shows fewer."""
+"""Length limit of a job's name in bytes: file systems allow 255, but that is too wide for a terminal."""
 
 
 class StorageError(Exception):
-    """A file of a run cannot be written: the disk is full, or gone."""
+    """A file of a run cannot be written, because the disk is full or fails."""
 
     def __init__(self, path: Path, why: str):
         super().__init__(path, why)
@@ -31,20 +31,24 @@ class StorageError(Exception):
     def __str__(self) -> str:
         return (
             f"{self.path} cannot be written: {self.why}\n"
-            "  the checkpoints before are whole: make room on the disk, then resume (keep=1 needs the least room)"
+            "  earlier checkpoints are intact: make room on the disk, then resume (keep=1 needs the least room)"
         )
 
 
 def unique_name() -> str:
-    """`<date>_<time>-<id>`: sorts by time; the id tells apart what starts in the same second."""
+    """Return `<date>_<time>-<id>`; the random id distinguishes runs that start in the same second."""
     return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"
 
 
 def create(parent: Path, name: str | None = None) -> Path:
-    """A new directory under `parent`.
+    """Create a directory under `parent`, and return its absolute path.
+
+    Args:
+        parent: created if it does not exist.
+        name: the name of the directory; None for `unique_name()`.
 
     Raises:
-        ConfigError: when it cannot be made (a read-only or full disk, a file in the way).
+        ConfigError: if it cannot be created, for example on a read-only or full disk.
     """
     why = None
     for _ in range(10):
@@ -52,31 +56,31 @@ def create(parent: Path, name: str | None = None) -> Path:
         try:
             directory.mkdir(parents=True)
             return directory.resolve()
-        except (FileExistsError, FileNotFoundError) as error:  # taken; or another process removed an empty parent
+        except (FileExistsError, FileNotFoundError) as error:  # it exists, or another process removed an empty parent
             why = error.strerror
         except OSError as error:
             why = error.strerror
             break
-    why = f"no run directory can be made there ({why})"
+    why = f"a run directory cannot be created there ({why})"
     raise ConfigError("output_root", str(parent), why, "choose another with output_root=DIR")
 
 
 def nearest_existing(path: Path) -> Path:
-    """`path`, or the first directory above it that exists."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    """Return `path`, or its nearest parent that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def remove_empty(path: Path, end: Path) -> None:
-    """Remove the empty directory at `path`, and those above it that are empty then, up to but not `end`."""
-    with suppress(OSError):  # not empty: another run is there, or has just come
-        for place in (path.absolute(), *path.absolute().parents):
-            if place == end:
+    """Remove the directory `path` and its parents, below `end`, as long as they are empty."""
+    with suppress(OSError):  # not empty: another run uses it
+        for folder in (path.absolute(), *path.absolute().parents):
+            if folder == end:
                 return
-            place.rmdir()
+            folder.rmdir()
 
 
 def job_name(number: int, overrides: list[str]) -> str:
-    """`<job>-<overrides>` of a sweep's job, as a directory name."""
+    """Return the directory name of a job of a sweep, `<job>-<overrides>`."""
     labels = [re.sub(r"[^\w.=,+-]", "_", text.replace("'", "").replace('"', "")) for text in overrides]
     while len(labels) > 1 and len(f"{number:03d}-{','.join(labels)}".encode()) > _LONGEST:
         labels.pop()
@@ -84,24 +88,26 @@ def job_name(number: int, overrides: list[str]) -> str:
 
 
 def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:
-    """Leave the resolved config, and what the user typed of it."""
-    _write_whole(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(overrides)))
-    _write_whole(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))  # last: it makes it a run's
+    """Write the resolved config, and the overrides that the user typed, to the run directory."""
+    _write_atomically(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(overrides)))
+    _write_atomically(
+        directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config))
+    )  # last, as it marks a run directory
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write all or nothing: a reader never sees half a file."""
-    _write_whole(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Write a value as JSON, atomically."""
+    _write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def _write_whole(path: Path, text: str) -> None:
+def _write_atomically(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
 
 def read_result(directory: Path) -> dict[str, Any]:
-    """What the run left as its result; empty while there is none."""
+    """Return the result of the run at `directory`; empty if there is none yet."""
     try:
         return json.loads((directory / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -109,26 +115,26 @@ def read_result(directory: Path) -> dict[str, Any]:
 
 
 def step_name(step: int) -> str:
-    """The name of the checkpoint after `step`."""
+    """Return the directory name of the checkpoint after `step`."""
     return f"step_{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step that the name of a checkpoint tells; None for what is none, or was set aside."""
+    """Return the step in the directory name of a checkpoint; None for any other name."""
     digits = checkpoint.name.removeprefix("step_")
     return int(digits) if digits.isdecimal() and checkpoint.name == step_name(int(digits)) else None
 
 
 def newest_step(directory: Path) -> int:
-    """The step of the newest checkpoint of the run at `directory`; 0 without any."""
+    """Return the step of the newest checkpoint of the run at `directory`; 0 if there is none."""
     return max((step_of(path) or 0 for path in (directory / "checkpoints").glob("step_*")), default=0)
 
 
 def lock(directory: Path) -> IO[str] | None:
-    """Take the directory for this process, until the returned file is closed or the process ends, however it ends.
+    """Lock the run directory for this process, until the returned file is closed or the process exits.
 
     Returns:
-        None when another process is at work in it.
+        The open lock file; None if another process holds the lock.
     """
     file = (directory / ".lock").open("w")
     try:
@@ -140,7 +146,7 @@ def lock(directory: Path) -> IO[str] | None:
 
 
 def free_name(path: Path, suffix: str) -> Path:
-    """`path` with `.suffix` behind it, numbered where that is taken."""
+    """Return `path` with `.suffix` appended, and a number if that exists."""
     number, name = 2, path.with_name(f"{path.name}.{suffix}")
     while name.exists():
         number, name = number + 1, path.with_name(f"{path.name}.{suffix}{number}")

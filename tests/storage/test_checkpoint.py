@@ -233,7 +233,7 @@ def test_with_none_whole_the_run_begins_anew(two: Checkpoints, caplog: pytest.Lo
         (two.root / f"step_{step:08d}" / "state.pt").write_bytes(b"")
     with caplog.at_level(logging.WARNING, logger="runner"):
         assert two.latest() is None
-    assert "begins anew" in caplog.text
+    assert "the run starts at step 1" in caplog.text
     assert {path.name for path in two.root.iterdir()} == {"step_00000001.corrupt", "step_00000002.corrupt"}
     two.save(checkpoint(2))
     (two.root / "step_00000002" / "state.pt").write_bytes(b"")
