@@ -13,7 +13,7 @@ import torch
 from helpers.compose import composed
 
 from runner.config.errors import ConfigError
-from runner.env.base import Env, share
+from runner.env.base import Env, envs_per_process
 from runner.env.vector import EnvironmentBrokenError
 
 
@@ -33,7 +33,9 @@ def prepared(id: str, **options: Any) -> Env:
         ("Blackjack-v1", (45,), 2, None),  # three numbers laid end to end: 32 + 11 + 2
     ],
 )
-def test_what_an_agent_is_told(id: str, shape: tuple[int, ...], num_actions: int, longest: int | None) -> None:
+def test_the_spaces_of_an_environment_are_known_after_prepare(
+    id: str, shape: tuple[int, ...], num_actions: int, longest: int | None
+) -> None:
     env = prepared(id)
     assert (env.shape, env.num_actions, env.longest) == (shape, num_actions, longest)
     with env.vector(3) as vector:
@@ -42,7 +44,7 @@ def test_what_an_agent_is_told(id: str, shape: tuple[int, ...], num_actions: int
         assert vector.observations.dtype == np.float32
 
 
-def test_the_options_name_what_they_say() -> None:
+def test_each_option_makes_the_environment_that_it_names() -> None:
     names = {"cartpole": "CartPole-v1", "acrobot": "Acrobot-v1", "mountaincar": "MountainCar-v0"}
     names["lunarlander"] = "LunarLander-v3"
     for option, id in names.items():
@@ -51,7 +53,7 @@ def test_the_options_name_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_steps_and_resets_are_those_of_single_environments(vectorization: str) -> None:
+def test_vector_environments_step_and_reset_like_single_ones(vectorization: str) -> None:
     env = prepared("CartPole-v1", num_envs=2, vectorization=vectorization, max_episode_steps=30)
     singles = [gymnasium.make("CartPole-v1", max_episode_steps=30) for _ in range(2)]
     wanted = [single.reset(seed=7 + i)[0] for i, single in enumerate(singles)]
@@ -78,7 +80,7 @@ def test_steps_and_resets_are_those_of_single_environments(vectorization: str) -
 
 @pytest.mark.parametrize("id", ["CartPole-v1", "Acrobot-v1", "MountainCar-v0", "FrozenLake-v1", "Taxi-v4"])
 @pytest.mark.parametrize("vectorization", ["auto", "sync"])
-def test_a_saved_state_goes_on_bitwise(id: str, vectorization: str, tmp_path: Any) -> None:
+def test_a_restored_state_continues_bitwise(id: str, vectorization: str, tmp_path: Any) -> None:
     env = prepared(id, vectorization=vectorization, max_episode_steps=25)
     random = np.random.default_rng(1)
     with env.vector(3) as vector, env.vector(3) as other:
@@ -95,7 +97,7 @@ def test_a_saved_state_goes_on_bitwise(id: str, vectorization: str, tmp_path: An
                 assert np.array_equal(mine, others)
 
 
-def test_processes_end_when_they_are_told_to_whatever_the_run_does_with_signals() -> None:
+def test_environment_processes_terminate_whatever_the_run_does_with_signals() -> None:
     env = prepared("CartPole-v1", num_envs=2, vectorization="async")
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
@@ -110,7 +112,7 @@ def test_processes_end_when_they_are_told_to_whatever_the_run_does_with_signals(
         signal.signal(signal.SIGTERM, before)
 
 
-def test_the_state_of_processes_cannot_be_had() -> None:
+def test_the_state_of_environment_processes_cannot_be_saved() -> None:
     env = prepared("CartPole-v1", num_envs=2, vectorization="async")
     with env.vector(2) as vector:
         vector.reset(0)
@@ -118,13 +120,13 @@ def test_the_state_of_processes_cannot_be_had() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_environments_are_dealt_out_evenly(count: int) -> None:
-    assert share(8, count) * count == 8
+def test_environments_are_divided_evenly_or_refused(count: int) -> None:
+    assert envs_per_process(8, count) * count == 8
     if count > 1:
-        with pytest.raises(
-            ConfigError, match=rf"cannot be dealt out evenly to {count} processes\n  env.num_envs={count}"
-        ):
-            share(1, count)
+        with pytest.raises(ConfigError) as refusal:
+            envs_per_process(1, count)
+        assert (refusal.value.key, refusal.value.got) == ("env.num_envs", 1)
+        assert refusal.value.remedy == f"env.num_envs={count}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,7 +162,7 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     del gymnasium.registry["Broken-v0"]
 
 
-def test_a_broken_environment_tells_seed_episode_and_step(broken: str) -> None:
+def test_a_broken_environment_is_reported_with_seed_episode_and_step(broken: str) -> None:
     with prepared("Broken-v0").vector(1) as vector:
         vector.reset(42)
         for _ in range(14):  # two whole episodes with their resets, and two steps

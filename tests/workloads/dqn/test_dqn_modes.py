@@ -14,17 +14,15 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers.compose import composed
+from helpers.compose import built, composed, train_in
 from helpers.events import curves
 from helpers.plain_loop import largest_difference, weights_at
-from helpers.ranks import Ranks, prepared
-from runner.session import session
+from helpers.ranks import Ranks
 from torch import nn
 
 from runner.config.options import groups
-from runner.run import Run
+from runner.run import Session, build_run
 from runner.seeds import derive
-from runner.train import train
 
 STEPS, BATCH, LR, TAU, CLIP = 12, 48, 0.01, 0.1, 2.0
 AGENT = (
@@ -53,8 +51,7 @@ def do(ranks: Callable[[int], Ranks], processes: int, directory: Path, *override
     config = composed(*AGENT, *overrides)
     if processes > 1:
         return ranks(processes).train(config, directory, change)
-    directory.mkdir(exist_ok=True)
-    return train(prepared(config, directory, change))
+    return train_in(directory, build_run(config), change or (lambda session: None)).result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -70,9 +67,9 @@ def table() -> tuple[torch.Tensor, torch.Tensor]:
     return rows, torch.randint(300, (STEPS * BATCH,), generator=generator)
 
 
-def draw_given(run: Run) -> None:
+def draw_given(session: Session) -> None:
     """The replay hands out this process's part of the given batches; all else is as ever."""
-    workload: Any = run.workload
+    workload: Any = session.run.workload
     new_actor, (rows, order) = workload._new_actor, table()
 
     def with_given(plan: Any, device: torch.device) -> Any:
@@ -122,7 +119,7 @@ def plain(seed: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.parametrize(("mode", "processes"), [("single", 1), ("dp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2)])
-def test_given_the_transitions_a_mode_ends_where_plain_torch_ends(
+def test_every_mode_equals_plain_torch_on_the_same_transitions(
     mode: str, processes: int, accumulation: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     directory = tmp_path / "run"
@@ -137,7 +134,7 @@ def test_given_the_transitions_a_mode_ends_where_plain_torch_ends(
 
 
 @pytest.mark.parametrize(("mode", "processes"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
-def test_in_float32_they_end_there_but_for_rounding(
+def test_every_mode_equals_plain_torch_in_float32_up_to_rounding(
     mode: str, processes: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     directory = tmp_path / "run"
@@ -154,7 +151,7 @@ PROCESSES = {"single": 1, "dp": 1, "ddp": 2, "fsdp": 2, "ensemble": 2}
 
 
 @pytest.mark.parametrize("mode", PROCESSES)
-def test_every_precision_and_accumulation_keeps_the_budget(
+def test_every_precision_and_accumulation_keeps_the_number_of_environment_steps(
     mode: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     for precision, accumulation in itertools.product(groups()["precision"], ("1", "4")):
@@ -169,23 +166,18 @@ def test_every_precision_and_accumulation_keeps_the_budget(
 
 
 @pytest.mark.parametrize(("precision", "accumulation"), [("32", "1"), ("bf16", "4")])
-def test_actors_that_do_not_wait_share_the_budget(precision: str, accumulation: str, tmp_path: Path) -> None:
-    config = composed(
-        *AGENT, "parallel=hogwild", f"precision={precision}", f"accumulation={accumulation}", "log_every=4"
-    )
-    run = prepared(config, tmp_path)
-    result = run.parallel.launch(session, run)
+def test_hogwild_actors_share_the_environment_steps(precision: str, accumulation: str, tmp_path: Path) -> None:
+    overrides = ("parallel=hogwild", f"precision={precision}", f"accumulation={accumulation}", "log_every=4")
+    result = train_in(tmp_path, built(*AGENT, *overrides)).result
     assert (result.status, result.steps, result.world_size) == ("done", STEPS, 2)
     assert result.notes["env_steps"] == 120 + STEPS / 0.1
     assert math.isfinite(result.metrics["train/td_loss"])
     assert [step for step, _ in curves(tmp_path)["hogwild/updates"]] == [4, 8, 12]
 
 
-def test_one_actor_that_has_nobody_to_wait_for_is_the_single_one(tmp_path: Path) -> None:
+def test_one_hogwild_actor_equals_single_bitwise(tmp_path: Path) -> None:
     for name, mode in (("one", "parallel=single"), ("alone", "parallel=hogwild parallel.processes=1")):
-        (tmp_path / name).mkdir()
-        run = prepared(composed(*AGENT, *mode.split()), tmp_path / name)
-        run.parallel.launch(session, run)
+        train_in(tmp_path / name, built(*AGENT, *mode.split()))
     wanted, got = (weights_at(tmp_path / name, STEPS) for name in ("one", "alone"))
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
@@ -210,7 +202,7 @@ def test_an_agent_of_several_processes_resumes_bitwise(
 # Members that vote
 
 
-def test_members_vote_by_their_mean_values(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_members_vote_by_their_mean_action_values(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     result = do(ranks, 2, tmp_path / "run", "parallel=ensemble", "optimizer.lr=0.05")
     checkpoint = tmp_path / "run/checkpoints" / f"step_{STEPS:08d}"
     second = torch.load(checkpoint / "rank_1.pt", weights_only=True)["parallel"]["tensors"]

@@ -95,7 +95,7 @@ def stored(replay: Replay) -> dict[tuple, tuple]:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_every_transition_is_that_of_the_slow_reference(length: int, num_envs: int) -> None:
+def test_every_transition_equals_that_of_a_slow_reference(length: int, num_envs: int) -> None:
     agent = actor(num_envs, length, 0.9)
     for steps in range(1, 120):
         agent.step(None, 1.0)
@@ -113,7 +113,7 @@ def test_every_transition_is_that_of_the_slow_reference(length: int, num_envs: i
     assert agent.num_episodes in range(whole, whole + num_envs + 1)
 
 
-def test_the_episodes_told_are_those_that_ended() -> None:
+def test_only_finished_episodes_are_reported() -> None:
     agent = actor(2, 3, 0.9)
     for _ in range(60):
         agent.step(None, 1.0)
@@ -133,7 +133,7 @@ def rows(start: int, count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("block", [1, 3, 7, 10, 25])
-def test_the_newest_are_kept_and_the_oldest_overwritten(block: int) -> None:
+def test_new_transitions_overwrite_the_oldest(block: int) -> None:
     replay = Replay(10, 1)
     address = replay.rows.data_ptr()
     for start in range(0, 10 * block, block):
@@ -145,7 +145,7 @@ def test_the_newest_are_kept_and_the_oldest_overwritten(block: int) -> None:
 
 
 @pytest.mark.parametrize(("saved", "capacity"), [(4, 10), (13, 10), (13, 4), (13, 30), (4, 2)])
-def test_a_saved_replay_goes_on_in_one_of_any_size(saved: int, capacity: int) -> None:
+def test_a_saved_replay_is_loaded_into_one_of_any_capacity(saved: int, capacity: int) -> None:
     before, after = Replay(10, 1), Replay(capacity, 1)
     before.add(rows(0, saved))
     after.load_state_dict(before.state_dict())
