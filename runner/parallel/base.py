@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import MicroBatch
-from runner.config.errors import check
+from runner.config.errors import check, errors_under
 from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import full_state
@@ -41,7 +41,8 @@ class Parallel:
             ConfigError: with the key from the root, as by every check of a mode.
         """
         self._check_one_process()
-        return Launcher([choice.resolve()])
+        with errors_under("device"):
+            return Launcher([choice.resolve()])
 
     def _check_one_process(self) -> None:
         started = external_world_size()
