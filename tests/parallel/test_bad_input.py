@@ -1,4 +1,4 @@
-"""What the modes refuse: with the key, the reason and the remedy, and before any process is started."""
+"""What the modes of several processes refuse, before any process is started."""
 
 from __future__ import annotations
 
@@ -8,63 +8,66 @@ from typing import NamedTuple
 import pytest
 import torch
 from helpers.command import run_command
-from helpers.compose import FAST, built
+from helpers.compose import FAST, built, prepared, train_in
 
 import runner.parallel.launch.processes
-from runner.config.errors import ConfigError
+from runner.config.errors import ABSENT, ConfigError
 
 
 class Bad(NamedTuple):
-    """Overrides, and the refusal: how it begins, and what it advises.
+    """Overrides, and the refusal: its key, the value that it shows, and words of its reason and its remedy.
 
     Args:
         gpus: how many this machine pretends to have.
     """
 
     overrides: str
-    told: str
-    remedy: str
+    key: str
+    got: str
+    words: list[str]
     gpus: int = 0
 
 
 TABLE = [
     # processes
-    Bad("parallel=ddp parallel.processes=0", "parallel.processes: got 0", "≥ 1"),
-    Bad("parallel=fsdp parallel.processes=-2", "parallel.processes: got -2", "≥ 1"),
-    Bad("parallel=ddp parallel.processes=two", "parallel.processes: got 'two'", "parallel.processes=2"),
-    Bad("parallel=hogwild parallel.processes=null", "parallel.processes: got null", "conf/parallel/hogwild.yaml"),
-    Bad("parallel=ddp parallel.processes=2.5", "parallel.processes: got 2.5", "conf/parallel/ddp.yaml"),
-    Bad("parallel=ddp parallel.processes=9999999", "parallel.processes: got 9999999", "≤ 4096"),
-    Bad("parallel=ddp parallel.processes=4", "parallel.processes: got 4: 2 GPUs may be used", "at most 2", gpus=2),
+    Bad("parallel=ddp parallel.processes=0", "parallel.processes", "0", ["≥ 1"]),
+    Bad("parallel=fsdp parallel.processes=-2", "parallel.processes", "-2", ["≥ 1"]),
+    Bad("parallel=ddp parallel.processes=two", "parallel.processes", "two", ["parallel.processes=2"]),
+    Bad("parallel=hogwild parallel.processes=null", "parallel.processes", "None", ["conf/parallel/hogwild.yaml"]),
+    Bad("parallel=ddp parallel.processes=2.5", "parallel.processes", "2.5", ["conf/parallel/ddp.yaml"]),
+    Bad("parallel=ddp parallel.processes=9999999", "parallel.processes", "9999999", ["≤ 4096"]),
+    Bad("parallel=ddp parallel.processes=4", "parallel.processes", "4", ["2 GPUs may be used", "at most 2"], gpus=2),
     # the batch
-    Bad("parallel=ddp parallel.processes=4 batch_size=2", "batch_size: got 2", "batch_size=4"),
-    Bad("parallel=fsdp parallel.processes=3 batch_size=64", "batch_size: got 64", "batch_size=63 or batch_size=66"),
-    Bad("parallel=ddp batch_size=9", "batch_size: got 9", "batch_size=8 or batch_size=10"),
-    Bad("parallel=ddp batch_size=6 accumulation=2", "batch_size: got 6", "batch_size=4 or batch_size=8"),
-    # patience and ports
-    Bad("parallel=ddp parallel.timeout=0", "parallel.timeout: got 0", "≥ 1"),
-    Bad("parallel=ddp parallel.timeout=inf", "parallel.timeout: got inf", "≤ 86400"),
-    Bad("parallel=ddp parallel.timeout=nan", "parallel.timeout: got nan", "≥ 1"),
-    Bad("parallel=ddp parallel.max_restarts=-1", "parallel.max_restarts: got -1", "≥ 0"),
-    Bad("parallel=ddp parallel.port=0", "parallel.port: got 0", "≥ 1"),
-    Bad("parallel=ddp parallel.port=70000", "parallel.port: got 70000", "≤ 65535"),
+    Bad("parallel=ddp parallel.processes=4 batch_size=2", "batch_size", "2", ["batch_size=4"]),
+    Bad("parallel=fsdp parallel.processes=3 batch_size=64", "batch_size", "64", ["batch_size=63 or batch_size=66"]),
+    Bad("parallel=ddp batch_size=9", "batch_size", "9", ["batch_size=8 or batch_size=10"]),
+    Bad("parallel=ddp batch_size=6 accumulation=2", "batch_size", "6", ["batch_size=4 or batch_size=8"]),
+    # timeouts, restarts and ports
+    Bad("parallel=ddp parallel.timeout=0", "parallel.timeout", "0.0", ["≥ 1"]),
+    Bad("parallel=ddp parallel.timeout=inf", "parallel.timeout", "inf", ["≤ 86400"]),
+    Bad("parallel=ddp parallel.timeout=nan", "parallel.timeout", "nan", ["≥ 1"]),
+    Bad("parallel=ddp parallel.max_restarts=-1", "parallel.max_restarts", "-1", ["≥ 0"]),
+    Bad("parallel=ddp parallel.port=0", "parallel.port", "0", ["≥ 1"]),
+    Bad("parallel=ddp parallel.port=70000", "parallel.port", "70000", ["≤ 65535"]),
     # devices
-    Bad("parallel=hogwild device=cuda", "device.kind: got 'cuda'", "parallel=ddp", gpus=2),
-    Bad("parallel=hogwild device=mps", "device.kind: got 'mps'", "device=cpu"),
-    Bad("parallel=ddp device=mps", "device.kind: got 'mps': tensors of a Metal device", "parallel=single"),
-    Bad("parallel=fsdp device=cuda", "device.kind: got 'cuda': torch finds no CUDA device", "device=auto"),
-    Bad("parallel=ddp device=cuda device.index=2", "device.index: got 2: 2 CUDA devices are visible", "0 to 1", gpus=2),
-    Bad("parallel=ddp device=cuda device.indices=[0,7]", "device.indices: got [0, 7]", "0 to 1", gpus=2),
-    Bad("parallel=dp device=cuda device.indices=[0,7]", "device.indices: got [0, 7]", "0 to 1", gpus=2),
-    Bad("parallel=dp device=cuda device.indices=[7,0]", "device.indices: got [7, 0]", "0 to 1", gpus=2),
-    Bad("parallel=ddp device=cuda device.indices=[0,0]", "device.indices: got [0, 0]", "device.indices=[0,1]", gpus=2),
+    Bad("parallel=hogwild device=cuda", "device.kind", "cuda", ["parallel=ddp"], gpus=2),
+    Bad("parallel=hogwild device=mps", "device.kind", "mps", ["device=cpu"]),
+    Bad("parallel=ddp device=mps", "device.kind", "mps", ["tensors of a Metal device", "parallel=single"]),
+    Bad("parallel=fsdp device=cuda", "device.kind", "cuda", ["torch finds no CUDA device", "device=auto"]),
+    Bad(
+        "parallel=ddp device=cuda device.index=2", "device.index", "2", ["2 CUDA devices are visible", "0 to 1"], gpus=2
+    ),
+    Bad("parallel=ddp device=cuda device.indices=[0,7]", "device.indices", "[0, 7]", ["0 to 1"], gpus=2),
+    Bad("parallel=dp device=cuda device.indices=[0,7]", "device.indices", "[0, 7]", ["0 to 1"], gpus=2),
+    Bad("parallel=dp device=cuda device.indices=[7,0]", "device.indices", "[7, 0]", ["0 to 1"], gpus=2),
+    Bad("parallel=ddp device=cuda device.indices=[0,0]", "device.indices", "[0, 0]", ["device.indices=[0,1]"], gpus=2),
     # options
-    Bad("parallel=ddp parallel.static_graph=true accumulation=2", "parallel.static_graph: got True", "accumulation=1"),
-    Bad("parallel=ddp parallel.compression=zip", "parallel.compression: got 'zip'", "powersgd"),
-    Bad("parallel=ddp parallel.bucket_mb=0", "parallel.bucket_mb: got 0", "> 0"),
-    Bad("parallel=ddp parallel.powersgd_rank=0", "parallel.powersgd_rank: got 0", "≥ 1"),
-    Bad("parallel=ddp +parallel.members=3", "parallel.members", "max_restarts"),
-    Bad("parallel=hogwild +parallel.bucket_mb=3", "parallel.bucket_mb", "processes"),
+    Bad("parallel=ddp parallel.static_graph=true accumulation=2", "parallel.static_graph", "True", ["accumulation=1"]),
+    Bad("parallel=ddp parallel.compression=zip", "parallel.compression", "zip", ["powersgd"]),
+    Bad("parallel=ddp parallel.bucket_mb=0", "parallel.bucket_mb", "0.0", ["> 0"]),
+    Bad("parallel=ddp parallel.powersgd_rank=0", "parallel.powersgd_rank", "0", ["≥ 1"]),
+    Bad("parallel=ddp +parallel.members=3", "parallel.members", str(ABSENT), ["max_restarts"]),
+    Bad("parallel=hogwild +parallel.bucket_mb=3", "parallel.bucket_mb", str(ABSENT), ["processes"]),
 ]
 
 
@@ -73,7 +76,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was asked to start processes."""
     calls: list[str] = []
     monkeypatch.setattr(runner.parallel.launch.processes, "start_server", lambda *_: calls.append("server"))
-    monkeypatch.setattr(runner.parallel.launch.processes, "Crew", lambda *_: calls.append("crew"))
+    monkeypatch.setattr(runner.parallel.launch.processes, "Supervisor", lambda *_: calls.append("supervisor"))
     return calls
 
 
@@ -85,21 +88,27 @@ def test_bad_input_is_refused_before_a_process_starts(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bad.gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: bad.gpus)
     with pytest.raises(ConfigError) as refusal:
-        built(*bad.overrides.split()).prepare()
-    assert str(refusal.value).startswith(bad.told)
-    assert bad.remedy in str(refusal.value)
+        prepared(built(*bad.overrides.split()))
+    assert (refusal.value.key, str(refusal.value.got)) == (bad.key, bad.got)
+    for word in bad.words:
+        assert word in f"{refusal.value.why}\n{refusal.value.remedy}"
     assert len(str(refusal.value).splitlines()) <= 10
-    assert "crew" not in started
+    assert "supervisor" not in started
 
 
 @pytest.mark.parametrize("bad", [bad for bad in TABLE if not bad.gpus][::7], ids=lambda bad: bad.overrides)
-def test_the_command_says_so_and_leaves_nothing(bad: Bad, tmp_path: Path) -> None:
-    code, told = run_command(*bad.overrides.split(), cwd=tmp_path)
-    assert (code, told.startswith(bad.told)) == (2, True), told
+def test_the_command_exits_with_2_and_leaves_nothing(bad: Bad, tmp_path: Path) -> None:
+    code, console = run_command(*bad.overrides.split(), cwd=tmp_path)
+    assert code == 2, console
+    assert console.startswith(f"{bad.key}:")
     assert {path.name for path in tmp_path.iterdir()} == {"console.txt", "code"}
 
 
-def test_good_input_would_start_them(started: list[str]) -> None:
+def test_good_input_starts_the_fork_server_and_then_the_ranks(started: list[str], tmp_path: Path) -> None:
     """Or the tests above would see nothing whatever happened."""
-    built(*FAST, "parallel=ddp").prepare()
+    run = built(*FAST, "parallel=ddp")
+    prepared(run)
     assert started == ["server"]
+    with pytest.raises(TypeError):  # the supervisor of these tests is none
+        train_in(tmp_path, run)
+    assert started == ["server", "server", "supervisor"]

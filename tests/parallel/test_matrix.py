@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.compose import FAST, built, composed
-from helpers.ranks import Ranks, prepared
-from helpers.ranks import train as train_joined
+from helpers.compose import FAST, built, composed, train_in
+from helpers.ranks import Ranks
+from helpers.ranks import train as train_in_rank
 
 from runner.config.options import groups
-from runner.run import Run
+from runner.parallel.context import Process
+from runner.run import build_run
 from runner.train import train
 
 PRECISIONS, ACCUMULATIONS = groups()["precision"], groups()["accumulation"]
@@ -35,8 +36,8 @@ def cell(mode: str, precision: str, accumulation: str) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> float:
     """The mean training loss of a single process in float32."""
-    config = composed(*cell("single", "32", "1"))
-    return train(prepared(config, tmp_path_factory.mktemp("single"))).metrics["train/loss"]
+    run = built(*cell("single", "32", "1"))
+    return train_in(tmp_path_factory.mktemp("single"), run).result.metrics["train/loss"]
 
 
 def check(result: Any, mode: str, precision: str, baseline: float) -> None:
@@ -49,9 +50,8 @@ def check(result: Any, mode: str, precision: str, baseline: float) -> None:
 @pytest.mark.parametrize("mode", ["single", "dp"])
 def test_in_one_process(mode: str, precision: str, baseline: float, tmp_path: Path) -> None:
     for accumulation in ACCUMULATIONS:
-        config = composed(*cell(mode, precision, accumulation))
-        (directory := tmp_path / accumulation).mkdir()
-        check(train(prepared(config, directory)), mode, precision, baseline)
+        run = built(*cell(mode, precision, accumulation))
+        check(train_in(tmp_path / accumulation, run).result, mode, precision, baseline)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -66,37 +66,31 @@ def test_in_two_processes(
 
 def train_all(configs: dict[str, dict[str, Any]], root: Path) -> list[Any]:
     """In a rank: the results of all `configs`."""
-    return [train_joined(config, made(root / name), None) for name, config in configs.items()]
+    return [train_in_rank(config, root / name) for name, config in configs.items()]
 
 
-def made(directory: Path) -> Path:
-    directory.mkdir(exist_ok=True)
-    return directory
-
-
-def test_in_two_processes_that_share_one_model(baseline: float, tmp_path: Path) -> None:
+def test_in_two_workers_that_share_one_model(baseline: float, tmp_path: Path) -> None:
     """All cells in one pair of workers, whose memory is large enough for a model in float64."""
     cells = list(itertools.product(PRECISIONS, ACCUMULATIONS))
-    run = built(*cell("hogwild", "64", "1"))
-    run.prepare()
-    run.directory = tmp_path
     configs = {"_".join(names): composed(*cell("hogwild", *names)) for names in cells}
-    results = run.parallel.launch(functools.partial(train_all_together, configs), run)
+    work = functools.partial(train_all_together, configs)
+    results: Any = train_in(tmp_path, built(*cell("hogwild", "64", "1")), train_rank=work).result
     for (precision, _), result in zip(cells, results, strict=True):
         check(result, "hogwild", precision, baseline)
 
 
-def train_all_together(configs: dict[str, dict[str, Any]], run: Run) -> list[Any]:
-    """In a worker of `run`: the results of all `configs`."""
+def train_all_together(
+    configs: dict[str, dict[str, Any]], _: dict[str, Any], directory: Path, process: Process
+) -> list[Any]:
+    """In a worker: the results of all `configs`."""
     gc.freeze()  # or each of them would look for garbage among all that torch has made
     results = []
     for name, config in configs.items():
-        own = prepared(config, made(run.directory / name))
-        own.parallel = run.parallel
-        results.append(train(own))
+        (directory / name).mkdir(exist_ok=True)
+        results.append(train(build_run(config).prepare(process), directory / name))
     return results
 
 
 def test_every_mode_is_in_the_matrix() -> None:
-    """The modes that cut the network into pieces have a table of their own."""
+    """The modes that split the network have a table of their own."""
     assert set(groups()["parallel"]) - {"model", "pipeline"} == {"single", "dp", "ddp", "fsdp", "hogwild", "ensemble"}
