@@ -92,7 +92,7 @@ def _show(figures: dict[str, Figure], out: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from torch.utils.tensorboard.summary import image
 
-    from runner.tracking.tensorboard import EventFile
+    from runner.tracking.event_file import EventFile
 
     events = EventFile(out, first_step=0)
     for name, figure in figures.items():

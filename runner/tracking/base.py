@@ -1,4 +1,4 @@
-"""The contract of a tracking backend: where the curves and pictures of a run go."""
+"""The base class of tracking backends, to which the curves and images of a run are logged."""
 
 from __future__ import annotations
 
@@ -12,29 +12,38 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tracker:
-    """`tracking=none`: nothing is tracked; a backend overrides what it can show.
+    """Logs nothing (`tracking=none`). A backend overrides the methods for what it can display.
 
-    Only rank 0 opens it. What is logged must be safe when a method returns: a run can be killed at any time. A resumed
-    run opens it again, and what was logged from `first_step` on is logged once more.
+    It is used on rank 0 only. When a method returns, what it has logged must not be lost if the process is killed.
+    A resumed run opens the tracker again with a `first_step`, from which on it logs all steps again.
     """
 
     def open(self, directory: Path, first_step: int) -> None:
-        """Begin a session of the run in `directory`, whose next optimizer step is `first_step`."""
+        """Start a session.
+
+        Args:
+            directory: the run directory.
+            first_step: the next optimizer step.
+        """
 
     def scalars(self, values: dict[str, float], step: int) -> None:
-        """Log a point of the curve of each tag, after `step` optimizer steps."""
+        """Log scalars by tag, after `step` optimizer steps."""
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        """Log pictures by tag: RGB images, uint8 [3, height, width], and films, uint8 [frames, 3, height, width]."""
+        """Log RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag."""
 
     def texts(self, texts: dict[str, str], step: int) -> None:
         """Log preformatted texts by tag."""
 
     def hyperparameters(self, values: dict[str, float | str | bool]) -> None:
-        """Log the run's config, flattened to dotted keys."""
+        """Log the config of the run, flattened to dotted keys."""
 
     def flush(self) -> None:
-        """Wait until everything logged so far is on disk: a checkpoint follows, whose resume does not log it again."""
+        """Flush to disk; called before a checkpoint, as a run resumed from it does not log earlier steps again."""
 
     def close(self, done: bool) -> None:
-        """End the session; `done`: the run has reached its last step."""
+        """End the session.
+
+        Args:
+            done: whether the run has reached its last step.
+        """

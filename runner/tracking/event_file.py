@@ -1,12 +1,13 @@
-"""TensorBoard's events of one session, written where the loop stands.
+"""Writes TensorBoard event files synchronously.
 
-torch's `SummaryWriter` does not do here. It names its file by the second and the process id, while TensorBoard reads
-files in the order of their names, and only so knows what a resumed run computes again. It hands events to a thread,
-which competes with the loop for the interpreter, and tells of a full disk when the next event comes.
+`torch.utils.tensorboard.SummaryWriter` is not used, for two reasons. Its file names do not sort by session when two
+sessions start in the same second, but TensorBoard reads files in the order of their names and drops the steps that a
+later session computes again. Its writer thread competes with the training loop for the GIL, and reports a full disk
+only at the next event.
 """
 
 # pyright: reportAttributeAccessIssue=false
-# (protobuf makes its classes when its modules are imported)
+# (protobuf creates its classes at run time)
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ _NAME = re.compile(r"events\.out\.tfevents\.(\d+)")
 
 
 class EventFile:
-    """The events of one session, in a file that TensorBoard reads after those of the sessions before.
+    """The event file of one session, which TensorBoard reads after those of earlier sessions.
 
     Args:
-        directory: the run's.
-        first_step: the session's: what earlier sessions logged from this step on is computed again, and purged.
+        directory: the run directory.
+        first_step: the first step of the session; TensorBoard drops the points of earlier sessions from it on.
     """
 
     def __init__(self, directory: Path, first_step: int):
@@ -45,10 +46,10 @@ class EventFile:
         self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, summary: Summary, step: int = 0) -> None:
-        """Write a summary: when this returns, it survives the death of the process.
+        """Write a summary; after this call, it is not lost if the process is killed.
 
         Raises:
-            StorageError: when the disk is full or gone.
+            StorageError: if the disk is full or fails.
         """
         try:
             self._write(step=step, summary=summary)
@@ -57,11 +58,12 @@ class EventFile:
             raise StorageError(Path(self._file.name), error.strerror or str(error)) from error
 
     def sync(self) -> None:
-        """Wait until all events are on the disk."""
+        """Flush all events to disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        with suppress(OSError):  # `add` told of it
+        """Close the file."""
+        with suppress(OSError):  # `add` has reported it
             self._file.close()
 
     def _write(self, **fields: Any) -> None:
@@ -69,21 +71,24 @@ class EventFile:
 
 
 def points(values: dict[str, float]) -> Summary:
-    """A point of the curve of each tag."""
+    """Return a summary with one scalar per tag."""
     return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
 def animation(tag: str, gif: bytes, height: int, width: int) -> Summary:
-    """A film, which TensorBoard shows among the images."""
+    """Return a summary with a GIF, which TensorBoard shows among the images."""
     shown = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif)
     return Summary(value=[Summary.Value(tag=tag, image=shown)])
 
 
 def row_start(values: dict[str, float | str | bool]) -> Summary:
-    """A run's row in the HPARAMS tab.
+    """Return the summary that starts a run's row in the HPARAMS tab.
 
-    There is no `Experiment` beside it, which would fix the columns of a whole sweep to those of its first run:
-    TensorBoard finds them by itself, and shows those first that differ.
+    Without an `Experiment` message, TensorBoard infers the columns from all runs, and shows those that differ first.
+    An `Experiment` would restrict the columns of a sweep to those of its first run.
+
+    Args:
+        values: the hyper-parameters of the run.
     """
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
     for name, value in values.items():
@@ -93,7 +98,7 @@ def row_start(values: dict[str, float | str | bool]) -> Summary:
 
 
 def row_end() -> Summary:
-    """What marks the row's run as done."""
+    """Return the summary that marks a run as successful in the HPARAMS tab."""
     end = plugin_data_pb2.SessionEndInfo(status=STATUS_SUCCESS, end_time_secs=time.time())
     return _hparams(metadata.SESSION_END_INFO_TAG, session_end_info=end)
 

@@ -1,6 +1,7 @@
-"""Pictures for TensorBoard: images with captions, and a confusion matrix; uint8 tensors [3, height, width] on the CPU.
+"""Images for TensorBoard: a grid of images with captions, and a confusion matrix, as uint8 [3, height, width] tensors.
 
-Drawn with Pillow, which comes with torchvision and brings its own font: no plotting library, no system fonts.
+They are drawn with Pillow, which torchvision depends on and which includes a font: no plotting library or system font
+is needed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-# Pillow is imported inside the functions: a run that draws nothing, or fails on its config, does not load it.
+# Pillow is imported inside the functions, as runs that draw nothing do not need it.
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
 
 GOOD, BAD, PLAIN = (20, 110, 60), (185, 35, 45), (90, 90, 90)
-"""The colour of a caption's strip: right, wrong, and neither said."""
+"""The color of a caption's background: for a right, a wrong and an unrated image."""
 
 _WHITE, _INK = (255, 255, 255), (40, 40, 40)
 _DARKEST = (8, 48, 107)
@@ -30,11 +31,11 @@ _SPELLED = str.maketrans({"→": "->", "–": "-", "×": "x", "ß": "ss", "æ": 
 
 
 def gif(frames: torch.Tensor, seconds: float = 0.04) -> bytes:
-    """A film as an endless GIF.
+    """Encode frames as a looping GIF.
 
     Args:
         frames: uint8 [n, 3, height, width].
-        seconds: how long each is shown.
+        seconds: duration of a frame, in seconds.
     """
     from PIL import Image
 
@@ -45,21 +46,22 @@ def gif(frames: torch.Tensor, seconds: float = 0.04) -> bytes:
 
 
 def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | None = None) -> torch.Tensor:
-    """Images in as many rows as columns, each with a caption below.
+    """Arrange images in a square grid, each with a caption below it.
 
-    Small images are scaled up by a whole number until their longer side has 64 pixels, large ones down to 160.
+    The longer side of a small image is scaled up by an integer factor to at least 64 pixels, that of a large image
+    down to 160 pixels.
 
     Args:
         images: uint8 [n, 1 or 3, height, width].
-        captions: n of them, cut off where they are wider than the image.
-        good: whether each is right, which colours its caption green or red; None: grey.
+        captions: n captions, truncated to the width of the image.
+        good: n flags, which color the captions green (right) or red (wrong); None: gray.
 
     Returns:
         uint8 [3, height, width].
     """
     from PIL import Image, ImageDraw
 
-    colours = [PLAIN] * len(images) if good is None else [GOOD if right else BAD for right in good]
+    colors = [PLAIN] * len(images) if good is None else [GOOD if right else BAD for right in good]
     width, height = _tile_size(images.shape[3], images.shape[2])
     cell_width, cell_height = width + _GAP, height + _STRIP + _GAP
     columns = max(1, math.ceil(math.sqrt(len(images))))
@@ -67,24 +69,25 @@ def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | N
     canvas = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _GAP), _WHITE)
     draw = ImageDraw.Draw(canvas)
     scaling = Image.Resampling.NEAREST if width >= images.shape[3] else Image.Resampling.BOX
-    for i, (image, caption, colour) in enumerate(zip(images, captions, colours, strict=True)):
+    for i, (image, caption, color) in enumerate(zip(images, captions, colors, strict=True)):
         left, top = _GAP + i % columns * cell_width, _GAP + i // columns * cell_height
         canvas.paste(_to_pillow(image).resize((width, height), scaling), (left, top))
-        draw.rectangle((left, top + height, left + width - 1, top + height + _STRIP - 1), colour)
-        place = (left + width / 2, top + height + _STRIP / 2)
-        draw.text(place, _fitting(caption, width - 4, _FONT), _WHITE, font(_FONT), anchor="mm")
+        draw.rectangle((left, top + height, left + width - 1, top + height + _STRIP - 1), color)
+        center = (left + width / 2, top + height + _STRIP / 2)
+        draw.text(center, _truncated(caption, width - 4, _FONT), _WHITE, font(_FONT), anchor="mm")
     return to_tensor(canvas)
 
 
 def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.Tensor:
-    """How often samples of each class (rows) were taken for each class (columns).
+    """Draw a confusion matrix: how often samples of each true class (rows) were predicted as each class (columns).
 
-    A cell is the darker, the larger its share of its row; by the root of it, so that rare mistakes show. Up to 20
-    classes have their names and counts written; more are drawn as a heat map of at most 1000 cells a side, in which
-    neighbouring classes share a cell where there are more.
+    The darkness of a cell is the square root of its fraction of the row, so that rare errors are visible. Up to 20
+    classes are drawn with names and counts, more classes as a heat map of at most 1000×1000 cells, in which adjacent
+    classes are merged if there are more.
 
     Args:
         counts: int64 [classes, classes], on any device.
+        class_names: the name of each class.
 
     Returns:
         uint8 [3, height, width].
@@ -95,7 +98,7 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
 
 
 def shades(counts: torch.Tensor) -> torch.Tensor:
-    """The colours of a confusion matrix's cells: white for none of its row, dark blue for all.
+    """Return the colors of the cells of a confusion matrix, from white (no sample of the row) to dark blue (all).
 
     Args:
         counts: int64 [classes, classes].
@@ -103,19 +106,19 @@ def shades(counts: torch.Tensor) -> torch.Tensor:
     Returns:
         uint8 [3, classes, classes].
     """
-    white, darkest = (torch.tensor(colour)[:, None, None] for colour in (_WHITE, _DARKEST))
+    white, darkest = (torch.tensor(color)[:, None, None] for color in (_WHITE, _DARKEST))
     return (white + (darkest - white) * _row_shares(counts).sqrt()).round().to(torch.uint8)
 
 
 def _row_shares(counts: torch.Tensor) -> torch.Tensor:
-    return counts / counts.sum(1, keepdim=True).clamp(min=1)  # a class without samples has no shares
+    return counts / counts.sum(1, keepdim=True).clamp(min=1)  # avoids 0/0 for a class without samples
 
 
 def _with_numbers(counts: torch.Tensor, class_names: Sequence[str]) -> torch.Tensor:
     from PIL import Image, ImageDraw
 
     num_classes, cell, widest = len(counts), 44, 110
-    names = [_fitting(name, widest, _FONT) for name in class_names]
+    names = [_truncated(name, widest, _FONT) for name in class_names]
     margin = 30 + math.ceil(max(font(_FONT).getlength(name) for name in names))
     size = margin + num_classes * cell + _GAP
     canvas = Image.new("RGB", (size, size), _WHITE)
@@ -127,8 +130,8 @@ def _with_numbers(counts: torch.Tensor, class_names: Sequence[str]) -> torch.Ten
         draw.text((margin - 6, middle), names[i], _INK, font(_FONT), anchor="rm")
         _draw_upwards(canvas, names[i], round(middle), margin - 6)
         for j, count in enumerate(row):
-            colour = _WHITE if shares[i][j] > 0.25 else _INK  # half of the way to the darkest blue
-            draw.text((margin + (j + 0.5) * cell, middle), _short(count), colour, font(_FONT), anchor="mm")
+            color = _WHITE if shares[i][j] > 0.25 else _INK  # the square root is 0.5: half of the darkest blue
+            draw.text((margin + (j + 0.5) * cell, middle), _abbreviated(count), color, font(_FONT), anchor="mm")
     return _framed(canvas, margin, num_classes * cell)
 
 
@@ -136,27 +139,27 @@ def _heat_map(counts: torch.Tensor) -> torch.Tensor:
     from PIL import Image, ImageDraw
 
     num_classes = len(counts)
-    share = math.ceil(num_classes / 1000)
-    counts = _merged(_merged(counts, share).T, share).T
+    classes_per_cell = math.ceil(num_classes / 1000)
+    counts = _merged(_merged(counts, classes_per_cell).T, classes_per_cell).T
     cell, margin = max(1, 800 // len(counts)), 56
     extent = cell * len(counts)
     canvas = Image.new("RGB", (margin + extent + _GAP, margin + extent + _GAP), _WHITE)
     canvas.paste(_scaled(shades(counts), cell), (margin, margin))
     draw = ImageDraw.Draw(canvas)
-    for number, place, across, down in ((0, margin, "l", "t"), (num_classes - 1, margin + extent, "r", "b")):
-        draw.text((place, margin - 6), str(number), _INK, font(_FONT), anchor=f"{across}s")
-        draw.text((margin - 6, place), str(number), _INK, font(_FONT), anchor=f"r{down}")
+    for index, position, across, down in ((0, margin, "l", "t"), (num_classes - 1, margin + extent, "r", "b")):
+        draw.text((position, margin - 6), str(index), _INK, font(_FONT), anchor=f"{across}s")
+        draw.text((margin - 6, position), str(index), _INK, font(_FONT), anchor=f"r{down}")
     return _framed(canvas, margin, extent)
 
 
-def _merged(counts: torch.Tensor, share: int) -> torch.Tensor:
-    """`counts` with each `share` neighbouring rows added up."""
-    padding = -len(counts) % share
-    return torch.nn.functional.pad(counts, (0, 0, 0, padding)).unflatten(0, (-1, share)).sum(1)
+def _merged(counts: torch.Tensor, size: int) -> torch.Tensor:
+    """Sum groups of `size` adjacent rows."""
+    padding = -len(counts) % size
+    return torch.nn.functional.pad(counts, (0, 0, 0, padding)).unflatten(0, (-1, size)).sum(1)
 
 
 def _framed(canvas: Image.Image, margin: int, extent: int) -> torch.Tensor:
-    """A line around the cells, and the titles of the two axes."""
+    """Draw a frame around the cells, and the titles of the axes."""
     from PIL import ImageDraw
 
     draw = ImageDraw.Draw(canvas)
@@ -167,12 +170,12 @@ def _framed(canvas: Image.Image, margin: int, extent: int) -> torch.Tensor:
 
 
 def save(picture: torch.Tensor, path: Path) -> None:
-    """Write an RGB image, uint8 [3, height, width], as PNG."""
+    """Write an RGB image, uint8 [3, height, width], as a PNG file."""
     _to_pillow(picture).save(path, "PNG")
 
 
 def _draw_upwards(canvas: Image.Image, text: str, middle: int, bottom: int, size: int = _FONT) -> None:
-    """Write `text` from below to above: centred on the column `middle`, ending at the row `bottom`."""
+    """Draw vertical text, centered on the column `middle`, with its start at the row `bottom`."""
     from PIL import Image, ImageDraw
 
     label = Image.new("RGB", (math.ceil(font(size).getlength(text)) + 2, size + 6), _WHITE)
@@ -189,25 +192,25 @@ def _tile_size(width: int, height: int) -> tuple[int, int]:
     return width * factor, height * factor
 
 
-def _fitting(text: str, width: int, size: int) -> str:
-    """`text` on one line, cut off with an ellipsis where it is wider than `width` pixels."""
+def _truncated(text: str, width: int, size: int) -> str:
+    """Return `text` on one line, truncated with an ellipsis to `width` pixels."""
     text = _drawable(text)
     if font(size).getlength(text) <= width:
         return text
-    text = text[:width]  # no letter is narrower than a pixel: the rest would only take time
+    text = text[:width]  # every letter is at least one pixel wide; keeps the loop short
     while text and font(size).getlength(text + "…") > width:
         text = text[:-1]
     return text + "…"
 
 
 def _drawable(text: str) -> str:
-    """`text` on one line, in what the font has: letters without their accents; what else it lacks becomes a box."""
+    """Return `text` on one line without accents, as the font has only ASCII letters and draws others as boxes."""
     text = unicodedata.normalize("NFKD", " ".join(text.translate(_SPELLED).split()))
     return "".join(letter for letter in text if not unicodedata.combining(letter))
 
 
-def _short(count: int) -> str:
-    """A count in at most four characters."""
+def _abbreviated(count: int) -> str:
+    """Return a count in at most four characters."""
     if count < 10_000:
         return str(count)
     unit, letter = next((unit, letter) for unit, letter in _UNITS if count >= unit)
@@ -216,6 +219,7 @@ def _short(count: int) -> str:
 
 @functools.cache
 def font(size: int) -> ImageFont.FreeTypeFont:
+    """Return the font that Pillow includes, `size` pixels high."""
     from PIL import ImageFont
 
     font = ImageFont.load_default(size)
@@ -230,7 +234,7 @@ def _scaled(image: torch.Tensor, factor: int) -> Image.Image:
 
 
 def _to_pillow(image: torch.Tensor) -> Image.Image:
-    """uint8 [1 or 3, height, width] as an RGB image."""
+    """Convert a tensor, uint8 [1 or 3, height, width], to an RGB image."""
     from PIL import Image
 
     pixels = image.cpu().expand(3, -1, -1).permute(1, 2, 0).contiguous()
@@ -238,5 +242,6 @@ def _to_pillow(image: torch.Tensor) -> Image.Image:
 
 
 def to_tensor(canvas: Image.Image) -> torch.Tensor:
+    """Convert an RGB image to a tensor, uint8 [3, height, width]."""
     pixels = torch.frombuffer(bytearray(canvas.tobytes()), dtype=torch.uint8)
     return pixels.view(canvas.height, canvas.width, 3).permute(2, 0, 1).contiguous()

@@ -1,4 +1,4 @@
-"""The log of a run: a file in full, the console in short."""
+"""Logging of a run: everything to a file, INFO and above to the console."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 class _Console(logging.Handler):
-    """To the current `sys.stderr`, which a progress bar may have replaced."""
+    """Writes to the current `sys.stderr`, which a progress bar may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
 
 
 class _File(logging.FileHandler):
-    """To a file; what a full disk does not take is on the console anyway."""
+    """Writes to a file, and ignores a full disk: the console shows the important messages."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -27,10 +27,11 @@ class _File(logging.FileHandler):
 
 
 class LogFile:
-    """A context in which the project's log goes to a file in full and, on rank 0, to the console from INFO up.
+    """A context manager that sends all log messages to a file and, on rank 0, those from INFO up to the console.
 
     Args:
-        directory: the run's; rank 0 writes `log.txt`, rank 1 `log_rank_1.txt`.
+        directory: the run directory; rank 0 writes `log.txt`, rank 1 `log_rank_1.txt`.
+        rank: the rank of this process.
     """
 
     def __init__(self, directory: Path, rank: int = 0):

@@ -1,4 +1,4 @@
-"""What is measured between two logs: the metric sums of each step, and how long the steps take."""
+"""Measurements between two logs: the metric sums of each step, and the step times."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from runner.device import synchronize
 from runner.system.section_timer import timer
 
 MetricSums = dict[str, "torch.Tensor"]
-"""Metrics as sums and counts, which add up over batches and ranks; means are taken at the end."""
+"""Metrics as sums and counts, which can be added over batches and ranks; dividing them gives the means."""
 
 
 class DivergedError(Exception):
-    """The loss or the weights stopped being finite."""
+    """The loss, or a value of the model or the optimizer state, is not finite.
+
+    Args:
+        step: the optimizer step.
+        what: what is not finite.
+    """
 
     def __init__(self, step: int, what: str):
         super().__init__(f"{what} is not finite at step {step}")
@@ -28,11 +33,11 @@ class DivergedError(Exception):
 class MetricBuffer:
     """The metric sums of each training step since the last log.
 
-    They stay on the device until a log or a checkpoint is due, so that no step waits for it.
+    They stay on the device until a log or a checkpoint is due, so that the other steps do not wait for the device.
 
     Args:
-        zeros: [num_metrics], on the device.
-        rows: those of an earlier session, [num_metrics] each.
+        zeros: float32 [num_metrics], on the device.
+        rows: metric sums from a checkpoint, one tensor [num_metrics] per step.
     """
 
     def __init__(self, zeros: torch.Tensor, rows: list[torch.Tensor] | None = None):
@@ -44,15 +49,19 @@ class MetricBuffer:
         self._step = sums if self._step is None else self._step + sums
 
     def end_step(self) -> None:
-        """All micro-batches of the step are added."""
+        """Complete a step, after the sums of all its micro-batches have been added."""
         self._rows.append(self._zeros if self._step is None else self._step)
         self._step = None
 
     def peek(self, all_reduce: Callable[[MetricSums], MetricSums], last_step: int) -> torch.Tensor:
-        """The sums over all ranks, a row for each step: float32 [num_steps, num_metrics], on the CPU.
+        """Return the sums over all ranks, float32 [num_steps, num_metrics] on the CPU; waits for the device.
+
+        Args:
+            all_reduce: sums tensors over the ranks.
+            last_step: the step of the last row.
 
         Raises:
-            DivergedError: naming the first step whose loss is not finite.
+            DivergedError: with the first step whose loss is not finite.
         """
         if not self._rows:
             return torch.zeros(0, len(self._zeros))
@@ -64,17 +73,17 @@ class MetricBuffer:
         return values
 
     def flush(self, all_reduce: Callable[[MetricSums], MetricSums], last_step: int) -> torch.Tensor:
-        """What `peek` returns; the buffer is empty after it."""
+        """Return the same as `peek`, and empty the buffer."""
         values = self.peek(all_reduce, last_step)
         self._rows = []
         return values
 
 
 class StepTimer:
-    """How long steps take, without logs, evaluations and checkpoints.
+    """Measures step times, without logs, evaluations and checkpoints.
 
     Args:
-        device: that computes the steps.
+        device: the device of the steps.
     """
 
     def __init__(self, device: torch.device):
@@ -84,16 +93,16 @@ class StepTimer:
         self.start()
 
     def start(self) -> None:
-        """The first step starts now."""
+        """Start timing the first step."""
         self._began = self._started = time.perf_counter()
         self._pauses, self._data = timer.paused(), timer.spent("data")
 
     def lap(self, pausing: bool) -> None:
-        """A step is done.
+        """Record the end of a step.
 
         Args:
-            pausing: whether a log, an evaluation or a checkpoint follows. Each waits for the device anyway; waiting
-                here counts what the device still computes as the steps' time, not as theirs.
+            pausing: whether a log, an evaluation or a checkpoint follows. Each of them waits for the device; waiting
+                here attributes the remaining computation to the steps.
         """
         if pausing:
             synchronize(self.device)
@@ -102,22 +111,26 @@ class StepTimer:
         self._started, self._pauses = now, pauses
 
     def rates(self, samples_per_round: int) -> dict[str, float]:
-        """Throughput, and the share of the time spent waiting for data, since the last call, by TensorBoard tag."""
+        """Return throughput, step time and the fraction of time spent waiting for data since the last call, by tag.
+
+        Args:
+            samples_per_round: samples of all ranks in one pass of the training loop.
+        """
         recent, data = self.seconds[self._logged :], timer.spent("data")
-        seconds, share = sum(recent), (data - self._data) / sum(recent)
+        seconds, data_share = sum(recent), (data - self._data) / sum(recent)
         self._logged, self._data = len(self.seconds), data
         return {
             "time/samples_per_second": samples_per_round * len(recent) / seconds,
             "time/step_seconds": seconds / len(recent),
-            "time/data_share": share,
+            "time/data_share": data_share,
         }
 
     def elapsed(self) -> float:
-        """Seconds since the first step began."""
+        """Return the seconds since the first step started."""
         return time.perf_counter() - self._began
 
     def steady(self) -> list[float]:
-        """The seconds of each step without the warm-up: the first ten steps, or a fifth of a short run."""
+        """Return the seconds of each step, without the first ten steps or the first fifth of a short run."""
         return list(self.seconds[min(10, len(self.seconds) // 5) :])
 
 
@@ -127,7 +140,7 @@ def in_words(metrics: dict[str, float]) -> str:
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
-    """Median and 90 % quantile; empty without values."""
+    """Return the median and the 90th percentile; empty if there are no values."""
     if not seconds:
         return {}
     ordered = sorted(seconds)

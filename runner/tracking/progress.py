@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, a line every few seconds elsewhere."""
+"""Progress displays: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ import time
 
 
 class Progress:
-    """A line every `interval` seconds on standard error: for files, pipes and CI."""
+    """Prints a line every `interval` seconds to standard error, for files, pipes and CI.
+
+    Args:
+        num_steps: optimizer steps of the run.
+        batch_size: samples per step.
+        first_step: steps done before a resume.
+    """
 
     interval = 5.0
 
@@ -25,11 +31,11 @@ class Progress:
         self.close()
 
     def metrics(self, values: dict[str, float]) -> None:
-        """Take over what was last measured, to be shown from now on."""
+        """Update the metrics that are shown."""
         self._metrics.update(values)
 
     def step(self, step: int) -> None:
-        """Say that `step` is done: cheap enough for every step."""
+        """Report that `step` is done; called after every step."""
         now = time.perf_counter()
         if now - self._since < self.interval and step < self.num_steps:
             return
@@ -39,11 +45,11 @@ class Progress:
         self.show(step)
 
     def show(self, step: int) -> None:
-        """Show the state after `step`."""
+        """Display the progress after `step`."""
         print(f"step {step}/{self.num_steps}  {self.summary(step)}", file=sys.stderr, flush=True)
 
     def summary(self, step: int) -> str:
-        """Metrics, throughput and time left."""
+        """Return the metrics, the throughput and the remaining time."""
         parts = [
             f"{name.removeprefix('train/')} {value:.4g}" for name, value in self._metrics.items() if name.count("/") < 2
         ]
@@ -55,17 +61,17 @@ class Progress:
         return "  ".join(parts)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 class Bar(Progress):
-    """A live bar (rich), redrawn a few times a second by the loop itself: no thread competes with it."""
+    """A progress bar (rich), redrawn a few times per second by the training loop, without another thread."""
 
     interval = 0.25
 
     def __init__(self, num_steps: int, batch_size: int, first_step: int = 0):
         super().__init__(num_steps, batch_size, first_step)
-        from rich.console import Console  # here: 0.1 s that runs in the background do not need
+        from rich.console import Console  # imported here: rich takes 0.1 s to import, and only a terminal needs it
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
@@ -82,14 +88,21 @@ class Bar(Progress):
 
 
 class Silent(Progress):
-    """Nothing at all: every rank but the first."""
+    """Displays nothing, for ranks other than 0."""
 
     def step(self, step: int) -> None:
         pass
 
 
 def progress_for(num_steps: int, batch_size: int, first_step: int, visible: bool) -> Progress:
-    """The progress display that suits where standard error goes. `CI` means a log file, whatever it looks like."""
+    """Return a bar if standard error is a terminal, and lines otherwise or if the environment variable CI is set.
+
+    Args:
+        num_steps: optimizer steps of the run.
+        batch_size: samples per step.
+        first_step: steps done before a resume.
+        visible: False for ranks other than 0.
+    """
     if not visible:
         return Silent(num_steps, batch_size, first_step)
     terminal = sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"

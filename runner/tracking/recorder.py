@@ -1,4 +1,4 @@
-"""What the training loop logs, handed to the run's tracker as plain values; nothing off rank 0."""
+"""The recorder, which passes what the training loop logs to the tracker of the run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from runner.tracking.base import Tracker
 
 
 class Recorder:
-    """A session of a tracker: a context that opens and closes it.
+    """A context manager that opens and closes a tracker, and logs to it on rank 0.
 
     Args:
-        tracker: of the run.
-        directory: the run's.
-        after_step: the step after which the session begins; what was logged of later steps is logged once more.
-        visible: whether this is rank 0, which logs.
+        tracker: the tracker of the run.
+        directory: the run directory.
+        after_step: the step that was resumed from, or 0.
+        visible: False for ranks other than 0, which log nothing.
     """
 
     def __init__(self, tracker: Tracker, directory: Path, after_step: int, visible: bool = True):
@@ -32,15 +32,15 @@ class Recorder:
         self._tracker.close(self._done)
 
     def scalars(self, values: dict[str, Any], step: int) -> None:
-        """Log numbers, or tensors of one, by tag; x is the number of optimizer steps."""
+        """Log numbers or scalar tensors by tag, after `step` optimizer steps."""
         self._tracker.scalars({tag: float(value) for tag, value in values.items()}, step)
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        """Log RGB images, uint8 [3, height, width], and films, uint8 [frames, 3, height, width], by tag."""
+        """Log RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag."""
         self._tracker.images(images, step)
 
     def texts(self, texts: dict[str, str]) -> None:
-        """Log preformatted texts by tag, at the first step of the session, from which on they hold."""
+        """Log preformatted texts by tag, at the first step of the session."""
         self._tracker.texts(texts, self._first_step)
 
     def hyperparameters(self, config: dict[str, Any]) -> None:
@@ -48,16 +48,16 @@ class Recorder:
         self._tracker.hyperparameters({key: value for key, value in flatten(config).items() if value is not None})
 
     def finish(self) -> None:
-        """The run has reached its last step."""
+        """Mark the run as done; called after its last step."""
         self._done = True
 
     def flush(self) -> None:
-        """Wait until everything logged so far is on disk."""
+        """Flush everything logged so far to disk."""
         self._tracker.flush()
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of a nested config by dotted key; lists as text, and of a component's class its bare name."""
+    """Return the leaves of a nested config by dotted key, with lists as text and classes by their unqualified names."""
     leaves: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict):

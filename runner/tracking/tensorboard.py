@@ -1,4 +1,4 @@
-"""`tracking=tensorboard`: events in the run's own directory."""
+"""Tracking with TensorBoard (`tracking=tensorboard`), with event files in the run directory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class TensorBoard(Tracker):
-    """Scalars, images, texts and a row in the HPARAMS tab, whose metrics are the scalars; films as GIFs too.
+    """Logs scalars, images and texts, and the config to the HPARAMS tab; also writes animations as GIF files.
 
     https://www.tensorflow.org/tensorboard/get_started
     """
 
     def open(self, directory: Path, first_step: int) -> None:
-        from runner.tracking.event_file import EventFile  # imported here: TensorBoard's protocol buffers need torch
+        from runner.tracking.event_file import EventFile  # imported here, as it imports torch
 
         self._directory, self._file = directory, EventFile(directory, first_step)
 
@@ -35,13 +35,13 @@ class TensorBoard(Tracker):
         from runner.tracking.event_file import animation
         from runner.tracking.images import gif
 
-        for tag, picture in images.items():
-            if picture.ndim == 3:
-                self._file.add(image(tag, picture, dataformats="CHW"), step)
+        for tag, pixels in images.items():
+            if pixels.ndim == 3:
+                self._file.add(image(tag, pixels, dataformats="CHW"), step)
                 continue
-            film = gif(picture)
-            (self._directory / f"{tag.rpartition('/')[2]}.gif").write_bytes(film)
-            self._file.add(animation(tag, film, picture.shape[2], picture.shape[3]), step)
+            encoded = gif(pixels)
+            (self._directory / f"{tag.rpartition('/')[2]}.gif").write_bytes(encoded)
+            self._file.add(animation(tag, encoded, pixels.shape[2], pixels.shape[3]), step)
 
     def texts(self, texts: dict[str, str], step: int) -> None:
         from torch.utils.tensorboard.summary import text
@@ -52,7 +52,7 @@ class TensorBoard(Tracker):
     def hyperparameters(self, values: dict[str, float | str | bool]) -> None:
         from runner.tracking.event_file import row_start
 
-        # In the run's own file: `SummaryWriter.add_hparams` makes a run of its own, in which the metrics do not show.
+        # `SummaryWriter.add_hparams` would write the row to another run, without the metrics of this one.
         self._file.add(row_start(values))
 
     def flush(self) -> None:

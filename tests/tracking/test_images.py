@@ -149,7 +149,7 @@ def test_class_names_stand_at_both_axes() -> None:
     ],
 )  # fmt: skip
 def test_counts_fit_their_cells(count: int, shown: str) -> None:
-    assert pictures._short(count) == shown
+    assert pictures._abbreviated(count) == shown
 
 
 @pytest.mark.parametrize(("num_classes", "cell"), [(21, 38), (100, 8), (1000, 1)])
@@ -201,11 +201,11 @@ def test_accents_are_dropped_and_signs_spelled() -> None:
 
 
 def test_text_is_cut_where_it_is_too_wide() -> None:
-    cut = pictures._fitting("a rather long name", 60, 12)
+    cut = pictures._truncated("a rather long name", 60, 12)
     assert cut.endswith("…")
     assert pictures.font(12).getlength(cut) <= 60
     assert pictures.font(12).getlength("a rather long name"[: len(cut)] + "…") > 60
-    assert pictures._fitting("short", 60, 12) == "short"
+    assert pictures._truncated("short", 60, 12) == "short"
 
 
 def test_pillow_is_loaded_only_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
