@@ -1,1 +1,1 @@
-"""Data sets as streams of batches: `base.py` is the contract, `memory.py` and `files.py` its two kinds of stream."""
+"""Data sets: `base.py` defines the interface, `memory.py` and `files.py` implement it."""

@@ -1,4 +1,4 @@
-"""The contract: a data set is two collections of samples, and a collection streams batches at given positions."""
+"""The interface of data sets: the options of a data set load the training and the evaluation samples."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """Inputs [n, channels, height, width], float32, normalised, and their classes, int64 [n], on the device."""
+    """A micro-batch on the device of the model."""
 
     inputs: torch.Tensor
+    """float32 [n, channels, height, width], normalized."""
     targets: torch.Tensor
+    """int64 [n]: class indices."""
 
 
 class DataError(Exception):
-    """Samples cannot be read while a run is under way: what, why not, and what to do."""
+    """Raised when samples cannot be read during a run.
+
+    Args:
+        what: a file, or the worker processes.
+        why: what went wrong.
+        remedy: what the user can do about it.
+    """
 
     def __init__(self, what: object, why: str, remedy: str):
         super().__init__(what, why, remedy)
@@ -32,7 +40,7 @@ class DataError(Exception):
 
 
 class Samples(ABC):
-    """A collection of labelled images that streams batches."""
+    """A map-style data set of labeled images, which also orders, augments and batches its samples."""
 
     num_classes: int
     class_names: list[str]
@@ -44,38 +52,50 @@ class Samples(ABC):
 
     @abstractmethod
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
-        """The batches at the positions of `micros` in the stream of `seed`, augmented by (seed, epoch, sample)."""
+        """Yield shuffled and augmented training batches.
+
+        Args:
+            micros: positions of each micro-batch in the sample stream.
+            seed: determines the order of the samples and, with epoch and sample index, their augmentation.
+            device: device of the batches.
+        """
 
     @abstractmethod
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
-        """Part `shard` = (index, count) of the samples, once each, in order, not augmented; the last may be short."""
+        """Yield the samples of one shard in order, each once, without augmentation.
+
+        Args:
+            batch_size: number of samples in a batch; the last batch may be smaller.
+            shard: (index, count).
+            device: device of the batches.
+        """
 
     @abstractmethod
     def display_images(self, indices: list[int]) -> torch.Tensor:
-        """Samples as a person would see them: uint8 [n, 1 or 3, height, width], on the CPU."""
+        """Return samples as images to look at, not normalized: uint8 [n, 1 or 3, height, width], on the CPU."""
 
     def extra_results(self) -> dict[str, Any]:
-        """What `result.json` must tell of these samples (those that were skipped)."""
+        """Return entries for `result.json`, such as the number of skipped files."""
         return {}
 
 
 def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:
-    """The samples [start, stop) of part `shard` = (index, count): parts differ by one sample at most."""
+    """Return the samples [start, stop) of shard (index, count); shard sizes differ by at most one."""
     index, count = shard
     return length * index // count, length * (index + 1) // count
 
 
 @dataclass
 class Data(ABC):
-    """A data set's options; `load` gives its samples."""
+    """The options of a data set, which `load` reads."""
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
-    """Options that may differ on a resume: they change how samples are read, not which."""
+    """Options that may differ on resume, as they do not affect the samples."""
 
     @abstractmethod
     def load(self) -> tuple[Samples, Samples]:
-        """The training samples and the held-out ones.
+        """Return the training samples and the held-out samples, which evaluations use.
 
         Raises:
-            ConfigError: when they are not there, with what to do.
+            ConfigError: if files are missing or damaged.
         """

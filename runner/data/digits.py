@@ -1,4 +1,4 @@
-"""The 1,797 handwritten digits that scikit-learn ships: real data on every machine, without a download."""
+"""The 1,797 handwritten digits that ship with scikit-learn: real data without a download."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from runner.seeds import derive
 
 @dataclass
 class Digits(Data):
-    """Alpaydin and Kaynak, Optical Recognition of Handwritten Digits (UCI, 1998): 8×8 pixels, 17 grey levels.
+    """Handwritten digits of 8×8 pixels with 17 gray levels.
+
+    Alpaydin and Kaynak, Optical Recognition of Handwritten Digits (UCI, 1998).
 
     Args:
-        size: pixels of a side; the images are scaled to it (8 leaves them as they are).
-        holdout: share of the samples, drawn once and for all runs, that is kept for evaluation.
-        crop: pixels that training images are shifted by at most.
+        size: height and width in pixels that the images are resized to; 8: the original images.
+        holdout: fraction of the samples held out for evaluation; they are the same in every run.
+        crop: training images are shifted by up to this many pixels in each direction.
     """
 
     size: int = 28
@@ -39,7 +41,7 @@ class Digits(Data):
         if self.size != 8:
             images = torch.nn.functional.interpolate(images, size=(self.size, self.size), mode="bilinear")
         mean, std = images.mean().item(), images.std().item()
-        # Not the run's seed: runs with different seeds are to be compared on the same held-out samples.
+        # Independent of the run's seed, so that runs with different seeds are evaluated on the same samples.
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(derive(0, "digits")))
         held_out = max(1, round(self.holdout * len(images)))
         names = [str(digit) for digit in range(10)]
@@ -51,12 +53,12 @@ class Digits(Data):
         return samples(order[held_out:], self.crop), samples(order[:held_out], 0)
 
 
-def _table():  # -> numpy array: naming it would import numpy
-    """One row a digit: 64 pixels from 0 to 16, and the class."""
-    import numpy  # here, not above: the config's errors are told before it is loaded
+def _table():  # no return type: annotating numpy.ndarray would require an import at the top
+    """Return an array with one row per digit: 64 pixels from 0 to 16, and the class."""
+    import numpy  # imported here: config errors are reported before numpy is imported
 
-    # Read from the package's files: `import sklearn.datasets` takes most of a second, for this one table.
+    # Read from the files of the package: `import sklearn.datasets` takes most of a second.
     spec = importlib.util.find_spec("sklearn")
-    assert spec is not None, "scikit-learn is among the dependencies"
+    assert spec is not None, "scikit-learn is a dependency of this project"
     assert spec.origin is not None
     return numpy.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")

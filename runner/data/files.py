@@ -1,4 +1,4 @@
-"""Samples too big for memory: files, read by worker processes as the batches come."""
+"""Samples that do not fit into memory: image files, loaded by worker processes during training."""
 
 from __future__ import annotations
 
@@ -21,42 +21,44 @@ _MOST_NAMED = 20
 
 
 class Reader(Protocol):
-    """Reads one sample; is sent to worker processes, so it must be picklable."""
+    """Reads one sample. It is sent to worker processes, so it must be picklable."""
 
     num_draws: int
+    """Number of random numbers that an augmentation needs."""
 
     def __call__(self, path: str, draws: list[float] | None) -> torch.Tensor:
-        """The sample at `path`, uint8 [channels, height, width].
+        """Return the sample at `path`, uint8 [channels, height, width].
 
         Args:
-            draws: `num_draws` numbers in [0, 1) that decide its augmentation; None: not augmented.
+            path: path of the file.
+            draws: `num_draws` uniform random numbers in [0, 1) for the augmentation; None: no augmentation.
         """
         ...
 
 
 class Job(NamedTuple):
-    """What one batch is to be made of."""
+    """The samples of one batch."""
 
     indices: list[int]
     paths: list[str]
     targets: list[int]
     epochs: list[int] | None
-    """The epoch of each sample in the shuffled stream; None: in order, not augmented."""
+    """The epoch of each sample, for its augmentation; None: no augmentation."""
 
 
 class Loaded(NamedTuple):
-    """A batch as a worker hands it over. Failures are told, not raised: what to do about them is the run's to say."""
+    """A batch that a worker loaded. Failures are returned: the main process raises an error or skips the files."""
 
     job: Job
     images: torch.Tensor
     targets: torch.Tensor
     failures: list[tuple[int, str]]
-    """Rows that could not be read, and why not."""
+    """Rows that could not be read, each with the error message."""
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Makes batches of jobs, in a worker or in the run's process: the same."""
+    """Loads the batch of a job, in a worker or in the main process."""
 
     read: Reader
     shape: tuple[int, int, int]
@@ -68,22 +70,22 @@ class Fetch:
         for row, (path, draws) in enumerate(zip(job.paths, self._draws(job), strict=True)):
             try:
                 images[row] = self.read(path, draws)
-            except Exception as error:  # a decoder that is fed garbage may raise anything
+            except Exception as error:  # decoders may raise anything for a damaged file
                 failures.append((row, f"{type(error).__name__}: {error}"))
         return Loaded(job, images, torch.tensor(job.targets), failures)
 
     def _draws(self, job: Job) -> list[Any]:
-        """What decides each sample's augmentation: a hash of (seed, epoch, sample), whichever process asks."""
+        """Return the random numbers for the augmentation: hashes of (seed, epoch, sample), the same in any process."""
         if job.epochs is None:
             return [None] * len(job.paths)
         return uniforms(self.seed, torch.tensor(job.epochs), torch.tensor(job.indices), self.read.num_draws).tolist()
 
 
 class Unreadable:
-    """The files that could not be read up to now.
+    """The files that could not be read so far.
 
     Args:
-        skip: go on without them; otherwise the first ends the run.
+        skip: skip these files with a warning; otherwise the first one raises an error.
     """
 
     def __init__(self, skip: bool):
@@ -91,29 +93,32 @@ class Unreadable:
         self.files: dict[str, str] = {}
 
     def add(self, path: str, why: str) -> None:
-        """Take note of a file.
+        """Record a file.
 
         Raises:
-            DataError: when files are not to be skipped.
+            DataError: if files are not to be skipped.
         """
         if not self.skip:
-            raise DataError(path, f"it cannot be read ({why})", "data.on_error=skip goes on without such files")
+            raise DataError(path, f"it cannot be read ({why})", "data.on_error=skip skips such files")
         if path not in self.files:
             self.files[path] = why
             log.warning("skipped %s: %s", path, why)
 
 
 class FileSamples(Samples):
-    """Labelled images in files.
+    """Labeled images in files.
 
     Args:
-        paths: of each sample.
-        targets: the class of each sample.
-        read: makes an image of `shape` of a path.
-        mean: of each channel, in units of [0, 1]; what inputs are shifted by.
-        std: of each channel; what they are divided by.
-        pin_memory: batches in page-locked memory; None: where the device is a CUDA device.
-        unreadable: where files that cannot be read are noted; may be shared with other samples.
+        paths: the file of each sample.
+        targets: the class index of each sample.
+        class_names: the name of each class.
+        shape: (channels, height, width) of one input.
+        read: reads a file as an image of `shape`.
+        mean: of each channel, for pixels in [0, 1]; subtracted from the inputs.
+        std: of each channel, for pixels in [0, 1]; inputs are divided by it.
+        workers: the processes that load batches.
+        pin_memory: load batches into page-locked memory; None: if the device is a CUDA device.
+        unreadable: records files that cannot be read; may be shared with other samples.
     """
 
     def __init__(
@@ -144,19 +149,19 @@ class FileSamples(Samples):
             self._job(order.indices(m.start, m.stop).tolist(), order.epochs(m.start, m.stop).tolist()) for m in micros
         )
 
-        def host() -> Generator[tuple[torch.Tensor, torch.Tensor]]:
+        def load() -> Generator[tuple[torch.Tensor, torch.Tensor]]:
             for loaded in self._read(fetch, jobs, device):
                 self._replace(fetch, loaded)
                 yield loaded.images, loaded.targets
 
-        return self._normalized(host(), device)
+        return self._normalized(load(), device)
 
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
         start, stop = shard_bounds(len(self), shard)
         starts = range(start, stop, batch_size)
         jobs = (self._job(list(range(first, min(first + batch_size, stop)))) for first in starts)
 
-        def host() -> Generator[tuple[torch.Tensor, torch.Tensor]]:
+        def load() -> Generator[tuple[torch.Tensor, torch.Tensor]]:
             for loaded in self._read(Fetch(self.read, self.shape, 0), jobs, device, len(starts)):
                 images, targets = self._readable(loaded)
                 if len(targets):
@@ -164,10 +169,10 @@ class FileSamples(Samples):
             if start < stop and all(path in self.unreadable.files for path in self.paths[start:stop]):
                 raise self._none_readable()
 
-        return self._normalized(host(), device)
+        return self._normalized(load(), device)
 
     def display_images(self, indices: list[int]) -> torch.Tensor:
-        if self.unreadable.files:  # `in_order` has left them out
+        if self.unreadable.files:  # `in_order` skipped them
             readable = [i for i, path in enumerate(self.paths) if path not in self.unreadable.files]
             indices = [readable[i] for i in indices]
         loaded = Fetch(self.read, self.shape, 0)[self._job(indices)]
@@ -177,19 +182,23 @@ class FileSamples(Samples):
         files = list(self.unreadable.files)
         return {"skipped_images": len(files), "skipped_files": files[:_MOST_NAMED]} if files else {}
 
-    def _read(self, fetch: Fetch, jobs: Iterable[Job], device: torch.device, most: int = 256) -> Iterator[Loaded]:
-        """The batches of `jobs`, from no more than `most` workers."""
+    def _read(
+        self, fetch: Fetch, jobs: Iterable[Job], device: torch.device, max_workers: int = 256
+    ) -> Iterator[Loaded]:
+        """Load the batches of `jobs` with at most `max_workers` workers."""
         pin = device.type == "cuda" if self.pin_memory is None else self.pin_memory
         if pin and device.type != "cuda":
-            log.warning("data.pin_memory=true does nothing for a %s", device.type)
-        workers = replace(self.workers, count=min(most, self.workers.count), pin_memory=pin and device.type == "cuda")
+            log.warning("data.pin_memory=true has no effect on device type %s", device.type)
+        workers = replace(
+            self.workers, count=min(max_workers, self.workers.count), pin_memory=pin and device.type == "cuda"
+        )
         return workers.read(fetch, jobs)
 
     def _job(self, indices: list[int], epochs: list[int] | None = None) -> Job:
         return Job(indices, [self.paths[i] for i in indices], [self.targets[i] for i in indices], epochs)
 
     def _readable(self, loaded: Loaded) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows that could be read."""
+        """Return the images and targets of the rows that could be read, and record the others."""
         if not loaded.failures:
             return loaded.images, loaded.targets
         for row, why in loaded.failures:
@@ -199,9 +208,9 @@ class FileSamples(Samples):
         return loaded.images[rows], loaded.targets[rows]
 
     def _replace(self, fetch: Fetch, loaded: Loaded) -> None:
-        """Put the next readable sample in the place of each that is not: batches keep their size.
+        """Replace each sample that could not be read by the next readable one, so that batches keep their size.
 
-        Done here, not in the worker: the batch is the same whichever worker made it, and no worker needs all paths.
+        This is done in the main process: the batch does not depend on the worker, and workers need not know all paths.
         """
         epochs = loaded.job.epochs
         assert epochs is not None
@@ -209,23 +218,23 @@ class FileSamples(Samples):
             self.unreadable.add(loaded.job.paths[row], why)
             index = loaded.job.indices[row]
             for other in ((index + step) % len(self) for step in range(1, len(self))):
-                # Augmented as the lost one would have been: it may be in the batch once more, as itself.
-                one = fetch[Job([index], [self.paths[other]], [self.targets[other]], [epochs[row]])]
-                if not one.failures:
-                    loaded.images[row], loaded.targets[row] = one.images[0], one.targets[0]
+                # Use the random numbers of the unreadable sample, as the replacement may be in this batch twice.
+                replacement = fetch[Job([index], [self.paths[other]], [self.targets[other]], [epochs[row]])]
+                if not replacement.failures:
+                    loaded.images[row], loaded.targets[row] = replacement.images[0], replacement.targets[0]
                     break
-                self.unreadable.add(self.paths[other], one.failures[0][1])
+                self.unreadable.add(self.paths[other], replacement.failures[0][1])
             else:
                 raise self._none_readable()
 
     def _none_readable(self) -> DataError:
         path, why = next(iter(self.unreadable.files.items()))
-        return DataError(f"{len(self)} files", "none of them can be read", f"are these images? {path}: {why}")
+        return DataError(f"{len(self)} files", "none of them can be read", f"check that they are images; {path}: {why}")
 
     def _normalized(
         self, batches: Generator[tuple[torch.Tensor, torch.Tensor]], device: torch.device
     ) -> Iterator[Batch]:
-        """The batches on the device, as floats: what travels are bytes, a quarter of them."""
+        """Copy batches to the device and normalize them there: uint8 copies are a quarter of the size of float32."""
         mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (self.mean, self.std))
         for images, targets in to_device(batches, device):
             yield Batch(images.to(torch.float32).div_(255).sub_(mean).div_(std), targets)

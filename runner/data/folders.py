@@ -1,4 +1,4 @@
-"""Which images lie in a folder, of which class, and which of them are held out. Only names are looked at here."""
+"""Find the images of each class in a directory, and split them into training and held-out images, by name only."""
 
 from __future__ import annotations
 
@@ -17,50 +17,51 @@ EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", "
 HELD_OUT = ("val", "valid", "validation", "test")
 
 Files = dict[str, list[str]]
-"""The paths of each class's images; classes and paths sorted."""
+"""The paths of the images of each class; classes and paths are sorted."""
 
 
 def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
-    """The images below `root`.
+    """Return the training images and the held-out images below `root`.
 
     Args:
-        root: holds `train` and one of `HELD_OUT`, with a folder a class in each; or the class folders themselves.
-        holdout: the share of each class that is held out in the second case.
+        root: contains `train` and one of `HELD_OUT`, each with one directory per class; or the class directories.
+        holdout: fraction of each class that is held out in the second case.
 
     Raises:
-        ConfigError: under the key `root`, when there is no such layout.
+        ConfigError: with the key `root`, if `root` has neither layout.
     """
-    check(root.exists(), "root", str(root), "there is no such folder", "name a folder with a sub-folder a class")
-    check(root.is_dir(), "root", str(root), "it is a file", "name a folder with a sub-folder a class")
+    remedy = "give a directory that contains one directory of images per class"
+    check(root.exists(), "root", str(root), "there is no such directory", remedy)
+    check(root.is_dir(), "root", str(root), "it is a file", remedy)
     folders = _folders(root)
     name = next((name for name in HELD_OUT if name in folders), None)
     if "train" in folders and name is not None:
-        log.info("%s: training on train/, holding out %s/", root, name)
+        log.info("%s: training on train/, evaluating on %s/", root, name)
         return _same_classes(_classes(root / "train"), _classes(root / name), root, name)
-    half = [part for part in ("train", *HELD_OUT) if part in folders and _folders(root / part)]
+    present = [split for split in ("train", *HELD_OUT) if split in folders and _folders(root / split)]
     check(
-        not half,
+        not present,
         "root",
         str(root),
-        f"it has {', '.join(half)}/ with class folders, but not both train/ and one of {', '.join(HELD_OUT)}",
-        f"add the other, or name {root / (half or ['train'])[0]}, and data.holdout of it is held out",
+        f"it contains {', '.join(present)}/, but not both train/ and one of {', '.join(HELD_OUT)}",
+        f"add the missing one, or set data.root={root / (present or ['train'])[0]} to split its images",
     )
-    return _divided(_classes(root), root, holdout)
+    return _split(_classes(root), root, holdout)
 
 
 def _same_classes(train: Files, held_out: Files, root: Path, name: str) -> tuple[Files, Files]:
-    for more, there, less, lacking in ((train, "train", held_out, name), (held_out, name, train, "train")):
-        lone = [c for c in more if c not in less]
-        why = f"{there}/ has classes that {lacking}/ lacks: {_some(lone)}"
-        check(not lone, "root", str(root), why, "both must have the same class folders")
+    for classes, split, others, other in ((train, "train", held_out, name), (held_out, name, train, "train")):
+        missing = [c for c in classes if c not in others]
+        why = f"{split}/ has classes that {other}/ lacks: {_first_five(missing)}"
+        check(not missing, "root", str(root), why, "both must have the same class directories")
     return train, held_out
 
 
-def _divided(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
-    """A share of each class held out: those with the smallest hashes, so that it is the same in every run."""
+def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
+    """Hold out the images of each class with the smallest hashes: the same ones in every run."""
     small = [name for name, paths in classes.items() if len(paths) < 2]
-    why = f"these classes have a single image, and one must be held out: {_some(small)}"
-    check(not small, "root", str(root), why, "add images to them, or remove their folders")
+    why = f"these classes have only one image, but one must be held out: {_first_five(small)}"
+    check(not small, "root", str(root), why, "add images to these classes, or remove their directories")
     train, held_out = {}, {}
     for name, paths in classes.items():
         order = sorted(paths, key=lambda path: derive(0, "holdout", os.path.relpath(path, root).replace(os.sep, "/")))
@@ -70,18 +71,18 @@ def _divided(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
 
 
 def _classes(folder: Path) -> Files:
-    """The images in each class folder of `folder`, at any depth."""
+    """Return the images in each subdirectory of `folder`, at any depth."""
     names = _folders(folder)
-    why = f"{folder} holds {len(names)} class folders, and there is nothing to tell apart"
-    check(len(names) > 1, "root", str(folder), why, "put the images of each class into a folder of their own")
+    why = f"{folder} contains {len(names)} class directories, and classification needs at least two"
+    check(len(names) > 1, "root", str(folder), why, "put the images of each class into a separate directory")
     others: Counter[str] = Counter()
     classes = {name: _images(folder / name, others) for name in names}
     empty = [name for name, paths in classes.items() if not paths]
-    why = f"no image in {_some(empty)}; images end in {' '.join(EXTENSIONS)}"
-    check(not empty, "root", str(folder), why, "put images into every class folder, or remove it")
+    why = f"these class directories contain no images ({' '.join(EXTENSIONS)}): {_first_five(empty)}"
+    check(not empty, "root", str(folder), why, "add images to these directories, or remove them")
     if others:
         kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(10))
-        log.info("%s: left out %d files that are no images by their names (%s)", folder, others.total(), kinds)
+        log.info("%s: ignored %d files without an image extension (%s)", folder, others.total(), kinds)
     return classes
 
 
@@ -93,13 +94,13 @@ def _folders(path: Path) -> list[str]:
 
 
 def _images(path: Path, others: Counter[str]) -> list[str]:
-    """The images below `path`; other files are counted by extension, hidden files and folders as such."""
+    """Return the images below `path`, and count all other files in `others` by extension, or as hidden."""
     images: list[str] = []
     seen: set[str] = set()
     for where, folders, names in os.walk(path, followlinks=True, onerror=_cannot_read):
         real = os.path.realpath(where)
         folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
-        if real in seen:  # a link that leads back
+        if real in seen:  # a symbolic link to a parent directory
             continue
         seen.add(real)
         for name in names:
@@ -114,9 +115,9 @@ def _images(path: Path, others: Counter[str]) -> list[str]:
 
 
 def _cannot_read(error: OSError) -> NoReturn:
-    why = f"{error.filename} cannot be read: {error.strerror}"
-    raise ConfigError("root", ABSENT, why, "see that this user may list it") from None
+    why = f"{error.filename} cannot be listed: {error.strerror}"
+    raise ConfigError("root", ABSENT, why, "check the permissions of the directory") from None
 
 
-def _some(names: list[str]) -> str:
+def _first_five(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

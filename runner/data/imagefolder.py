@@ -1,4 +1,4 @@
-"""Any folder of images: a sub-folder a class."""
+"""Images in one directory per class."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ from runner.data.workers import Workers, default_count, start_server
 
 @dataclass
 class ImageFolder(Data):
-    """Images of any size and format, read as the batches come.
+    """Images of any size and format, loaded from files during training.
 
     Args:
-        root: a folder that holds `train` and one of `val`, `valid`, `validation` and `test`, with a folder a class in
-            each; or the class folders themselves, of whose images a share is then held out.
-        size: of the square that a network is shown, in pixels.
-        holdout: share of each class's images that is held out, the same in every run, where no folder says which.
-        augment: of training images: `crop` a random part and mirror half of them, only `flip`, or `none`.
-        crop_area: the smallest share of an image that a random part shows.
-        centre: side of the central square that is shown otherwise, as a share of the image's shorter side.
-        mean: of red, green and blue, in units of [0, 1]; inputs are shifted by it.
-        std: of red, green and blue; inputs are divided by it.
-        on_error: what to do about a file that cannot be read: `raise` ends the run, `skip` goes on without it.
-        workers: processes that read; 0: the run's own; null: one a core but one, at most eight.
-        prefetch: batches that each worker reads ahead.
+        root: a directory that contains `train` and one of `val`, `valid`, `validation` and `test`, each with one
+            directory per class; or the class directories, in which case `holdout` of the images are held out.
+        size: height and width of the network's inputs, in pixels.
+        holdout: fraction of each class's images that is held out; the same images in every run.
+        augment: transforms of training images: `crop` (random resized crop and random flip), `flip` (random flip) or
+            `none`.
+        crop_area: the smallest fraction of the image area that a random crop covers.
+        centre: side of the center crop, which is used without a random crop, as a fraction of the image's shorter side.
+        mean: of red, green and blue, for pixels in [0, 1]; subtracted from the inputs.
+        std: of red, green and blue, for pixels in [0, 1]; inputs are divided by it.
+        on_error: if a file cannot be read, `raise` an error or `skip` the file with a warning.
+        workers: number of data loading processes; 0: load in the main process; null: one less than the number of
+            cores, at most eight.
+        prefetch: number of batches that each worker loads in advance.
         timeout: seconds without a batch after which the run ends with an error.
-        pin_memory: batches in page-locked memory, copied to a CUDA device beside its work; null: where there is one.
+        pin_memory: load batches into page-locked memory, from which they are copied to CUDA devices asynchronously;
+            null: if the device is a CUDA device.
     """
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("on_error", "workers", "prefetch", "timeout", "pin_memory")
-    """Options that change how the work is done, not what is computed: they may differ on a resume."""
+    """Options that may differ on resume, as they do not affect the samples."""
 
     root: str
     size: int = 224
@@ -61,16 +64,24 @@ class ImageFolder(Data):
         for key, least in (("mean", 0.0), ("std", 1e-6)):
             values = getattr(self, key)
             ok = len(values) == 3 and all(least <= value <= 1 for value in values)
-            check(ok, key, values, f"it must be three numbers from {least:g} to 1", "one each for red, green and blue")
+            check(
+                ok,
+                key,
+                values,
+                f"it must be three numbers between {least:g} and 1",
+                "give one each for red, green and blue",
+            )
         check_choice(self, "on_error", ("raise", "skip"))
         check_range(self, "workers", least=0, most=256)
         check_range(self, "prefetch", least=1, most=64)
-        check_range(self, "timeout", least=1, most=86400)  # finite: a worker that hangs must not hang the run
+        check_range(
+            self, "timeout", least=1, most=86400
+        )  # finite, so that a worker that hangs does not block the run forever
 
     def load(self) -> tuple[Samples, Samples]:
         workers = Workers(default_count() if self.workers is None else self.workers, self.timeout, self.prefetch)
         if workers.count:
-            start_server()  # it gets ready while we look for the files
+            start_server()  # starts up while the files are listed
         train, held_out = training_and_held_out(Path(self.root).expanduser(), self.holdout)
         unreadable = Unreadable(self.on_error == "skip")
         return self._samples(train, workers, unreadable), self._samples(held_out, workers, unreadable)

@@ -1,4 +1,4 @@
-"""Samples that fit into memory: tensors on the device, gathered by index, with no worker and no copy a step."""
+"""Samples that fit into memory: tensors on the device, indexed without worker processes or copies from the host."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from runner.seeds import uniforms
 
 
 class TensorSamples(Samples):
-    """Labelled images held as two tensors.
+    """Labeled images in two tensors.
 
     Args:
-        inputs: float32, normalised already, or uint8 (a quarter of the memory), normalised as batches are made;
-            [n, channels, height, width].
-        targets: int64 [n].
-        mean: of each channel, in units of [0, 1]; what `inputs` were, or are to be, shifted by.
-        std: of each channel; what they were, or are to be, divided by.
-        flip: mirror half of the training images.
-        crop: pixels that training images are shifted by at most, either way, with a black border.
+        inputs: [n, channels, height, width]; float32 and normalized, or uint8 (a quarter of the memory), in which case
+            batches are normalized.
+        targets: class indices, int64 [n].
+        class_names: the name of each class.
+        mean: of each channel, for pixels in [0, 1]; subtracted in normalization.
+        std: of each channel, for pixels in [0, 1]; inputs are divided by it in normalization.
+        flip: mirror each training image with probability 1/2.
+        crop: shift training images by up to this many pixels in each direction; the border is filled with black.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class TensorSamples(Samples):
         order = SampleOrder(len(self), seed, device)
         for micro in micros:
             indices = order.indices(micro.start, micro.stop)
-            inputs = self._floats(self.inputs.index_select(0, indices))
+            inputs = self._normalized(self.inputs.index_select(0, indices))
             if self.flip or self.crop:
                 epochs = order.epochs(micro.start, micro.stop)
                 inputs = _shift_and_flip(inputs, uniforms(seed, epochs, indices, 3), self.crop, self.flip, self._black)
@@ -58,7 +59,7 @@ class TensorSamples(Samples):
         start, stop = shard_bounds(len(self), shard)
         for first in range(start, stop, batch_size):
             last = min(first + batch_size, stop)
-            yield Batch(self._floats(self.inputs[first:last]), self.targets[first:last])
+            yield Batch(self._normalized(self.inputs[first:last]), self.targets[first:last])
 
     def display_images(self, indices: list[int]) -> torch.Tensor:
         images = self.inputs[torch.tensor(indices, device=self.inputs.device)].cpu()
@@ -68,13 +69,13 @@ class TensorSamples(Samples):
         return ((images * std + mean).clamp(0, 1) * 255).round().to(torch.uint8)
 
     def _move(self, device: torch.device) -> None:
-        """Bring the samples to `device`, once."""
+        """Move the samples to `device`, once."""
         if self.inputs.device != device:
             self.inputs, self.targets = self.inputs.to(device), self.targets.to(device)
         self._mean, self._std = (torch.tensor(v, device=device)[:, None, None] for v in (self.mean, self.std))
         self._black = -self._mean / self._std
 
-    def _floats(self, images: torch.Tensor) -> torch.Tensor:
+    def _normalized(self, images: torch.Tensor) -> torch.Tensor:
         if images.dtype != torch.uint8:
             return images
         return images.to(torch.float32).div_(255).sub_(self._mean).div_(self._std)
@@ -83,14 +84,19 @@ class TensorSamples(Samples):
 def _shift_and_flip(
     images: torch.Tensor, draws: torch.Tensor, crop: int, flip: bool, black: torch.Tensor
 ) -> torch.Tensor:
-    """Each image shifted by whole pixels in [−crop, crop] both ways, and mirrored with probability one half.
+    """Shift each image by up to `crop` whole pixels in each direction and mirror it with probability 1/2.
 
-    One gather for the whole batch, whatever its size: no Python a sample.
+    The whole batch is transformed by one gather, as a Python loop over samples would be slow.
 
     Args:
         images: [n, channels, height, width].
-        draws: uniform in [0, 1), [n, 3]: down, right, mirror.
-        black: what comes in at the border, [channels, 1, 1].
+        draws: uniform random numbers in [0, 1), [n, 3]: shift down, shift right, mirror.
+        crop: the largest shift in pixels.
+        flip: mirror images.
+        black: fills the border, [channels, 1, 1].
+
+    Returns:
+        [n, channels, height, width].
     """
     n, channels, height, width = images.shape
     down, right = ((draws[:, i] * (2 * crop + 1)).long() - crop for i in (0, 1))
@@ -100,7 +106,7 @@ def _shift_and_flip(
         columns = torch.where(draws[:, 2:] < 0.5, width - 1 - columns, columns)
     columns = columns + right[:, None]
     inside = ((rows >= 0) & (rows < height))[:, None, :, None] & ((columns >= 0) & (columns < width))[:, None, None, :]
-    places = rows.clamp(0, height - 1)[:, :, None] * width + columns.clamp(0, width - 1)[:, None, :]
-    places = places.view(n, 1, height * width).expand(n, channels, height * width)
-    moved = images.reshape(n, channels, height * width).gather(2, places).view_as(images)
+    positions = rows.clamp(0, height - 1)[:, :, None] * width + columns.clamp(0, width - 1)[:, None, :]
+    positions = positions.view(n, 1, height * width).expand(n, channels, height * width)
+    moved = images.reshape(n, channels, height * width).gather(2, positions).view_as(images)
     return torch.where(inside, moved, black)

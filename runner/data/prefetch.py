@@ -1,4 +1,4 @@
-"""Batches on the device: the next one is copied while this one computes."""
+"""Asynchronous copies of batches to the device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from runner.system.copy_stream import CopyStream, Tensors, Transfer
 
 
 def to_device(batches: Generator[Tensors], device: torch.device, cuda: Any = None) -> Generator[Tensors]:
-    """The same batches on `device`, each ready for the stream that is current when it is asked for.
+    """Yield `batches` on `device`, each ready for use on the current stream.
 
-    On CUDA the copy of the next batch is queued before a batch is handed out. Elsewhere there is nothing to overlap.
+    On CUDA, the next batch is copied on a separate stream while the model computes. Other devices copy synchronously.
 
     Args:
-        batches: tuples of tensors on the CPU. From page-locked memory they are copied without holding up the host.
-        cuda: stands in for `torch.cuda` in tests.
+        batches: tuples of tensors on the CPU. Copies from page-locked memory do not block the host.
+        device: device of the returned batches.
+        cuda: replaces `torch.cuda` in tests.
     """
     with closing(batches):
         if device.type != "cuda":

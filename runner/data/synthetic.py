@@ -1,4 +1,4 @@
-"""Random images of any size and number of classes: for measuring, where the data itself does not matter."""
+"""Random images of any size and number of classes, for benchmarks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MOST_BYTES = 4 << 30
 
 @dataclass
 class Synthetic(Data):
-    """A pool of noise images, made once, on the device, and drawn from like any data set.
+    """A data set of uniform noise, generated once on the device.
 
-    A hash of their place, and not drawn from the run's seed: the same on every device and in every run.
+    Pixels are hashes of their position, independent of the run's seed: the same on every device and in every run.
 
     Args:
-        num_samples: training images.
-        holdout: held-out images.
-        size: of a side, in pixels.
-        channels: 1 (grey) or 3 (colour).
-        num_classes: labels are drawn from so many.
-        learnable: half of each image is its class's pattern instead of noise; otherwise there is nothing to learn.
+        num_samples: number of training images.
+        holdout: number of held-out images.
+        size: height and width in pixels.
+        channels: 1 (grayscale) or 3 (RGB).
+        num_classes: number of classes, from which labels are drawn uniformly.
+        learnable: average each image with a fixed pattern of its class; otherwise labels are independent of images.
     """
 
     num_samples: int = 1024
@@ -41,7 +41,7 @@ class Synthetic(Data):
         check_range(self, "num_samples", least=1)
         check_range(self, "holdout", least=1)
         check_range(self, "size", least=1, most=4096)
-        check(self.channels in (1, 3), "channels", self.channels, "images are grey or coloured", "1 or 3")
+        check(self.channels in (1, 3), "channels", self.channels, "images are grayscale or RGB", "1 or 3")
         check_range(self, "num_classes", least=1, most=1_000_000)
         images = self.num_samples + self.holdout + self.learnable * self.num_classes
         gibibytes = images * self.channels * self.size**2 / (1 << 30)
@@ -49,8 +49,8 @@ class Synthetic(Data):
             gibibytes * (1 << 30) <= _MOST_BYTES,
             "num_samples",
             self.num_samples,
-            f"{images} images of this size take {gibibytes:.1f} GiB of memory, and at most 4 are allowed",
-            "for measuring a few thousand images do: they come again every epoch",
+            f"{images} images of this size take {gibibytes:.1f} GiB of memory, and the limit is 4 GiB",
+            "use fewer or smaller images: a few thousand suffice for a benchmark",
         )
 
     def load(self) -> tuple[Samples, Samples]:
@@ -58,12 +58,12 @@ class Synthetic(Data):
 
 
 class Noise(TensorSamples):
-    """Random images, made on the device that first asks for them; before that they take no memory.
+    """Random images, generated on the device that first uses them; until then they take no memory.
 
     Args:
-        options: what they are to be like.
-        part: names their stream of random numbers.
-        count: how many.
+        options: shape and number of classes.
+        part: `train` or `holdout`, the name of the random number stream.
+        count: number of images.
     """
 
     def __init__(self, options: Synthetic, part: str, count: int):
@@ -71,21 +71,21 @@ class Noise(TensorSamples):
         images = torch.empty(count, *shape, dtype=torch.uint8, device="meta")
         generator = torch.Generator().manual_seed(derive(0, "synthetic", f"{part} targets"))
         targets = torch.randint(options.num_classes, (count,), generator=generator)
-        # The variance of a number that is uniform in [0, 1] is 1/12, and half that of the mean of two.
+        # The variance of a uniform variable in [0, 1] is 1/12, and that of the mean of two is 1/24.
         std = 24**-0.5 if options.learnable else 12**-0.5
         super().__init__(images, targets, names, (0.5,) * options.channels, (std,) * options.channels)
         self._part, self._learnable = part, options.learnable
 
     def display_images(self, indices: list[int]) -> torch.Tensor:
-        self._make(torch.device("cpu"))
+        self._generate(torch.device("cpu"))
         return super().display_images(indices)
 
     def _move(self, device: torch.device) -> None:
-        self._make(device)
+        self._generate(device)
         super()._move(device)
 
-    def _make(self, device: torch.device) -> None:
-        """Make the images on `device`, unless they are there, on this or another."""
+    def _generate(self, device: torch.device) -> None:
+        """Generate the images on `device`, unless they were generated before."""
         if not self.inputs.is_meta:
             return
         self.inputs = _noise(self._part, len(self), self.shape, device)

@@ -1,6 +1,6 @@
-"""Data sets that torchvision can download, kept in memory: MNIST, Fashion-MNIST, CIFAR-10.
+"""MNIST, Fashion-MNIST and CIFAR-10, downloaded by torchvision and held in memory.
 
-The files are read here, not by torchvision, so that one that is missing or damaged is named.
+The files are read by this module instead of torchvision, so that errors name the file that is missing or damaged.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import struct
 import tarfile
 import warnings
 import zlib
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,33 +29,35 @@ from runner.data.base import Data, Samples
 from runner.data.memory import TensorSamples
 
 _PATIENCE = 10
-"""Seconds that a server may be silent."""
+"""Seconds that a server may take to respond."""
 
 _DAMAGED = (OSError, EOFError, ValueError, RuntimeError, zlib.error, struct.error, tarfile.TarError)
-"""What readers raise about files that are not what they should be."""
+"""The exceptions that reading a damaged file may raise."""
 
-Labelled = tuple["torch.Tensor", "torch.Tensor"]
-"""Images, uint8 [n, channels, height, width], and their classes, int64 [n]."""
+LabeledImages = tuple["torch.Tensor", "torch.Tensor"]
+"""Images, uint8 [n, channels, height, width], and class indices, int64 [n]."""
 
 
 @dataclass
 class Downloadable(Data):
-    """What these data sets have in common.
+    """The base class of data sets that torchvision can download.
 
     Args:
-        root: the folder that holds the data set's own folder, as torchvision lays it out.
-        download: fetch files that are not there. The only thing that a run writes outside of its outputs.
-        flip: mirror half of the training images.
-        crop: pixels that training images are shifted by at most.
+        root: the directory in which torchvision creates the directory of the data set.
+        download: download missing files; nothing else is written outside of the run directory.
+        flip: mirror each training image with probability 1/2.
+        crop: shift training images by up to this many pixels in each direction.
     """
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("root", "download")
-    """Options that change how the work is done, not what is computed: they may differ on a resume."""
+    """Options that may differ on resume, as they do not affect the samples."""
 
     dataset: ClassVar[str]
-    """torchvision's name of it."""
+    """The name of the class in `torchvision.datasets`."""
     folder: ClassVar[str]
+    """The directory of the files, relative to `root`."""
     side: ClassVar[int]
+    """Height and width of an image in pixels."""
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
     class_names: ClassVar[list[str]]
@@ -69,21 +72,22 @@ class Downloadable(Data):
 
     def load(self) -> tuple[Samples, Samples]:
         if self.download and self._missing():
-            self._fetch()
+            self._download()
         missing = self._missing()
-        check(not missing, "root", self.root, f"there is no {missing[0] if missing else ''}", self._advice())
+        check(not missing, "root", self.root, f"there is no {missing[0] if missing else ''}", self._remedy())
         train, held_out = self._split(train=True), self._split(train=False)
         return self._samples(*train, flip=self.flip, crop=self.crop), self._samples(*held_out, flip=False, crop=0)
 
     def _samples(self, images: torch.Tensor, targets: torch.Tensor, flip: bool, crop: int) -> TensorSamples:
         return TensorSamples(images, targets, self.class_names, self.mean, self.std, flip=flip, crop=crop)
 
-    def _split(self, train: bool) -> Labelled:
-        raise NotImplementedError
+    @abstractmethod
+    def _split(self, train: bool) -> LabeledImages:
+        """Read the training or the test images."""
 
+    @abstractmethod
     def _files(self) -> list[str]:
-        """The names of all files that are needed."""
-        raise NotImplementedError
+        """Return the names of all required files."""
 
     def _path(self, name: str) -> Path:
         return Path(self.root).expanduser() / self.folder / name
@@ -91,28 +95,30 @@ class Downloadable(Data):
     def _missing(self) -> list[Path]:
         return [self._path(name) for name in self._files() if not self._path(name).is_file()]
 
-    def _fetch(self) -> None:
+    def _download(self) -> None:
         root = Path(self.root).expanduser()
         try:
-            with _alone(root), _impatient():
-                # It looks again what is there: another process may have been faster.
+            with _locked(root), _socket_timeout():
+                # It checks again which files exist: another process may have downloaded them in the meantime.
                 getattr(torchvision.datasets, self.dataset)(root, download=True)
         except _DAMAGED as error:
             why = f"the download failed ({' '.join(str(error).split()) or type(error).__name__})"
-            raise ConfigError("download", True, why, self._advice("try again")) from None
+            raise ConfigError("download", True, why, self._remedy("try again")) from None
 
-    def _advice(self, first: str = "data.download=true fetches it") -> str:
+    def _remedy(self, first: str = "data.download=true downloads it") -> str:
         names = ", ".join(self._files())
-        return f"{first}; or put {names} into {self._path('')}; or choose data=digits, which needs no download"
+        return f"{first}; or copy {names} to {self._path('')}; or use data=digits, which needs no download"
 
-    def _refuse(self, path: Path, why: object) -> NoReturn:
-        remedy = "delete it, and data.download=true fetches it again; or choose data=digits, which needs no download"
+    def _raise_damaged(self, path: Path, why: object) -> NoReturn:
+        remedy = (
+            "delete it and set data.download=true to download it again; or use data=digits, which needs no download"
+        )
         raise ConfigError("root", self.root, f"{path} is damaged ({why})", remedy) from None
 
 
 @dataclass
 class Mnist(Downloadable):
-    """70,000 handwritten digits, 28×28, grey (LeCun, Cortes, Burges: The MNIST Database, 1998)."""
+    """70,000 grayscale images of handwritten digits, 28×28 (LeCun, Cortes, Burges: The MNIST Database, 1998)."""
 
     dataset: ClassVar[str] = "MNIST"
     folder: ClassVar[str] = "MNIST/raw"
@@ -122,39 +128,43 @@ class Mnist(Downloadable):
     class_names: ClassVar[list[str]] = [str(digit) for digit in range(10)]
 
     def _files(self) -> list[str]:
-        return [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+        return [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 
     def _path(self, name: str) -> Path:
-        """The file itself, or where only that is there, compressed as it is distributed."""
+        """Return the path of the file or, if only that exists, of the compressed file as it is distributed."""
         path = super()._path(name)
-        packed = path.with_name(f"{name}.gz")
-        return packed if packed.is_file() and not path.is_file() else path
+        compressed = path.with_name(f"{name}.gz")
+        return compressed if compressed.is_file() and not path.is_file() else path
 
-    def _split(self, train: bool) -> Labelled:
-        part = "train" if train else "t10k"
-        path = self._path(f"{part}-labels-idx1-ubyte")
-        images, targets = self._read(self._path(f"{part}-images-idx3-ubyte"), 3), self._read(path, 1).long()
+    def _split(self, train: bool) -> LabeledImages:
+        split = "train" if train else "t10k"
+        path = self._path(f"{split}-labels-idx1-ubyte")
+        images, targets = self._read(self._path(f"{split}-images-idx3-ubyte"), 3), self._read(path, 1).long()
         largest = max(targets.tolist(), default=0)
         if not 0 < len(targets) == len(images) or largest >= len(self.class_names):
-            self._refuse(path, f"{len(targets)} labels up to {largest} for {len(images)} images")
+            self._raise_damaged(path, f"it has {len(targets)} labels up to {largest} for {len(images)} images")
         return images[:, None], targets
 
     def _read(self, path: Path, dims: int) -> torch.Tensor:
-        """An IDX file: two zeros, type (8: bytes), number of dimensions, each as big-endian int32, and the bytes."""
+        """Read an IDX file of uint8.
+
+        It starts with two zero bytes, the data type (8: uint8), the number of dimensions and the shape in big-endian
+        int32.
+        """
         try:
             with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
                 content = bytearray(file.read())
             if content[:4] != bytes((0, 0, 8, dims)):
-                raise ValueError(f"it begins with {bytes(content[:4])!r}")
+                raise ValueError(f"it starts with {bytes(content[:4])!r}")
             shape = struct.unpack_from(f">{dims}I", content, 4)
             return torch.frombuffer(content, dtype=torch.uint8, offset=4 + 4 * dims).view(shape)
         except _DAMAGED as error:
-            self._refuse(path, error)
+            self._raise_damaged(path, error)
 
 
 @dataclass
 class FashionMnist(Mnist):
-    """70,000 articles of clothing, 28×28, grey (Xiao, Rasul, Vollgraf: Fashion-MNIST, 2017)."""
+    """70,000 grayscale images of clothing, 28×28 (Xiao, Rasul, Vollgraf: Fashion-MNIST, 2017)."""
 
     dataset: ClassVar[str] = "FashionMNIST"
     folder: ClassVar[str] = "FashionMNIST/raw"
@@ -167,7 +177,7 @@ class FashionMnist(Mnist):
 
 @dataclass
 class Cifar10(Downloadable):
-    """60,000 photographs of ten kinds of things, 32×32 (Krizhevsky, Learning Multiple Layers of Features, 2009)."""
+    """60,000 photographs in ten classes, 32×32 (Krizhevsky, Learning Multiple Layers of Features, 2009)."""
 
     dataset: ClassVar[str] = "CIFAR10"
     folder: ClassVar[str] = "cifar-10-batches-py"
@@ -184,25 +194,25 @@ class Cifar10(Downloadable):
     def _files(self) -> list[str]:
         return [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
 
-    def _split(self, train: bool) -> Labelled:
+    def _split(self, train: bool) -> LabeledImages:
         source = torchvision.datasets.CIFAR10
-        parts = [self._read(name, checksum) for name, checksum in (source.train_list if train else source.test_list)]
-        return torch.cat([images for images, _ in parts]), torch.cat([targets for _, targets in parts])
+        files = [self._read(name, checksum) for name, checksum in (source.train_list if train else source.test_list)]
+        return torch.cat([images for images, _ in files]), torch.cat([targets for _, targets in files])
 
-    def _read(self, name: str, checksum: str) -> Labelled:
-        packed = self._path(name).read_bytes()
-        # A pickle can run any code: it is opened only if it is the one that was published.
-        if hashlib.md5(packed, usedforsecurity=False).hexdigest() != checksum:
-            self._refuse(self._path(name), "its MD5 sum is not that of the file that was published")
+    def _read(self, name: str, checksum: str) -> LabeledImages:
+        content = self._path(name).read_bytes()
+        # Unpickling can execute arbitrary code, so only the original files are unpickled.
+        if hashlib.md5(content, usedforsecurity=False).hexdigest() != checksum:
+            self._raise_damaged(self._path(name), "its MD5 checksum differs from that of the original file")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some versions of NumPy find fault with a pickle of 2009
-            content = pickle.loads(packed, encoding="latin1")
-        return torch.from_numpy(content["data"]).view(-1, 3, 32, 32), torch.tensor(content["labels"])
+            warnings.simplefilter("ignore")  # some versions of NumPy warn about pickles of NumPy 1
+            batch = pickle.loads(content, encoding="latin1")
+        return torch.from_numpy(batch["data"]).view(-1, 3, 32, 32), torch.tensor(batch["labels"])
 
 
 @contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """One process at a time: those of a distributed run all want the same files."""
+def _locked(root: Path) -> Iterator[None]:
+    """Lock `root`, so that only one process of a distributed run downloads the files."""
     root.mkdir(parents=True, exist_ok=True)
     with (root / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -210,8 +220,8 @@ def _alone(root: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _impatient() -> Iterator[None]:
-    """Give up on a silent server soon: torchvision names no timeout, and a connection's own takes minutes."""
+def _socket_timeout() -> Iterator[None]:
+    """Set a socket timeout: torchvision sets none, and the default of the operating system is minutes."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_PATIENCE)
     try:

@@ -1,4 +1,4 @@
-"""Worker processes that die or stop end the run with an error that says so, and soon."""
+"""A watchdog for data loading workers: a worker that dies or hangs ends the run with an error."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any
 from runner.data.base import DataError
 
 POLL = 0.5
-"""Seconds between two looks at the workers. They are the fork server's children, so no signal tells of their death."""
+"""Seconds between two checks of the workers: as children of the fork server they send this process no SIGCHLD."""
 
 _CAUSES = {
-    9: (", perhaps for want of memory", "fewer data.workers or a smaller data.prefetch take less; "),
-    7: (", most likely for want of shared memory", "enlarge /dev/shm (docker run --shm-size=8g); "),
+    9: (", perhaps because memory ran out", "reduce data.workers or data.prefetch; "),
+    7: (", most likely because shared memory ran out", "enlarge /dev/shm (docker run --shm-size=8g); "),
 }
-"""Why the system kills a worker, by signal (SIGKILL, SIGBUS), and what to do."""
+"""The likely reason for a signal (SIGKILL, SIGBUS) from the operating system, and the remedy."""
 
 
 class Watch:
-    """Takes batches from workers, and kills workers that keep the run waiting for too long.
+    """Receives batches from DataLoader workers, and kills the workers if a batch takes too long.
 
-    DataLoader's own timeout does not do: it is over when the message has come that a batch is ready; then the batch's
-    memory is asked for, over a connection without a timeout, at whose other end the worker may be stopped. Killed, it
-    lets go of whatever the run waits for.
+    The timeout of DataLoader is not enough: it covers only the message that a batch is ready. The file descriptor of
+    the batch's shared memory is then requested over a connection without a timeout, which blocks if the worker is
+    stopped. Killing the worker closes that connection.
 
     Args:
-        workers: the processes; none where the run's own reads.
-        timeout: seconds without a batch after which they are killed.
+        workers: the worker processes; empty if the main process loads the data.
+        timeout: seconds without a batch after which the workers are killed.
     """
 
     def __init__(self, workers: Collection[BaseProcess], timeout: float):
@@ -38,13 +38,17 @@ class Watch:
         self._waiting, self._received, self._timed_out = False, 0, False
         self._ended = threading.Event()
         if workers:
-            threading.Thread(target=self._look, daemon=True).start()
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def next(self, batches: Iterator[Any]) -> Any:
-        """The next of a DataLoader's `batches`, whose own timeout is one poll.
+        """Return the next batch.
+
+        Args:
+            batches: the iterator of a DataLoader with the timeout `POLL`.
 
         Raises:
-            DataError: when a worker died, or none brought a batch in time.
+            DataError: if a worker died, or no batch arrived in time.
+            StopIteration: after the last batch.
         """
         self._waiting = True
         try:
@@ -54,8 +58,8 @@ class Watch:
                 except StopIteration:
                     raise
                 except Exception as error:
-                    # A worker's connection breaks a little before its exit code is known.
-                    problem = self._problem(patience=2 if isinstance(error, OSError | EOFError) else 0)
+                    # The connection to a worker breaks shortly before its exit code is available.
+                    problem = self._problem(grace_period=2 if isinstance(error, OSError | EOFError) else 0)
                     if problem is not None:
                         self.kill()
                         raise problem from None
@@ -65,18 +69,18 @@ class Watch:
             self._waiting, self._received = False, self._received + 1
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._ended.set()
 
     def kill(self) -> None:
-        """End workers that may be stopped, or in the middle of a read: SIGTERM would not do."""
+        """Kill the workers. SIGTERM would not end a worker that is stopped or blocked in a read."""
         for worker in self.workers:
             if worker.is_alive():
                 worker.kill()
                 worker.join()
 
-    def _look(self) -> None:
-        # Waiting is counted, not timed: a run that was itself stopped, with Ctrl-Z, has not waited.
+    def _watch(self) -> None:
+        # Count polls instead of reading a clock: time during which the run itself was stopped (Ctrl-Z) does not count.
         waited, seen = 0.0, 0
         while not self._ended.wait(POLL):
             waited = waited + POLL if self._waiting and self._received == seen else 0.0
@@ -87,18 +91,20 @@ class Watch:
                     worker.kill()
                 return
 
-    def _problem(self, patience: float) -> DataError | None:
-        """What is wrong with the workers, or goes wrong within `patience` seconds."""
+    def _problem(self, grace_period: float) -> DataError | None:
+        """Return an error if the workers timed out, or if one has died or dies within `grace_period` seconds."""
         if self._timed_out:
             pids = ", ".join(str(worker.pid) for worker in self.workers)
-            why = f"no batch came for {self.timeout:g} s: a worker is stopped, or its disk hangs"
-            return DataError(f"data workers {pids}", why, "if reading a batch takes that long, raise data.timeout")
-        multiprocessing.connection.wait([worker.sentinel for worker in self.workers], patience)
+            why = f"no batch arrived within {self.timeout:g} s: a worker is stopped, or its disk does not respond"
+            return DataError(f"data workers {pids}", why, "increase data.timeout if reading a batch takes that long")
+        multiprocessing.connection.wait([worker.sentinel for worker in self.workers], grace_period)
         return next((_death(worker) for worker in self.workers if not worker.is_alive()), None)
 
 
 def _death(worker: BaseProcess) -> DataError:
     code = worker.exitcode or 0
-    ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     cause, remedy = _CAUSES.get(-code, ("", ""))
-    return DataError(f"data worker {worker.pid}", f"it {ended}{cause}", f"{remedy}data.workers=0 needs no workers")
+    return DataError(
+        f"data worker {worker.pid}", f"it {end}{cause}", f"{remedy}data.workers=0 loads data in the main process"
+    )

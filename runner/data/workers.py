@@ -1,6 +1,6 @@
-"""Worker processes that read samples ahead of the training: torch's DataLoader, and a good end to whatever may happen.
+"""Data loading in worker processes: DataLoader with a watchdog.
 
-Workers are forked from the fork server, at every evaluation too: one takes a tenth of a second, and 17 MB.
+Workers are forked from the fork server, for each evaluation again: starting one takes 0.1 s and 17 MB.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from runner.system.forkserver import METHOD, start_server
 
 
 class Fetch(Protocol):
-    """Makes a batch of a job; is sent to the workers once, and called there."""
+    """Loads the batch that a job describes; it is sent to each worker once and called there."""
 
     def __getitem__(self, job: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Workers:
-    """How batches are read beside the training.
+    """How batches are loaded.
 
     Args:
-        count: processes; 0 reads in this process.
+        count: number of worker processes; 0: load in this process.
         timeout: seconds without a batch after which the run ends with an error.
-        ahead: batches that each worker reads ahead.
-        pin_memory: put batches into page-locked memory, from which they are copied to a CUDA device while it computes.
+        ahead: number of batches that each worker loads in advance.
+        pin_memory: load batches into page-locked memory, from which they are copied to CUDA devices asynchronously.
     """
 
     count: int
@@ -44,61 +44,61 @@ class Workers:
     pin_memory: bool = False
 
     def read(self, fetch: Fetch, jobs: Iterable[Any]) -> Generator[Any]:
-        """`fetch[job]` of every job, in order, whatever the number of workers.
+        """Yield `fetch[job]` for every job, in order for any number of workers.
 
         Raises:
-            DataError: when a worker died, or none has brought a batch in time.
+            DataError: if a worker died, or no batch arrived in time.
         """
         options: dict[str, Any] = {}
         if self.count > 0:
             start_server("torch", "PIL.Image", "runner.data.files")
             options = {"timeout": POLL, "prefetch_factor": self.ahead, "multiprocessing_context": METHOD}
         loader = torch.utils.data.DataLoader(
-            fetch,  # pyright: ignore[reportArgumentType]  # all it has to have is __getitem__
-            batch_size=None,  # a job is a whole batch already
+            fetch,  # pyright: ignore[reportArgumentType]  # only __getitem__ is used
+            batch_size=None,  # a job is already a whole batch
             sampler=jobs,
-            collate_fn=_as_it_is,
-            num_workers=self.count,  # each sets its threads to one by itself
-            worker_init_fn=_end_with_the_run,
+            collate_fn=_unchanged,
+            num_workers=self.count,  # DataLoader sets each worker to one thread
+            worker_init_fn=_exit_with_parent,
             pin_memory=self.pin_memory,
-            generator=torch.Generator(),  # it would draw a seed from the global one, which belongs to the model
+            generator=torch.Generator(),  # the default would consume random numbers of the global generator
             **options,
         )
-        others = set(multiprocessing.active_children())
+        before = set(multiprocessing.active_children())
         batches = iter(loader)
-        watch = Watch(set(multiprocessing.active_children()) - others, self.timeout)
-        atexit.register(watch.kill)  # before multiprocessing's own handler, which would wait for them
+        watch = Watch(set(multiprocessing.active_children()) - before, self.timeout)
+        atexit.register(watch.kill)  # runs before the exit handler of multiprocessing, which would join the workers
         try:
             with suppress(StopIteration):
                 while True:
                     yield watch.next(batches)
         finally:
             watch.end()
-            del batches  # ends the workers, each after the batch in hand
+            del batches  # shuts the workers down, each after its current batch
             watch.kill()
             atexit.unregister(watch.kill)
 
 
 def default_count() -> int:
-    """One worker a core that this process may use, less one for the training, and at most eight."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # those of a distributed run share the machine
+    """Return one less than the number of CPU cores of this process, at most eight: one core is left for training."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of a distributed run share the cores
     return max(0, min(8, allowed_cores() // processes - 1))
 
 
-def _end_with_the_run(_: int) -> None:
-    """In a worker: exit as soon as the run's process does, were it by kill -9.
+def _exit_with_parent(_: int) -> None:
+    """Exit the worker when the run's process ends, even by SIGKILL.
 
-    DataLoader's own watchdog looks for the parent, which is the fork server; and that one lives as long as its workers.
+    The watchdog of DataLoader checks the worker's parent process, which is the fork server and outlives the run.
     """
     run = multiprocessing.parent_process()
     assert run is not None
 
-    def watch() -> None:
+    def wait() -> None:
         run.join()
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=wait, daemon=True).start()
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
