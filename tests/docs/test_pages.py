@@ -1,0 +1,81 @@
+"""README and docs/: what they quote, link to and tell to type."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from helpers.compose import composed
+
+from runner.run import build_run
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
+
+QUOTE = re.compile(r"^`(docs/\S+)`:\n\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
+
+
+def anchors(text: str) -> set[str]:
+    """The names by which the headings of a page are linked to."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands(text: str) -> list[list[str]]:
+    """The overrides of every `python -m runner` in the code blocks of a page that can be composed as it stands."""
+    blocks = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("python -m runner ")]
+    words = [shlex.split(line, comments=True)[3:] for line in lines]
+    # Files that are not there, directories of one's own, and what is not a run.
+    left_out = ("resume=o", "model.weights=", "--config-dir", "--help", "--version", "[")
+    return [line for line in words if not any(word.startswith(left_out) for word in line)]
+
+
+COMMANDS = sorted({" ".join(line) for text in TEXTS.values() for line in commands(text)})
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_are_runs_that_can_be_built(line: str) -> None:
+    words = line.removesuffix(" --cfg job").split()
+    if words and words[0] == "-m":
+        words = [word.partition(",")[0] for word in words[1:]]
+    build_run(composed(*words))
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) > 30
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_quoted_files_are_quoted_in_full(page: str) -> None:
+    for path, quoted in QUOTE.findall(TEXTS[page]):
+        assert quoted == (ROOT / path).read_text(encoding="utf-8"), f"{page} quotes another {path}"
+
+
+def test_every_example_is_quoted() -> None:
+    examples = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "docs" / "examples").rglob("*.*")
+        if path.suffix in (".py", ".yaml", ".toml") and path.name != "__init__.py"
+    }
+    assert {path for path, _ in QUOTE.findall(TEXTS["docs/extending.md"])} == examples
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_somewhere(page: str) -> None:
+    for target, anchor in LINK.findall(TEXTS[page]):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), f"{page} links to {target}"
+        if anchor:
+            assert anchor in anchors(path.read_text(encoding="utf-8")), f"{page} links to {target}#{anchor}"
+
+
+def test_the_readme_is_short_and_its_pictures_are_small() -> None:
+    assert len(TEXTS["README.md"].splitlines()) <= 150
+    pictures = list((ROOT / "docs" / "images").iterdir())
+    assert {path.name for path in pictures} >= {"terminal.png", "tensorboard.png"}
+    assert all(path.stat().st_size < 250_000 for path in pictures)
