@@ -1,1 +1,1 @@
-"""Programs beside the runner: `python -m runner.tools.NAME`, each with `--help`."""
+"""Command-line tools: `python -m runner.tools.NAME`, each with `--help`."""

@@ -1,7 +1,7 @@
-"""`python -m runner.tools.convert SOURCE DESTINATION`: the weights of a run, or of a file, as plain weights.
+"""`python -m runner.tools.convert SOURCE DESTINATION` extracts the weights of a run, or converts a file of weights.
 
-A checkpoint knows no mode, so what is written fits every mode: `model.weights=DESTINATION` starts a run from it, and
-any other program can load it. Nothing that is read can run code, and a checkpoint is checked against its hashes first.
+The written weights do not depend on the parallel mode: `model.weights=DESTINATION` starts a run from them, and other
+programs can load them. Reading cannot run code, and the hashes of a checkpoint are verified first.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from runner.storage.run_directory import step_name, step_of
 Tensors = dict[str, torch.Tensor]
 
 PREFIX = "module."
-"""What DataParallel and DistributedDataParallel put before every name."""
+"""The prefix of parameter names in the state dict of DataParallel and DistributedDataParallel."""
 
-_OF_A_CHECKPOINT = "model.safetensors"
+_CHECKPOINT_WEIGHTS = "model.safetensors"
 _WRITERS: dict[str, Callable[[Tensors, Path], None]] = {
     ".safetensors": save_file,
     ".pt": torch.save,
@@ -40,14 +40,19 @@ _WRITERS: dict[str, Callable[[Tensors, Path], None]] = {
 
 
 class Weights(NamedTuple):
-    """Tensors by their plain names, on the CPU, and in words where they come from."""
+    """Weights and their origin.
+
+    Args:
+        tensors: tensors by name, on the CPU.
+        origin: a description of the source.
+    """
 
     tensors: Tensors
     origin: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Convert what the command line names; returns the exit code: 0, or 2 with the reason on standard error."""
+    """Run the command line; returns the exit code: 0, or 2 with the reason on standard error."""
     options = _parser().parse_args(arguments)
     destination = Path(options.destination).expanduser()
     try:
@@ -65,91 +70,97 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m runner.tools.convert", description="Write a run's weights by themselves."
+        "python -m runner.tools.convert", description="Extract the weights of a run, or convert a file of weights."
     )
     parser.add_argument("source", metavar="SOURCE", help="a run directory, a checkpoint in it, or a file of weights")
     parser.add_argument(
-        "destination", metavar="DESTINATION", help="a .safetensors file, or a state_dict as .pt or .pth"
+        "destination", metavar="DESTINATION", help="a .safetensors file, or a state dict as .pt or .pth"
     )
-    parser.add_argument("--best", action="store_true", help="of a run directory its best checkpoint, not its newest")
+    parser.add_argument("--best", action="store_true", help="take the best checkpoint of the run, not the newest")
     parser.add_argument(
-        "--module-prefix", action="store_true", help=f"put {PREFIX} before each name, as DataParallel does"
+        "--module-prefix", action="store_true", help=f"prefix each name with {PREFIX}, as DataParallel does"
     )
-    parser.add_argument("--force", action="store_true", help="replace DESTINATION if it is there")
+    parser.add_argument("--force", action="store_true", help="replace DESTINATION if it exists")
     return parser
 
 
 def check_destination(path: Path, force: bool) -> None:
-    """Refuse what cannot be written, before anything is read.
+    """Check that DESTINATION can be written, before SOURCE is read.
+
+    Args:
+        path: DESTINATION.
+        force: whether an existing file is replaced.
 
     Raises:
-        ConfigError: for another suffix, a file that is there, a missing directory, and a checkpoint's own files.
+        ConfigError: for another suffix, an existing file, a missing directory, and a file in a checkpoint.
     """
-    formats = "name a .safetensors file, or a state_dict as .pt or .pth"
-    check(path.suffix in _WRITERS, "DESTINATION", str(path), f"it is none of {', '.join(_WRITERS)}", formats)
+    formats = "name a .safetensors file, or a state dict as .pt or .pth"
+    why = f"its suffix must be one of {', '.join(_WRITERS)}"
+    check(path.suffix in _WRITERS, "DESTINATION", str(path), why, formats)
     check(path.parent.is_dir(), "DESTINATION", str(path), "there is no such directory", f"mkdir -p {path.parent}")
     check(not path.is_dir(), "DESTINATION", str(path), "it is a directory", formats)
-    elsewhere = "write it elsewhere: a checkpoint stays as its manifest says"
-    check(not (path.parent / MANIFEST).exists(), "DESTINATION", str(path), "it lies in a checkpoint", elsewhere)
-    check(force or not path.exists(), "DESTINATION", str(path), "it is there already", "--force replaces it")
+    elsewhere = "write it elsewhere: a checkpoint must not change"
+    check(not (path.parent / MANIFEST).exists(), "DESTINATION", str(path), "it is inside a checkpoint", elsewhere)
+    check(force or not path.exists(), "DESTINATION", str(path), "it already exists", "--force replaces it")
 
 
 def read(source: Path, best: bool = False) -> Weights:
-    """The weights in `source`: a run directory, a checkpoint in it, or a file.
+    """Read weights.
 
     Args:
-        best: of a run directory the checkpoint with the best evaluation; otherwise the newest that is whole.
+        source: a run directory, a checkpoint in one, or a file of weights.
+        best: whether to read the checkpoint with the best evaluation of a run, instead of the newest intact one.
 
     Raises:
-        ConfigError: when there are none, when they are damaged, and when `best` is asked of a single checkpoint.
+        ConfigError: if there are no weights, if they are damaged, and for `best` without a run directory.
     """
     others = "name a run directory, a checkpoint in one, or a file of weights"
     check(source.exists(), "SOURCE", str(source), "there is no such file or directory", others)
-    if source.name == _OF_A_CHECKPOINT and (source.parent / MANIFEST).is_file():
-        source = source.parent  # what has a hash is checked against it
+    if source.name == _CHECKPOINT_WEIGHTS and (source.parent / MANIFEST).is_file():
+        source = source.parent  # read as a checkpoint, which verifies the hash
     if (source / "checkpoints").is_dir():
-        return _of_checkpoint(_best(source) if best else _newest(source))
-    check(not best, "--best", True, f"{source} is no run directory", "name the run directory that it is from")
+        return _read_checkpoint(_best(source) if best else _newest(source))
+    check(not best, "--best", True, f"{source} is not a run directory", "name the run directory as SOURCE")
     if source.is_file():
-        return Weights(_of_file(source), str(source))
-    there = (source / MANIFEST).exists() or step_of(source) is not None
-    check(there, "SOURCE", str(source), "it holds no checkpoint", others)
-    return _of_checkpoint(source)
+        return Weights(_read_file(source), str(source))
+    is_checkpoint = (source / MANIFEST).exists() or step_of(source) is not None
+    check(is_checkpoint, "SOURCE", str(source), "it contains no checkpoint", others)
+    return _read_checkpoint(source)
 
 
 def _newest(run: Path) -> Path:
-    """The newest whole checkpoint of a run; damaged ones are named, and left as they are: it may be running."""
+    """Return the newest intact checkpoint of a run. Damaged ones are not renamed, as the run may still be active."""
     found = [path for path in (run / "checkpoints").iterdir() if step_of(path) is not None]
     for path in sorted(found, key=lambda path: step_of(path) or 0, reverse=True):
         try:
             verified_manifest(path)
             return path
         except DamagedError as error:
-            print(f"{error}; going back to the one before", file=sys.stderr)
-    why = "none of its checkpoints is whole" if found else "it has no checkpoint yet"
-    raise ConfigError("SOURCE", str(run), why, "let the run save one (keep=1 or more), or name another")
+            print(f"{error}; trying the previous checkpoint", file=sys.stderr)
+    why = "none of its checkpoints is intact" if found else "it has no checkpoint yet"
+    raise ConfigError("SOURCE", str(run), why, "let the run save one (keep=1 or more), or name another run")
 
 
 def _best(run: Path) -> Path:
-    """The checkpoint that the newest one calls the best of the run."""
+    """Return the checkpoint with the best evaluation, as recorded in the newest one."""
     newest = _newest(run)
-    with _refusing(newest):
+    with _errors_as_source(newest):
         best: dict[str, Any] = load(newest).state["best"]
-    check(bool(best), "--best", True, f"{run} has not been evaluated", "leave out --best: its newest checkpoint")
+    check(bool(best), "--best", True, f"{run} has not been evaluated", "leave out --best to take the newest checkpoint")
     path = newest.with_name(step_name(best["step"]))
-    check(path.is_dir(), "--best", True, f"{path} is gone", "leave out --best, or name another checkpoint")
+    check(path.is_dir(), "--best", True, f"{path} does not exist", "leave out --best, or name another checkpoint")
     return path
 
 
-def _of_checkpoint(path: Path) -> Weights:
-    with _refusing(path):
+def _read_checkpoint(path: Path) -> Weights:
+    with _errors_as_source(path):
         manifest = verified_manifest(path)
-        return Weights(load_file(path / _OF_A_CHECKPOINT), f"{path}, after step {manifest['step']}")
+        return Weights(load_file(path / _CHECKPOINT_WEIGHTS), f"{path}, after step {manifest['step']}")
 
 
 @contextmanager
-def _refusing(checkpoint: Path) -> Iterator[None]:
-    """Say of whatever is wrong with `checkpoint` that it is SOURCE that cannot be read."""
+def _errors_as_source(checkpoint: Path) -> Iterator[None]:
+    """Turn errors of reading `checkpoint` into config errors with the key SOURCE."""
     why = ""
     try:
         yield
@@ -160,7 +171,7 @@ def _refusing(checkpoint: Path) -> Iterator[None]:
     check(not why, "SOURCE", str(checkpoint), why, "name another checkpoint of the run")
 
 
-def _of_file(path: Path) -> Tensors:
+def _read_file(path: Path) -> Tensors:
     try:
         return read_weights(str(path))
     except ConfigError as error:
@@ -168,21 +179,23 @@ def _of_file(path: Path) -> Tensors:
 
 
 def write(tensors: Tensors, path: Path, prefix: str = "") -> None:
-    """Write `tensors` to `path` in the format of its suffix, whole or not at all.
+    """Write `tensors` to `path` atomically, in the format of its suffix.
 
     Args:
-        prefix: put before each name.
+        tensors: tensors by name.
+        path: a .safetensors, .pt or .pth file.
+        prefix: a prefix for each name.
 
     Raises:
-        ConfigError: when the format has no such tensors, or the disk no room.
+        ConfigError: if the format does not support a tensor, or the file cannot be written.
     """
-    # Copies: contiguous, and sharing no memory: safetensors takes nothing else, and torch.save would write all of it.
+    # Contiguous copies: safetensors rejects tensors that share memory, and torch.save would write the whole storage.
     named = {prefix + name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         _WRITERS[path.suffix](named, part)
         with part.open("rb") as file:
-            os.fsync(file.fileno())  # or a crash could leave the name without the bytes
+            os.fsync(file.fileno())  # before the rename, or a crash could leave an empty file
         os.replace(part, path)
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         why = f"it cannot be written: {str(error).splitlines()[0]}"

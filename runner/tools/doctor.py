@@ -1,4 +1,4 @@
-"""`python -m runner.tools.doctor [--json]`: what this machine has, and what will run on it."""
+"""`python -m runner.tools.doctor [--json]` describes this machine, and what each option does on it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ PRECISIONS = ("32", "tf32", "64", "bf16", "16")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Show the machine as tables, or with `--json` as one JSON object."""
-    parser = argparse.ArgumentParser("python -m runner.tools.doctor", description="What will run on this machine.")
-    parser.add_argument("--json", action="store_true", help="the same as JSON, on standard output")
+    """Print the report as tables, or with `--json` as one JSON object."""
+    parser = argparse.ArgumentParser("python -m runner.tools.doctor", description="Describe this machine.")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
     report = gather()
     if options.json:
         print(json.dumps(report, indent=2))
     else:
-        from rich.console import Console  # not above: JSON needs no rich
+        from rich.console import Console  # imported here, as --json does not need rich
 
         from runner.tools.doctor_tables import render
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def gather() -> dict[str, Any]:
-    """All that the doctor knows, as plain values; what is wrong is told in `findings`, never raised."""
+    """Return the report as plain values; errors and warnings are listed under `findings`."""
     report = environment()
     devices, findings = report["devices"], report["findings"]
     for device in devices:
@@ -50,9 +50,11 @@ def gather() -> dict[str, Any]:
 
 
 def _cuda_details(index: int, count: int, findings: list[str]) -> dict[str, Any]:
-    """What asking costs more than a look: it opens the device."""
+    """Return the properties of a CUDA device that need a CUDA context."""
     properties = torch.cuda.get_device_properties(index)
-    kilohertz = [getattr(properties, name, None) for name in ("clock_rate", "memory_clock_rate")]  # not in every torch
+    kilohertz = [
+        getattr(properties, name, None) for name in ("clock_rate", "memory_clock_rate")
+    ]  # missing in some versions of torch
     details: dict[str, Any] = {
         "uuid": str(properties.uuid),
         "free_bytes": None,
@@ -69,28 +71,28 @@ def _cuda_details(index: int, count: int, findings: list[str]) -> dict[str, Any]
         details["free_bytes"] = torch.cuda.mem_get_info(index)[0]
         details["computes"] = computes(f"cuda:{index}")
         if not details["computes"]:
-            findings.append(f"cuda:{index}: it adds up numbers wrongly")
+            findings.append(f"cuda:{index}: a sum of ones is wrong")
     return details
 
 
 def computes(device: str) -> bool:
-    """Whether a sum on `device` comes out right: a listed device may be busy, broken, or too old for this torch."""
+    """Return whether a sum on `device` is correct. A listed device may be broken, or too old for this torch."""
     return torch.ones(1000, device=device).sum().item() == 1000
 
 
 def _add_clocks(devices: list[dict[str, Any]], findings: list[str]) -> str | None:
-    """Add the clocks of the moment to `devices`, where nvidia-ml-py is installed; returns the driver's version."""
-    driver, clocked = None, [device for device in devices if "uuid" in device]
-    for device in clocked:
+    """Add the current clocks to `devices`, and return the driver's version; needs nvidia-ml-py."""
+    driver, cuda_devices = None, [device for device in devices if "uuid" in device]
+    for device in cuda_devices:
         device |= {"clock_mhz": None, "memory_clock_mhz": None}
     try:
         import pynvml  # pyright: ignore[reportMissingImports] (optional)
     except ImportError:
         return None
-    with collect_findings(findings if clocked else [], "NVML"):  # without a device its complaint says nothing
+    with collect_findings(findings if cuda_devices else [], "NVML"):  # without a CUDA device, NVML's error is expected
         pynvml.nvmlInit()
         driver = pynvml.nvmlSystemGetDriverVersion()
-        for device in clocked:  # by UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's
+        for device in cuda_devices:  # by UUID, as CUDA_VISIBLE_DEVICES changes torch's indices but not NVML's
             handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{device['uuid']}")
             device["clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
             device["memory_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
@@ -114,7 +116,7 @@ def _backends(devices: list[dict[str, Any]], findings: list[str]) -> dict[str, A
 
 
 def _precisions(devices: list[dict[str, Any]], features: list[str]) -> list[dict[str, str]]:
-    """What each precision means on each kind of device; of unlike CUDA devices, on the oldest."""
+    """Return what each precision does on each kind of device; of several CUDA devices, on the oldest."""
     kinds: dict[str, str | None] = {"cpu": None}
     for device in devices:
         kind, capability = device["device"].partition(":")[0], device["capability"]
@@ -126,21 +128,28 @@ def _precisions(devices: list[dict[str, Any]], features: list[str]) -> list[dict
 
 
 def meaning(precision: str, kind: str, capability: str | None, features: Iterable[str]) -> str:
-    """What `precision=` does on a `kind` of device; see runner/precision.py."""
+    """Return what a precision does on a kind of device; see runner/precision.py.
+
+    Args:
+        precision: the option of `precision=`.
+        kind: `cpu`, `cuda` or `mps`.
+        capability: the compute capability of a CUDA device.
+        features: the instruction sets of the CPU.
+    """
     ampere = kind == "cuda" and _as_numbers(capability or "0.0") >= (8, 0)
     native = ampere or kind == "mps" or (kind == "cpu" and {"avx512_bf16", "amx_bf16", "bf16"} & set(features))
-    brain = "bfloat16 autocast" + ("" if native else ", emulated: it may well be slower than 32")
+    brain = "bfloat16 autocast" + ("" if native else ", emulated: it may be slower than 32")
     return {
         "32": "float32 throughout, without TF32",
         "tf32": "float32, matrix products in TF32" if ampere else "the same as 32: no TF32 units",
-        "64": "refused: Metal has no float64" if kind == "mps" else "float64 throughout: to check, not for speed",
+        "64": "not available: Metal has no float64" if kind == "mps" else "float64 throughout, to check gradients",
         "bf16": brain,
         "16": "float16 autocast with loss scaling" if kind == "cuda" else f"the same as bf16: {brain}",
     }[precision]
 
 
 def _options(group: str) -> list[dict[str, str]]:
-    """The options of a config group; the second comment line of each file says in one sentence what it is."""
+    """Return the options of a config group, described by the second comment line of each file."""
     options = []
     for path in sorted((CONF / group).glob("*.yaml")):
         comments = [line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
@@ -149,17 +158,15 @@ def _options(group: str) -> list[dict[str, str]]:
 
 
 def _remarks(report: dict[str, Any]) -> list[str]:
-    """What a person may want to change."""
+    """Return recommendations for this machine."""
     remarks, processor = [], report["cpu"]
     visible, cores = os.environ.get("CUDA_VISIBLE_DEVICES"), max(1, int(usable_cores(processor)))
     if not report["devices"] and visible is not None:
-        remarks.append(f"CUDA_VISIBLE_DEVICES={visible!r} leaves no CUDA device in sight")
+        remarks.append(f"CUDA_VISIBLE_DEVICES={visible!r} leaves no CUDA device visible")
     if processor["threads"] > cores:
-        remarks.append(
-            f"torch takes {processor['threads']} threads on {cores} usable cores: set device.threads={cores}"
-        )
+        remarks.append(f"torch uses {processor['threads']} threads on {cores} usable cores: set device.threads={cores}")
     if report["driver"] is None and any("uuid" in device for device in report["devices"]):
-        remarks.append("for the clocks of the moment: pip install nvidia-ml-py")
+        remarks.append("to see the current clocks: pip install nvidia-ml-py")
     return remarks
 
 

@@ -1,4 +1,4 @@
-"""The doctor's report as tables for a terminal."""
+"""Renders the report of `runner.tools.doctor` as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 
 def render(report: dict[str, Any]) -> Group:
-    """`report`, as `runner.tools.doctor.gather` makes it, in tables."""
+    """Render `report`, the result of `runner.tools.doctor.gather`, as tables."""
     names = [precision for precision in report["precisions"][0] if precision != "precision"]
     parts: list[RenderableType] = [
         _devices(report["devices"]),
@@ -31,7 +31,7 @@ def render(report: dict[str, Any]) -> Group:
 
 def _devices(devices: list[dict[str, Any]]) -> RenderableType:
     if not devices:
-        return Text("no accelerator: device=auto takes the CPU")
+        return Text("no accelerator: device=auto chooses the CPU")
     titles = ["", "name", "memory free", "compute", "SMs", "clock", "memory clock", "peers", "computes"]
     rows = (
         [
@@ -47,24 +47,24 @@ def _devices(devices: list[dict[str, Any]]) -> RenderableType:
         ]
         for device in devices
     )
-    return _table(f"devices: device=auto takes {devices[0]['device']}", titles, rows)
+    return _table(f"devices: device=auto chooses {devices[0]['device']}", titles, rows)
 
 
 def _processor(report: dict[str, Any]) -> dict[str, Any]:
     cpu, memory = report["cpu"], report["memory"]
-    limit = f", of which this process may take {_size(memory['limit_bytes'])}" if memory["limit_bytes"] else ""
-    quota = f", for {cpu['quota_cores']:g} cores' worth of time" if cpu["quota_cores"] else ""
+    limit = f"; this process may use {_size(memory['limit_bytes'])}" if memory["limit_bytes"] else ""
+    quota = f", with a quota of {cpu['quota_cores']:g} cores" if cpu["quota_cores"] else ""
     return {
         "model": cpu["model"],
         "cores": f"{_or_dash(cpu['physical_cores'])} physical, {_or_dash(cpu['logical_cores'])} logical",
-        "this process": f"may use {cpu['allowed_cores']}{quota}; torch takes {cpu['threads']} threads",
-        "instructions": f"{cpu['capability']} ({' '.join(cpu['features']) or 'none that matter'})",
+        "this process": f"may use {cpu['allowed_cores']}{quota}; torch uses {cpu['threads']} threads",
+        "instructions": f"{cpu['capability']} ({' '.join(cpu['features']) or 'no special instruction sets'})",
         "memory": f"{_size(memory['available_bytes'])} free of {_size(memory['total_bytes'])}{limit}",
     }
 
 
 def _where(report: dict[str, Any]) -> str:
-    """What a mode has to spread over."""
+    """Return the devices that a parallel mode can use."""
     count = sum("uuid" in device for device in report["devices"])
     return f"{count} CUDA device{'s' * (count != 1)}" if count else f"the CPU: {report['cpu']['allowed_cores']} cores"
 
@@ -72,12 +72,12 @@ def _where(report: dict[str, Any]) -> str:
 def _commit(source: dict[str, Any] | None) -> dict[str, str]:
     if source is None:
         return {}
-    return {"commit": f"{_or_dash(source['commit'])}{', with changes since' if source['dirty'] else ''}"}
+    return {"commit": f"{_or_dash(source['commit'])}{', with uncommitted changes' if source['dirty'] else ''}"}
 
 
 def _findings(findings: list[str]) -> RenderableType:
     if not findings:
-        return Text("\nnothing amiss", style="green")
+        return Text("\nno problems found", style="green")
     return Group(Text("\nfindings", style="bold yellow"), *(Text(f"  {finding}") for finding in findings))
 
 
@@ -91,7 +91,7 @@ def _table(title: str, columns: list[str], rows: Iterable[Iterable[Any]]) -> Tab
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(_or_dash(value)) for value in row))  # Text: a value's brackets are no markup
+        table.add_row(*(Text(_or_dash(value)) for value in row))  # Text, so that brackets are not parsed as markup
     return table
 
 

@@ -217,7 +217,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert same(read(tmp_path / "out.pt"), saved(run, 3))
     told = capsys.readouterr().err
     assert "step_00000004/model.safetensors is damaged" in told
-    assert "going back to the one before" in told
+    assert "trying the previous checkpoint" in told
     assert checkpoints(run)[-1].name == "step_00000004", "another process may be at work there: nothing is renamed"
 
 
@@ -238,7 +238,7 @@ def test_a_damaged_best_is_refused_and_a_lost_one_too(
     damage(checkpoints(run)[1] / "state.pt")
     assert "step_00000002/state.pt is damaged" in refusal(capsys, run.directory, tmp_path / "out.pt", "--best")
     shutil.rmtree(checkpoints(run)[1])
-    assert "step_00000002 is gone\n  leave out --best" in refusal(capsys, run.directory, tmp_path / "out.pt", "--best")
+    assert "step_00000002 does not exist\n  leave out --best" in refusal(capsys, run.directory, tmp_path / "out.pt", "--best")
 
 
 def damage(path: Path) -> None:
@@ -266,7 +266,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     for source, why in {
         "absent": "there is no such file or directory\n  name a run directory, a checkpoint in one, or a file",
         "empty": "it has no checkpoint yet\n  let the run save one",
-        "folder": "it holds no checkpoint\n  name a run directory",
+        "folder": "it contains no checkpoint\n  name a run directory",
         "no_weights.pt": "it holds no state_dict\n  ",
         "broken.safetensors": "it cannot be read as weights: ",
     }.items():
@@ -279,7 +279,7 @@ def test_best_is_of_a_run_directory_that_has_been_evaluated(
     run: Run, trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = refusal(capsys, checkpoints(run)[0], tmp_path / "out.pt", "--best")
-    assert "is no run directory\n  name the run directory" in told
+    assert "is not a run directory\n  name the run directory" in told
     early = trained("steps=2", "save_every=1", "eval_every=0", "keep=2", directory="early")
     shutil.rmtree(checkpoints(early)[-1])
     assert "has not been evaluated\n  leave out --best" in refusal(
@@ -290,9 +290,9 @@ def test_best_is_of_a_run_directory_that_has_been_evaluated(
 def test_what_cannot_be_written_is_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inside = checkpoints(run)[0] / "copy.pt"
     for destination, why in {
-        tmp_path / "out.onnx": "it is none of .safetensors, .pt, .pth\n  name a",
+        tmp_path / "out.onnx": "its suffix must be one of .safetensors, .pt, .pth\n  name a",
         run.directory / "nowhere" / "out.pt": f"there is no such directory\n  mkdir -p {run.directory / 'nowhere'}",
-        inside: "it lies in a checkpoint\n  write it elsewhere",
+        inside: "it is inside a checkpoint\n  write it elsewhere",
     }.items():
         told = refusal(capsys, run.directory, destination)
         assert told.startswith("DESTINATION: got '")
@@ -304,7 +304,7 @@ def test_a_file_that_is_there_is_replaced_only_when_told(
 ) -> None:
     out = tmp_path / "out.pt"
     out.write_text("precious")
-    assert "it is there already\n  --force replaces it" in refusal(capsys, run.directory, out)
+    assert "it already exists\n  --force replaces it" in refusal(capsys, run.directory, out)
     assert out.read_text() == "precious"
     assert converted(run.directory, out, "--force") == 0
     assert same(read(out), saved(run, 4))
@@ -341,6 +341,6 @@ def test_it_runs_as_a_module(tmp_path: Path) -> None:
         for arguments in (["in.safetensors", "out.pt"], ["in.safetensors", "out.pt"], ["--help"])
     ]
     assert [process.returncode for process in ran] == [0, 2, 0]
-    assert ran[1].stderr == "DESTINATION: got 'out.pt': it is there already\n  --force replaces it\n"
+    assert ran[1].stderr == "DESTINATION: got 'out.pt': it already exists\n  --force replaces it\n"
     assert "--module-prefix" in ran[2].stdout
     assert same(read(tmp_path / "out.pt"), {"a": torch.zeros(3)})

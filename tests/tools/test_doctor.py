@@ -114,7 +114,7 @@ def test_the_table_shows_the_numbers_of_each_device_in_its_row() -> None:
         assert shown == "cuda:1" or shown not in second
     for shown in ("Beta 75", "3.0 GiB of 16.0 GiB", "7.5", "40", "300 MHz", "405 MHz", "none"):
         assert shown in second
-    assert "device=auto takes cuda:0" in text
+    assert "device=auto chooses cuda:0" in text
     assert "parallel= on 2 CUDA devices" in text
 
 
@@ -143,9 +143,9 @@ def test_a_machine_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     report = doctor.gather()
     assert report["devices"] == []
-    assert "CUDA_VISIBLE_DEVICES='' leaves no CUDA device in sight" in report["findings"]
+    assert "CUDA_VISIBLE_DEVICES='' leaves no CUDA device visible" in report["findings"]
     assert list(report["precisions"][0]) == ["precision", "cpu"]
-    assert "device=auto takes the CPU" in drawn(report)
+    assert "device=auto chooses the CPU" in drawn(report)
 
 
 def test_a_metal_device_needs_none_of_the_cuda_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_a_metal_device_needs_none_of_the_cuda_values(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB)
     report = doctor.gather()
     assert "12.0 GiB" in row_of(drawn(report), "mps")
-    assert {row["precision"]: row["mps"] for row in report["precisions"]}["64"].startswith("refused")
+    assert {row["precision"]: row["mps"] for row in report["precisions"]}["64"].startswith("not available")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_an_nvml_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_more_threads_than_cores_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "_quota_cores", lambda: 0.5)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    assert "torch takes 64 threads on 1 usable cores: set device.threads=1" in doctor.gather()["findings"]
+    assert "torch uses 64 threads on 1 usable cores: set device.threads=1" in doctor.gather()["findings"]
 
 
 def test_a_sum_is_checked_on_the_device() -> None:
