@@ -1,1 +1,1 @@
-"""Environments to act in: which, how many at once, and how they are stepped."""
+"""Gymnasium environments: their options, vectorized stepping, and saving their state."""

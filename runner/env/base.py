@@ -1,4 +1,4 @@
-"""Which environments an agent acts in; nothing of gymnasium is loaded before one is needed."""
+"""The options of the environments that an agent acts in. Gymnasium is imported when one is created."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ if TYPE_CHECKING:
 
     from runner.env.vector import Vector
 
-_MOST = 4096  # more at once is a slip of the finger
-_MOST_PROCESSES = 128  # forking thousands brings a machine to its knees before any limit of the system stops it
+_MAX_ENVS = 4096  # a larger number is most likely a typing error
+_MAX_PROCESSES = 128  # thousands of processes would overload a machine before any limit of the system is reached
 _EXTRAS = {"box2d": "box2d", "classic_control": "classic-control"}
-"""Families of environments that need more than gymnasium, and the extra of gymnasium that brings it."""
+"""The extra of gymnasium with the dependencies of each family of environments."""
 
 
 @dataclass
 class Env:
-    """An environment of gymnasium (Towers et al., 2024) with discrete actions.
+    """The options of a gymnasium environment with discrete actions (Towers et al., 2024).
 
     Args:
-        id: its registered name; `module:Name-v0` imports the module first, which registers it.
-        num_envs: how many are stepped together, over all processes.
-        vectorization: `auto` (gymnasium's own vector version where there is one, else `sync`), `sync` (one after the
-            other), `async` (a process each, for environments that take long).
-        max_episode_steps: truncate episodes after so many steps; null: as registered.
+        id: the name in gymnasium's registry; `module:Name-v0` first imports the module that registers it.
+        num_envs: number of environments that are stepped together, over all processes.
+        vectorization: `auto` (gymnasium's vectorized implementation if there is one, else `sync`), `sync` (one after
+            another) or `async` (one process each, for slow environments).
+        max_episode_steps: truncate episodes after this many steps; null: the limit that the environment is registered
+            with.
     """
 
     id: str = "CartPole-v1"
@@ -40,59 +41,64 @@ class Env:
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        check_range(self, "num_envs", least=1, most=_MOST)
+        check_range(self, "num_envs", least=1, most=_MAX_ENVS)
         check_choice(self, "vectorization", ("auto", "sync", "async"))
         check_range(self, "max_episode_steps", least=1)
 
     def prepare(self) -> None:
-        """Look at one environment: `shape` of its observations, `num_actions`, the length of its episodes.
+        """Create one environment to find out `shape`, `num_actions` and `longest`, the maximum length of an episode.
 
         Raises:
-            ConfigError: when there is none of this name, it cannot be made here, or an agent of discrete actions
-                cannot act in it.
+            ConfigError: if there is no environment of this name, it cannot be created, or its spaces are not supported.
         """
-        from runner.env.spaces import described  # here, not above: it loads gymnasium and numpy
+        from runner.env.spaces import shape_and_actions  # imported here: gymnasium and numpy take 0.2 s to import
 
         spec = self._spec()
         single = self._make_one(spec)
-        self._drawable = "rgb_array" in single.metadata.get("render_modes", ())
-        self._is_gymnasiums = type(single.unwrapped).__module__.startswith("gymnasium.")
-        self.shape, self.num_actions = described(self.id, single)
+        self._can_render = "rgb_array" in single.metadata.get("render_modes", ())
+        self._is_builtin = type(single.unwrapped).__module__.startswith("gymnasium.")
+        self.shape, self.num_actions = shape_and_actions(self.id, single)
         self.longest = self.max_episode_steps or spec.max_episode_steps
         with self.vector(1, in_process=True) as vector:
             self.shared_rng = vector.shared_rng
         if self.vectorization == "async":
-            why, fewer = f"a process each, and {_MOST_PROCESSES} are the most here", "fewer, or env.vectorization=sync"
-            check(self.num_envs <= _MOST_PROCESSES, "num_envs", self.num_envs, why, fewer)
-            with self.vector(self.num_envs) as vector:  # all of them, now: later it would cost a run
+            why = f"each runs in a process, and at most {_MAX_PROCESSES} are allowed"
+            check(
+                self.num_envs <= _MAX_PROCESSES, "num_envs", self.num_envs, why, "reduce it, or env.vectorization=sync"
+            )
+            with self.vector(self.num_envs) as vector:  # start all processes once, so that failures end the run early
                 vector.reset(0)
 
     def vector(self, num_envs: int, in_process: bool = False, render: bool = False) -> Vector:
-        """`num_envs` environments, to be stepped together; a context that closes them.
+        """Create environments that are stepped together, in a context manager that closes them.
 
         Args:
-            in_process: in this process, whatever `vectorization` says of the agent's own.
-            render: let them be drawn.
+            num_envs: number of environments.
+            in_process: run them in this process even if `vectorization` is `async`.
+            render: enable rendering.
 
         Raises:
-            ConfigError: when so many cannot be started.
+            ConfigError: if they cannot be started.
         """
-        from runner.env.vector import Vector, make  # as above
+        from runner.env.vector import Vector, make  # imported here: gymnasium and numpy take 0.2 s to import
 
         spec = self._spec()
         vectorization = "sync" if in_process and self.vectorization == "async" else self.vectorization
         try:
             return Vector(make(spec, num_envs, vectorization, self._options(render)), self.id)
         except (OSError, EOFError, RuntimeError) as error:
-            why = f"so many cannot be started: {type(error).__name__}: {error}"
-            raise ConfigError("num_envs", num_envs, why, "fewer, or env.vectorization=sync") from None
+            why = f"they cannot be started: {type(error).__name__}: {error}"
+            raise ConfigError("num_envs", num_envs, why, "reduce it, or env.vectorization=sync") from None
 
     def cannot_be_drawn(self) -> tuple[str, str] | None:
-        """Why this environment cannot be drawn here, and what to do; None where it can."""
-        if not self._drawable:
-            return f"{self.id} does not draw itself", "leave it false"
-        if self._is_gymnasiums and importlib.util.find_spec("pygame") is None:
-            return "pygame, which draws the environments, is not installed", "pip install 'gymnasium[classic-control]'"
+        """Return why this environment cannot be rendered, and the remedy; None if it can."""
+        if not self._can_render:
+            return f"{self.id} does not support rendering", "set workload.record_video=false"
+        if self._is_builtin and importlib.util.find_spec("pygame") is None:
+            return (
+                "pygame, which renders the environments, is not installed",
+                "pip install 'gymnasium[classic-control]'",
+            )
         return None
 
     def _options(self, render: bool) -> dict[str, Any]:
@@ -100,8 +106,8 @@ class Env:
         return options | ({"max_episode_steps": self.max_episode_steps} if self.max_episode_steps else {})
 
     def _spec(self) -> EnvSpec:
-        """The entry of gymnasium's registry."""
-        import gymnasium  # here, not above: 0.1 s, and numpy
+        """Return the entry in gymnasium's registry."""
+        import gymnasium  # imported here: it takes 0.1 s to import
 
         module, _, name = self.id.rpartition(":")
         try:
@@ -109,15 +115,13 @@ class Env:
                 importlib.import_module(module)
             return gymnasium.spec(name)
         except (gymnasium.error.Error, ImportError):
-            # Not the variants in namespaces (phys2d/…, for JAX), unless a namespace was typed.
+            # Do not suggest variants in namespaces (phys2d/…, for JAX), unless a namespace was given.
             known = did_you_mean(name, [each for each in gymnasium.registry if ("/" in each) == ("/" in name)])
-            remedy = (
-                known if known.startswith("did") else "env=cartpole, acrobot, mountaincar and lunarlander are there"
-            )
-            raise ConfigError("id", self.id, "gymnasium knows no such environment", remedy) from None
+            remedy = known if known.startswith("did") else "use env=cartpole, acrobot, mountaincar or lunarlander"
+            raise ConfigError("id", self.id, "gymnasium has no such environment", remedy) from None
 
     def _make_one(self, spec: EnvSpec) -> Any:
-        """A single environment, to be asked for its spaces."""
+        """Create a single environment, whose spaces are inspected."""
         import gymnasium
 
         try:
@@ -125,19 +129,19 @@ class Env:
         except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
             sentence = str(error).splitlines()[0]
             extra = next((name for family, name in _EXTRAS.items() if family in str(spec.entry_point)), "")
-            remedy = f"pip install 'gymnasium[{extra}]'" if extra else "install what it names"
-            raise ConfigError("id", self.id, f"it cannot be made here: {sentence}", remedy) from None
-        except Exception as error:  # somebody else's environment may raise anything
-            why = f"it cannot be made: {type(error).__name__}: {error}"
-            raise ConfigError("id", self.id, why, "choose another") from None
+            remedy = f"pip install 'gymnasium[{extra}]'" if extra else "install the missing package"
+            raise ConfigError("id", self.id, f"it cannot be created here: {sentence}", remedy) from None
+        except Exception as error:  # third-party environments may raise anything
+            why = f"it cannot be created: {type(error).__name__}: {error}"
+            raise ConfigError("id", self.id, why, "choose another environment") from None
 
 
 def envs_per_process(num_envs: int, count: int) -> int:
-    """How many of `num_envs` environments each of `count` processes acts in.
+    """Return the number of environments per process, of `num_envs` environments and `count` processes.
 
     Raises:
-        ConfigError: when they cannot be dealt out evenly.
+        ConfigError: if `num_envs` is not divisible by `count`.
     """
-    why = f"they cannot be dealt out evenly to {count} processes"
+    why = f"it is not divisible by the number of processes, {count}"
     check(num_envs % count == 0, "env.num_envs", num_envs, why, f"env.num_envs={-(-num_envs // count) * count}")
     return num_envs // count

@@ -1,4 +1,4 @@
-"""What an agent of discrete actions can act in, and how observations become vectors."""
+"""Checks of the observation and action spaces of environments."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from gymnasium import spaces
 from runner.config.errors import check
 
 
-def described(name: str, env: gymnasium.Env) -> tuple[tuple[int, ...], int]:
-    """The shape of the observations as an agent gets them, and the number of actions; closes `env`.
+def shape_and_actions(name: str, env: gymnasium.Env) -> tuple[tuple[int, ...], int]:
+    """Return the shape of observations, flattened if they are no arrays, and the number of actions; close `env`.
 
     Raises:
-        ConfigError: when the actions are not discrete, or the observations are not numbers of a fixed count.
+        ConfigError: if actions are not discrete, or observations cannot be flattened to a fixed number of values.
     """
-    actions, seen = env.action_space, env.observation_space
+    actions, observations = env.action_space, env.observation_space
     env.close()
-    why = f"its actions are {_words(actions)}, and deep Q-learning needs discrete ones"
-    check(isinstance(actions, spaces.Discrete), "id", name, why, "choose another, as env=cartpole")
+    why = f"its action space is {_description(actions)}, and deep Q-learning needs discrete actions"
+    check(isinstance(actions, spaces.Discrete), "id", name, why, "choose another environment, such as env=cartpole")
     assert isinstance(actions, spaces.Discrete)
-    why = f"its observations are {_words(seen)}, which make no vector"
-    check(seen.is_np_flattenable, "id", name, why, "choose another, as env=cartpole")
-    shape = seen.shape if isinstance(seen, spaces.Box) else (spaces.flatdim(seen),)
+    why = f"its observation space is {_description(observations)}, which cannot be flattened to a vector"
+    check(observations.is_np_flattenable, "id", name, why, "choose another environment, such as env=cartpole")
+    shape = observations.shape if isinstance(observations, spaces.Box) else (spaces.flatdim(observations),)
     return tuple(shape), int(actions.n)
 
 
 def needs_flattening(space: spaces.Space) -> bool:
-    """Whether observations are no arrays: numbered states become one-hot vectors, tuples are laid end to end."""
+    """Return whether observations are not arrays: Discrete spaces become one-hot vectors, tuples are concatenated."""
     return not isinstance(space, spaces.Box)
 
 
-def _words(space: spaces.Space) -> str:
+def _description(space: spaces.Space) -> str:
     return f"continuous, {space.shape}" if isinstance(space, spaces.Box) else f"a {type(space).__name__}"

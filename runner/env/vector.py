@@ -1,4 +1,4 @@
-"""Environments that are stepped together, and that tell a step from a reset."""
+"""Vectorized environments whose steps are distinguished from resets."""
 
 from __future__ import annotations
 
@@ -19,26 +19,36 @@ from runner.env.spaces import needs_flattening
 
 
 class EnvironmentBrokenError(Exception):
-    """An environment raised, or told of something that is no number: which, when, and how to get there again."""
+    """Raised when an environment raises an error, or returns values that are not finite.
+
+    The message contains the seed, episode and step, so that the error can be reproduced.
+    """
 
 
 class Steps(NamedTuple):
-    """What one action in each of n environments led to."""
+    """The results of one step in each of n environments."""
 
     observations: np.ndarray
-    """What is seen now: float32 [n, …]; for an episode that has just ended, the last of it."""
+    """float32 [n, …]: the observations after the step; at the end of an episode, its last observation."""
     rewards: np.ndarray
-    """float [n]"""
+    """float [n]."""
     terminated: np.ndarray
-    """Whether the episode came to its end: bool [n]."""
+    """bool [n]: whether the episode reached a terminal state."""
     truncated: np.ndarray
-    """Whether it was cut off: bool [n]."""
+    """bool [n]: whether the episode was truncated."""
     taken: np.ndarray
-    """Where it was a step at all, bool [n]: the one after an end is a reset, whose action has no effect."""
+    """bool [n]: False where the environment was reset, after the end of an episode; the action is then ignored."""
 
 
 def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, Any]) -> VectorEnv:
-    """gymnasium's environments, which reset themselves at the step after an episode's end."""
+    """Create vectorized environments that are reset in the step after the end of an episode.
+
+    Args:
+        spec: the entry in gymnasium's registry.
+        num_envs: number of environments.
+        vectorization: `auto`, `sync` or `async`.
+        options: arguments of the environment.
+    """
     if vectorization == "auto" and spec.vector_entry_point is not None:
         envs = gymnasium.make_vec(spec, num_envs, "vector_entry_point", **options)
         if envs.metadata.get("autoreset_mode") == AutoresetMode.NEXT_STEP:
@@ -48,34 +58,36 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
     single = gymnasium.make(spec, **options)
     wrappers: list[Any] = [FlattenObservation] if needs_flattening(single.observation_space) else []
     if mode == "async":
-        wrappers.append(partial(_in_worker, parent=os.getpid()))
+        wrappers.append(partial(_with_default_signals, parent=os.getpid()))
     single.close()
     return gymnasium.make_vec(spec, num_envs, mode, wrappers=wrappers, **options)
 
 
-def _in_worker(env: gymnasium.Env, parent: int) -> gymnasium.Env:
-    """`env`, whose process, if it is not `parent`, ends when it is told to.
+def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
+    """Restore default signal handlers in the process of `env`, unless it is `parent`.
 
-    It is forked off a run, whose handlers only take note of a signal: the run could not end before its environments.
+    The process is forked from the run, whose handlers only record a signal: SIGTERM would not end the environment.
     """
     if os.getpid() != parent:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the run closes its environments itself
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # Ctrl-C is sent to all processes, and the run closes its environments
     return env
 
 
 class Vector:
-    """n environments of the same name; a context that closes them.
+    """Vectorized environments, in a context manager that closes them.
 
     Args:
-        envs: gymnasium's.
-        name: theirs, for messages.
+        envs: the environments.
+        name: the name in gymnasium's registry, for error messages.
     """
 
     def __init__(self, envs: VectorEnv, name: str):
         self.envs, self.name, self.num_envs = envs, name, envs.num_envs
         self.shared_rng = not hasattr(envs, "env_fns")
-        """Whether all environments draw from one stream of random numbers; else each has its own."""
+        """Whether all environments share one random number generator."""
         self._first_action = int(envs.single_action_space.start)  # pyright: ignore[reportAttributeAccessIssue]
         self.observations = np.empty(0, np.float32)
 
@@ -86,53 +98,53 @@ class Vector:
         self.envs.close()
 
     def reset(self, seed: int | Sequence[int]) -> None:
-        """Begin an episode in each environment.
+        """Reset all environments.
 
         Args:
-            seed: of them all, or one for each, where each has its own stream of random numbers.
+            seed: one seed; or one seed per environment, unless they share a random number generator.
         """
         self._seed = seed
         self._episodes = np.zeros(self.num_envs, np.int64)
         self._lengths = np.zeros(self.num_envs, np.int64)
         self._ended = np.zeros(self.num_envs, bool)
-        seeds: Any = seed if isinstance(seed, int) else list(seed)  # gymnasium's own type knows no list
-        observations, _ = self._asked(lambda: self.envs.reset(seed=seeds))
-        self._see(observations, np.zeros(self.num_envs))
+        seeds: Any = seed if isinstance(seed, int) else list(seed)  # the type annotation of gymnasium lacks lists
+        observations, _ = self._call(lambda: self.envs.reset(seed=seeds))
+        self._observe(observations, np.zeros(self.num_envs))
 
     def step(self, actions: np.ndarray) -> Steps:
-        """Act in each environment.
+        """Take one step in each environment.
 
         Args:
-            actions: from 0, int64 [n].
+            actions: int64 [n], counted from 0.
 
         Raises:
-            EnvironmentBrokenError: when one raises, or tells of NaN or infinity.
+            EnvironmentBrokenError: if an environment raises an error, or returns NaN or infinity.
         """
         taken = ~self._ended
         self._lengths = (self._lengths + 1) * taken
         self._episodes += self._ended
         if self._first_action:
             actions = actions + self._first_action
-        observations, rewards, terminated, truncated, _ = self._asked(lambda: self.envs.step(actions))
-        self._see(observations, rewards)
+        observations, rewards, terminated, truncated, _ = self._call(lambda: self.envs.step(actions))
+        self._observe(observations, rewards)
         self._ended = terminated | truncated
         return Steps(self.observations, rewards, terminated, truncated, taken)
 
-    def _see(self, observations: np.ndarray, rewards: np.ndarray) -> None:
+    def _observe(self, observations: np.ndarray, rewards: np.ndarray) -> None:
         self.observations = observations.astype(np.float32, copy=False)
-        if not np.isfinite(self.observations.sum() + rewards.sum()):  # one look at all; which it is, is rarely asked
-            flat = np.isfinite(observations.reshape(self.num_envs, -1)).all(1) & np.isfinite(rewards)
-            if not flat.all():
-                raise EnvironmentBrokenError(self._place("is not finite", int(flat.argmin())))
+        if not np.isfinite(self.observations.sum() + rewards.sum()):  # one check for all environments is fast
+            finite = np.isfinite(observations.reshape(self.num_envs, -1)).all(1) & np.isfinite(rewards)
+            if not finite.all():
+                raise EnvironmentBrokenError(self._message("returned a value that is not finite", int(finite.argmin())))
 
-    def _asked(self, ask: Any) -> Any:
+    def _call(self, function: Any) -> Any:
         try:
-            return ask()
+            return function()
         except Exception as error:
-            raise EnvironmentBrokenError(self._place(f"raised {type(error).__name__}: {error}")) from error
+            raise EnvironmentBrokenError(self._message(f"raised {type(error).__name__}: {error}")) from error
 
-    def _place(self, what: str, index: int | None = None) -> str:
-        """Where it happened, so that it can be made to happen again."""
+    def _message(self, what: str, index: int | None = None) -> str:
+        """Return an error message with the seed, episode and step of environment `index`, or of all environments."""
         shown = range(self.num_envs)[:4] if index is None else [index]
         seeds = [self._seed] * self.num_envs if isinstance(self._seed, int) else list(self._seed)
         places = [
@@ -143,7 +155,7 @@ class Vector:
         return f"{self.name} {what}; {one_of}{'; '.join(places)}{more}"
 
     def render(self) -> np.ndarray:
-        """What the first environment looks like: uint8 [height, width, 3]."""
+        """Render the first environment: uint8 [height, width, 3]."""
         frames = self.envs.render()
         assert frames is not None
         return np.asarray(frames[0])
@@ -152,15 +164,15 @@ class Vector:
     # Exact resume
 
     def state_dict(self) -> dict[str, Any] | None:
-        """All that the next steps depend on, as plain values and tensors; None where it cannot be had."""
-        inner = capture.state_of(self.envs)
-        if inner is None:
+        """Return the state of the environments as plain values and tensors; None if it cannot be read."""
+        state = capture.state_of(self.envs)
+        if state is None:
             return None
         counts = {"episodes": self._episodes.tolist(), "lengths": self._lengths.tolist(), "ended": self._ended.tolist()}
-        return counts | {"seed": self._seed, "envs": inner, "observations": capture.plain(self.observations)}
+        return counts | {"seed": self._seed, "envs": state, "observations": capture.plain(self.observations)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore the state that `state_dict` returned."""
         self._seed = state["seed"]
         self._episodes, self._lengths = (np.array(state[key], np.int64) for key in ("episodes", "lengths"))
         self._ended = np.array(state["ended"], bool)
