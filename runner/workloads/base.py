@@ -1,4 +1,4 @@
-"""The contract between a workload and the training loop."""
+"""The interface between a workload and the training loop."""
 
 from __future__ import annotations
 
@@ -18,124 +18,137 @@ if TYPE_CHECKING:
 
 @dataclass
 class Workload(ABC):
-    """A learning problem. It knows no mode, no rank and no precision.
+    """A learning problem, independent of parallel mode, rank and precision.
 
-    What is to be moved, sharded and saved with the model (a target network) is a child of the model.
+    Tensors that have to be moved, sharded and saved with the model, such as a target network, are submodules or buffers
+    of the model.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("loss",)
     """The names of the training metrics; the first is the loss."""
 
     best: ClassVar[tuple[str, str]] = ("loss", "min")
-    """The evaluation metric by which the best checkpoint is chosen, and whether it should be `min` or `max`."""
+    """The evaluation metric that selects the best checkpoint, and whether its `min` or `max` is best."""
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
-    """Options that change how the work is done, not what is computed."""
+    """Options that may differ on resume, as they do not affect what is computed."""
 
     def prepare(self) -> None:
-        """Load or find the data.
+        """Load the data, or check that it exists.
 
         Raises:
-            ConfigError: with the key from the root, when it is not there.
+            ConfigError: with the full key, if data is missing.
         """
 
     def steps_per_epoch(self, batch_size: int) -> float | None:
-        """Optimizer steps that see every sample once; None where there are no epochs."""
+        """Return the number of optimizer steps per epoch; None if the workload has no epochs."""
         return None
 
     def num_steps(self, batch_size: int) -> int | None:
-        """Optimizer steps of a whole run, where the workload's own options say; None: `epochs` or `steps` do."""
+        """Return the number of optimizer steps of a run; None if it is set by `epochs` or `steps`."""
         return None
 
     @abstractmethod
     def build_model(self) -> torch.nn.Module:
-        """The model with fresh weights, on the CPU, drawn from torch's global generator."""
+        """Create the model on the CPU, initialized from the global random number generator of torch."""
 
     @abstractmethod
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Any]:
-        """This process's micro-batches of every step after `after_step`, in the order of `plan`, without end."""
+        """Yield the micro-batches of this process for all steps after `after_step`, without end.
+
+        Args:
+            model: the model that is trained, for workloads whose data depends on it.
+            plan: how batches are split.
+            after_step: the last optimizer step that is done; 0 at the start of a run.
+            device: device of the batches.
+        """
 
     @abstractmethod
     def loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean loss of a micro-batch, a scalar, and its metric sums: float32 [len(metrics)], detached."""
+        """Return the mean loss of a micro-batch, a scalar, and its metric sums: float32 [len(metrics)], detached."""
 
     @abstractmethod
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
     ) -> MetricSums:
-        """Sums over part `shard` = (index, count) of the held-out data, each sample exactly once.
+        """Return metric sums over one shard of the evaluation data, each sample counted once.
 
         Args:
-            infer: the model's outputs for inputs on the device.
+            infer: returns the outputs of the model for inputs on the device.
+            shard: (index, count).
+            device: device of the model.
         """
 
     @abstractmethod
     def summarize(self, sums: MetricSums) -> dict[str, float]:
-        """The evaluation's metrics from the sums of all ranks."""
+        """Return the evaluation metrics, given the sums over all ranks."""
 
     def vote(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The common outputs of several models: [n, …] from [num_models, n, …]."""
+        """Combine the outputs of several models, [num_models, n, …], to [n, …]."""
         return outputs.mean(0)
 
     def images(self, sums: MetricSums) -> dict[str, torch.Tensor]:
-        """Pictures of the last evaluation, by TensorBoard tag.
+        """Return images of the last evaluation by TensorBoard tag.
+
+        Args:
+            sums: the metric sums over all ranks.
 
         Returns:
-            RGB images, uint8 [3, height, width], and films, uint8 [frames, 3, height, width].
+            RGB images, uint8 [3, height, width], and videos, uint8 [frames, 3, height, width].
         """
         return {}
 
     def check_plan(self, plan: Plan) -> None:
-        """Refuse a number of processes over which this workload cannot be divided.
+        """Check that this workload can be split as `plan` says.
 
         Raises:
-            ConfigError: with the key from the root.
+            ConfigError: with the full key, if it cannot.
         """
 
     def after_step(self, model: torch.nn.Module, step: int) -> None:
-        """Whatever follows this process's update of `step` (moving a target network)."""
+        """Called after each optimizer step of this process, for example to update a target network."""
 
     def describe(self) -> dict[str, str]:
-        """What is learned from, for the first lines of a run: {"data": "Digits, 1,438 training samples, …"}."""
+        """Describe the data for the first lines of a run: {"data": "Digits, 1,438 training samples, …"}."""
         return {}
 
     def scalars(self) -> dict[str, float]:
-        """What to log beside the metrics (`episode/return`)."""
+        """Return scalars to log in addition to the metrics, such as `episode/return`."""
         return {}
 
     def extra_results(self) -> dict[str, Any]:
-        """What `result.json` should say of this run beside the metrics (images that were skipped)."""
+        """Return additional entries for `result.json`, such as the number of skipped images."""
         return {}
 
     def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor] | None:
-        """This process's batch of `step` again, to be saved when its loss was not finite; None where it is gone."""
+        """Load the batch of this process for `step` again, to save it after divergence; None if it is not available."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs beside the model: plain values and tensors."""
+        """Return the state to be saved besides the model, as plain values and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
 
 @dataclass
 class SupervisedWorkload(Workload):
-    """A workload whose loss is `criterion(model(inputs), targets)`: its network can be split into stages.
+    """A workload whose loss is `criterion(model(inputs), targets)`, so that its network can be split into stages.
 
-    Its batches have `inputs` and `targets` (`runner.data.base.Batch`).
+    Batches are of type `runner.data.base.Batch`.
     """
 
     @abstractmethod
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean loss of outputs [n, …], a scalar."""
+        """Return the mean loss of outputs [n, …], a scalar."""
 
     @abstractmethod
     def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """The metric sums of a micro-batch whose mean loss is `loss`: float32 [len(metrics)], detached."""
+        """Return the metric sums of a micro-batch with mean loss `loss`: float32 [len(metrics)], detached."""
 
     def loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean loss and the metric sums of a micro-batch, from the network's outputs."""
+        """Return the mean loss and the metric sums of a micro-batch, given the outputs of the network."""
         loss = self.criterion(outputs, targets)
         return loss, self.metric_sums(outputs, targets, loss)
 

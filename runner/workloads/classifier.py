@@ -1,4 +1,4 @@
-"""Image classification: cross-entropy over labelled images."""
+"""Image classification with cross-entropy loss."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from runner.tracking.images import confusion_matrix, grid
 from runner.tracking.metrics import MetricSums
 from runner.workloads.base import SupervisedWorkload
 
-_MOST_SHOWN = 36
-_MOST_CLASSES_IN_A_MATRIX = 1000
+_MAX_IMAGES = 36  # in a grid
+_MAX_CLASSES = 1000  # in a confusion matrix
 
 
 @dataclass
 class Classifier(SupervisedWorkload):
-    """A network that classifies images.
+    """Training of an image classifier.
 
     Args:
         model: the network.
-        data: labelled images.
-        label_smoothing: share of the target that is spread over all classes (Szegedy et al., 2016).
-        eval_batch_size: samples in one forward pass of an evaluation, which changes speed and memory only.
-        overfit_batches: train on the first so many batches again and again; 0: on all data.
+        data: labeled images.
+        label_smoothing: amount of label smoothing, from 0 to 1 (Szegedy et al., 2016).
+        eval_batch_size: samples per forward pass of an evaluation; affects speed and memory only.
+        overfit_batches: train on the first N batches again and again; 0: on all of the data.
     """
 
     model: Model
@@ -52,7 +52,7 @@ class Classifier(SupervisedWorkload):
         with errors_under("data"):
             self.train, self.held_out = self.data.load()
         train, held_out = self.train.shape, self.held_out.shape
-        assert train == held_out, f"training images are {train}, held-out images {held_out}"
+        assert train == held_out, f"training images have shape {train}, held-out images {held_out}"
 
     def describe(self) -> dict[str, str]:
         shape, classes = "×".join(map(str, self.train.shape)), self.train.num_classes
@@ -65,8 +65,8 @@ class Classifier(SupervisedWorkload):
             batch_size <= samples,
             "batch_size",
             batch_size,
-            f"the data has {samples} training samples, and a batch would hold some of them twice",
-            f"at most batch_size={samples}",
+            f"the data has only {samples} training samples, so a batch would contain some of them twice",
+            f"use at most batch_size={samples}",
         )
         return samples / batch_size
 
@@ -78,14 +78,14 @@ class Classifier(SupervisedWorkload):
         return self.train.batches(self._positions(plan, plan.stream(after_step)), plan.seed, device)
 
     def _positions(self, plan: Plan, micros: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """`micros`, folded back onto the first `overfit_batches` batches of the stream."""
+        """Map `micros` to positions in the first `overfit_batches` batches of the stream, if the option is set."""
         if not self.overfit_batches:
             return micros
         span = self.overfit_batches * plan.batch_size
         return (m._replace(start=m.start % span, stop=m.start % span + m.stop - m.start) for m in micros)
 
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy of outputs [n, num_classes]."""
+        """Return the mean cross-entropy of logits [n, num_classes]."""
         return torch.nn.functional.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
 
     def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -96,13 +96,13 @@ class Classifier(SupervisedWorkload):
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
     ) -> MetricSums:
         num_classes = self.held_out.num_classes
-        matrix = num_classes if num_classes <= _MOST_CLASSES_IN_A_MATRIX else 0
+        matrix = num_classes if num_classes <= _MAX_CLASSES else 0
         sums = {
             "loss": torch.zeros((), dtype=torch.float64, device=device),
             "correct": torch.zeros((), dtype=torch.int64, device=device),
             "count": torch.zeros((), dtype=torch.int64, device=device),
             "confusion": torch.zeros(matrix * matrix, dtype=torch.int64, device=device),
-            # Of each sample, plus one; 0 for samples of other shards, and for those that could not be read.
+            # Class index plus 1 of each sample; 0 for samples of other shards and for unreadable files.
             "predictions": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
             "targets": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
         }
@@ -128,16 +128,16 @@ class Classifier(SupervisedWorkload):
         return {"loss": float(sums["loss"]) / count, "accuracy": int(sums["correct"]) / count}
 
     def vote(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The logarithms of the mean probabilities."""
+        """Return the logarithm of the mean of the probabilities."""
         return outputs.log_softmax(-1).logsumexp(0) - math.log(len(outputs))
 
     def images(self, sums: MetricSums) -> dict[str, torch.Tensor]:
         predictions, targets = sums["predictions"].cpu() - 1, sums["targets"].cpu() - 1
         wrong = (predictions != targets).nonzero().flatten()
         seen = (targets >= 0).nonzero().flatten()
-        images = {"eval/samples": self._captioned(seen[:_MOST_SHOWN], predictions, targets)}
+        images = {"eval/samples": self._captioned(seen[:_MAX_IMAGES], predictions, targets)}
         if len(wrong):
-            images["eval/misclassified"] = self._captioned(wrong[:_MOST_SHOWN], predictions, targets)
+            images["eval/misclassified"] = self._captioned(wrong[:_MAX_IMAGES], predictions, targets)
         if num_classes := int(len(sums["confusion"]) ** 0.5):
             counts = sums["confusion"].cpu().view(num_classes, num_classes)
             images["eval/confusion"] = confusion_matrix(counts, self.held_out.class_names)

@@ -1,1 +1,1 @@
-"""Deep Q-learning, one part a file."""
+"""Deep Q-learning: the workload, its actor, replay buffer, n-step buffer and evaluation."""

@@ -1,4 +1,4 @@
-"""Acting as data loading: environments, what is remembered of them, and what they bring."""
+"""The actor: steps environments and stores transitions in the replay buffer."""
 
 from __future__ import annotations
 
@@ -17,18 +17,28 @@ from runner.workloads.dqn.replay import Replay
 log = logging.getLogger(__name__)
 
 Policy = Callable[[np.ndarray], np.ndarray]
-"""The greedy actions, int64 [n], for observations, float32 [n, …]."""
+"""Maps observations, float32 [n, …], to greedy actions, int64 [n]."""
+
+
+def greedy_policy(model: torch.nn.Module, device: torch.device) -> Policy:
+    """Return the policy that selects the action of the highest value, with the current weights of `model`."""
+
+    def policy(observations: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            return model(torch.from_numpy(observations).to(device)).argmax(1).cpu().numpy()
+
+    return policy
 
 
 class Actor:
-    """One process's share of the environments, its exploration, and its replay.
+    """Acts in the environments of one process, and samples from its replay buffer.
 
     Args:
         vector: the environments of this process.
-        num_actions: to choose from.
-        n_step_buffer: makes transitions of their steps.
-        replay: keeps these.
-        seed: the root of all that is drawn here: episodes, exploration, samples.
+        num_actions: number of actions.
+        n_step_buffer: combines steps to n-step transitions.
+        replay: stores the transitions.
+        seed: the seed of environments, exploration and sampling.
     """
 
     def __init__(self, vector: Vector, num_actions: int, n_step_buffer: NStepBuffer, replay: Replay, seed: int):
@@ -36,32 +46,32 @@ class Actor:
         self._random = np.random.Generator(np.random.PCG64(derive(seed, "exploration")))
         vector.reset(derive(seed, "environments"))
         self.num_steps = 0
-        """Of all environments of this process together; the one that resets an environment counts too."""
+        """Number of steps of all environments of this process, including those that reset an environment."""
         self.num_episodes = 0
         self._returns, self._lengths = np.zeros(vector.num_envs), np.zeros(vector.num_envs, np.int64)
         self._ended: list[tuple[float, int]] = []
 
     def step(self, policy: Policy | None, epsilon: float) -> None:
-        """One step of each environment, ε-greedy (Watkins, 1989), and what it completes into the replay.
+        """Take one ε-greedy step in each environment (Watkins, 1989), and store the transitions that it completes.
 
         Args:
-            policy: greedy actions; None: all are random.
-            epsilon: the share of random actions.
+            policy: returns greedy actions; None: all actions are random.
+            epsilon: fraction of random actions.
         """
         vector, num_envs = self.vector, self.vector.num_envs
-        seen = vector.observations
+        previous = vector.observations
         draws = self._random.random((2, num_envs))
         actions = (draws[1] * self.num_actions).astype(np.int64)
         if policy is not None:
-            actions = np.where(draws[0] < epsilon, actions, policy(seen))
+            actions = np.where(draws[0] < epsilon, actions, policy(previous))
         observations, rewards, terminated, truncated, taken = vector.step(actions)
-        flat, flat_next = seen.reshape(num_envs, -1), observations.reshape(num_envs, -1)
+        flat, flat_next = previous.reshape(num_envs, -1), observations.reshape(num_envs, -1)
         self.replay.add(self.n_step_buffer.push(flat, actions, rewards, flat_next, terminated, truncated, taken))
         self.num_steps += num_envs
-        self._count(rewards, terminated | truncated, taken)
+        self._update_episodes(rewards, terminated | truncated, taken)
 
-    def _count(self, rewards: np.ndarray, ended: np.ndarray, taken: np.ndarray) -> None:
-        """Keep the books of the episodes."""
+    def _update_episodes(self, rewards: np.ndarray, ended: np.ndarray, taken: np.ndarray) -> None:
+        """Update returns and lengths of the current episodes, and record those that ended."""
         self._returns += rewards
         self._lengths += taken
         if ended.any():
@@ -70,11 +80,11 @@ class Actor:
             self.num_episodes += int(ended.sum())
 
     def sample(self, count: int) -> torch.Tensor:
-        """`count` transitions of the replay, drawn alike and with replacement: packed, on the replay's device."""
+        """Sample `count` packed transitions uniformly with replacement, on the device of the replay buffer."""
         return self.replay.at(self._random.integers(len(self.replay), size=count))
 
     def take_episodes(self) -> dict[str, float]:
-        """Mean return and length of the episodes that ended since this was asked last; empty without any."""
+        """Return the mean return and length of the episodes that ended since the last call; empty if there are none."""
         if not self._ended:
             return {}
         returns, lengths = zip(*self._ended, strict=True)
@@ -85,7 +95,7 @@ class Actor:
     # Exact resume
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next steps depend on."""
+        """Return the state that future steps depend on."""
         return {
             "replay": self.replay.state_dict(),
             "num_episodes": self.num_episodes,
@@ -98,16 +108,21 @@ class Actor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; where the environments cannot, they begin new episodes, and say so."""
+        """Restore the state that `state_dict` returned.
+
+        Environments whose state could not be saved start new episodes, with a warning.
+        """
         self.replay.load_state_dict(state["replay"])
         self.num_episodes = state["num_episodes"]
         self._ended = [tuple(episode) for episode in state["ended"]]
         self._random.bit_generator.state = state["random"]
-        fits = len(state["returns"]) == self.vector.num_envs
-        if not fits or state["environments"] is None:
-            why = "its state cannot be saved" if fits else "these are not as many as were saved"
-            log.warning("%s: %s, so new episodes begin here", self.vector.name, why)
-            self.vector.reset(int(self._random.integers(2**62)))  # not the first ones over again
+        same_number = len(state["returns"]) == self.vector.num_envs
+        if not same_number or state["environments"] is None:
+            why = "their state cannot be saved" if same_number else "the checkpoint has a different number of them"
+            log.warning("%s environments start new episodes: %s", self.vector.name, why)
+            self.vector.reset(
+                int(self._random.integers(2**62))
+            )  # a new seed, so that the first episodes are not repeated
             return
         self.vector.load_state_dict(state["environments"])
         self.n_step_buffer.load_state_dict(state["windows"])

@@ -1,4 +1,4 @@
-"""n-step transitions out of single steps, for environments that are stepped together."""
+"""The n-step buffer: combines the steps of vectorized environments to n-step transitions."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from runner.workloads.dqn.replay import row_width
 
 
 class NStepBuffer:
-    """MetricSums up the rewards of `length` steps; a window ends early where its episode does.
+    """Sums up the discounted rewards of `length` steps, or fewer at the end of an episode.
 
     n-step returns: Sutton and Barto, Reinforcement Learning (2018), chapter 7; in deep Q-learning: Hessel et al.,
-    Rainbow (2018). A terminated episode is worth nothing beyond its end; one that was truncated goes on, unseen, and
-    is bootstrapped from its last observation (Pardo et al., Time Limits in Reinforcement Learning, 2018).
+    Rainbow (2018). The value after a terminated episode is 0; a truncated episode is bootstrapped from its last
+    observation (Pardo et al., Time Limits in Reinforcement Learning, 2018).
 
     Args:
-        num_envs: stepped together.
-        observation_size: numbers of one observation.
-        length: n.
-        discount: γ.
+        num_envs: number of environments.
+        observation_size: number of values in an observation.
+        length: n, the number of steps.
+        discount: γ, the discount factor.
     """
 
     def __init__(self, num_envs: int, observation_size: int, length: int, discount: float):
         self.length, self.size, self.discount = length, observation_size, discount
-        # A ring of the last `length` steps: all environments write to the same slot at the same time.
+        # A ring buffer of the last `length` steps; all environments write to the same slot at the same time.
         self._rows = np.zeros((length, num_envs, row_width(observation_size)), np.float32)
         self._returns = np.zeros((length, num_envs))
         self._open = np.zeros((length, num_envs), bool)
         self._time = 0
-        ages = (np.arange(length)[:, None] - np.arange(length)) % length  # of slot [·, j] when slot [i, ·] is written
+        ages = (np.arange(length)[:, None] - np.arange(length)) % length  # of slot j when slot i is written
         self._weights = (discount**ages)[:, :, None]
         self._full_discount = np.float32(discount**length)
 
@@ -45,18 +45,19 @@ class NStepBuffer:
         truncated: np.ndarray,
         taken: np.ndarray,
     ) -> np.ndarray:
-        """Take one step of each environment; returns the transitions that it completes.
+        """Add one step of each environment, and return the transitions that it completes.
 
         Args:
-            observations: what was seen before the step, [n, size].
-            actions: int64 [n].
-            rewards: [n].
-            next_observations: what was seen after it, [n, size].
-            terminated, truncated: bool [n].
-            taken: where it was a step; a reset is not, and leaves no trace.
+            observations: before the step, [num_envs, observation_size].
+            actions: int64 [num_envs].
+            rewards: [num_envs].
+            next_observations: after the step, [num_envs, observation_size].
+            terminated: bool [num_envs].
+            truncated: bool [num_envs].
+            taken: bool [num_envs]; False for resets, which are ignored.
 
         Returns:
-            Packed transitions, float32 [m, row_width]; overwritten by later calls.
+            Packed transitions, float32 [m, row_width]; later calls may overwrite them.
         """
         slot = self._time % self.length
         self._time += 1
@@ -69,17 +70,17 @@ class NStepBuffer:
         ended = terminated | truncated
         oldest = (slot + 1) % self.length
         if ended.any():
-            return self._closed(slot, oldest, ended, terminated, next_observations)
+            return self._close(slot, oldest, ended, terminated, next_observations)
         rows, full = self._rows[oldest], self._open[oldest]
         rows[:, self.size : -3] = next_observations
         rows[:, -2] = self._returns[oldest]
         rows[:, -1] = self._full_discount
         return rows if full.all() else rows[full]
 
-    def _closed(
+    def _close(
         self, slot: int, oldest: int, ended: np.ndarray, terminated: np.ndarray, next_observations: np.ndarray
     ) -> np.ndarray:
-        """The transitions of a step with which some episodes end: all their n_step_buffer, and the others' oldest."""
+        """Return all transitions of the episodes that end in this step, and the oldest of the other episodes."""
         closing = self._open & ended
         closing[oldest] |= self._open[oldest]
         self._open &= ~closing
@@ -92,12 +93,12 @@ class NStepBuffer:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """The n_step_buffer that are open, as tensors."""
+        """Return the incomplete transitions as tensors."""
         arrays = {"rows": self._rows, "returns": self._returns, "open": self._open}
         return {"time": self._time} | {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over `state_dict()`'s."""
+        """Restore the state that `state_dict` returned."""
         self._time = state["time"]
         for array, name in ((self._rows, "rows"), (self._returns, "returns"), (self._open, "open")):
             array[...] = state[name].numpy()

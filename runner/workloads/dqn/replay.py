@@ -1,4 +1,4 @@
-"""What an agent remembers: transitions, packed into one preallocated tensor."""
+"""The replay buffer: transitions packed into one preallocated tensor."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ import torch
 
 
 class Transitions(NamedTuple):
-    """n transitions on the device; views of one packed tensor."""
+    """A batch of n transitions on the device of the model."""
 
     observations: torch.Tensor
     """float32 [n, size]"""
     actions: torch.Tensor
     """int64 [n, 1]"""
     returns: torch.Tensor
-    """The discounted sum of the rewards in between: float32 [n, 1]."""
+    """float32 [n, 1]: the discounted sum of the rewards of up to n_step steps."""
     next_observations: torch.Tensor
     """float32 [n, size]"""
     discounts: torch.Tensor
-    """What the value of the next observation counts for: float32 [n, 1]; 0 where the episode has come to its end."""
+    """float32 [n, 1]: the factor of the value of the next observation; 0 if the episode terminated."""
 
 
 def row_width(observation_size: int) -> int:
-    """Numbers of one transition: two observations, action, return, discount."""
+    """Return the number of values in a packed transition: two observations, action, return and discount."""
     return 2 * observation_size + 3
 
 
 def unpack(rows: torch.Tensor) -> Transitions:
-    """The fields of packed transitions, [n, row_width]."""
+    """Split packed transitions [n, row_width] into their fields."""
     size = (rows.shape[1] - 3) // 2
     observations, following, actions, returns, discounts = rows.split_with_sizes((size, size, 1, 1, 1), 1)
-    # The last row's action is a float, exact up to 2²⁴ actions.
+    # Actions are stored as float32, which is exact up to 2²⁴.
     return Transitions(observations, actions.long(), returns, following, discounts)
 
 
 class Replay:
-    """The last `capacity` transitions (Lin, 1992; Mnih et al., 2015), one row of a float32 tensor each.
+    """A replay buffer of the last `capacity` transitions (Lin, 1992; Mnih et al., 2015).
 
-    Inserting writes a block of rows at the cursor; sampling gathers rows by index. No object a transition.
+    Each transition is one row of a float32 tensor, so that no Python object per transition is needed.
 
     Args:
-        capacity: rows; memory is taken from the system as they fill up.
-        observation_size: numbers of one observation.
-        device: where the rows are, and where batches come from.
+        capacity: maximum number of transitions; on the CPU, the operating system commits memory as rows are filled.
+        observation_size: number of values in an observation.
+        device: device of the transitions.
     """
 
     def __init__(self, capacity: int, observation_size: int, device: torch.device | str = "cpu"):
@@ -57,7 +57,7 @@ class Replay:
         return self._length
 
     def add(self, rows: np.ndarray) -> None:
-        """Write `rows`, float32 [n, row_width], over the oldest; in at most two blocks."""
+        """Add packed transitions, float32 [n, row_width], which overwrite the oldest ones."""
         rows = rows[-self.capacity :]
         first = min(len(rows), self.capacity - self._cursor)
         self._write(self._cursor, rows[:first])
@@ -73,16 +73,16 @@ class Replay:
             self.rows[start : start + len(rows)].copy_(torch.from_numpy(rows))
 
     def at(self, indices: np.ndarray) -> torch.Tensor:
-        """The packed transitions at `indices`, int64 [n], counted in the order of the rows: [n, row_width]."""
-        places = torch.from_numpy(indices)
-        return self.rows.index_select(0, places.to(self.rows.device, non_blocking=True))
+        """Return the packed transitions at row indices int64 [n]: [n, row_width]."""
+        rows = torch.from_numpy(indices)
+        return self.rows.index_select(0, rows.to(self.rows.device, non_blocking=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """The filled rows, on the CPU, and where the next one goes."""
+        """Return the filled rows, on the CPU, and the position of the next one."""
         return {"rows": self.rows[: self._length].to("cpu", copy=True), "cursor": self._cursor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the rows of a replay; of one with another capacity, the newest that fit, in their order."""
+        """Restore the state that `state_dict` returned; if the capacity is smaller now, the newest transitions."""
         rows, cursor = state["rows"], state["cursor"]
         if len(rows) > self.capacity or (cursor != len(rows) % self.capacity and len(rows) != self.capacity):
             rows = torch.cat((rows[cursor:], rows[:cursor]))[-self.capacity :]  # oldest first

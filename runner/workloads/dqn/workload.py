@@ -1,4 +1,4 @@
-"""Deep Q-learning: acting in an environment is data loading, the target network is a frozen child of the model."""
+"""The workload of deep Q-learning: its batches come from acting in environments."""
 
 from __future__ import annotations
 
@@ -32,33 +32,34 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class DQN(Workload):
-    """An agent that learns the values of actions from what it remembers (Mnih et al., Human-level control, 2015).
+    """Deep Q-learning with a replay buffer and a target network (Mnih et al., Human-level control, 2015).
 
-    Every process acts in its share of the environments and keeps its share of the replay.
+    Each process acts in its share of the environments and holds its share of the replay buffer.
 
     Args:
         model: the network of action values.
-        env: what the agent acts in.
-        env_steps: how long the run is, in steps of environments, over all of them and all processes.
-        warm_up: so many of these come before the first update, with random actions.
-        replay_ratio: updates per environment step after that (Fedus et al., Revisiting Fundamentals of Experience
-            Replay, 2020).
-        replay_size: how many transitions are remembered, over all processes (Lin, 1992).
-        replay_device: `learner`, where the model is, or `cpu`.
-        discount: γ, what a reward one step later counts for.
-        n_step: rewards that are summed up before the bootstrap (Hessel et al., Rainbow, 2018).
-        double: the online network chooses the action that the target network judges (van Hasselt et al., 2016).
-        td_loss: `huber` (|error| beyond 1, as Mnih et al., 2015, clip it) or `mse`.
-        target_every: updates between two of the target network's.
-        target_tau: how far it then moves to the online network: 1 copies it (Mnih et al., 2015), less follows slowly
+        env: the environment.
+        env_steps: length of the run in environment steps, over all environments and processes.
+        warm_up: environment steps with random actions before the first update.
+        replay_ratio: updates per environment step after the warm-up (Fedus et al., Revisiting Fundamentals of
+            Experience Replay, 2020).
+        replay_size: capacity of the replay buffer in transitions, over all processes (Lin, 1992).
+        replay_device: device of the replay buffer: `learner`, the device of the model, or `cpu`.
+        discount: γ, the discount factor of future rewards.
+        n_step: rewards that are summed before bootstrapping (Hessel et al., Rainbow, 2018).
+        double: select the next action with the online network and evaluate it with the target network (van Hasselt et
+            al., 2016).
+        td_loss: `huber` (which is linear for errors above 1, equivalent to the clipping of Mnih et al., 2015) or `mse`.
+        target_every: optimizer steps between updates of the target network.
+        target_tau: 1 copies the online network (Mnih et al., 2015); less moves the target towards it by this fraction
             (Lillicrap et al., Continuous Control with Deep Reinforcement Learning, 2016).
-        epsilon_start: share of random actions in the beginning (Watkins, 1989).
-        epsilon_final: share of them later.
-        epsilon_fraction: share of the run over which it falls along a line.
-        normalize: shift and scale observations by their mean and deviation under random actions, measured beforehand:
-            fixed numbers, so that the stored transitions keep their meaning.
-        eval_episodes: played greedily in an evaluation.
-        record_video: film an episode of each evaluation, and keep the best policy's.
+        epsilon_start: initial fraction of random actions (Watkins, 1989).
+        epsilon_final: final fraction of random actions.
+        epsilon_fraction: fraction of the run over which it is annealed linearly.
+        normalize: normalize observations by their mean and standard deviation under random actions, which are measured
+            once before training, so that stored transitions stay valid.
+        eval_episodes: number of greedy episodes per evaluation.
+        record_video: record an episode in each evaluation, and log that of the best policy.
     """
 
     model: Model
@@ -95,12 +96,14 @@ class DQN(Workload):
             check_range(self, key, least=0, most=1)
         check_choice(self, "replay_device", ("learner", "cpu"))
         check_choice(self, "td_loss", ("huber", "mse"))
-        least = self.n_step * self.env.num_envs
-        why = f"the first transitions are complete after n_step · env.num_envs = {least} steps"
-        check(self.warm_up >= least, "warm_up", self.warm_up, why, f"at least workload.warm_up={least}")
-        longer = math.ceil(self.warm_up + 1 / self.replay_ratio)
-        why = "the warm-up takes all of them, and nothing is learned"
-        check(self.env_steps >= longer, "env_steps", self.env_steps, why, f"at least workload.env_steps={longer}")
+        min_warm_up = self.n_step * self.env.num_envs
+        why = f"the first transitions are complete after n_step · env.num_envs = {min_warm_up} steps"
+        remedy = f"use at least workload.warm_up={min_warm_up}"
+        check(self.warm_up >= min_warm_up, "warm_up", self.warm_up, why, remedy)
+        min_env_steps = math.ceil(self.warm_up + 1 / self.replay_ratio)
+        why = f"the warm-up takes {self.warm_up} steps, which leaves none for the first update"
+        remedy = f"use at least workload.env_steps={min_env_steps}"
+        check(self.env_steps >= min_env_steps, "env_steps", self.env_steps, why, remedy)
         self._actor: Actor | None = None
         self._saved: dict[str, Any] = {}
         self._best = -math.inf
@@ -108,10 +111,13 @@ class DQN(Workload):
     def prepare(self) -> None:
         with errors_under("env"):
             self.env.prepare()
-        name, shape, takes = type(self.model).__name__, self.env.shape, self.model.num_dims
-        seen = f"{self.env.id} shows {'images' if len(shape) == 3 else 'vectors'} of {' × '.join(map(str, shape))}"
-        check(takes is None or len(shape) == takes, "model", name, f"it takes images, and {seen}", "model=qnet")
-        check(len(shape) < 3, "env.id", self.env.id, f"{seen}; agents here see vectors", "choose another")
+        name, shape, num_dims = type(self.model).__name__, self.env.shape, self.model.num_dims
+        kind = "images" if len(shape) == 3 else "vectors"
+        observed = f"the observations of {self.env.id} are {kind} of {' × '.join(map(str, shape))}"
+        why = f"it takes images, but {observed}"
+        check(num_dims is None or len(shape) == num_dims, "model", name, why, "use model=qnet")
+        why = f"{observed}, and only vectors are supported"
+        check(len(shape) < 3, "env.id", self.env.id, why, "choose another environment")
         if self.record_video and (missing := self.env.cannot_be_drawn()):
             raise ConfigError("workload.record_video", True, *missing)
         self._check_memory()
@@ -125,112 +131,119 @@ class DQN(Workload):
 
     def _check_memory(self) -> None:
         machine = host_memory()
-        room = min(machine[key] or math.inf for key in ("available_bytes", "limit_bytes", "total_bytes"))
-        row = 4 * (2 * math.prod(self.env.shape) + 3)
-        why = f"{self.replay_size * row / 1e9:.1f} GB, and {room / 1e9:.1f} GB are free"
-        fitting = f"at most workload.replay_size={int(room // row)}"
-        check(self.replay_size * row <= room, "workload.replay_size", self.replay_size, why, fitting)
+        free_bytes = min(machine[key] or math.inf for key in ("available_bytes", "limit_bytes", "total_bytes"))
+        row_bytes = 4 * (2 * math.prod(self.env.shape) + 3)
+        num_bytes = self.replay_size * row_bytes
+        why = f"the replay buffer takes {num_bytes / 1e9:.1f} GB, and {free_bytes / 1e9:.1f} GB are free"
+        remedy = f"use at most workload.replay_size={int(free_bytes // row_bytes)}"
+        check(num_bytes <= free_bytes, "workload.replay_size", self.replay_size, why, remedy)
 
     def num_steps(self, batch_size: int) -> int:
-        why = f"a batch of {batch_size} would hold most transitions more than once"
-        least = f"at least workload.replay_size={batch_size}"
-        check(self.replay_size >= batch_size, "workload.replay_size", self.replay_size, why, least)
+        why = f"it is smaller than batch_size={batch_size}, so a batch would repeat transitions"
+        remedy = f"use at least workload.replay_size={batch_size}"
+        check(self.replay_size >= batch_size, "workload.replay_size", self.replay_size, why, remedy)
         return math.floor((self.env_steps - self.warm_up) * self.replay_ratio + 1e-6)
 
     def check_plan(self, plan: Plan) -> None:
         envs_per_process(self.env.num_envs, plan.num_workers)
 
     def build_model(self) -> torch.nn.Module:
-        from models.qnet import WithTarget  # here, not above: it loads torch
-        from runner.workloads.dqn.evaluation import observation_statistics  # as above, and numpy
+        # imported here: config errors are reported before torch and numpy are imported
+        from models.qnet import WithTarget
+        from runner.workloads.dqn.evaluation import observation_statistics
 
         with errors_under("model"):
             online = self.model.build(self.env.shape, self.env.num_actions)
         return WithTarget(online, *(observation_statistics(self.env, self.warm_up) if self.normalize else ()))
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Acting, which is this workload's data loading
+    # Acting, which produces the batches
 
     def batches(
         self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device
     ) -> Iterator[Transitions]:
+        from runner.workloads.dqn.actor import greedy_policy  # imported here: it imports numpy
+
         self._count = plan.num_workers
         self._logged = (_training_time(), 0)
         self._actor = actor = self._new_actor(plan, device)
         if after_step:
-            self._go_on(actor, after_step + 1 + plan.step_shard[0] - plan.step_shard[1])
-        return self._stream(actor, _greedy(model, device), plan, after_step, device)
+            self._resume(actor, after_step + 1 + plan.step_shard[0] - plan.step_shard[1])
+        return self._stream(actor, greedy_policy(model, device), plan, after_step, device)
 
     def _stream(
         self, actor: Actor, policy: Policy, plan: Plan, after_step: int, device: torch.device
     ) -> Iterator[Transitions]:
-        from runner.workloads.dqn.replay import unpack  # here, not above: it loads torch
+        from runner.workloads.dqn.replay import unpack  # imported here: it imports numpy
 
         sizes = [micro.stop - micro.start for micro in plan.micro_batches(1)]
         index, count = plan.step_shard
-        with actor.vector:  # closed when the loop lets go of this stream
+        with actor.vector:  # closed with this generator
             for step in itertools.count(after_step + 1 + index, count):
                 while actor.num_steps < self._due(step):
                     warming = actor.num_steps * self._count < self.warm_up
                     actor.step(None if warming else policy, self.epsilon(actor.num_steps * self._count))
-                # Drawn at once for the whole step: the same transitions, into however many parts they are cut.
+                # Sampled once per step, so that the transitions do not depend on the number of micro-batches.
                 for rows in actor.sample(sum(sizes)).split_with_sizes(sizes):
                     yield unpack(rows.to(device, non_blocking=True))
 
     def _due(self, step: int) -> float:
-        """The environment steps of this process before the update of `step`: the same number on every process."""
+        """Return the number of environment steps per process before optimizer step `step`."""
         return (self.warm_up + step / self.replay_ratio - 1e-6) / self._count
 
     def epsilon(self, env_steps: int) -> float:
-        """The share of random actions after `env_steps`."""
-        fallen = min(1.0, env_steps / max(self.epsilon_fraction * self.env_steps, 1))
-        return self.epsilon_start + (self.epsilon_final - self.epsilon_start) * fallen
+        """Return the fraction of random actions after `env_steps` environment steps."""
+        progress = min(1.0, env_steps / max(self.epsilon_fraction * self.env_steps, 1))
+        return self.epsilon_start + (self.epsilon_final - self.epsilon_start) * progress
 
     def _new_actor(self, plan: Plan, device: torch.device) -> Actor:
-        from runner.workloads.dqn.actor import Actor  # here, not above: these load torch and numpy
+        # imported here: these import numpy
+        from runner.workloads.dqn.actor import Actor
         from runner.workloads.dqn.n_step import NStepBuffer
         from runner.workloads.dqn.replay import Replay
 
         num_envs, size = envs_per_process(self.env.num_envs, plan.num_workers), math.prod(self.env.shape)
-        capacity, place = -(-self.replay_size // self._count), device if self.replay_device == "learner" else "cpu"
+        capacity = math.ceil(self.replay_size / self._count)
+        replay_device = device if self.replay_device == "learner" else "cpu"
         try:
-            replay = Replay(capacity, size, place)
-        except RuntimeError as error:  # torch's for memory that is not there
-            why = f"there is no room for it on {place}: {str(error).splitlines()[0]}"
-            raise ConfigError("workload.replay_size", self.replay_size, why, "smaller, or replay_device=cpu") from None
+            replay = Replay(capacity, size, replay_device)
+        except RuntimeError as error:  # out of memory
+            why = f"it does not fit into the memory of {replay_device}: {str(error).splitlines()[0]}"
+            remedy = "reduce it, or set workload.replay_device=cpu"
+            raise ConfigError("workload.replay_size", self.replay_size, why, remedy) from None
         n_step_buffer = NStepBuffer(num_envs, size, self.n_step, self.discount)
         with errors_under("env"):
             vector = self.env.vector(num_envs)
         return Actor(vector, self.env.num_actions, n_step_buffer, replay, derive(plan.seed, "agent", plan.worker))
 
-    def _go_on(self, actor: Actor, last_step: int) -> None:
-        """Take over what was saved for this process, whose last update was that of `last_step`.
+    def _resume(self, actor: Actor, last_step: int) -> None:
+        """Restore the saved state of this process after optimizer step `last_step`.
 
-        Where nothing was saved, it remembers random actions for a beginning.
+        If nothing was saved for this process, its replay buffer is filled by random actions.
         """
         if self._saved:
             actor.load_state_dict(self._saved)
             self._saved = {}
         else:
-            log.warning("no replay was saved for this process: it is filled by %d random steps", self.warm_up)
+            log.warning("no replay buffer was saved for this process: filling it with %d random steps", self.warm_up)
             while actor.num_steps * self._count < self.warm_up:
                 actor.step(None, 1.0)
-        # A function of the step, however many processes there were: what is extra does not count.
-        each = actor.vector.num_envs
-        actor.num_steps = math.ceil(self._due(last_step) / each) * each
+        # The count is a function of the optimizer step, for any number of processes: extra warm-up steps do not count.
+        num_envs = actor.vector.num_envs
+        actor.num_steps = math.ceil(self._due(last_step) / num_envs) * num_envs
         self._logged = (_training_time(), actor.num_steps * self._count)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Learning
 
     def loss(self, model: torch.nn.Module, batch: Transitions) -> tuple[torch.Tensor, torch.Tensor]:
-        # One call for both networks: a mode that wraps the model sees one forward pass.
-        values, following = model(batch.observations, batch.next_observations, double=self.double)
+        # A single forward pass for both networks, as wrappers such as DDP expect.
+        values, next_values = model(batch.observations, batch.next_observations, double=self.double)
         chosen = values.gather(1, batch.actions)
-        targets = torch.addcmul(batch.returns, batch.discounts, following)  # float32, or the network's float64
-        chosen = chosen.to(targets.dtype)  # 16 bits are for the network, not for the sums
-        compare = torch.nn.functional.smooth_l1_loss if self.td_loss == "huber" else torch.nn.functional.mse_loss
-        loss = compare(chosen, targets)
+        targets = torch.addcmul(batch.returns, batch.discounts, next_values)  # float32, or float64 with such a network
+        chosen = chosen.to(targets.dtype)  # under autocast, only the network computes in 16 bits
+        loss_function = torch.nn.functional.smooth_l1_loss if self.td_loss == "huber" else torch.nn.functional.mse_loss
+        loss = loss_function(chosen, targets)
         sums = torch.stack((loss.detach() * len(targets), chosen.detach().sum())).float()
         return loss, sums
 
@@ -239,14 +252,14 @@ class DQN(Workload):
             cast("WithTarget", model).update_target(self.target_tau)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Looking at it
+    # Evaluation, logging and checkpoints
 
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
     ) -> MetricSums:
-        from runner.workloads.dqn import evaluation  # here, not above: it loads numpy
+        from runner.workloads.dqn import evaluation  # imported here: it imports numpy
 
-        self._film = evaluation.film(self.env, infer, device) if self.record_video else None
+        self._video = evaluation.record_video(self.env, infer, device) if self.record_video else None
         return evaluation.play(self.env, infer, self.eval_episodes, shard, device)
 
     def summarize(self, sums: MetricSums) -> dict[str, float]:
@@ -255,17 +268,17 @@ class DQN(Workload):
     def images(self, sums: MetricSums) -> dict[str, torch.Tensor]:
         mean = self.summarize(sums)["return"]
         is_best, self._best = mean > self._best, max(mean, self._best)
-        return {"eval/best_policy": self._film} if is_best and self._film is not None else {}
+        return {"eval/best_policy": self._video} if is_best and self._video is not None else {}
 
     def scalars(self) -> dict[str, float]:
         assert self._actor is not None
         env_steps = self._actor.num_steps * self._count
-        now, (since, before) = _training_time(), self._logged
+        now, (last_time, last_env_steps) = _training_time(), self._logged
         self._logged = (now, env_steps)
         return self._actor.take_episodes() | {
             "episode/env_steps": env_steps,
             "episode/epsilon": self.epsilon(env_steps),
-            "time/env_steps_per_second": (env_steps - before) / (now - since),
+            "time/env_steps_per_second": (env_steps - last_env_steps) / (now - last_time),
         }
 
     def extra_results(self) -> dict[str, Any]:
@@ -282,15 +295,5 @@ class DQN(Workload):
 
 
 def _training_time() -> float:
-    """Seconds that pass while nothing is logged, evaluated or saved."""
+    """Return a clock in seconds that stops during logging, evaluation and saving."""
     return time.perf_counter() - timer.paused()
-
-
-def _greedy(model: torch.nn.Module, device: torch.device) -> Policy:
-    """The action of the highest value, by the weights as they are when it is asked."""
-
-    def policy(observations):
-        with torch.no_grad():
-            return model(torch.from_numpy(observations).to(device)).argmax(1).cpu().numpy()
-
-    return policy
