@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from helpers.command import ROOT, run_command
-from helpers.compose import FAST, built, composed
+from helpers.compose import FAST, built, composed, option_node, prepared, train_in
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import Image
@@ -22,47 +22,45 @@ from PIL import Image
 from runner.config.errors import ConfigError
 from runner.config.options import CONF, groups
 from runner.config.schema import load_class, option_fields, typed_values
-from runner.run import MATERIALS, ROOMS, Result, Run
-from runner.train import train
+from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Result, Run
 
 # What an option needs beside itself to be tried.
 SMALL = ["data.num_samples=64", "data.num_classes=10", "data.size=32"]
 WITH = {"data=imagefolder": ["data.root=photos"], "data=synthetic": SMALL, "workload=resnet50": ["batch_size=64"]}
 
-# What cannot be on this machine, and what is said then.
+# What cannot be on this machine: the key and the value got with which the refusal begins, and an essential word of it.
 ABSENT_HERE = {
-    "data=mnist": "data.root: got 'data': there is no data/MNIST/raw/train-images",
-    "data=fashion_mnist": "data.root: got 'data': there is no data/FashionMNIST/raw/train-images",
-    "data=cifar10": "data.root: got 'data': there is no data/cifar-10-batches-py/data_batch_1",
-    "data=imagefolder": "data.root: got 'photos': there is no such folder",
-    "device=cuda": "device.kind: got 'cuda': torch finds no CUDA device",
-    "device=mps": "device.kind: got 'mps': this machine has no Metal device",
+    "data=mnist": ("data.root: got 'data'", "data/MNIST/raw/train-images"),
+    "data=fashion_mnist": ("data.root: got 'data'", "data/FashionMNIST/raw/train-images"),
+    "data=cifar10": ("data.root: got 'data'", "data/cifar-10-batches-py/data_batch_1"),
+    "data=imagefolder": ("data.root: got 'photos'", "photos"),
+    "device=cuda": ("device.kind: got 'cuda'", "CUDA"),
+    "device=mps": ("device.kind: got 'mps'", "Metal"),
 }
 if torch.cuda.is_available():
     del ABSENT_HERE["device=cuda"]
 if torch.backends.mps.is_available():
     del ABSENT_HERE["device=mps"]
 
-# Two options that do not go together, and what is said then: none of one device's does not.
-REFUSED: dict[frozenset[str], str] = {
-    frozenset(("workload=dqn", f"model={name}")): f"model: got '{kind}': it takes images, and CartPole-v1 shows vectors"
+# Two options that do not go together: the key and the value got with which the refusal begins, and an essential word.
+REFUSED: dict[frozenset[str], tuple[str, str]] = {
+    frozenset(("workload=dqn", f"model={name}")): (f"model: got '{kind}'", "CartPole-v1")
     for name, kind in {"convnet": "ConvNet", "tiny": "ConvNet", "resnet18": "ResNet", "resnet50": "ResNet"}.items()
 }
 for mode in ("model", "pipeline"):
-    REFUSED[frozenset(("workload=dqn", f"parallel={mode}"))] = "workload: got 'DQN': its loss is not criterion(model("
-REFUSED[frozenset(("workload=dqn", "debug=overfit"))] = "workload.overfit_batches: DQN has no such option"
+    REFUSED[frozenset(("workload=dqn", f"parallel={mode}"))] = ("workload: got 'DQN'", "loss")
+REFUSED[frozenset(("workload=dqn", "debug=overfit"))] = ("workload.overfit_batches:", "DQN")
 if find_spec("Box2D") is None:
-    REFUSED[frozenset(("workload=dqn", "env=lunarlander"))] = "env.id: got 'LunarLander-v3': it cannot be made here"
-
+    REFUSED[frozenset(("workload=dqn", "env=lunarlander"))] = ("env.id: got 'LunarLander-v3'", "box2d")
 if torch.cuda.is_available():
-    REFUSED[frozenset(("parallel=hogwild", "device=cuda"))] = "device.kind: got 'cuda': hogwild's processes share the"
+    REFUSED[frozenset(("parallel=hogwild", "device=cuda"))] = ("device.kind: got 'cuda'", "hogwild")
 if torch.backends.mps.is_available():
-    for mode in ("ddp", "fsdp", "ensemble"):
-        REFUSED[frozenset((f"parallel={mode}", "device=mps"))] = "device.kind: got 'mps': tensors of a Metal device"
-    REFUSED[frozenset(("parallel=hogwild", "device=mps"))] = "device.kind: got 'mps': hogwild's processes share the"
+    for mode in ("ddp", "fsdp", "ensemble", "hogwild"):
+        REFUSED[frozenset((f"parallel={mode}", "device=mps"))] = ("device.kind: got 'mps'", "device=cpu")
 
-FILES = sorted(CONF.glob("*/*.yaml"))
-# An experiment or a local file is a whole of its own, not to be crossed with others.
+FILES = sorted(CONF.glob("*/[!_]*.yaml"))
+INHERITED = sorted(CONF.glob("*/_*.yaml"))
+# An experiment or a local file is complete by itself, not to be combined with others.
 CROSSED = {group: options for group, options in groups().items() if group not in ("experiment", "local")}
 HERE = {group: [o for o in options if f"{group}={o}" not in ABSENT_HERE] for group, options in CROSSED.items()}
 
@@ -103,10 +101,10 @@ def tried(options: Iterable[str], *more: str) -> Run:
     run = built(*options, *(text for option in options for text in WITH.get(option, [])), *more)
     for option in options:
         group, _, name = option.partition("=")
-        target = yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8")).get("_target_")
+        target = option_node(group, name).get("_target_")
         assert target is None or run.config[group]["_target_"] == target, f"{option} was not chosen"
     if not ABSENT_HERE.keys() & set(options):
-        run.prepare()
+        prepared(run)
         with torch.device("meta"):
             run.workload.build_model()
     return run
@@ -121,8 +119,10 @@ def test_every_option_is_built_and_prepared_or_says_what_is_absent(option: str) 
     run = tried([option])
     if option in ABSENT_HERE:
         with pytest.raises(ConfigError) as refusal:
-            run.prepare()
-        assert str(refusal.value).startswith(ABSENT_HERE[option])
+            prepared(run)
+        begins, word = ABSENT_HERE[option]
+        assert str(refusal.value).startswith(begins)
+        assert word in str(refusal.value)
 
 
 @pytest.mark.parametrize("factors", [CROSSED, HERE], ids=["built", "prepared"])
@@ -134,11 +134,12 @@ def test_every_two_options_go_together(factors: dict[str, list[str]]) -> None:
         tried(row)
 
 
-def test_two_that_do_not_go_together_say_why() -> None:
-    for pair, told in REFUSED.items():
+def test_two_options_that_do_not_go_together_are_refused_by_key() -> None:
+    for pair, (begins, word) in REFUSED.items():
         with pytest.raises(ConfigError) as refusal:
             tried(pair)
-        assert str(refusal.value).startswith(told)
+        assert str(refusal.value).startswith(begins)
+        assert word in str(refusal.value)
 
 
 @pytest.mark.slow
@@ -151,8 +152,7 @@ def test_every_two_options_alone_go_together(pair: list[str]) -> None:
 @pytest.mark.parametrize("row", covering_rows(HERE, REFUSED), ids=" ".join)
 def test_every_two_options_train_together(row: list[str], tmp_path: Path) -> None:
     run = tried(row, "steps=2", "log_every=1", "eval_every=0", "batch_size=64", "device.threads=1")
-    run.directory = tmp_path
-    result = run.parallel.launch(train, run)
+    result = train_in(tmp_path, run).result
     assert (result.status, result.steps) == ("done", 2)
 
 
@@ -204,12 +204,12 @@ def test_a_file_opens_with_the_command_that_uses_it_and_a_sentence(path: Path) -
         composed(*overrides)
 
 
-@pytest.mark.parametrize("path", [*FILES, CONF / "config.yaml"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*FILES, *INHERITED, CONF / "config.yaml"], ids=lambda path: path.stem)
 def test_every_key_has_a_comment(path: Path) -> None:
     ours = path.read_text(encoding="utf-8").partition("\nhydra:")[0]
     for line in ours.splitlines():
         opens_a_group = re.fullmatch(r" *\w+:( +#.*)?", line)  # its keys carry the comments
-        if line.startswith(("#", "_target_:", "  - ")) or not line.strip() or opens_a_group:
+        if line.startswith(("#", "_target_:", "defaults:", "  - ")) or not line.strip() or opens_a_group:
             continue
         assert re.search(r"\S +# \S", line), line
         assert len(line) <= 160, line
@@ -219,15 +219,14 @@ def test_every_key_has_a_comment(path: Path) -> None:
 COMPONENTS = [
     path
     for path in FILES
-    if path.parent.name in {*ROOMS, *MATERIALS, "workload"}
+    if path.parent.name in {*CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload"}
     and len(lines_of(path)) == len(path.read_text().splitlines())
 ]
 
 
 @pytest.mark.parametrize("path", COMPONENTS, ids=name_of)
 def test_a_component_lists_every_field_in_its_type(path: Path) -> None:
-    node = yaml.safe_load(path.read_text(encoding="utf-8"))
-    node.pop("defaults", None)
+    node = option_node(path.parent.name, path.stem)
     cls = load_class(node.pop("_target_"), object)
     assert sorted(node) == sorted(option_fields(cls)), "every field is listed"
     given = {key: value for key, value in node.items() if value != "???"}
@@ -244,13 +243,8 @@ def assert_typed(node: dict[str, Any], values: dict[str, Any]) -> None:
 
 def test_resnet50_is_the_articles_network_batch_and_images() -> None:
     run = built("workload=resnet50")
-    run.prepare()
-    assert (run.batch_size, run.num_steps, run.workload.train.shape, run.workload.train.num_classes) == (
-        120,
-        18,
-        (3, 128, 128),
-        1000,
-    )
+    session, samples = prepared(run), run.workload.train
+    assert (run.batch_size, session.num_steps, samples.shape, samples.num_classes) == (120, 18, (3, 128, 128), 1000)
     with torch.device("meta"):
         network = run.workload.build_model()
     assert sum(parameter.numel() for parameter in network.parameters()) == 25_557_032
@@ -266,10 +260,7 @@ def test_resnet50_trains_with_what_is_chosen_beside_it(choices: list[str], tmp_p
 
 
 def train_resnet50(directory: Path, *overrides: str) -> Result:
-    run = built("workload=resnet50", "device=cpu", "device.threads=1", *overrides)
-    run.prepare()
-    run.directory = directory
-    return train(run)
+    return train_in(directory, built("workload=resnet50", "device=cpu", "device.threads=1", *overrides)).result
 
 
 def test_resnet50_trains_on_real_images(tmp_path: Path) -> None:
@@ -322,8 +313,7 @@ def test_every_experiment_is_composed_and_built() -> None:
 
 def test_ten_epochs_is_what_it_says() -> None:
     run = built("experiment=ten_epochs")
-    run.prepare()
-    assert run.num_steps == 225  # 10 · 1,438 / 64, rounded up
+    assert prepared(run).num_steps == 225  # 10 · 1,438 / 64, rounded up
     assert [run.schedule.factor(update, 225) for update in (0, 112, 224)] == [1, 1, 1]
     assert (run.optimizer.lr, run.optimizer.momentum) == (0.02, 0.9)
 
@@ -344,13 +334,13 @@ def test_precisions_sweeps_both_on_three_seeds(tmp_path: Path) -> None:
     ],
 )
 def test_the_resnet50_studies_repeat_what_the_articles_measured(name: str, swept: dict[str, str]) -> None:
-    node = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
+    node = option_node("experiment", name)
     assert node["hydra"]["sweeper"]["params"] == swept | {"seed": "0,1,2"}
     [(key, values)] = swept.items()
     for value in values.split(","):
         run = built(f"experiment={name}", f"{key}={value}")
-        run.prepare()
-        assert (run.batch_size, run.num_steps, run.workload.train.shape) == (120, 5, (3, 128, 128))
+        session = prepared(run)
+        assert (run.batch_size, session.num_steps, run.workload.train.shape) == (120, 5, (3, 128, 128))
 
 
 def test_debug_smoke_runs_every_part(trained) -> None:

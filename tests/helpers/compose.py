@@ -80,5 +80,6 @@ def train_in(
 def option_node(group: str, option: str) -> dict[str, Any]:
     """What the file of an option says, with what it inherits from the files in its defaults list."""
     content = yaml.safe_load((CONF / group / f"{option}.yaml").read_text(encoding="utf-8"))
-    inherited = [name for name in content.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
+    defaults = [name for name in content.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
+    inherited = [name for name in defaults if "@" not in name]  # as opposed to what is put elsewhere in the config
     return {key: value for name in inherited for key, value in option_node(group, name).items()} | content

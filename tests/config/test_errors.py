@@ -1,0 +1,93 @@
+"""Config errors: which key, what was got, why it cannot be, and what to type instead."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+
+import pytest
+
+from runner.config.errors import (
+    ABSENT,
+    ConfigError,
+    check,
+    check_choice,
+    check_range,
+    did_you_mean,
+    errors_under,
+    see_comments,
+)
+from runner.optimizer import SGD
+from runner.run import Run
+
+
+def test_check_raises_unless_ok() -> None:
+    check(True, "key", 1, "why", "do")
+    with pytest.raises(ConfigError) as refusal:
+        check(False, "key", 1, "why", "do")
+    error = refusal.value
+    assert (error.key, error.got, error.why, error.remedy) == ("key", 1, "why", "do")
+
+
+def test_an_error_is_the_same_in_another_process() -> None:
+    """A rank sends it to the process that started it: by pickle, where `ABSENT` must stay the same object."""
+    for error in (ConfigError("key", ABSENT, "why", "do"), ConfigError("key", [1, None], "why", "do")):
+        for copied in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+            assert type(copied) is ConfigError
+            assert str(copied) == str(error)
+            assert copied.got == error.got
+            assert (copied.got is ABSENT) == (error.got is ABSENT)
+
+
+def test_see_comments_names_the_file_that_explains_a_component() -> None:
+    assert "conf/optimizer/sgd.yaml" in see_comments(SGD(lr=0.1))
+    assert "conf/optimizer/sgd.yaml" in see_comments(SGD)
+    assert "conf/config.yaml" in see_comments(Run)
+
+
+def test_errors_carry_the_path_of_their_key() -> None:
+    with pytest.raises(ConfigError) as refusal, errors_under("a"), errors_under("b"):
+        raise ConfigError("c", 1, "no", "yes")
+    assert (refusal.value.key, str(refusal.value)) == ("a.b.c", "a.b.c: got 1: no\n  yes")
+
+
+def test_the_value_got_is_shortened() -> None:
+    assert str(ConfigError("key", None, "why", "do")) == "key: got null: why\n  do"
+    assert str(ConfigError("key", ABSENT, "why", "do")) == "key: why\n  do"
+    shown = str(ConfigError("key", "x" * 1000, "why", "do"))
+    assert len(shown.splitlines()[0]) < 100
+    assert "x…: why" in shown
+
+
+@pytest.mark.parametrize("value", [1, 1.0, None, 2, 3])
+def test_a_range_includes_its_ends_and_null(value: float | None) -> None:
+    check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", least=1, most=3)
+
+
+@pytest.mark.parametrize("value", [0.999, 3.001, math.nan, math.inf, -math.inf])
+def test_a_range_excludes_everything_else(value: float) -> None:
+    with pytest.raises(ConfigError, match="≥ 1 and ≤ 3"):
+        check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", least=1, most=3)
+
+
+def test_an_open_end_is_excluded() -> None:
+    with pytest.raises(ConfigError, match="> 0"):
+        check_range(dataclasses.make_dataclass("C", ["x"])(0), "x", above=0)
+
+
+def test_a_choice_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        check_choice(dataclasses.make_dataclass("C", ["x"])("gruop"), "x", ("batch", "group"))
+    assert (refusal.value.key, refusal.value.got) == ("x", "gruop")
+    assert "batch, group" in refusal.value.why
+    assert refusal.value.remedy == "did you mean group?"
+
+
+def test_did_you_mean_suggests_the_nearest_or_lists_all() -> None:
+    assert did_you_mean("lrr", ["lr", "momentum"]) == "did you mean lr?"
+    assert did_you_mean("LR", ["lr"]) == "did you mean lr?"
+    assert did_you_mean("lrr", ["lr"], "optimizer.") == "did you mean optimizer.lr?"
+    assert did_you_mean("xyz", ["b", "a"]) == "choose from: a, b"
+    assert did_you_mean("xyz", []) == "it has none"

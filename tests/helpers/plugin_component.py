@@ -1,0 +1,15 @@
+"""A component in a package of its own; importing it leaves a file beside it."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import dataclass
+
+from runner.optimizer import SGD
+
+pathlib.Path(__file__).with_name("ran").touch()
+
+
+@dataclass
+class Mine(SGD):
+    extra: int = 7
