@@ -1,4 +1,4 @@
-"""dp, ddp and fsdp against a plain PyTorch loop in one process: the same weights, curve, evaluation and pictures."""
+"""dp, ddp and fsdp against a plain PyTorch loop in one process: the same weights, curve, evaluation and images."""
 
 from __future__ import annotations
 
@@ -9,31 +9,36 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers.compose import FAST, built, composed
+from helpers.compose import FAST, built, composed, train_in
 from helpers.events import curves, events
-from helpers.plain_loop import CASES, COMMON, STEPS, Plain, largest_difference, plain_evaluation, plain_loop, weights_at
+from helpers.plain_loop import (
+    CASES,
+    COMMON,
+    STEPS,
+    Plain,
+    Settings,
+    largest_difference,
+    plain_evaluation,
+    plain_loop,
+    weights_at,
+)
 from helpers.ranks import Ranks
-from runner.session import session
 
-from runner.run import Run
+from runner.run import Run, Session
 
 HALF = STEPS // 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is done to a run where no option says it; here by name, for other processes to find
-
-
-def freeze_first(run: Run) -> None:
-    """The first stage of the network is not trained."""
-    build = run.workload.build_model
+def freeze(name: str, session: Session) -> None:
+    """Do not train the module `name` of the network, where no option says it."""
+    build = session.run.workload.build_model
 
     def frozen() -> torch.nn.Module:
         model = build()
-        model.get_submodule("conv1").requires_grad_(False)
+        model.get_submodule(name).requires_grad_(False)
         return model
 
-    run.workload.build_model = frozen
+    session.run.workload.build_model = frozen
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -46,6 +51,8 @@ class Row(NamedTuple):
     Args:
         case: the optimizer, of `CASES`.
         more: overrides that the plain loop's run gets too.
+        options: overrides that it does not.
+        frozen: the name of a module that is not trained.
         tolerance: of the weights, relative. 1e-6 in float32: a few roundings; in float64 as many of its own.
     """
 
@@ -56,12 +63,12 @@ class Row(NamedTuple):
     max_norm: float | None = None
     more: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
-    change: Callable[[Run], None] | None = None
+    frozen: str = ""
     tolerance: float = 1e-6
 
     def __str__(self) -> str:
-        change = self.change.__name__ if self.change else ""
-        words = (self.mode, self.processes, f"acc{self.accumulation}", self.case, *self.more, *self.options, change)
+        frozen = f"frozen {self.frozen}" if self.frozen else ""
+        words = (self.mode, self.processes, f"acc{self.accumulation}", self.case, *self.more, *self.options, frozen)
         return " ".join(str(word) for word in (*words, f"clip{self.max_norm}" if self.max_norm else "") if word != "")
 
 
@@ -89,7 +96,7 @@ ROWS = [
     *(Row(*mode, 1, more=ARTICLE) for mode in (DDP, FSDP)),
     # In so deep a network a rectifier is always a rounding away from zero: float32 may open it here and not there.
     *(Row(*mode, 1, more=GROUP, tolerance=1e-12) for mode in (DDP, FSDP)),
-    *(Row(*mode, 2, change=freeze_first) for mode in (DDP, FSDP)),
+    *(Row(*mode, 2, frozen="conv1") for mode in (DDP, FSDP)),
     Row(*FSDP, 2, more=NARROW, max_norm=0.1),
     Row(*DDP, 2, more=NARROW),
     *(
@@ -107,24 +114,27 @@ ROWS = [
 
 @functools.cache
 def reference(
-    case: str, max_norm: float | None, more: tuple[str, ...], change: Callable[[Run], None] | None, parts: int = 1
+    case: str, max_norm: float | None, more: tuple[str, ...], frozen: str
 ) -> tuple[Plain, dict[int, tuple[float, float]]]:
-    """The plain loop's weights and curve, and what an evaluation says at half of its way and at its end."""
-    run = plainly(case, more)
-    kind = torch.float64 if DOUBLE[0] in more else torch.float32
-    loop = functools.partial(plain_loop, run, CASES[case][1], max_norm=max_norm, dtype=kind, change=change, parts=parts)
+    """The plain loop's weights and curve, and the results of evaluations halfway and at its end."""
+    run, dtype = plain_run(case, more), torch.float64 if DOUBLE[0] in more else torch.float32
     steps, half = (SHORT, SHORT - 1) if more == GROUP else (STEPS, HALF)
-    ends = {step: loop(steps=step) for step in (half, steps)}
+    ends = {
+        step: plain_loop(run, CASES[case][1], Settings(step, dtype, max_norm=max_norm, frozen=frozen))
+        for step in (half, steps)
+    }
     return ends[steps], {step: plain_evaluation(run, plain.weights) for step, plain in ends.items()}
 
 
-def plainly(case: str, more: tuple[str, ...]) -> Run:
+def plain_run(case: str, more: tuple[str, ...]) -> Run:
     return built(*FAST, *COMMON, *CASES[case][0], *more)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_mode_ends_where_a_plain_loop_ends(row: Row, trained, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    plain, evaluations = reference(row.case, row.max_norm, row.more, row.change)
+def test_a_mode_trains_what_a_plain_loop_trains(
+    row: Row, trained, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    plain, evaluations = reference(row.case, row.max_norm, row.more, row.frozen)
     half, steps = evaluations
     clip = (f"max_grad_norm={row.max_norm}",) if row.max_norm else ()
     overrides = (*COMMON, *CASES[row.case][0], *row.more, *row.options, *clip)
@@ -133,7 +143,8 @@ def test_a_mode_ends_where_a_plain_loop_ends(row: Row, trained, ranks: Callable[
     if row.processes == 1:
         result = trained(*overrides).result
     else:
-        result = ranks(row.processes).train(composed(*FAST, *overrides), directory, row.change)
+        change = functools.partial(freeze, row.frozen) if row.frozen else None
+        result = ranks(row.processes).train(composed(*FAST, *overrides), directory, change)
     assert (result.status, result.steps, result.world_size) == ("done", steps, row.processes)
     assert largest_difference(weights_at(directory, steps), plain.weights) <= row.tolerance
 
@@ -153,36 +164,33 @@ def test_a_mode_ends_where_a_plain_loop_ends(row: Row, trained, ranks: Callable[
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in one process, whose images are shifted by random numbers."""
-    return whole_run("parallel=single", tmp_path_factory.mktemp("single"))
+    return train_ten_steps("parallel=single", tmp_path_factory.mktemp("single"))
 
 
-def whole_run(mode: str, directory: Path) -> Run:
-    """Ten steps as the command does them: the mode starts its processes."""
+def train_ten_steps(mode: str, directory: Path) -> Path:
+    """As the command does it: the mode starts its processes."""
     run = built(*FAST, *COMMON, "data.crop=2", "eval_every=5", "workload.eval_batch_size=50", mode)
-    run.prepare()
-    run.directory = directory
-    run.parallel.launch(session, run)
-    return run
+    return train_in(directory, run).directory
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_processes_that_the_mode_starts_leave_what_one_leaves(mode: str, single: Run, tmp_path: Path) -> None:
-    run = whole_run(f"parallel={mode}", tmp_path)
-    assert largest_difference(weights_at(tmp_path, STEPS), weights_at(single.directory, STEPS)) <= 1e-6
-    got, wanted = curves(tmp_path), curves(single.directory)
+def test_processes_that_the_mode_starts_write_what_one_writes(mode: str, single: Path, tmp_path: Path) -> None:
+    train_ten_steps(f"parallel={mode}", tmp_path)
+    assert largest_difference(weights_at(tmp_path, STEPS), weights_at(single, STEPS)) <= 1e-6
+    got, wanted = curves(tmp_path), curves(single)
     assert got.keys() == wanted.keys(), "tags know no mode"
     for tag in wanted:
         if not tag.startswith(("time/", "memory/", "hparams")):
             assert [step for step, _ in got[tag]] == [step for step, _ in wanted[tag]]
             assert [value for _, value in got[tag]] == pytest.approx([value for _, value in wanted[tag]], rel=1e-5)
-    assert pictures(tmp_path) == pictures(single.directory)
-    assert (run.directory / "log_rank_1.txt").is_file()
+    assert images(tmp_path) == images(single)
+    assert (tmp_path / "log_rank_1.txt").is_file()
 
 
-def pictures(directory: Path) -> dict[str, list[tuple[int, bytes]]]:
-    """(step, PNG) of every picture, by tag."""
+def images(directory: Path) -> dict[str, list[tuple[int, bytes]]]:
+    """(step, PNG) of every image, by tag."""
     read = events(directory)
     found = {tag: [(p.step, p.encoded_image_string) for p in read.Images(tag)] for tag in read.Tags()["images"]}
     assert found.keys() == {"eval/samples", "eval/misclassified", "eval/confusion"}
@@ -190,12 +198,12 @@ def pictures(directory: Path) -> dict[str, list[tuple[int, bytes]]]:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_a_process_without_a_sample_to_evaluate_holds_nobody_up(
+def test_processes_without_held_out_samples_do_not_hang(
     mode: str, trained, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     overrides = (*COMMON, "data.holdout=0.001", "steps=2", "precision=64")
     alone = trained(*overrides, directory="alone")
-    assert len(alone.workload.held_out) == 2
+    assert len(alone.run.workload.held_out) == 2
     got = ranks(3).train(composed(*FAST, *overrides, f"parallel={mode}"), tmp_path / "three")
     assert got.metrics == pytest.approx(alone.result.metrics, rel=1e-6)
 
@@ -206,14 +214,14 @@ def test_a_process_without_a_sample_to_evaluate_holds_nobody_up(
 
 @pytest.mark.parametrize(("mode", "tolerance"), [("ddp", 1e-6), ("fsdp", 0.01)])
 @pytest.mark.parametrize("precision", ["bf16", "16"])
-def test_sixteen_bits_round_where_a_single_process_rounds(
+def test_16_bit_precision_rounds_as_a_single_process_does(
     mode: str, tolerance: float, precision: str, trained, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     """Two processes see the micro-batches of one that accumulates. FSDP rounds parameters that autocast keeps."""
     overrides = (*COMMON, *CASES["sgd"][0], f"precision={precision}")
     alone = weights_at(trained(*overrides, "accumulation=2", directory="alone").directory, STEPS)
     ranks(2).train(composed(*FAST, *overrides, f"parallel={mode}"), tmp_path / "two")
-    got, (plain, _) = weights_at(tmp_path / "two", STEPS), reference("sgd", None, (), None)
+    got, (plain, _) = weights_at(tmp_path / "two", STEPS), reference("sgd", None, (), "")
     assert all(tensor.dtype == torch.float32 for tensor in got.values())
     assert largest_difference(got, alone) <= tolerance
     assert 1e-6 < largest_difference(got, plain.weights) < 0.05, "rounded to 16 bits, and not more"
