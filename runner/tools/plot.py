@@ -1,7 +1,7 @@
-"""`python -m runner.tools.plot PATH…`: what the runs of a sweep show, as pictures, tables and CSV.
+"""`python -m runner.tools.plot PATH…` summarizes the runs of a sweep as figures, tables and CSV files.
 
-It reads the `config.yaml` and `result.json` of every run directory below each PATH. Runs that differ by their seed
-alone repeat a measurement; error bars are the standard deviation over them.
+It reads `config.yaml` and `result.json` of every run directory below each PATH. Runs that differ only in their seed are
+repeats of one measurement; error bars are the standard deviation over the repeats.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plot what the command line names; returns the exit code: 0, or 2 with the reason on standard error."""
-    parser = argparse.ArgumentParser("python -m runner.tools.plot", description="Pictures and tables of a sweep.")
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="a sweep directory: runs at any depth below it")
+    """Run the command line; returns the exit code: 0, or 2 with the reason on standard error."""
+    parser = argparse.ArgumentParser("python -m runner.tools.plot", description="Figures and tables of a sweep.")
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="a directory with runs at any depth below it")
     parser.add_argument(
-        "--out", metavar="DIR", help="where to write; else `plots` in the directory that holds all PATHs"
+        "--out", metavar="DIR", help="output directory (default: `plots` in the common parent of all PATHs)"
     )
     options = parser.parse_args(arguments)
     try:
@@ -43,25 +43,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _common(paths: list[Path]) -> Path:
-    """The nearest directory that holds all of `paths`."""
+    """Return the deepest directory that contains all of `paths`."""
     return paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))
 
 
 def plot(paths: list[Path], out: Path) -> None:
-    """Write pictures, CSV and TensorBoard's events of the runs below `paths` to `out`, and the table to the console.
+    """Write figures, CSV files and TensorBoard events to `out`, and print a table.
+
+    Args:
+        paths: directories with runs at any depth.
+        out: the output directory.
 
     Raises:
-        ConfigError: when there is nothing to plot, no matplotlib to plot it with, or no way to write it.
+        ConfigError: if there is nothing to plot, matplotlib is not installed, or `out` cannot be written.
     """
+    remedy = "name the directory of a sweep, outputs/sweeps/NAME/…"
     for path in paths:
-        check(path.is_dir(), "PATH", str(path), "there is no such directory", "name a sweep's: outputs/sweeps/NAME/…")
-    there = importlib.util.find_spec("matplotlib") is not None
-    check(there, "matplotlib", ABSENT, "it is not installed, and draws the pictures", "pip install 'matplotlib>=3.9'")
+        check(path.is_dir(), "PATH", str(path), "there is no such directory", remedy)
+    installed = importlib.util.find_spec("matplotlib") is not None
+    why = "it is not installed, and draws the figures"
+    check(installed, "matplotlib", ABSENT, why, "pip install 'matplotlib>=3.9'")
     study = Study(list(find_runs(paths)))
-    where = " ".join(map(str, paths))
-    check(bool(study.runs), "PATH", where, "it holds no run", "a run is a directory with a config.yaml")
+    names = " ".join(map(str, paths))
+    check(bool(study.runs), "PATH", names, "it contains no run", "a run is a directory with a config.yaml")
     Console(width=None if sys.stdout.isatty() else 160).print(render(study))
-    check(bool(study.points), "PATH", where, "none of its runs came to its end", "see each run's log.txt")
+    check(bool(study.points), "PATH", names, "none of its runs is done", "see the log.txt of each run")
     try:
         written = _write(study, out)
     except OSError as error:
@@ -71,7 +77,7 @@ def plot(paths: list[Path], out: Path) -> None:
 
 
 def _write(study: Study, out: Path) -> list[Path]:
-    from runner.tools.plot_pictures import pictures  # here, not above: it needs matplotlib
+    from runner.tools.plot_pictures import pictures  # imported here, as it needs matplotlib
 
     out.mkdir(parents=True, exist_ok=True)
     written = [out / "runs.csv", out / "points.csv"]
@@ -87,8 +93,8 @@ def _write(study: Study, out: Path) -> list[Path]:
 
 
 def _show(figures: dict[str, Figure], out: Path) -> None:
-    """Put the pictures into TensorBoard; those of an earlier call are replaced."""
-    import torch  # here, not above: mistakes are told without waiting for it
+    """Write the figures as TensorBoard images, which replace those of an earlier call."""
+    import torch  # imported here, so that errors are reported without waiting for it
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from torch.utils.tensorboard.summary import image
 

@@ -1,4 +1,4 @@
-"""The runs below a directory, as points that can be compared: what differs between them, and what repeats them."""
+"""Reads the runs below a directory, and groups them into points by the values of the swept keys."""
 
 from __future__ import annotations
 
@@ -22,15 +22,22 @@ from runner.storage.run_directory import read_result
 from runner.sweep.ledger import read_ledger
 
 REPEATS = ("seed", "repeat")
-"""The keys that repeat a measurement instead of making another one."""
+"""Keys that distinguish repeats of one measurement."""
 
 _WRITTEN = ("name", "output_root", "resume")
-"""Where a run is written, not what it does."""
+"""Keys that say where a run is written."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One run directory: its config as `key: value`, options by their names, and its result as far as it came."""
+class MeasuredRun:
+    """A run directory.
+
+    Args:
+        directory: its path.
+        labels: the leaves of its config by dotted key, and the name of the chosen option of each group.
+        result: its `result.json`; empty if there is none.
+        machine: a short description of the machine.
+    """
 
     directory: Path
     labels: dict[str, Any]
@@ -44,17 +51,17 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """The median time of a step, the warm-up left out."""
+        """The median step time in seconds, without the warm-up."""
         return float(self.result["step_seconds"]["median"])
 
     @property
     def samples_per_second(self) -> float:
-        """The throughput at that time."""
+        """The throughput at the median step time."""
         return self.labels["batch_size"] / self.seconds
 
     @property
     def failure(self) -> str:
-        """Why it cannot be counted; empty where it can."""
+        """Why the run is excluded from its point; empty if it is not."""
         if not self.result:
             return "no result: killed, or still running"
         if self.result.get("status") != "done":
@@ -63,62 +70,67 @@ class Measured:
 
 
 class Spread(NamedTuple):
-    """Mean and standard deviation (of the sample; nan for one value) of repeated measurements."""
+    """The mean and the sample standard deviation (nan for a single value) of repeated measurements."""
 
     mean: float
     deviation: float
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
+        """Return the spread of `values`."""
         values = list(values)
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan)
 
     @property
     def bar(self) -> float:
-        """Half an error bar: nothing where there is no spread."""
+        """Half the length of an error bar; 0 for a single value."""
         return 0.0 if math.isnan(self.deviation) else self.deviation
 
 
 @dataclass(frozen=True)
 class Point:
-    """Runs that differ by a repeat at most.
+    """The repeats of one measurement.
 
     Args:
-        values: what makes it differ from the others, by key; a key that its options do not have is left out.
+        values: the values of the swept keys; without keys that the chosen options do not have.
+        runs: the runs.
+        metric: the tag of the metric of the study.
     """
 
     values: dict[str, Any]
-    runs: tuple[Measured, ...]
+    runs: tuple[MeasuredRun, ...]
     metric: str
 
     @property
     def mode(self) -> str:
+        """The parallel mode."""
         return self.runs[0].mode
 
     @property
     def seconds(self) -> Spread:
-        """Of a step."""
+        """Seconds per step."""
         return Spread.of(run.seconds for run in self.runs)
 
     @property
     def samples_per_second(self) -> Spread:
+        """The throughput."""
         return Spread.of(run.samples_per_second for run in self.runs)
 
     @property
     def final(self) -> Spread | None:
-        """The study's metric at the end of the runs."""
+        """The metric of the study at the end of the runs; None if no run has it."""
         values = [run.result["metrics"][self.metric] for run in self.runs if self.metric in run.result["metrics"]]
         return Spread.of(values) if values else None
 
 
 class Study:
-    """What a set of runs shows.
+    """The points of a set of runs, and the runs that failed.
 
     Args:
-        runs: all of them, those that failed too.
+        runs: all runs, including those that failed.
     """
 
-    def __init__(self, runs: list[Measured]):
+    def __init__(self, runs: list[MeasuredRun]):
         self.runs = runs
         self.failed = [run for run in runs if run.failure]
         counted = [run for run in runs if not run.failure]
@@ -127,7 +139,7 @@ class Study:
         self.keys = swept_keys(runs)
         self.metric = _metric(counted)
         self.machines = sorted({run.machine for run in counted})
-        groups: dict[tuple, list[Measured]] = {}
+        groups: dict[tuple, list[MeasuredRun]] = {}
         for run in counted:
             groups.setdefault(tuple(repr(run.labels.get(key)) for key in self.keys), []).append(run)
         self.points = [
@@ -136,56 +148,57 @@ class Study:
         ]
 
     def single(self, point: Point) -> Point | None:
-        """What `point` is to be compared with: the single device, all but the mode being equal."""
-        alike = [other for other in self.points if other.mode == "single" and elsewhere(other) == elsewhere(point)]
-        return alike[0] if len(alike) == 1 else None
+        """Return the single-device point that differs from `point` only in the parallel mode; None if there is none."""
+        values = other_values(point)
+        matching = [each for each in self.points if each.mode == "single" and other_values(each) == values]
+        return matching[0] if len(matching) == 1 else None
 
 
-def elsewhere(point: Point) -> dict[str, Any]:
-    """What makes `point` differ from others beside its mode and the mode's options."""
+def other_values(point: Point) -> dict[str, Any]:
+    """Return the values of `point` without those of the parallel mode and its options."""
     return {key: value for key, value in point.values.items() if key.partition(".")[0] != "parallel"}
 
 
-def find_runs(paths: Iterable[Path]) -> Iterator[Measured]:
-    """The run directories at and below `paths`, in the order of their names, each once."""
+def find_runs(paths: Iterable[Path]) -> Iterator[MeasuredRun]:
+    """Yield each run directory at or below `paths` once, sorted by name."""
     seen = set()
     for path in paths:
-        for place, folders, files in os.walk(path):
-            folders.sort()
+        for folder, subfolders, files in os.walk(path):
+            subfolders.sort()
             if "config.yaml" in files:
-                folders.clear()  # a run holds no runs
-                if (directory := Path(place)).resolve() not in seen:
+                subfolders.clear()  # a run directory contains no other runs
+                if (directory := Path(folder)).resolve() not in seen:
                     seen.add(directory.resolve())
                     yield _read(directory)
 
 
-def _read(directory: Path) -> Measured:
+def _read(directory: Path) -> MeasuredRun:
     try:
         config: Any = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
         labels = labels_of(config)
     except (OSError, ValueError, AttributeError, YAMLError, OmegaConfBaseException):
-        return Measured(directory, {}, {"status": "its config.yaml cannot be read"}, "")
-    return Measured(directory, labels, read_result(directory), _machine(directory))
+        return MeasuredRun(directory, {}, {"status": "its config.yaml cannot be read"}, "")
+    return MeasuredRun(directory, labels, read_result(directory), _machine(directory))
 
 
 def _machine(directory: Path) -> str:
-    """Where a run was measured, in a few words."""
+    """Return a short description of the machine of a run."""
     try:
-        told = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
-        devices = Counter(device["name"] for device in told["devices"])
+        environment = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
+        cpu, devices = environment["cpu"], Counter(device["name"] for device in environment["devices"])
         names = [f"{count} × {name}" if count > 1 else name for name, count in devices.items()]
-        where = ", ".join(names) or f"{told['cpu']['model']}, {told['cpu']['allowed_cores']} cores"
-        return f"{where}, torch {told['versions']['torch'].partition('+')[0]}"
+        hardware = ", ".join(names) or f"{cpu['model']}, {cpu['allowed_cores']} cores"
+        return f"{hardware}, torch {environment['versions']['torch'].partition('+')[0]}"
     except (OSError, ValueError, KeyError, TypeError):
         return "an unknown machine"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What differs
+# Swept keys
 
 
 def labels_of(config: dict[str, Any]) -> dict[str, Any]:
-    """The leaves of a config by dotted key; a group's own key tells its option."""
+    """Return the leaves of a config by dotted key, and the name of the chosen option of each group."""
     labels: dict[str, Any] = {}
     for key, value in config.items():
         if not isinstance(value, dict):
@@ -197,12 +210,12 @@ def labels_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _option(group: str, node: dict[str, Any]) -> str:
-    """The name of the option that `node` is of: of those of its class the one that it differs from the least."""
+    """Return the name of the option that `node` was composed from: the most similar one with the same class."""
     target = str(node.get("_target_"))
-    alike = [(name, values) for name, values in _options(group).items() if values.get("_target_") == target]
-    if not alike:
-        return target.split(".")[-2] if target.count(".") else target  # one file a mode: its name
-    return min(alike, key=lambda option: sum(node.get(key) != value for key, value in option[1].items()))[0]
+    candidates = [(name, values) for name, values in _options(group).items() if values.get("_target_") == target]
+    if not candidates:
+        return target.split(".")[-2] if target.count(".") else target  # the name of the module, as for parallel modes
+    return min(candidates, key=lambda option: sum(node.get(key) != value for key, value in option[1].items()))[0]
 
 
 @cache
@@ -212,26 +225,26 @@ def _options(group: str) -> dict[str, dict[str, Any]]:
     return plain
 
 
-def swept_keys(runs: list[Measured]) -> list[str]:
-    """The keys that have several values among `runs`, without those that only repeat, or that follow from an option.
+def swept_keys(runs: list[MeasuredRun]) -> list[str]:
+    """Return the keys with several values among `runs`, without keys of repeats and keys that an option determines.
 
-    With `model=resnet18,resnet50` the key is `model`; that `model.depth` differs follows from it.
+    With `model=resnet18,resnet50` the swept key is `model`, which determines `model.depth`.
     """
     swept: list[str] = []
     for key in dict.fromkeys(key for run in runs for key in run.labels):
-        having = [run for run in runs if key in run.labels]
-        values = {repr(run.labels[key]) for run in having}
+        runs_with_key = [run for run in runs if key in run.labels]
+        values = {repr(run.labels[key]) for run in runs_with_key}
         if key in (*REPEATS, *_WRITTEN) or len(values) < 2:
             continue
         group = key.partition(".")[0]
-        pairs = {(repr(run.labels[group]), repr(run.labels[key])) for run in having}
+        pairs = {(repr(run.labels[group]), repr(run.labels[key])) for run in runs_with_key}
         if group == key or group not in swept or len(pairs) > len({option for option, _ in pairs}):
             swept.append(key)
     return swept
 
 
-def _metric(runs: list[Measured]) -> str:
-    """The tag of what most of the runs call their best; else of any evaluation; else of the training loss."""
+def _metric(runs: list[MeasuredRun]) -> str:
+    """Return the tag of the metric that most runs select their best checkpoint by; else any, preferring `eval/*`."""
     best = Counter(run.result["best"]["metric"] for run in runs if run.result.get("best"))
     tags = sorted({tag for run in runs for tag in run.result["metrics"]}, key=lambda tag: (tag[:5] != "eval/", tag))
     return next(iter([*(tag for tag, _ in best.most_common(1)), *tags]), "")

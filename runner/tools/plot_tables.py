@@ -1,4 +1,4 @@
-"""A study as a table for a terminal, and as CSV for other programs."""
+"""Renders a study as a table for a terminal, and as CSV files."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from runner.tools.plot_runs import REPEATS, Point, Spread, Study
 
 
 def render(study: Study) -> Group:
-    """The points with mean ± standard deviation over their repeats; below, every run that is not in them."""
+    """Render the points with mean ± standard deviation over their repeats, and below them the runs that failed."""
     table = Table(box=SIMPLE_HEAD)
     for title in (*study.keys, "runs", *_cells(study, study.points[0])) if study.points else ():
         table.add_column(title, overflow="fold")
     for point in study.points:
-        keys = [shown(point.values.get(key, "")) for key in study.keys]
+        keys = [format_value(point.values.get(key, "")) for key in study.keys]
         table.add_row(*map(Text, (*keys, str(len(point.runs)), *_cells(study, point).values())))
     parts: list[RenderableType] = [table] if study.points else []
     if len(study.machines) > 1:
         parts.append(Text(f"measured on several machines: {'; '.join(study.machines)}", style="yellow"))
     if study.failed:
-        parts.append(Text(f"{len(study.failed)} of {len(study.runs)} runs are not counted", style="bold red"))
+        parts.append(Text(f"{len(study.failed)} of {len(study.runs)} runs are excluded", style="bold red"))
         parts += [Text(f"  {run.directory}: {_one_line(run.failure)}") for run in study.failed]
     for path, ledger in study.unfinished.items():
-        parts.append(Text(f"{path} is not complete: its command with resume=auto does what is missing", "bold red"))
-        refused = [job for job in ledger["jobs"].values() if job["code"] and not (path / job["directory"]).is_dir()]
-        parts += [Text(f"  {' '.join(job['overrides'])}: {_one_line(job['error'])}") for job in refused]
+        parts.append(Text(f"{path} is not complete: repeat its command with resume=auto", "bold red"))
+        invalid = [job for job in ledger["jobs"].values() if job["code"] and not (path / job["directory"]).is_dir()]
+        parts += [Text(f"  {' '.join(job['overrides'])}: {_one_line(job['error'])}") for job in invalid]
     return Group(*parts)
 
 
 def _cells(study: Study, point: Point) -> dict[str, str]:
-    """What was measured at `point`, by column."""
+    """Return the measurements of `point` by column title."""
     cells = {"seconds per step": plus_minus(point.seconds), "samples/s": plus_minus(point.samples_per_second)}
     if "parallel" in study.keys:
         single = study.single(point)
@@ -48,7 +48,7 @@ def _cells(study: Study, point: Point) -> dict[str, str]:
 
 
 def plus_minus(spread: Spread) -> str:
-    """`mean ± deviation` to a tenth of the deviation's first digit, or four digits where there is none."""
+    """Format `mean ± deviation` with two significant digits of the deviation; a single value with four digits."""
     if math.isnan(spread.deviation):
         return f"{spread.mean:.4g}"
     largest = max(spread.deviation, abs(spread.mean) / 1000)
@@ -56,8 +56,8 @@ def plus_minus(spread: Spread) -> str:
     return f"{spread.mean:.{digits}f} ± {spread.deviation:.{digits}f}"
 
 
-def shown(value: object) -> str:
-    """A config value as the user types it."""
+def format_value(value: object) -> str:
+    """Return a config value as the user types it."""
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
@@ -66,7 +66,7 @@ def _one_line(text: str) -> str:
 
 
 def write_runs(study: Study, path: Path) -> None:
-    """Every run, those that failed too, with what it measured."""
+    """Write a CSV file with one row per run, including those that failed."""
     repeats = [key for key in REPEATS if any(key in run.labels for run in study.runs)]
     titles = [*study.keys, *repeats, "status", "seconds_per_step", "p90_seconds_per_step", "samples_per_second"]
     rows: list[list[Any]] = [[*titles, study.metric or "metric", "peak_memory_bytes", "world_size", "directory"]]
@@ -88,7 +88,7 @@ def write_runs(study: Study, path: Path) -> None:
 
 
 def write_points(study: Study, path: Path) -> None:
-    """Every point: mean and sample standard deviation over its repeats; no deviation where there is one run."""
+    """Write a CSV file with one row per point: mean and sample standard deviation, which is empty for a single run."""
     measures = ["seconds_per_step", "samples_per_second", study.metric or "metric"]
     rows: list[list[Any]] = [[*study.keys, "runs", *(f"{name}{end}" for name in measures for end in ("", "_std"))]]
     for point in study.points:

@@ -202,7 +202,7 @@ def test_a_failed_run_is_listed_and_not_counted(sweep: Sweep) -> None:
     assert [run.directory for run in study.failed] == [crashed, killed, broken, half]
     assert study.points[0].seconds.mean == 4.0
     text = told(study)
-    assert "4 of 5 runs are not counted" in text
+    assert "4 of 5 runs are excluded" in text
     assert f"{crashed}: crashed: OutOfMemoryError: 4 GiB and more\n" in text
     assert f"{killed}: no result: killed, or still running\n" in text
     assert f"{broken}: its config.yaml cannot be read\n" in text
@@ -219,7 +219,7 @@ def test_a_sweep_that_is_not_complete_says_what_is_missing(sweep: Sweep) -> None
     ledger = {"typed": ["seed=1,x,2"], "complete": False, "jobs": jobs}
     (sweep.path / LEDGER).write_text(json.dumps(ledger))
     text = told(sweep.study)
-    assert f"{sweep.path} is not complete: its command with resume=auto" in text
+    assert f"{sweep.path} is not complete: repeat its command with resume=auto" in text
     assert "seed=x: seed: got x choose a number\n" in text
     assert "seed=1:" not in text, "this one was done"
     (sweep.path / LEDGER).write_text(json.dumps(ledger | {"complete": True}))
@@ -231,7 +231,7 @@ def test_a_sweep_that_failed_throughout_says_so(sweep: Sweep, capsys: pytest.Cap
     assert plot.main([str(sweep.path)]) == 2
     printed = capsys.readouterr()
     assert "diverged: OutOfMemoryError" in " ".join(printed.out.split())
-    assert printed.err == f"PATH: got {str(sweep.path)!r}: none of its runs came to its end\n  see each run's log.txt\n"
+    assert printed.err == f"PATH: got {str(sweep.path)!r}: none of its runs is done\n  see the log.txt of each run\n"
     assert not (sweep.path / "plots").exists()
     assert directory.name in printed.out
 
@@ -249,7 +249,7 @@ def test_the_table_has_mean_spread_and_speed_up(sweep: Sweep) -> None:
     assert "4.47 ± 0.43" in line or "4.48 ± 0.43" in line
     assert f"{6.1 / 4.475:.2f}" in line
     assert "0.447 ± 0.043" in line or "0.448 ± 0.043" in line
-    assert "1 of 17 runs are not counted" in text
+    assert "1 of 17 runs are excluded" in text
 
 
 @pytest.mark.parametrize(
@@ -485,8 +485,8 @@ def refusals(sweep: Sweep) -> Iterator[tuple[list[str], str]]:
     (sweep.path.parent / "empty").mkdir()
     (sweep.path.parent / "file").write_text("")
     sweep.add(1.0)
-    yield ["absent"], "PATH: got 'absent': there is no such directory\n  name a sweep's"
-    yield ["empty"], "PATH: got 'empty': it holds no run\n  "
+    yield ["absent"], "PATH: got 'absent': there is no such directory\n  name the directory of a sweep"
+    yield ["empty"], "PATH: got 'empty': it contains no run\n  "
     yield ["sweep", "--out", "file"], "--out: got 'file': nothing can be written there (File exists)\n  "
 
 
@@ -508,7 +508,7 @@ def test_without_matplotlib_it_says_how_to_get_it(sweep: Sweep) -> None:
         [sys.executable, "-c", program, str(sweep.path)], env=environment(), capture_output=True, text=True
     )
     assert ran.returncode == 2
-    assert ran.stderr.startswith("matplotlib: it is not installed, and draws the pictures\n  pip install")
+    assert ran.stderr.startswith("matplotlib: it is not installed, and draws the figures\n  pip install")
     assert not (sweep.path / "plots").exists()
 
 

@@ -52,7 +52,7 @@ def test_a_gradient_that_is_weighed_wrongly_is_found(
 def test_batch_normalisation_of_parts_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     small = ["model=resnet18", "data.size=16", "batch_size=8"]
     assert code_of(*small, "accumulation=2", "--steps", "1") == verify.DIFFERENT
-    assert "batch normalisation sees the parts" in capfd.readouterr().out
+    assert "batch normalization computes its statistics on each micro-batch" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,6 @@ def test_the_largest_difference_is_relative_and_named() -> None:
     assert verify.largest("weights", ours, theirs).where == "b"
 
 
-def test_the_twin_differs_by_the_mode_alone() -> None:
+def test_the_reference_differs_in_the_mode_alone() -> None:
     typed = ["seed=3", "parallel=ddp", "parallel.processes=3", "accumulation.steps=2", "optimizer.lr=0.1"]
-    assert verify.twin_of(typed) == ["seed=3", "optimizer.lr=0.1", "parallel=single", "accumulation=1"]
+    assert verify.reference_overrides(typed) == ["seed=3", "optimizer.lr=0.1", "parallel=single", "accumulation=1"]
