@@ -1,4 +1,4 @@
-"""Who started this process, as the environment tells it; and which way leads to the others."""
+"""What torchrun and SLURM say of a process in its environment, and the interface that leads to the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from runner.parallel.launch.cluster import Place, first_host, interface_to, outer_place, outer_processes
+from runner.parallel.launch.cluster import RankInfo, external_rank_info, external_world_size, first_host, interface_to
 
 TORCHRUN = {
     "RANK": "5",
@@ -31,83 +31,83 @@ SLURM = {  # the second task of the second of two machines, of which one has fou
 
 
 @pytest.fixture(autouse=True)
-def _by_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name in TORCHRUN or name.startswith("SLURM_"):
             monkeypatch.delenv(name)
 
 
-def started(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> Place | None:
+def started(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> RankInfo | None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    return outer_place()
+    return external_rank_info()
 
 
-def test_by_the_user() -> None:
-    assert outer_place() is None
-    assert outer_processes() == 1
+def test_no_launcher() -> None:
+    assert external_rank_info() is None
+    assert external_world_size() == 1
 
 
-def test_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert started(monkeypatch, TORCHRUN) == Place(5, 8, 1, 4, "gpu07", 29500)
-    assert outer_processes() == 8
+def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert started(monkeypatch, TORCHRUN) == RankInfo(5, 8, 1, 4, "gpu07", 29500)
+    assert external_world_size() == 8
 
 
 @pytest.mark.parametrize("missing", TORCHRUN)
-def test_half_of_torchruns_variables_is_none(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_torchrun_variables_do_not_count(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`export RANK=0` in somebody's shell is not torchrun."""
     assert started(monkeypatch, {name: value for name, value in TORCHRUN.items() if name != missing}) is None
 
 
-def test_a_place_is_told_as_torchrun_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(5, 8, 1, 4, "gpu07", 29500)
-    assert place.variables() == TORCHRUN
-    assert started(monkeypatch, place.variables()) == place
+def test_variables_are_those_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_info = RankInfo(5, 8, 1, 4, "gpu07", 29500)
+    assert rank_info.variables() == TORCHRUN
+    assert started(monkeypatch, rank_info.variables()) == rank_info
 
 
-def test_by_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert started(monkeypatch, SLURM) == Place(5, 7, 1, 3, "gpu07", 20000 + 123456 % 20000)
+def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert started(monkeypatch, SLURM) == RankInfo(5, 7, 1, 3, "gpu07", 20000 + 123456 % 20000)
 
 
-def test_sruns_tasks_find_the_same_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = []
+def test_all_tasks_of_srun_find_the_same_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
     for rank in range(7):
         node, local = (0, rank) if rank < 4 else (1, rank - 4)
         own = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
-        places.append(started(monkeypatch, SLURM | own))
-    assert [place.rank for place in places if place] == list(range(7))
-    assert [place.local_world_size for place in places if place] == [4] * 4 + [3] * 3
-    assert len({(place.host, place.port) for place in places if place}) == 1
+        found.append(started(monkeypatch, SLURM | own))
+    assert [each.rank for each in found if each] == list(range(7))
+    assert [each.local_world_size for each in found if each] == [4] * 4 + [3] * 3
+    assert len({(each.host, each.port) for each in found if each}) == 1
 
 
-def test_a_master_given_by_hand_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = started(monkeypatch, SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4321"})
-    assert place is not None
-    assert (place.host, place.port) == ("10.0.0.1", 4321)
+def test_a_given_master_address_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_info = started(monkeypatch, SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4321"})
+    assert rank_info is not None
+    assert (rank_info.host, rank_info.port) == ("10.0.0.1", 4321)
 
 
-def test_a_batch_script_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_script_is_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """`sbatch --ntasks=7` sets most of them; only srun starts the tasks."""
     assert started(monkeypatch, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "7", "SLURM_PROCID": "0"}) is None
 
 
-def test_a_shell_in_a_job_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interactive_shell_in_a_job_is_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """`srun --pty bash` is one task."""
     assert started(monkeypatch, SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
 
 
-def test_torchrun_within_srun_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert started(monkeypatch, SLURM | TORCHRUN) == Place(5, 8, 1, 4, "gpu07", 29500)
+def test_torchrun_within_srun_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert started(monkeypatch, SLURM | TORCHRUN) == RankInfo(5, 8, 1, 4, "gpu07", 29500)
 
 
 @pytest.mark.parametrize(
     ("per_node", "node", "wanted"),
     [("4(x2),3", 0, 4), ("4(x2),3", 1, 4), ("4(x2),3", 2, 3), ("2", 0, 2), ("1(x16)", 15, 1), ("3,1(x2),2", 3, 2)],
 )
-def test_tasks_of_a_node(per_node: str, node: int, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = started(monkeypatch, SLURM | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": str(node)})
-    assert place is not None
-    assert place.local_world_size == wanted
+def test_the_number_of_tasks_on_a_node(per_node: str, node: int, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_info = started(monkeypatch, SLURM | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": str(node)})
+    assert rank_info is not None
+    assert rank_info.local_world_size == wanted
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_tasks_of_a_node(per_node: str, node: int, wanted: int, monkeypatch: pyt
         ("gpu[001-128].cluster", "gpu001.cluster"),
     ],
 )
-def test_the_first_of_a_node_list(nodes: str, wanted: str) -> None:
+def test_the_first_host_of_a_node_list(nodes: str, wanted: str) -> None:
     assert first_host(nodes) == wanted
 
 
@@ -131,16 +131,16 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's kernel"
 
 @linux
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_this_machine_is_reached_without_a_network(host: str) -> None:
+def test_this_machine_is_reached_over_the_loopback_interface(host: str) -> None:
     assert interface_to(host) == "lo"
 
 
-def test_no_way_to_a_host_that_is_not_there() -> None:
+def test_no_interface_leads_to_an_unknown_host() -> None:
     assert interface_to("nowhere.invalid") is None
 
 
 @linux
-def test_a_machines_own_address_is_on_the_interface_that_has_it() -> None:
+def test_the_interface_to_this_machines_own_address() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # RFC 5737: nobody has it

@@ -1,4 +1,4 @@
-"""The crew: what its processes return, whom it blames, and that none is left behind."""
+"""The supervisor: what its ranks return, which of them it blames, and that none is left behind."""
 
 from __future__ import annotations
 
@@ -7,234 +7,244 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import crew_work
 import pytest
-from helpers.command import ROOT, environment
-from helpers.supervisor_work import LOST, WELL, does
+from helpers import supervisor_work as work
+from helpers.command import PATIENCE, environment, until
+from helpers.supervisor_work import LOST, WELL, does, hang
 
 from runner.config.errors import ConfigError
-from runner.parallel.launch import supervisor as crew
-from runner.parallel.launch.processes import _PRELOADED
-from runner.parallel.launch.supervisor import Crew, RankError, Report, report_of
+from runner.parallel.launch import supervisor
+from runner.parallel.launch.processes import PRELOADED
+from runner.parallel.launch.supervisor import RankError, Report, Supervisor, report_of
+from runner.run import CrashedError, Result
 from runner.system.forkserver import start_server
 from runner.system.signals import StopRequest
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _server() -> None:
-    start_server(*_PRELOADED)
-    with Crew(does, [(WELL,)], timeout=60) as first:  # the server is there, and so the tests' times are theirs
-        first.wait(StopRequest())
+    start_server(*PRELOADED)
 
 
 @pytest.fixture(autouse=True)
 def _none_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever becomes of a crew, its processes are gone when it is closed."""
-    pids: list[int] = []
-    start = Crew.__init__
-    monkeypatch.setattr(crew, "GRACE", 0.8)
+    """Whatever becomes of a supervisor, its processes are gone when it is closed.
 
-    def noted(self: Crew, *arguments: Any) -> None:
+    A rank that still works when another has failed has all the time to report; see `short_grace`.
+    """
+    pids: list[int] = []
+    start = Supervisor.__init__
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", PATIENCE)
+
+    def noted(self: Supervisor, *arguments: Any) -> None:
         start(self, *arguments)
         pids.extend(process.pid for process in self.processes)
 
-    monkeypatch.setattr(Crew, "__init__", noted)
+    monkeypatch.setattr(Supervisor, "__init__", noted)
     yield
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    until(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()], what="left behind")
 
 
-def outcome(*work: Callable[[], Any], timeout: float = 60, stop: StopRequest | None = None) -> list[Any]:
-    """What a crew whose ranks do `work` returns or raises."""
-    with Crew(does, [(what,) for what in work], timeout) as ranks:
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For ranks that hang, and will never report."""
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.3)
+
+
+hanging = pytest.mark.usefixtures("short_grace")
+
+
+def outcome(
+    *works: Callable[[], Any],
+    timeout: float = PATIENCE,
+    stop: StopRequest | None = None,
+    reported: Path | None = None,
+) -> list[Any]:
+    """What a supervisor whose ranks do `works` returns or raises.
+
+    Args:
+        reported: a file that is made once one of them has reported an error.
+    """
+    with Supervisor(does, [(each, reported) for each in works], timeout) as ranks:
         return ranks.wait(stop or StopRequest())
 
 
-def blamed(*work: Callable[[], Any], within: float = 5, timeout: float = 60) -> RankError:
-    """The error of a crew that fails, within so many seconds."""
-    since = time.monotonic()
+def blamed(*works: Callable[[], Any], **options: Any) -> RankError:
+    """The error of a supervisor one of whose ranks fails."""
     with pytest.raises(RankError) as caught:
-        outcome(*work, timeout=timeout)
-    assert time.monotonic() - since < within
+        outcome(*works, **options)
     return caught.value
 
 
-HANG = partial(crew_work.value, 1, 60)
+def test_values_come_in_the_order_of_ranks(tmp_path: Path) -> None:
+    first, *others = (partial(work.value, i) for i in range(3))
+    late = partial(work.value, 0, after=tmp_path / "go")
+    threading.Timer(0.2, (tmp_path / "go").touch).start()
+    assert outcome(late, *others) == [0, 1, 2] == outcome(first, *others)
 
 
-def test_each_ones_value_in_the_order_of_ranks() -> None:
-    assert outcome(*(partial(crew_work.value, i, 0.2 * (i == 0)) for i in range(3))) == [0, 1, 2]
-
-
-def test_ranks_that_end_at_once_are_never_taken_for_dead() -> None:
+def test_ranks_that_end_at_once_do_not_count_as_dead() -> None:
     for _ in range(10):
         assert outcome(WELL, WELL, WELL) == [1, 1, 1]
 
 
 def test_a_report_that_comes_with_the_end_counts() -> None:
-    """Between listening and looking who is alive, a rank may report and end."""
-    with Crew(does, [(WELL,)], 60) as ranks:
-        ranks.processes[0].join(30)
+    """Between reading the pipes and looking who is alive, a rank may report and end."""
+    with Supervisor(does, [(WELL,)], PATIENCE) as ranks:
+        ranks.processes[0].join(PATIENCE)
         assert ranks._dead() == []
         assert ranks.reports[0] is not None
         assert ranks.wait(StopRequest()) == [1]
 
 
-def test_the_error_and_where_it_was_raised() -> None:
-    error = blamed(HANG, partial(crew_work.fail, ValueError("a bad number")))
+@hanging
+def test_an_error_comes_with_its_traceback() -> None:
+    error = blamed(hang, partial(work.fail, ValueError("a bad number")))
     assert str(error) == "rank 1 failed: ValueError: a bad number"
     assert error.trace.count("Traceback (most recent call last)") == 1
     assert "in fail\n    raise error" in error.trace
     assert error.result is None
 
 
-def test_out_of_memory_in_one() -> None:
-    assert str(blamed(partial(crew_work.fail, MemoryError("no room")), HANG)) == "rank 0 failed: MemoryError: no room"
+@hanging
+def test_a_rank_that_runs_out_of_memory() -> None:
+    assert str(blamed(partial(work.fail, MemoryError("no room")), hang)) == "rank 0 failed: MemoryError: no room"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_who_only_lost_the_others_is_not_to_blame(rank: int) -> None:
-    work = [partial(crew_work.fail, LOST)] * 3
-    work[rank] = partial(crew_work.fail, KeyError("the reason"), 0.5)
-    assert str(blamed(*work)) == f"rank {rank} failed: KeyError: 'the reason'"
+def test_ranks_that_only_lost_the_others_are_not_blamed(rank: int, tmp_path: Path) -> None:
+    """Even when they report first."""
+    works = [partial(work.fail, LOST)] * 3
+    works[rank] = partial(work.fail, KeyError("the reason"), after=tmp_path / "reported")
+    assert str(blamed(*works, reported=tmp_path / "reported")) == f"rank {rank} failed: KeyError: 'the reason'"
 
 
-def test_the_first_of_two_errors() -> None:
-    error = blamed(partial(crew_work.fail, ValueError("late"), 0.4), partial(crew_work.fail, TypeError("early")))
+def test_the_first_of_two_errors_is_blamed(tmp_path: Path) -> None:
+    late = partial(work.fail, ValueError("late"), after=tmp_path / "reported")
+    error = blamed(late, partial(work.fail, TypeError("early")), reported=tmp_path / "reported")
     assert str(error) == "rank 1 failed: TypeError: early"
 
 
-def test_all_lost_each_other() -> None:
-    assert "rank 1 failed: RuntimeError: [gloo" in str(
-        blamed(partial(crew_work.fail, LOST, 0.3), partial(crew_work.fail, LOST))
-    )
+def test_if_all_lost_each_other_the_first_is_blamed(tmp_path: Path) -> None:
+    late = partial(work.fail, LOST, after=tmp_path / "reported")
+    error = blamed(late, partial(work.fail, LOST), reported=tmp_path / "reported")
+    assert "rank 1 failed: RuntimeError: [gloo" in str(error)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT])
-def test_killed(number: signal.Signals) -> None:
-    error = blamed(partial(crew_work.fail, LOST, 0.3), partial(crew_work.signal_oneself, number))
+def test_a_killed_rank_is_blamed_with_its_signal(number: signal.Signals) -> None:
+    error = blamed(partial(work.fail, LOST), partial(work.signal_oneself, number))
     hint = " (the kernel does that where memory runs out)" if number == signal.SIGKILL else ""
-    wanted = f"rank 1 was killed by {number.name}{hint}"
-    if number == signal.SIGABRT:  # what NCCL's watchdog does to one that waits: rank 0 knows as little
-        assert error.rank == 1
-    assert str(error) == wanted
+    assert error.rank == 1, "after SIGABRT too, which NCCL's watchdog sends to ranks that wait: rank 0 knows as little"
+    assert str(error) == f"rank 1 was killed by {number.name}{hint}"
 
 
-def test_an_exit_without_a_report() -> None:
-    assert str(blamed(HANG, HANG, partial(crew_work.exit_with, 7))) == "rank 2 exited with code 7"
+@hanging
+def test_a_rank_that_exits_without_a_report_is_blamed() -> None:
+    assert str(blamed(hang, hang, partial(work.exit_with, 7))) == "rank 2 exited with code 7"
 
 
-def test_a_config_error_is_the_users_to_see() -> None:
+def test_a_config_error_of_a_rank_is_raised_as_it_is() -> None:
     with pytest.raises(ConfigError) as caught:
-        outcome(partial(crew_work.fail, LOST), crew_work.refuse)
+        outcome(partial(work.fail, LOST), work.refuse)
     assert (caught.value.key, caught.value.got, caught.value.remedy) == ("model", "x", "take another")
 
 
-def test_stopped() -> None:
-    error = blamed(HANG, partial(crew_work.signal_oneself, signal.SIGSTOP, 0.5), timeout=1.5, within=0.5 + 1.5 + 5)
-    why = "was not where the others waited for it: it is stopped, or hangs (parallel.timeout=1.5)"
-    assert str(error) == f"rank 1 {why}"
+DID_NOT_REACH = "did not reach the collective that the others waited in: it is stopped, or hangs"
 
 
-def test_stopped_before_its_first_beat_while_the_other_waits() -> None:
-    """It is not silence that tells then, but the other, whose patience ends."""
-    error = blamed(
-        partial(crew_work.fail, LOST, 1), partial(crew_work.signal_oneself, signal.SIGSTOP), timeout=1, within=6
-    )
-    assert str(error).startswith("rank 1 was not where the others waited for it")
+@hanging
+def test_a_stopped_rank_is_blamed_after_the_timeout(tmp_path: Path) -> None:
+    stopping = partial(work.signal_oneself, signal.SIGSTOP, after=tmp_path / "go")
+    with Supervisor(does, [(hang,), (stopping,)], 5) as ranks:
+        while min(ranks.silence) < 0:  # the timeout counts from the first heartbeat
+            ranks._read_pipes()
+        (tmp_path / "go").touch()
+        with pytest.raises(RankError) as caught:
+            ranks.wait(StopRequest())
+    assert str(caught.value) == f"rank 1 {DID_NOT_REACH} (parallel.timeout=5)"
 
 
-def test_hangs_while_it_beats() -> None:
-    error = blamed(HANG, partial(crew_work.fail, LOST, 0.5))
-    assert str(error).startswith("rank 0 was not where the others waited for it")
+@hanging
+def test_a_rank_that_stops_before_its_first_heartbeat_is_blamed() -> None:
+    """Not by its silence, but once another rank has lost it."""
+    error = blamed(partial(work.fail, LOST), partial(work.signal_oneself, signal.SIGSTOP))
+    assert str(error).startswith(f"rank 1 {DID_NOT_REACH}")
 
 
-def test_silence_counts_from_the_first_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+@hanging
+def test_a_rank_that_hangs_with_heartbeats_is_blamed() -> None:
+    error = blamed(hang, partial(work.fail, LOST))
+    assert str(error).startswith(f"rank 0 {DID_NOT_REACH}")
+
+
+@hanging
+def test_silence_counts_from_the_first_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that still loads torch is not lost; it is after a while."""
-    with Crew(crew_work.say_nothing, [(None,)], 0.5) as ranks:
+    with Supervisor(work.say_nothing, [(None,)], 0.5) as ranks:
         for _ in range(5):
-            ranks._listen()
+            ranks._read_pipes()
         assert not ranks._broken()
-    monkeypatch.setattr(crew, "START", 0.0)
-    with pytest.raises(RankError, match="rank 0 was not where"), Crew(crew_work.say_nothing, [(None,)], 0.5) as ranks:
+    monkeypatch.setattr(supervisor, "START_SECONDS", 0.0)
+    with (
+        pytest.raises(RankError, match=f"rank 0 {DID_NOT_REACH}"),
+        Supervisor(work.say_nothing, [(None,)], 0.5) as ranks,
+    ):
         ranks.wait(StopRequest())
 
 
-def test_a_pause_of_this_process_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-Z, or a laptop's lid: the clock goes on, and nobody was heard meanwhile."""
-    with Crew(does, [(HANG,)], 5) as ranks:
+def test_a_pause_of_this_process_is_no_silence_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-Z, or the lid of a laptop: time goes on, and no rank is heard meanwhile."""
+    with Supervisor(does, [(hang,)], 5) as ranks:
         ranks.silence = [0.0]
         clock = iter([0.0, 3600.0])
-        monkeypatch.setattr(crew, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-        ranks._listen()
+        monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+        ranks._read_pipes()
         monkeypatch.undo()
         assert ranks.silence[0] <= 0.5
 
 
-def test_a_signal_is_passed_on_to_all_once() -> None:
+def test_a_signal_is_passed_on_to_all_ranks_once() -> None:
     stop = StopRequest()
     threading.Timer(0.3, setattr, (stop, "received", "SIGTERM")).start()
-    assert outcome(crew_work.wait_for_signal, crew_work.wait_for_signal, stop=stop) == ["SIGUSR1"] * 2
+    assert outcome(work.wait_for_signal, work.wait_for_signal, stop=stop) == ["SIGUSR1"] * 2
 
 
-def test_signals_are_blocked_as_a_rank_begins() -> None:
+def test_ranks_start_with_signals_blocked() -> None:
     """One that comes before the rank is ready for it does not kill it."""
-    with Crew(does, [(crew_work.wait_for_signal,)] * 2, 60) as ranks:
+    with Supervisor(does, [(work.wait_for_signal,)] * 2, PATIENCE) as ranks:
         for process, number in zip(ranks.processes, (signal.SIGTERM, signal.SIGINT), strict=True):
             os.kill(process.pid, number)
         assert ranks.wait(StopRequest()) == ["SIGTERM", "SIGINT"]
 
 
-def test_an_interrupt_leaves_none() -> None:
-    with pytest.raises(KeyboardInterrupt), Crew(does, [(HANG,), (HANG,)], 60):
+def test_an_interrupt_leaves_no_rank_behind() -> None:
+    with pytest.raises(KeyboardInterrupt), Supervisor(does, [(hang,), (hang,)], PATIENCE):
         raise KeyboardInterrupt
 
 
-def test_one_that_cannot_be_started_takes_those_before_it_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_start_ends_those_before_it() -> None:
     unpicklable = threading.Lock()
     with pytest.raises(TypeError, match="pickle"):
-        Crew(does, [(HANG,), (unpicklable,)], 60)
+        Supervisor(does, [(hang,), (unpicklable,)], PATIENCE)
 
 
-def test_a_dead_fork_server_is_told_and_replaced() -> None:
+def test_a_dead_fork_server_is_noticed_and_replaced() -> None:
     """In a process of its own: this one's server has taken seconds to load torch."""
-    program = """if True:
-        import os, signal
-        from functools import partial
-        from multiprocessing import forkserver
-        from crew_work import WELL, does, value
-        from runner.system.forkserver import start_server
-        from runner.parallel.launch.supervisor import Crew, RankError
-        from runner.system.signals import StopRequest
-
-        start_server("runner.parallel.launch.supervisor")
-        with Crew(does, [(partial(value, 1, 60),)] * 2, 60) as ranks:
-            pids = [process.pid for process in ranks.processes]
-            os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
-            try:
-                ranks.wait(StopRequest())
-            except RankError as error:
-                print(error)
-        while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-            pass
-        start_server("runner.parallel.launch.supervisor")
-        with Crew(does, [(WELL,)] * 2, 60) as ranks:
-            print(ranks.wait(StopRequest()))
-    """
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/parallel")])
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "check": False}
-    done = subprocess.run([sys.executable, "-c", program], env=environment() | {"PYTHONPATH": paths}, **options)
+    words = [sys.executable, "-m", "helpers.dead_fork_server"]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PATIENCE, "check": False}
+    done = subprocess.run(words, env=environment(), **options)
     assert done.stdout.splitlines() == ["rank 0 exited with code 255", "[1, 1]"], done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whom to blame: every order in which things may have come
+# Which rank is blamed, in every order of events
 
 
 def ended_by(code: int) -> SimpleNamespace:
@@ -255,7 +265,7 @@ DONE = Report(value=1)
         ([1, 1, -11], [OTHERS, OTHERS, None], [], "rank 2 was killed by SIGSEGV"),
         # NCCL's watchdog ends those that wait in vain
         ([-6, 1], [None, OWN], [], "rank 1 failed: ValueError: x"),
-        ([-6, None], [None, None], [], "rank 1 was not where"),
+        ([-6, None], [None, None], [], "rank 1 did not reach"),
         ([-6, -9], [None, None], [], "rank 1 was killed by SIGKILL"),
         ([-6, 1], [None, OTHERS], [], "rank 0 was killed by SIGABRT"),
         # raised
@@ -263,31 +273,29 @@ DONE = Report(value=1)
         ([1, None], [OWN, None], [], "rank 0 failed: ValueError: x"),
         ([1, None], [OWN, None], [1], "rank 0 failed: ValueError: x"),
         # stopped
-        ([None, None], [None, None], [1], "rank 1 was not where"),
-        ([1, None, 1], [OTHERS, None, OTHERS], [], "rank 1 was not where"),
-        ([None, 1], [None, OTHERS], [0], "rank 0 was not where"),
-        ([0, None], [DONE, None], [1], "rank 1 was not where"),
-        # whoever was first to lose the others
+        ([None, None], [None, None], [1], "rank 1 did not reach"),
+        ([1, None, 1], [OTHERS, None, OTHERS], [], "rank 1 did not reach"),
+        ([None, 1], [None, OTHERS], [0], "rank 0 did not reach"),
+        ([0, None], [DONE, None], [1], "rank 1 did not reach"),
+        # the first to lose the others
         ([1, 1], [OTHERS, OTHERS], [], "rank 0 failed: RuntimeError: [gloo"),
         ([0, 1], [DONE, OTHERS], [], "rank 1 failed: RuntimeError: [gloo"),
     ],
 )
-def test_whom_to_blame(
+def test_the_rank_that_caused_the_failure_is_blamed(
     processes: list[int | None], reports: list[Report | None], silent: list[int], wanted: str
 ) -> None:
-    ranks = Crew(does, [], 60)
+    ranks = Supervisor(does, [], PATIENCE)
     ranks.processes = [ALIVE if code is None else ended_by(code) for code in processes]
     ranks.pipes = [SimpleNamespace(poll=lambda: False) for _ in processes]  # pyright: ignore[reportAttributeAccessIssue]
     ranks.reports = list(reports)
-    bad = {rank: report for rank, report in enumerate(reports) if report and not report.ended_well}
+    bad = {rank: report for rank, report in enumerate(reports) if report and not report.succeeded}
     rank, what, trace = ranks._first(silent, bad)
     assert f"rank {rank} {what}".startswith(wanted)
     assert bool(trace) == ("failed" in wanted)
 
 
-def test_a_crash_is_told_by_its_cause_and_keeps_the_result() -> None:
-    from runner.run import CrashedError, Result
-
+def test_a_crash_is_reported_by_its_cause_with_the_result() -> None:
     try:
         try:
             raise ValueError("the cause")
@@ -310,11 +318,11 @@ def test_a_crash_is_told_by_its_cause_and_keeps_the_result() -> None:
         (RuntimeError("size mismatch"), False),
     ],
 )
-def test_who_only_lost_the_others(error: Exception, by_others: bool) -> None:
+def test_errors_of_a_lost_peer_are_recognised(error: Exception, by_others: bool) -> None:
     assert report_of(error).by_others == by_others
 
 
-def test_a_store_that_nobody_comes_to_is_the_others_doing() -> None:
+def test_a_store_that_times_out_is_another_ranks_failure() -> None:
     from torch.distributed import DistNetworkError, DistStoreError
 
     assert report_of(DistStoreError("timed out")).by_others
