@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from helpers.command import run_command
+from helpers.command import Command, run_command, until
 from helpers.compose import FAST
 
 from runner.config.errors import ConfigError
@@ -39,13 +38,6 @@ def written(path: Path) -> dict[str, int]:
     return {str(file.relative_to(path)): file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file()}
 
 
-def until(condition, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come in time"
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sweep that nothing ended early."""
@@ -55,19 +47,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_sweep_goes_on_where_it_was_ended(number: signal.Signals, whole: Path, tmp_path: Path) -> None:
+def test_a_sweep_resumes_where_it_was_ended(number: signal.Signals, whole: Path, tmp_path: Path) -> None:
     cwd = tmp_path / "ended"
-    process = Command(*TYPED, cwd=cwd)
-    until(lambda: list(cwd.glob("outputs/sweeps/*/*/001-*/checkpoints/step_*")))
-    os.kill(process, number)
-    until(lambda: forks.code(cwd) is not None)
-    assert forks.code(cwd) == (75 if number == signal.SIGTERM else -number)
+    command = Command(cwd, *TYPED, kind="torch")
+    until(lambda: command.code is not None or list(cwd.glob("outputs/sweeps/*/*/001-*/checkpoints/step_????????")))
+    command.kill(number)
+    assert command.wait()[0] == (75 if number == signal.SIGTERM else -number)
     first = jobs(only_sweep(cwd))["000"]
     before = written(first)
 
     code, told = run_command(*TYPED, cwd=cwd)
     assert code == 0, told
-    assert "done before: outputs" in str(told)
+    assert f"{first.relative_to(cwd)}" in told, "it is named as done"
     assert written(first) == before, "what is done is left alone"
     wanted = jobs(whole)
     assert list(jobs(only_sweep(cwd))) == list(wanted) == ["000", "001", "002"]
@@ -82,17 +73,17 @@ def test_a_sweep_goes_on_where_it_was_ended(number: signal.Signals, whole: Path,
     assert len(list(cwd.glob("outputs/sweeps/*/*"))) == 2, "a complete sweep is not gone on with"
 
 
-def test_what_was_refused_is_in_the_ledger_and_tried_again(tmp_path: Path) -> None:
+def test_a_refused_job_is_in_the_ledger_and_repeated(tmp_path: Path) -> None:
     typed = (*FAST, "-m", "batch_size=64,7", "accumulation.steps=2", "steps=2", "resume=auto")
     assert run_command(*typed, cwd=tmp_path)[0] == 2
     ledger = read_ledger(only_sweep(tmp_path))
     assert [entry["code"] for entry in ledger["jobs"].values()] == [0, 2]
-    assert "batch_size: got 7" in ledger["jobs"]["1"]["error"]
+    assert ledger["jobs"]["1"]["error"].startswith("batch_size: got 7:")
     assert not ledger["complete"]
     code, told = run_command(*typed, cwd=tmp_path)
     assert code == 2
-    assert "done before" in str(told)
-    assert "batch_size: got 7" in str(told)
+    assert str(jobs(only_sweep(tmp_path))["000"].relative_to(tmp_path)) in told, "it is named as done"
+    assert told.count("batch_size: got 7:") == 1
 
 
 def test_another_config_under_the_same_name_is_set_aside(tmp_path: Path) -> None:
@@ -117,21 +108,63 @@ def test_without_auto_every_sweep_is_a_new_one(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("outputs/sweeps/*/*"))) == 2
 
 
-def test_a_sweep_cannot_go_on_in_one_runs_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="resume: got 'outputs/x': a sweep cannot go on in one run's directory"):
-        Sweep(["seed=1,2"]).directory(tmp_path, "outputs/x")
+def job_config(root: Path, name: str = "a", resume: str = "auto") -> dict[str, Any]:
+    return {"output_root": str(root), "name": name, "resume": resume}
 
 
-def test_what_was_typed_is_compared_without_where_and_whether(tmp_path: Path) -> None:
+def test_a_sweep_cannot_be_resumed_in_the_directory_of_one_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Sweep(["seed=1,2"]).job_directory(job_config(tmp_path, resume="outputs/x"), 0, [])
+    assert (refusal.value.key, refusal.value.got) == ("resume", "outputs/x")
+    assert "resume=auto" in refusal.value.remedy
+
+
+def test_a_job_has_a_labelled_directory_in_the_sweep(tmp_path: Path) -> None:
+    sweep = Sweep(["seed=1,2"])
+    first, second = (sweep.job_directory(job_config(tmp_path), n, [f"seed={n + 1}"]) for n in (0, 1))
+    assert (first.name, second.name) == ("000-seed=1", "001-seed=2")
+    assert first.parent == second.parent
+    assert first.parent.parent == tmp_path / "sweeps" / "a"
+    other = sweep.job_directory(job_config(tmp_path, name="b"), 2, [])
+    assert (other.parent.parent.name, other.parent.name) == ("b", first.parent.name), "one name in every parent"
+    assert not list(tmp_path.iterdir()), "nothing is made before a job runs"
+
+
+def test_overrides_are_compared_without_order_output_root_and_resume(tmp_path: Path) -> None:
     typed = ["seed=1,2", "resume=auto", "output_root=x", "epochs=1"]
     assert Sweep(typed).typed == Sweep(["epochs=1", "seed=1,2"]).typed == ["epochs=1", "seed=1,2"]
-    (tmp_path / "before").mkdir()
+    before = tmp_path / "sweeps" / "a" / "before"
+    before.mkdir(parents=True)
     ledger = {"typed": ["epochs=1", "seed=1,2"], "complete": False, "jobs": {"0": {"code": 3, "config_hash": "a"}}}
-    (tmp_path / "before" / "sweep.json").write_text(json.dumps(ledger))
+    (before / "sweep.json").write_text(json.dumps(ledger))
     sweep = Sweep(typed)
-    path = sweep.directory(tmp_path, "auto")
-    assert path == tmp_path / "before"
+    path = sweep.job_directory(job_config(tmp_path), 0, ["seed=1"]).parent
+    assert path == before
     assert sweep.settled(path, 0, "a") == 3, "diverged is a result"
     assert sweep.settled(path, 0, "b") is None
     assert sweep.settled(path, 1, "a") is None
-    assert Sweep(["epochs=2"]).directory(tmp_path, "auto").name != "before"
+    assert Sweep(["epochs=2"]).job_directory(job_config(tmp_path), 0, []).parent.name != "before"
+    assert Sweep(typed).job_directory(job_config(tmp_path, resume="never"), 0, []).parent.name != "before"
+
+
+@pytest.mark.parametrize(
+    ("codes", "complete"), [([0, 0], True), ([0, 3], True), ([0, 1], False), ([2, 0], False), ([0, 75], False)]
+)
+def test_a_sweep_is_complete_when_no_job_has_to_be_repeated(codes: list[int], complete: bool, tmp_path: Path) -> None:
+    sweep = Sweep(["seed=1,2"])
+    for number, code in enumerate(codes):
+        path = sweep.job_directory(job_config(tmp_path), number, [f"seed={number}"])
+        path.mkdir(parents=True)
+        sweep.record(path.parent, number, code=code, config_hash="a")
+        assert read_ledger(path.parent)["jobs"][str(number)] == {"code": code, "config_hash": "a"}
+        assert not read_ledger(path.parent)["complete"]
+    sweep.end()
+    assert read_ledger(path.parent)["complete"] == complete
+    again = Sweep(["seed=1,2"]).job_directory(job_config(tmp_path), 0, ["seed=0"]).parent
+    assert (again == path.parent) == (not complete)
+
+
+def test_no_ledger_or_half_of_one_is_empty(tmp_path: Path) -> None:
+    assert read_ledger(tmp_path) == {}
+    (tmp_path / "sweep.json").write_text('{"typed": [')
+    assert read_ledger(tmp_path) == {}
