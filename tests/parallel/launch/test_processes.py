@@ -1,4 +1,4 @@
-"""Several processes as one run: started by the command, by torchrun, by SLURM, or on two machines."""
+"""Runs of several processes: started by the command, by torchrun, by SLURM, or on two machines."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_work
 import torch
-from helpers.command import Command, environment, processes_in, succeed, until
-from helpers.compose import FAST, built, composed
+from helpers import rank_work
+from helpers.command import PATIENCE, Command, environment, processes_in, succeed, until
+from helpers.compose import FAST, built, composed, train_in
 from helpers.ranks import Ranks
-from helpers.runs import TWO, assert_bitwise, free_port, weights
-from runner.session import session
+from helpers.runs import TWO, assert_bitwise, free_port, only_run, weights
 
-from runner.parallel.launch.cluster import Place
-from runner.parallel.launch.process_group import store_here
-from runner.parallel.launch.supervisor import Crew
-from runner.run import Run
+from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.launch.process_group import create_store
+from runner.parallel.launch.supervisor import Supervisor
 from runner.system.cpu import allowed_cores
 from runner.system.signals import StopRequest
 
@@ -35,17 +32,8 @@ SHORT = ("steps=40", "save_every=20", "log_every=20", "eval_every=20")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of a command that started its two processes itself."""
     cwd = tmp_path_factory.mktemp("launched")
-    told = succeed(cwd, *TWO, *SHORT)
-    assert "done after step 40/40" in told
-    return next(cwd.glob("outputs/*/*"))
-
-
-def prepared(tmp_path: Path, *overrides: str) -> Run:
-    """A run that can be launched from here."""
-    run = built(*TWO, *SHORT, *overrides)
-    run.prepare()
-    run.directory = tmp_path
-    return run
+    assert "done after step 40/40" in succeed(cwd, *TWO, *SHORT)
+    return only_run(cwd)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -63,26 +51,26 @@ def test_one_run_directory_with_a_log_for_each_rank(launched: Path) -> None:
 
 def test_each_rank_logs_the_same_steps_in_its_own_file(launched: Path) -> None:
     for name in ("log.txt", "log_rank_1.txt"):
-        lines = [line for line in (launched / name).read_text().splitlines() if "step 40: {'train/loss'" in line]
+        lines = [line for line in (launched / name).read_text().splitlines() if "step 40: train/loss" in line]
         assert len(lines) == 1, name
 
 
-def test_rank_0s_result_is_the_runs(tmp_path: Path) -> None:
-    run = prepared(tmp_path)
-    result = run.parallel.launch(session, run)
+def test_the_result_is_that_of_rank_0(tmp_path: Path) -> None:
+    result = train_in(tmp_path, built(*TWO, *SHORT)).result
     assert (result.status, result.steps, result.world_size) == ("done", 40, 2)
     assert result.metrics.keys() >= {"train/loss", "eval/accuracy"}
-    assert run.parallel.world_size == 2
     assert not torch.distributed.is_initialized(), "this process is none of them"
 
 
-def test_each_rank_knows_its_place(tmp_path: Path) -> None:
-    run = prepared(tmp_path, "parallel.processes=3", "batch_size=63")
-    found: Any = run.parallel.launch(rank_work.places, run)  # pyright: ignore[reportArgumentType]
-    assert [place["rank"] for place in found] == [0, 1, 2]
-    assert {place["LOCAL_WORLD_SIZE"] for place in found} == {"3"}
+def test_each_rank_knows_itself_among_the_others(tmp_path: Path) -> None:
+    run = built(*TWO, *SHORT, "parallel.processes=3", "batch_size=63")
+    found: Any = train_in(tmp_path, run, train_rank=rank_work.rank_infos).result
+    assert [each["rank_info"][:4] for each in found] == [(rank, 3, rank, 3) for rank in range(3)]
+    assert [each["group"] for each in found] == [(rank, 3) for rank in range(3)]
+    assert {each["LOCAL_WORLD_SIZE"] for each in found} == {"3"}
+    assert len({each["rank_info"].port for each in found}) == 1
     if sys.platform == "linux":
-        assert {place["GLOO_SOCKET_IFNAME"] for place in found} == {"lo"}
+        assert {each["GLOO_SOCKET_IFNAME"] for each in found} == {"lo"}
 
 
 @pytest.mark.parametrize(
@@ -93,26 +81,25 @@ def test_each_rank_knows_its_place(tmp_path: Path) -> None:
         ("5", ["device.threads=null"], 5),
         ("5", ["device.threads=3"], 3),
     ],
-    ids=["cores are shared out", "device.threads", "OMP_NUM_THREADS", "device.threads wins"],
+    ids=["an equal share of the cores", "device.threads", "OMP_NUM_THREADS", "device.threads wins"],
 )
-def test_threads_of_each_rank(asked: str | None, overrides: list[str], wanted: int, tmp_path: Path) -> None:
-    run, store = prepared(tmp_path, *overrides), store_here(None)
-    places = [Place(rank, 2, rank, 2, "127.0.0.1", store.port) for rank in (0, 1)]
-    with Crew(rank_work.threads, [(asked, run.config, place) for place in places], 60) as ranks:
+def test_threads_of_each_rank(asked: str | None, overrides: list[str], wanted: int) -> None:
+    config, store = composed(*TWO, *SHORT, *overrides), create_store(None)
+    infos = [RankInfo(rank, 2, rank, 2, "127.0.0.1", store.port) for rank in (0, 1)]
+    with Supervisor(rank_work.threads, [(asked, config, info) for info in infos], PATIENCE) as ranks:
         assert ranks.wait(StopRequest()) == [wanted] * 2
 
 
-def test_two_at_once_do_not_meet(tmp_path: Path, launched: Path) -> None:
+def test_two_runs_at_the_same_time_do_not_interfere(tmp_path: Path, launched: Path) -> None:
     both = [Command(tmp_path / name, *TWO, *SHORT) for name in ("one", "other")]
-    for launch in both:
-        code, told = launch.ended()
-        assert code == 0, told
-        assert_bitwise(launch.directory, weights(launched))
+    for command in both:
+        code, console = command.ended()
+        assert code == 0, console
+        assert_bitwise(command.directory, weights(launched))
 
 
 def test_a_sweep_over_modes(tmp_path: Path) -> None:
-    told = succeed(tmp_path, *FAST, "steps=8", "-m", "parallel=single,ddp,fsdp")
-    assert "3 of 3 jobs done" in told
+    assert "3 of 3 jobs done" in succeed(tmp_path, *FAST, "steps=8", "-m", "parallel=single,ddp,fsdp")
     runs = sorted(tmp_path.glob("outputs/sweeps/*/*/*/"))
     assert [(run / "log_rank_1.txt").exists() for run in runs] == [False, True, True]
     assert [int(weights(run)["step"]) for run in runs] == [8] * 3
@@ -128,11 +115,11 @@ def busy() -> Iterator[int]:
 
 
 def test_a_busy_port_is_refused_before_any_process_starts(busy: int, tmp_path: Path) -> None:
-    code, told = Command(tmp_path, *TWO, *SHORT, f"parallel.port={busy}").ended()
-    assert code == 2, told
-    assert told.startswith(f"parallel.port: got {busy}: nothing can listen there")
-    assert "choose another, or null for any free one" in told
-    assert len(told.splitlines()) <= 10
+    code, console = Command(tmp_path, *TWO, *SHORT, f"parallel.port={busy}").ended()
+    assert code == 2, console
+    assert console.startswith(f"parallel.port: got {busy}:")
+    assert "null" in console
+    assert len(console.splitlines()) <= 10
     assert not (tmp_path / "outputs").exists(), "nothing is left"
 
 
@@ -152,8 +139,8 @@ def slurm_variables(rank: int, port: int) -> dict[str, str]:
     return job | step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"}
 
 
-def joined(tmp_path: Path, *arguments: str, others: tuple[str, ...] = (), variables: Any = torchrun_variables) -> Any:
-    """The two processes of one run, each started by itself; rank 1 with `others` beside."""
+def started(tmp_path: Path, *arguments: str, others: tuple[str, ...] = (), variables: Any = torchrun_variables) -> Any:
+    """The two processes of one run, each started by itself; rank 1 with the arguments `others` too."""
     port = free_port()
     while not 20000 < port < 40000:  # where SLURM's would be
         port = free_port()
@@ -163,23 +150,22 @@ def joined(tmp_path: Path, *arguments: str, others: tuple[str, ...] = (), variab
 
 
 @pytest.mark.parametrize("variables", [torchrun_variables, slurm_variables])
-def test_processes_that_another_started_are_one_run(variables: Any, tmp_path: Path, launched: Path) -> None:
-    first, second = joined(tmp_path, variables=variables)
-    code, told = first.ended()
-    assert code == 0, told
-    assert "done after step 40/40" in told
-    assert second.ended() == (0, ""), "rank 1 has nothing to say"
-    [run] = tmp_path.glob("outputs/*/*")
-    assert_bitwise(run, weights(launched))
-    assert (run / "log_rank_1.txt").exists()
+def test_processes_of_another_launcher_are_one_run(variables: Any, tmp_path: Path, launched: Path) -> None:
+    first, second = started(tmp_path, variables=variables)
+    code, console = first.ended()
+    assert code == 0, console
+    assert "done after step 40/40" in console
+    assert second.ended() == (0, ""), "rank 1 prints nothing"
+    assert_bitwise(only_run(tmp_path), weights(launched))
+    assert (only_run(tmp_path) / "log_rank_1.txt").exists()
 
 
 def test_different_configs_are_refused_on_both(tmp_path: Path) -> None:
-    for launch in joined(tmp_path, others=("optimizer.lr=0.3",)):
-        code, told = launch.ended()
-        assert code == 2, told
-        assert told.startswith("optimizer.lr: rank 0 was started with 0.05, rank 1 with 0.3")
-        assert "start all processes with the same command" in told
+    for command in started(tmp_path, others=("optimizer.lr=0.3",)):
+        code, console = command.ended()
+        assert code == 2, console
+        assert console.startswith("optimizer.lr: ")
+        assert "rank 0 was started with 0.05, rank 1 with 0.3" in console
     assert not (tmp_path / "outputs").exists()
 
 
@@ -192,33 +178,33 @@ def test_different_configs_are_refused_on_both(tmp_path: Path) -> None:
         (["parallel.processes=3"], "parallel.processes"),
     ],
 )
-def test_modes_that_cannot_be_joined_are_refused(overrides: list[str], key: str, tmp_path: Path) -> None:
-    for launch in joined(tmp_path, *overrides):
-        code, told = launch.ended()
-        assert code == 2, told
-        assert told.startswith(f"{key}: got ")
-        assert len(told.splitlines()) <= 10
+def test_modes_that_another_launcher_cannot_start_are_refused(overrides: list[str], key: str, tmp_path: Path) -> None:
+    for command in started(tmp_path, *overrides):
+        code, console = command.ended()
+        assert code == 2, console
+        assert console.startswith(f"{key}: got ")
+        assert len(console.splitlines()) <= 10
     assert not (tmp_path / "outputs").exists()
 
 
-def test_what_rank_0_refuses_all_refuse(tmp_path: Path) -> None:
+def test_all_ranks_refuse_what_rank_0_refuses(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for launch in joined(tmp_path, f"resume={tmp_path}/empty"):
-        code, told = launch.ended()
-        assert code == 2, told
-        assert told.startswith("resume: got ")
+    for command in started(tmp_path, f"resume={tmp_path}/empty"):
+        code, console = command.ended()
+        assert code == 2, console
+        assert console.startswith("resume: got ")
 
 
-def test_a_sweep_of_joined_processes(tmp_path: Path) -> None:
-    first, second = joined(tmp_path, "-m", "seed=0,1")
-    code, told = first.ended()
-    assert code == 0, told
-    assert "2 of 2 jobs done" in told
+def test_a_sweep_under_another_launcher(tmp_path: Path) -> None:
+    first, second = started(tmp_path, "-m", "seed=0,1")
+    code, console = first.ended()
+    assert code == 0, console
+    assert "2 of 2 jobs done" in console
     assert second.ended()[0] == 0
     assert len(list(tmp_path.glob("outputs/sweeps/*/*/*/result.json"))) == 2
 
 
-def test_the_jobs_after_one_that_failed_on_one_rank(tmp_path: Path, launched: Path) -> None:
+def test_a_sweep_goes_on_after_a_job_that_failed_on_one_rank(tmp_path: Path, launched: Path) -> None:
     """Both make a new group: nothing of the failed job is taken for the next one's."""
     config = composed(*TWO, *SHORT)
     ranks = Ranks(2)  # of its own
@@ -229,38 +215,38 @@ def test_the_jobs_after_one_that_failed_on_one_rank(tmp_path: Path, launched: Pa
     assert first[1] != second[1] == "only here"
     assert "gloo" in first[1]
     assert [first[i] for i in (0, 2, 3)] == [second[i] for i in (0, 2, 3)] == ["done"] * 3
-    told = "rank 1 failed: ValueError: only here\nTraceback (most recent call last)"
-    assert (tmp_path / "1/log_rank_1.txt").read_text().count(told) == 1
+    logged = "rank 1 failed: ValueError: only here\nTraceback (most recent call last)"
+    assert (tmp_path / "1/log_rank_1.txt").read_text().count(logged) == 1
     for job in (0, 2, 3):
         assert_bitwise(tmp_path / str(job), weights(launched))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_one_ends_the_other(rank: int, tmp_path: Path) -> None:
-    launches = joined(tmp_path, "steps=100000")
+def test_a_killed_process_ends_the_others(rank: int, tmp_path: Path) -> None:
+    commands = started(tmp_path, "steps=100000")
     until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
-    launches[rank].kill(signal.SIGKILL)
-    assert launches[1 - rank].ended(10)[0] == 1
+    commands[rank].kill(signal.SIGKILL)
+    assert commands[1 - rank].ended()[0] == 1
 
 
-def test_a_stopped_one_ends_the_other(tmp_path: Path) -> None:
-    first, second = joined(tmp_path, "steps=100000", "parallel.timeout=4")
+def test_a_stopped_process_ends_the_others(tmp_path: Path) -> None:
+    first, second = started(tmp_path, "steps=100000", "parallel.timeout=15")
     until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
     second.kill(signal.SIGSTOP)
-    code, told = first.ended(4 + 5)
+    code, console = first.ended()
     second.kill(signal.SIGKILL)
     assert code == 1
-    assert "crashed after step" in told
+    assert "crashed after step" in console
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_of_them_stops_all(rank: int, tmp_path: Path) -> None:
-    launches = joined(tmp_path, "steps=100000")
+    commands = started(tmp_path, "steps=100000")
     until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
-    launches[rank].kill(signal.SIGTERM)
-    assert [launch.ended(15)[0] for launch in launches] == [75, 75]
+    commands[rank].kill(signal.SIGTERM)
+    assert [command.ended()[0] for command in commands] == [75, 75]
     [run] = tmp_path.glob("outputs/*/*")
-    assert f"stopped after step {weights(run)['step']}/100000" in launches[0].console
+    assert f"stopped after step {weights(run)['step']}/100000" in commands[0].console
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,23 +262,21 @@ def torchrun(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def test_torchrun(tmp_path: Path, launched: Path) -> None:
     process = torchrun(tmp_path, "--nproc-per-node=2", "-m", "runner", *FAST, "parallel=ddp", *SHORT)
-    told, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, told
-    assert told.count("done after step 40/40") == 1, "rank 1 is silent"
-    [run] = tmp_path.glob("outputs/*/*")
-    assert_bitwise(run, weights(launched))
+    console, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, console
+    assert console.count("done after step 40/40") == 1, "rank 1 is silent"
+    assert_bitwise(only_run(tmp_path), weights(launched))
 
 
 def test_two_torchruns_as_on_two_machines(tmp_path: Path, launched: Path) -> None:
     nodes = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     command = ["-m", "runner", *FAST, "parallel=ddp", *SHORT]
     both = [torchrun(tmp_path, *nodes, f"--node-rank={rank}", *command) for rank in (0, 1)]
-    told = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], told
-    assert "done after step 40/40" in told[0]
-    assert "step" not in told[1]
-    [run] = tmp_path.glob("outputs/*/*")
-    assert_bitwise(run, weights(launched))
+    consoles = [process.communicate(timeout=PATIENCE)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], consoles
+    assert "done after step 40/40" in consoles[0]
+    assert "step" not in consoles[1]
+    assert_bitwise(only_run(tmp_path), weights(launched))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,29 +313,26 @@ def on_both(link: list[str], cwd: Path, *overrides: str) -> list[subprocess.Pope
     """The same command on both machines, one process each."""
     port, begun = free_port(), []
     for rank, name in enumerate(link):
-        place = torchrun_variables(rank, port) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": HOSTS[0]}
+        own = torchrun_variables(rank, port) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": HOSTS[0]}
         program = ["ip", "netns", "exec", name, sys.executable, "-m", "runner", *FAST, "parallel=ddp", *overrides]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        begun.append(subprocess.Popen(program, cwd=cwd, env=environment() | place, **pipes))
+        begun.append(subprocess.Popen(program, cwd=cwd, env=environment() | own, **pipes))
     return begun
 
 
 @pytest.mark.netns
 def test_two_machines(link: list[str], tmp_path: Path, launched: Path) -> None:
     both = on_both(link, tmp_path, *SHORT)
-    told = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], told
-    [run] = tmp_path.glob("outputs/*/*")
-    assert_bitwise(run, weights(launched))
+    consoles = [process.communicate(timeout=PATIENCE)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], consoles
+    assert_bitwise(only_run(tmp_path), weights(launched))
 
 
 @pytest.mark.netns
-def test_a_cut_link_ends_both_sides(link: list[str], tmp_path: Path) -> None:
-    both = on_both(link, tmp_path, *SHORT, "steps=100000", "parallel.timeout=4")
+def test_a_broken_link_ends_both_machines(link: list[str], tmp_path: Path) -> None:
+    both = on_both(link, tmp_path, *SHORT, "steps=100000", "parallel.timeout=15")
     until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
     ip("-n", link[0], "link", "set", link[0], "down")
-    since = time.monotonic()
-    told = [process.communicate(timeout=4 + 5)[0] for process in both]
-    assert time.monotonic() - since < 4 + 5
-    assert [process.returncode for process in both] == [1, 1], told
-    assert not processes_in(tmp_path)
+    consoles = [process.communicate(timeout=PATIENCE)[0] for process in both]
+    assert [process.returncode for process in both] == [1, 1], consoles
+    until(lambda: not processes_in(tmp_path), what="left behind")
