@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,6 +18,8 @@ from runner.tracking.metrics import MetricSums
 @dataclass
 class AllReduce(MultiProcess):
     """Every process holds a replica and trains on its shard of each batch; gradients are summed over the processes."""
+
+    description: ClassVar[str] = "one all-reduce per gradient"  # in the first lines of a run
 
     def layout(self, rank_info: RankInfo) -> Layout:
         return Layout.data_parallel(rank_info)
