@@ -1,1 +1,1 @@
-"""Side by side against plain PyTorch and its peers; `results/` holds what was measured, where and how."""
+"""Benchmarks against plain PyTorch and other trainers; `results/` has the measurements with hardware and command."""

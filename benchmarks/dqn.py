@@ -1,12 +1,14 @@
-"""An agent's speed: at equal work beside Stable-Baselines3, and in one and two processes.
+"""The speed of DQN: compared with Stable-Baselines3 at equal settings, and in one and two processes.
 
-`python -m benchmarks.dqn [--repeats 5] [--steps 50000]`. CartPole-v1, a network of 4-120-84-2, batch 128, one update
-per ten environment steps after 10,000, a replay of 10,000, Adam 2.5e-4, the target copied every 500 environment steps,
-1-step returns without double Q-learning, ε from 1 to 0.05 over half of the run (CleanRL's dqn.py; Huang et al., 2022).
-One thread each. The runner acts in ten environments at once, logs every 100 updates and shows its progress.
-Stable-Baselines3 acts in one environment, as CleanRL does, or also in ten, and logs every 100 episodes.
+`python -m benchmarks.dqn [--repeats 5] [--steps 50000]`. CartPole-v1, a 4-120-84-2 network, batch size 128, one update
+per ten environment steps after the first 10,000, a replay buffer of 10,000, Adam with learning rate 2.5e-4, a target
+network copied every 500 environment steps, 1-step returns without double Q-learning, ε from 1 to 0.05 over half of the
+run (CleanRL's dqn.py; Huang et al., 2022). All use one thread. The runner steps ten environments at once, logs every
+100 updates and shows its progress. Stable-Baselines3 steps one environment, as CleanRL does, or ten, and logs every
+100 episodes.
 
-The modes are measured on the defaults of `workload=dqn`, one thread a process: environment steps of all processes.
+The parallel modes are measured with the defaults of `workload=dqn` and one thread per process; the rate counts the
+environment steps of all processes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ MODE_GOALS = {("hogwild, two", "one"): 1.6}
 
 
 def sb3(steps: int, num_envs: int = 1) -> float:
-    """Stable-Baselines3, environments of its own kind, logging to TensorBoard."""
+    """Return environment steps per second of Stable-Baselines3 with its vectorized environments and TensorBoard."""
     from stable_baselines3 import DQN  # pyright: ignore[reportMissingImports]
     from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore[reportMissingImports]
 
@@ -42,7 +44,7 @@ def sb3(steps: int, num_envs: int = 1) -> float:
             batch_size=128,
             tau=1.0,
             gamma=0.99,
-            train_freq=10 // num_envs,  # steps of all environments
+            train_freq=10 // num_envs,  # in vectorized steps
             gradient_steps=1,
             target_update_interval=500,
             exploration_fraction=0.5,
@@ -57,8 +59,8 @@ def sb3(steps: int, num_envs: int = 1) -> float:
         return steps / (time.perf_counter() - began)
 
 
-def ours(steps: int) -> float:
-    """The whole run but its start and its end: acting, updates, logs, progress and a checkpoint."""
+def with_runner(steps: int) -> float:
+    """Return environment steps per second of the training loop, with logs, progress display and checkpoints."""
     from runner import train
     from runner.cli.main import main
 
@@ -70,25 +72,25 @@ def ours(steps: int) -> float:
     times: list[float] = []
     loop, evaluate = train.loop, train.evaluate
 
-    def timed(*arguments) -> str:
+    def timed_loop(*arguments) -> str:
         times.append(time.perf_counter())
         return loop(*arguments)
 
-    def ended(*arguments) -> bool:
+    def timed_evaluate(*arguments) -> bool:  # after the last step
         times.append(time.perf_counter())
         return evaluate(*arguments)
 
-    train.loop, train.evaluate = timed, ended
+    train.loop, train.evaluate = timed_loop, timed_evaluate
     with tempfile.TemporaryDirectory() as root:
         sys.argv = ["runner", *options, f"device.threads={torch.get_num_threads()}", f"output_root={root}"]
         if main():
             raise SystemExit(1)
-    began, done = times
-    return steps / (done - began)
+    start, end = times
+    return steps / (end - start)
 
 
 def in_mode(options: Sequence[str], steps: int) -> float:
-    """The median of what a run logs; it is of the steps between two logs, what is not training left out."""
+    """Return the median of the logged environment steps per second, which exclude logs and evaluations."""
     line = ["workload=dqn", f"workload.env_steps={steps}", "workload.eval_episodes=1", "log_every=200", *options]
     with command([*line, "eval_every=0", "save_every=0", "keep=0", "device=cpu", "device.threads=1"]) as directory:
         return statistics.median(rate for _, rate in points(directory, "time/env_steps_per_second"))
@@ -97,7 +99,7 @@ def in_mode(options: Sequence[str], steps: int) -> float:
 CONTENDERS: dict[str, Callable[[int], float]] = {
     "sb3": sb3,
     "sb3, ten environments": partial(sb3, num_envs=10),
-    "runner": ours,
+    "runner": with_runner,
 }
 MODES: dict[str, Callable[[int], float]] = {
     "one": partial(in_mode, ["parallel=single"]),
@@ -107,7 +109,7 @@ MODES: dict[str, Callable[[int], float]] = {
 
 
 def main() -> None:
-    """Measure all contenders, or, with `--run`, one in this process."""
+    """Measure all contenders, or with `--run` a single one in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50_000)

@@ -1,7 +1,7 @@
-"""ResNet50 on one GPU: images per second beside a plain loop, and beside what the device could do at most.
+"""ResNet50 on one GPU: images per second, compared with a plain loop and with the limits of the device.
 
-`python -m benchmarks.gpu`: 224×224, bfloat16, channels_last, compiled, batch 256. The limits come from what this device
-was measured to do on one large matrix product and on one large copy, not from its data sheet.
+`python -m benchmarks.gpu`: 224×224, bfloat16, channels_last, compiled, batch size 256. The limits are computed from a
+measured matrix product and a measured copy, not from the data sheet.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from benchmarks.resnet import Setting, compare
 GPU = Setting(size=224, batch=256, steps=100, warmup=20, dtype=torch.bfloat16, compile=True, device="cuda")
 
 TRAINING_FLOPS = 3 * 2 * 4.09e9
-"""One image: 4.09 G multiply-adds forward (He et al., 2016, at 224×224, v1.5), and twice that backward."""
+"""FLOPs per image: 4.09 G multiply-adds forward (ResNet50 v1.5 at 224×224; He et al., 2016), twice that backward."""
 
 
 def seconds(work, repeats: int = 20) -> float:
-    """The median time of `work` on the device."""
+    """Return the median time of `work` on the device, in seconds."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -32,32 +32,32 @@ def seconds(work, repeats: int = 20) -> float:
 
 
 def flops_per_second(side: int = 8192) -> float:
-    """bfloat16 multiply and add operations a second, of a product of square matrices."""
+    """Return the bfloat16 FLOPs per second of a product of two square matrices with `side` rows."""
     a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * side**3 / seconds(lambda: a @ b)
 
 
 def bytes_per_second(size: int = 2**30) -> float:
-    """Bytes read and written a second, of a copy on the device."""
+    """Return the bytes read and written per second by a copy of `size` bytes on the device."""
     source = torch.empty(size, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * size / seconds(lambda: target.copy_(source))
 
 
 def traffic_per_image() -> float:
-    """Bytes that training on one image moves at the least, in bfloat16.
+    """Return the bytes of memory traffic for training on one image in bfloat16, without reuse between operations.
 
-    A convolution reads its input and writes its output, forward, for the gradient of the input and for that of the
-    weights; batch normalisation with its activation reads for the statistics, reads and writes for the result, and does
-    both again backward. Whatever is kept on the chip between two of these would move less.
+    A convolution reads its input and writes its output in the forward pass, and moves as much for the gradient of the
+    input and for that of the weight. Batch normalization with its activation reads its input for the statistics, reads
+    and writes to normalize, and moves as much in the backward pass.
     """
     from torchvision.models import resnet50
 
     elements = [0]
 
     def count(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        convolution = isinstance(module, torch.nn.Conv2d)
-        elements[0] += 3 * (inputs[0].numel() + output.numel()) if convolution else 3 * 2 * output.numel()
+        is_convolution = isinstance(module, torch.nn.Conv2d)
+        elements[0] += 3 * (inputs[0].numel() + output.numel()) if is_convolution else 3 * 2 * output.numel()
 
     model = resnet50(weights=None)
     for module in model.modules():
@@ -69,9 +69,9 @@ def traffic_per_image() -> float:
 
 
 def main() -> None:
-    """Print the limits, then compare the loops."""
+    """Print the limits, then measure the loops."""
     if not torch.cuda.is_available():
-        sys.exit("benchmarks.gpu needs a CUDA device: `python -m runner.tools.doctor` shows what is here")
+        sys.exit("benchmarks.gpu needs a CUDA device; `python -m runner.tools.doctor` lists the devices")
     if "--run" not in sys.argv:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
         print(f"arithmetic limit: {flops_per_second() / TRAINING_FLOPS:,.0f} images/s")

@@ -1,4 +1,4 @@
-"""Interleaved repeats in fresh processes, medians, and a table with the hardware beside it."""
+"""Runs contenders alternately in new processes, and reports medians together with the hardware."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Rates(dict[str, list[float]]):
-    """The rates of each contender, round by round; `beside` has what else it told: {what: {contender: values}}."""
+    """The rates of each contender, one per round; `beside` has its other values: {name: {contender: values}}."""
 
     def __init__(self, contenders: Sequence[str]):
         super().__init__((name, []) for name in contenders)
@@ -29,10 +29,16 @@ class Rates(dict[str, list[float]]):
 
 
 def interleave(module: str, contenders: Sequence[str], repeats: int, arguments: Sequence[str] = ()) -> Rates:
-    """Run `python -m module --run CONTENDER` for every contender, `repeats` times round.
+    """Run `python -m module --run CONTENDER` for every contender, for `repeats` rounds.
 
-    A machine's speed drifts: contenders that take turns drift alike. Each prints its rate as its last line, and before
-    it what `tell` prints.
+    Alternating the contenders makes a drift of the machine's speed affect all of them alike. The last line that a
+    contender prints is its rate; `print_value` prints other values before it.
+
+    Args:
+        module: the benchmark.
+        contenders: the names of the contenders.
+        repeats: the number of rounds.
+        arguments: further arguments of the benchmark.
     """
     rates = Rates(contenders)
     for repeat in range(repeats):
@@ -43,23 +49,24 @@ def interleave(module: str, contenders: Sequence[str], repeats: int, arguments: 
                 raise RuntimeError(f"{name} failed:\n{done.stderr[-2000:]}")
             *lines, last = done.stdout.splitlines()
             rates[name].append(float(last))
-            for what, value in (line.removeprefix(_TOLD).rsplit(" ", 1) for line in lines if line.startswith(_TOLD)):
+            values = (line.removeprefix(_PREFIX).rsplit(" ", 1) for line in lines if line.startswith(_PREFIX))
+            for what, value in values:
                 rates.beside.setdefault(what, {}).setdefault(name, []).append(float(value))
             print(f"  {repeat + 1}/{repeats} {name:<12} {rates[name][-1]:10.2f}", file=sys.stderr, flush=True)
     return rates
 
 
-_TOLD = "beside: "
+_PREFIX = "beside: "
 
 
-def tell(what: str, value: float) -> None:
-    """Let `interleave`, which runs this process, note a value beside the rate."""
-    print(f"{_TOLD}{what} {value}")
+def print_value(what: str, value: float) -> None:
+    """Report a value other than the rate to `interleave`, which has started this process."""
+    print(f"{_PREFIX}{what} {value}")
 
 
 @contextmanager
 def command(options: Sequence[str]) -> Iterator[Path]:
-    """The directory of the run of `python -m runner OPTIONS`, one thread a process; it goes with the context."""
+    """Run `python -m runner OPTIONS` with one thread per process; yields its run directory, which is temporary."""
     with tempfile.TemporaryDirectory() as scratch:
         line = [sys.executable, "-m", "runner", *options, f"output_root={scratch}", "name=bench"]
         subprocess.run(line, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -68,12 +75,12 @@ def command(options: Sequence[str]) -> Iterator[Path]:
 
 
 def result(directory: Path) -> dict[str, Any]:
-    """What a run left as its result."""
+    """Return the result of a run."""
     return json.loads((directory / "result.json").read_text(encoding="utf-8"))
 
 
 def points(directory: Path, tag: str) -> list[tuple[float, float]]:
-    """A curve of a run: when each point was logged, in seconds since the epoch, and its value."""
+    """Return a curve of a run as pairs of time, in seconds since the epoch, and value."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(directory)).Reload()
@@ -81,18 +88,25 @@ def points(directory: Path, tag: str) -> list[tuple[float, float]]:
 
 
 def ratios(rates: dict[str, list[float]], name: str, other: str) -> dict[str, float]:
-    """How `name` compares with `other`: the median of the ratios round by round, and their range."""
-    each = [a / b for a, b in zip(rates[name], rates[other], strict=True)]
-    return {"median": statistics.median(each), "least": min(each), "most": max(each)}
+    """Return the median and the range of the ratios of `name` to `other` in each round."""
+    per_round = [a / b for a, b in zip(rates[name], rates[other], strict=True)]
+    return {"median": statistics.median(per_round), "least": min(per_round), "most": max(per_round)}
 
 
 def report(title: str, unit: str, rates: Rates, goals: dict[tuple[str, str], float]) -> dict[str, Any]:
-    """Print a table, and return it as plain values; `goals` are the least ratios wanted, by (name, other)."""
+    """Print a table, and return it as plain values.
+
+    Args:
+        title: the title of the table.
+        unit: the unit of the rates.
+        rates: the rates of each contender.
+        goals: the minimum ratio of two contenders, by (name, other).
+    """
     print(f"\n{title}: {unit}, {len(next(iter(rates.values())))} interleaved repeats")
     for name, values in sorted(rates.items(), key=lambda item: -statistics.median(item[1])):
-        told = [f"{what} {statistics.median(each[name]):.3g}" for what, each in rates.beside.items() if name in each]
+        others = [f"{what} {statistics.median(each[name]):.3g}" for what, each in rates.beside.items() if name in each]
         spread = f"{min(values):10.2f} – {max(values):.2f}"
-        print(f"  {name:<24} median {statistics.median(values):10.2f}   {spread}", *told, sep="   ")
+        print(f"  {name:<24} median {statistics.median(values):10.2f}   {spread}", *others, sep="   ")
     compared = []
     for (name, other), goal in goals.items():
         ratio = ratios(rates, name, other)
@@ -104,7 +118,7 @@ def report(title: str, unit: str, rates: Rates, goals: dict[tuple[str, str], flo
 
 
 def write(name: str, tables: list[dict[str, Any]], command: str) -> Path:
-    """Leave the tables under `results/`, with date, hardware, versions and command."""
+    """Write the tables to `results/`, with date, hardware, versions and command; returns the path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     record = {

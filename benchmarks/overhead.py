@@ -1,8 +1,8 @@
-"""What the loop costs: the runner beside the bare limit, a plain PyTorch loop, Accelerate and Lightning.
+"""The overhead of the training loop, compared with a lower bound, a plain PyTorch loop, Accelerate and Lightning.
 
-`python -m benchmarks.overhead [--repeats 7] [--steps 3000]`. The network is small enough for overhead to show: two 3×3
-convolutions of 16 and 32 channels with pooling, 64 hidden units, on the 8×8 digits, batch 64, SGD with momentum. The
-runner logs every 50 steps, shows its progress and saves checkpoints; the peers log nothing and save nothing.
+`python -m benchmarks.overhead [--repeats 7] [--steps 3000]`. The network is small, so that overhead is visible: two 3×3
+convolutions with 16 and 32 channels and pooling, 64 hidden units, on the 8×8 digits, batch size 64, SGD with momentum.
+The runner logs every 50 steps, shows its progress and saves checkpoints; the others neither log nor save.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GOALS = {
 
 
 def network() -> nn.Module:
-    """The network of the comparison, in plain torch."""
+    """Return the network of all contenders but the runner, which builds the same."""
     torch.manual_seed(0)
     pool = nn.MaxPool2d(2)
     convolutions = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(inplace=True), pool]
@@ -63,7 +63,7 @@ def endless(batches: torch.utils.data.DataLoader) -> Iterator[list[torch.Tensor]
 
 
 def limit(steps: int) -> float:
-    """The same batch again and again: nothing but forward, backward and update."""
+    """Return steps per second on one fixed batch: only forward, backward and update."""
     samples, model = digits(), network()
     optimizer = sgd(model)
     inputs, targets = samples.inputs[:BATCH].clone(), samples.targets[:BATCH].clone()
@@ -76,7 +76,7 @@ def limit(steps: int) -> float:
 
 
 def plain(steps: int) -> float:
-    """The loop of PyTorch's tutorial: a DataLoader, and nothing logged."""
+    """Return steps per second of the loop in PyTorch's tutorial: a DataLoader, and no logs."""
     model, batches = network(), endless(loader())
     optimizer = sgd(model)
     began = time.perf_counter()
@@ -89,7 +89,7 @@ def plain(steps: int) -> float:
 
 
 def accelerate(steps: int) -> float:
-    """Hugging Face Accelerate around the plain loop."""
+    """Return steps per second of the plain loop with Hugging Face Accelerate."""
     from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 
     accelerator = Accelerator(cpu=True)
@@ -106,7 +106,7 @@ def accelerate(steps: int) -> float:
 
 
 def lightning(steps: int) -> float:
-    """Lightning's Trainer without logger, progress bar, checkpoints or evaluation."""
+    """Return steps per second of Lightning's Trainer without logger, progress bar, checkpoints and evaluation."""
     import lightning as L  # pyright: ignore[reportMissingImports]
 
     class Module(L.LightningModule):
@@ -130,8 +130,8 @@ def lightning(steps: int) -> float:
     return steps / (time.perf_counter() - module.began)
 
 
-def ours(steps: int) -> float:
-    """The whole run, its logs, its progress, its checkpoints and its evaluation at the end."""
+def with_runner(steps: int) -> float:
+    """Return steps per second of the runner, with logs, progress display and checkpoints."""
     options = [
         "model=tiny",
         "data.size=8",
@@ -146,24 +146,29 @@ def ours(steps: int) -> float:
 
 
 def run(options: list[str], warmup: int = 0) -> float:
-    """Steps per second of a run in this process after `warmup` steps, logs, checkpoints and progress counted in."""
+    """Return steps per second of a run in this process, including logs, checkpoints and progress display.
+
+    Args:
+        options: the overrides of the run.
+        warmup: steps that are not counted.
+    """
     from runner import train
     from runner.cli.main import main
 
-    began: list[float] = []
-    lap = train.Progress.step  # called at the end of every step, when its logs and checkpoints are written
+    times: list[float] = []
+    step_done = train.Progress.step  # called at the end of every step, after its logs and checkpoints
 
     def timed(self: train.Progress, step: int) -> None:
-        lap(self, step)
-        began.append(time.perf_counter())
+        step_done(self, step)
+        times.append(time.perf_counter())
 
     train.Progress.step = timed
     with tempfile.TemporaryDirectory() as root:
         sys.argv = ["runner", *options, f"output_root={root}"]
         if main():
             raise SystemExit(1)
-    # Up to the step before the last, after which the whole network is evaluated and saved.
-    return (len(began) - 2 - warmup) / (began[-2] - began[warmup])
+    # Without the last step, which includes the final evaluation and checkpoint.
+    return (len(times) - 2 - warmup) / (times[-2] - times[warmup])
 
 
 CONTENDERS: dict[str, Callable[[int], float]] = {
@@ -171,17 +176,17 @@ CONTENDERS: dict[str, Callable[[int], float]] = {
     "plain": plain,
     "accelerate": accelerate,
     "lightning": lightning,
-    "runner": ours,
+    "runner": with_runner,
 }
 
 
 def main() -> None:
-    """Measure all contenders, or, with `--run`, one in this process."""
+    """Measure all contenders, or with `--run` a single one in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--channels-last", action="store_true", help="for all; else for the runner alone, as it comes")
+    parser.add_argument("--channels-last", action="store_true", help="for all (default: each with its default layout)")
     parser.add_argument("--run", choices=CONTENDERS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -193,7 +198,7 @@ def main() -> None:
     passed = ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
     passed += ["--channels-last"] * arguments.channels_last
     rates = interleave("benchmarks.overhead", list(CONTENDERS), arguments.repeats, passed)
-    layouts = "channels_last for all" if arguments.channels_last else "each as it comes"
+    layouts = "channels_last for all" if arguments.channels_last else "default memory formats"
     table = report(f"small network on digits, {arguments.threads} thread(s), {layouts}", "steps/s", rates, GOALS)
     command = ["python", "-m", "benchmarks.overhead", *passed, "--repeats", str(arguments.repeats)]
     write("overhead" + "_channels_last" * arguments.channels_last, [table], " ".join(command))

@@ -1,8 +1,8 @@
-"""Two processes against one, and the runner's modes against the same loops written by hand.
+"""Two processes compared with one, and the runner's parallel modes compared with hand-written loops.
 
-`python -m benchmarks.parallel`: ResNet50 at 128×128, global batch 48, float32, channels_last (fsdp: contiguous
-weights), processes of one thread each, on a CPU. The rate is that of the median step; the memory is rank 0's peak.
-Beside it: how long the first step takes to come.
+`python -m benchmarks.parallel`: ResNet50 at 128×128, global batch size 48, float32, channels_last (fsdp: contiguous
+weights), one thread per process, on a CPU. The rate is that of the median step; the memory is the peak of rank 0. It
+also measures the time from the command to the first step.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import command, interleave, points, report, result, tell, write
+from benchmarks.measure import command, interleave, points, print_value, report, result, write
 
 BATCH, SIZE, STEPS, WARMUP = 48, 128, 7, 2
 GOALS = {("ddp", "single"): 1.7, ("ddp", "ddp-by-hand"): 0.97, ("fsdp", "fsdp-by-hand"): 0.9}
 FIRST_STEP_GOAL = 8.0
 
 
-def ours(mode: str) -> float:
-    """Images per second of the runner's command."""
+def with_runner(mode: str) -> float:
+    """Return images per second of a run."""
     options = [f"parallel={mode}", "model=resnet50", "data=synthetic", f"data.size={SIZE}", "data.num_classes=1000"]
     options += [f"data.num_samples={4 * BATCH}", f"batch_size={BATCH}", f"steps={STEPS}", "schedule=constant"]
     options += ["optimizer.lr=0.01", "log_every=1", "eval_every=0", "save_every=0", "device=cpu", "device.threads=1"]
     with command(options) as directory:
-        told = result(directory)
-    tell("peak MiB of rank 0:", told["peak_memory_bytes"] / 2**20)
-    return BATCH / told["step_seconds"]["median"]
+        measured = result(directory)
+    print_value("peak MiB of rank 0:", measured["peak_memory_bytes"] / 2**20)
+    return BATCH / measured["step_seconds"]["median"]
 
 
 def first_step() -> float:
-    """Seconds from the command to the first logged step of two processes, on the digits."""
+    """Return the seconds from the command to the first logged step of two processes, on the digits."""
     began = time.time()
     with command(["parallel=ddp", "steps=1", "log_every=1"]) as directory:
         return points(directory, "train/loss")[0][0] - began
 
 
 def by_hand(mode: str) -> float:
-    """Images per second of the loop that torch's tutorials show, with the same numbers."""
+    """Return images per second of the loop in torch's tutorials, with the same settings."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "seconds.json")
         torch.multiprocessing.spawn(_rank, (mode, str(path), f"file://{scratch}/store"), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
         return BATCH / statistics.median(json.loads(path.read_text())[WARMUP:])
 
 
-def _rank(rank: int, mode: str, path: str, meeting: str) -> None:
+def _rank(rank: int, mode: str, path: str, init_method: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torchvision.models import resnet50
@@ -60,7 +60,7 @@ def _rank(rank: int, mode: str, path: str, meeting: str) -> None:
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", init_method=init_method, rank=rank, world_size=2)
     torch.manual_seed(0)
     model = resnet50(weights=None)
     if mode == "ddp":
@@ -73,13 +73,13 @@ def _rank(rank: int, mode: str, path: str, meeting: str) -> None:
         fully_shard(model, mesh=mesh)
         wrapped = model
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9, fused=mode == "ddp")
-    part = BATCH // 2
-    images, labels = torch.randn(4 * part, 3, SIZE, SIZE), torch.randint(1000, (4 * part,))
+    local_batch = BATCH // 2
+    images, labels = torch.randn(4 * local_batch, 3, SIZE, SIZE), torch.randint(1000, (4 * local_batch,))
     images = images.to(memory_format=torch.channels_last)
     seconds = []
     for step in range(STEPS):
         began = time.perf_counter()
-        rows = torch.arange(part) + step % 4 * part
+        rows = torch.arange(local_batch) + step % 4 * local_batch
         loss = torch.nn.functional.cross_entropy(wrapped(images[rows]), labels[rows])
         loss.backward()
         optimizer.step()
@@ -91,16 +91,16 @@ def _rank(rank: int, mode: str, path: str, meeting: str) -> None:
 
 
 CONTENDERS: dict[str, Callable[[], float]] = {
-    "single": lambda: ours("single"),
-    "ddp": lambda: ours("ddp"),
+    "single": lambda: with_runner("single"),
+    "ddp": lambda: with_runner("ddp"),
     "ddp-by-hand": lambda: by_hand("ddp"),
-    "fsdp": lambda: ours("fsdp"),
+    "fsdp": lambda: with_runner("fsdp"),
     "fsdp-by-hand": lambda: by_hand("fsdp"),
 }
 
 
 def first_steps(repeats: int) -> dict[str, Any]:
-    """`first_step` again and again, as a table."""
+    """Repeat `first_step`, and return a table."""
     seconds = [first_step() for _ in range(repeats)]
     median = statistics.median(seconds)
     verdict = "reached" if median <= FIRST_STEP_GOAL else "MISSED"
@@ -109,7 +109,7 @@ def first_steps(repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure all, or, with `--run`, one in this process."""
+    """Measure all contenders, or with `--run` a single one in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--run", choices=CONTENDERS)

@@ -1,8 +1,8 @@
-"""ResNet50 in two stages on two cores, against one process, against its own bound and against the same by hand.
+"""ResNet50 in two pipeline stages, compared with one process, with its theoretical bound and with a hand-written loop.
 
-`python -m benchmarks.pipeline [--precision bf16]`: 128×128, global batch 48, channels_last, processes of one thread
-each, on a CPU. The rate is that of the median step. Beside it, what part of the speed was reached that the measured
-times of the stages allow: the least seconds of a step by those that it took.
+`python -m benchmarks.pipeline [--precision bf16]`: 128×128, global batch size 48, channels_last, two processes with one
+thread each, on a CPU. The rate is that of the median step. It also reports the fraction of the bound that was reached:
+the minimum step time, given the measured times of the stages, divided by the step time.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import command, interleave, points, report, result, tell, write
+from benchmarks.measure import command, interleave, points, print_value, report, result, write
 
 BATCH, SIZE, STEPS = 48, 128, 5
 CUT, SPLIT = "layer3.1", 6
-"""Of the loop that is written by hand, and of the runner's that it is compared with."""
+"""The first block of the second stage, and the micro-batch size, in the comparison with the hand-written loop."""
 
 
-def ours(*options: str) -> Callable[[str], float]:
-    """Images per second of the runner's command; and, of a pipeline, what part of its bound it reached."""
+def with_runner(*options: str) -> Callable[[str], float]:
+    """Return a function that measures images per second of a run, and the fraction of its bound for a pipeline."""
 
     def rate(precision: str) -> float:
         line = [*options, f"precision={precision}", "model=resnet50", "data=synthetic", f"data.size={SIZE}"]
@@ -35,26 +35,26 @@ def ours(*options: str) -> Callable[[str], float]:
         line += [f"steps={STEPS}", "schedule=constant", "optimizer.lr=0.01", "log_every=1", "eval_every=0"]
         line += ["save_every=0", "keep=0"]
         with command([*line, "device=cpu", "device.threads=1"]) as directory:
-            told = {tag: points(directory, f"pipeline/{tag}") for tag in ("bubble", "bubble_bound")}
-            # Busy time is the same in both: 1 − idle share is busy by seconds.
-            reached = [(1 - is_) / (1 - bound) for (_, is_), (_, bound) in zip(*told.values(), strict=True)]
+            bubbles, bounds = (points(directory, f"pipeline/{tag}") for tag in ("bubble", "bubble_bound"))
+            # The busy time is the same in both, so the ratio of the busy fractions is that of the step times.
+            reached = [(1 - bubble) / (1 - bound) for (_, bubble), (_, bound) in zip(bubbles, bounds, strict=True)]
             if reached:
-                tell("of its bound:", statistics.median(reached[1:]))
+                print_value("of its bound:", statistics.median(reached[1:]))
             return BATCH / result(directory)["step_seconds"]["median"]
 
     return rate
 
 
 def by_hand(precision: str) -> float:
-    """Images per second of torch's own stages and schedule, in a loop with the same numbers."""
+    """Return images per second of `torch.distributed.pipelining` in a hand-written loop with the same settings."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "seconds.json")
         torch.multiprocessing.spawn(_rank, (precision, str(path), f"file://{scratch}/store"), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
         return BATCH / statistics.median(json.loads(path.read_text())[1:])
 
 
-class _Part(torch.nn.Module):
-    """Blocks of a network in channels_last; what crosses the border is contiguous, as torch sends it."""
+class _StageModule(torch.nn.Module):
+    """Blocks of a network in channels_last; tensors between stages are contiguous, as torch requires for sending."""
 
     def __init__(self, blocks: list[torch.nn.Module], dtype: torch.dtype, is_first: bool):
         super().__init__()
@@ -65,30 +65,31 @@ class _Part(torch.nn.Module):
             x = x.permute(0, 3, 1, 2)
         with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
             x = self.blocks(x)
-        return x.permute(0, 2, 3, 1).clone() if self.is_first else x  # of a view torch cannot cut the graph
+        return x.permute(0, 2, 3, 1).clone() if self.is_first else x  # torch cannot detach a view in place
 
 
-def _rank(rank: int, precision: str, path: str, meeting: str) -> None:
+def _rank(rank: int, precision: str, path: str, init_method: str) -> None:
     from torch.distributed import pipelining
     from torchvision.models import resnet50
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", init_method=init_method, rank=rank, world_size=2)
     torch.manual_seed(0)
-    whole = resnet50(weights=None)
-    blocks: dict[str, Any] = {name: getattr(whole, name) for name in ("conv1", "bn1", "relu", "maxpool")}
+    network = resnet50(weights=None)
+    blocks: dict[str, Any] = {name: getattr(network, name) for name in ("conv1", "bn1", "relu", "maxpool")}
     for i in range(1, 5):
-        blocks |= {f"layer{i}.{j}": block for j, block in enumerate(getattr(whole, f"layer{i}"))}
-    blocks |= {"avgpool": whole.avgpool, "flatten": torch.nn.Flatten(), "fc": whole.fc}
-    at = list(blocks).index(CUT)
-    own = list(blocks.values())[:at] if rank == 0 else list(blocks.values())[at:]
+        blocks |= {f"layer{i}.{j}": block for j, block in enumerate(getattr(network, f"layer{i}"))}
+    blocks |= {"avgpool": network.avgpool, "flatten": torch.nn.Flatten(), "fc": network.fc}
+    cut = list(blocks).index(CUT)
+    stage_blocks = list(blocks.values())[:cut] if rank == 0 else list(blocks.values())[cut:]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    part = _Part(own, dtype, rank == 0).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    stage = pipelining.PipelineStage(part, rank, 2, torch.device("cpu"))
+    module = _StageModule(stage_blocks, dtype, rank == 0)
+    module.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"))
     loss = torch.nn.functional.cross_entropy
     schedule = pipelining.ScheduleGPipe(stage, BATCH // SPLIT, loss_fn=lambda out, target: loss(out.float(), target))
-    optimizer = torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9, fused=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9, fused=True)
     images, labels = torch.randn(4 * BATCH, 3, SIZE, SIZE), torch.randint(1000, (4 * BATCH,))
     seconds = []
     for step in range(STEPS):
@@ -100,7 +101,7 @@ def _rank(rank: int, precision: str, path: str, meeting: str) -> None:
             schedule.step(target=labels[rows])
         optimizer.step()
         optimizer.zero_grad()
-        torch.distributed.barrier()  # both have done the step; the runner asks as much after each
+        torch.distributed.barrier()  # waits for both stages, as the runner does after each step
         seconds.append(time.perf_counter() - began)
     if rank == 0:
         Path(path).write_text(json.dumps(seconds))
@@ -109,11 +110,11 @@ def _rank(rank: int, precision: str, path: str, meeting: str) -> None:
 
 def _pipeline(schedule: str, split: int, cuts: str = "auto") -> Callable[[str], float]:
     options = [f"parallel.schedule={schedule}", f"parallel.split_size={split}", f"parallel.cuts={cuts}"]
-    return ours("parallel=pipeline", *options)
+    return with_runner("parallel=pipeline", *options)
 
 
 CONTENDERS: dict[str, Callable[[str], float]] = {
-    "single": ours("parallel=single"),
+    "single": with_runner("parallel=single"),
     **{f"gpipe, split {split}": _pipeline("gpipe", split) for split in (6, 8, 12)},
     **{f"{name}, split 6": _pipeline(name, 6) for name in ("1f1b", "interleaved_1f1b", "zero_bubble")},
     **{f"cut at {cut}": _pipeline("gpipe", SPLIT, f"[{cut}]") for cut in ("layer2.3", "layer3.0", CUT)},
@@ -124,7 +125,7 @@ _SPLITS = [name for name in CONTENDERS if "split" in name]
 
 
 def main() -> None:
-    """Measure all, or, with `--run`, one in this process."""
+    """Measure all contenders, or with `--run` a single one in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--precision", choices=("32", "bf16"), default="32")

@@ -1,6 +1,6 @@
-"""ResNet50 through the runner beside a plain loop with the same settings.
+"""ResNet50: the runner compared with a plain PyTorch loop with the same settings.
 
-On a CPU, `python -m benchmarks.resnet`: 128×128, batch 16, channels_last, float32. On a GPU: `benchmarks.gpu`.
+On a CPU, `python -m benchmarks.resnet`: 128×128, batch size 16, channels_last, float32. On a GPU: `benchmarks.gpu`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GOALS = {("runner", "plain"): 0.97}
 
 @dataclass(frozen=True)
 class Setting:
-    """What both loops do."""
+    """The settings of both loops."""
 
     size: int
     batch: int
@@ -35,7 +35,7 @@ CPU = Setting(size=128, batch=16, steps=12, warmup=3, dtype=torch.float32, compi
 
 
 def plain(setting: Setting) -> float:
-    """Images per second of a loop written by hand: a fixed pool of images on the device, no logs."""
+    """Return images per second of a hand-written loop over a fixed set of images on the device, without logs."""
     from torchvision.models import resnet50
 
     device = torch.device(setting.device)
@@ -50,7 +50,7 @@ def plain(setting: Setting) -> float:
     began = 0.0
     for step in range(setting.warmup + setting.steps):
         if step == setting.warmup:
-            _wait(device)
+            _synchronize(device)
             began = time.perf_counter()
         rows = torch.arange(setting.batch, device=device) + step % 4 * setting.batch
         with torch.autocast(device.type, setting.dtype, enabled=setting.dtype != torch.float32):
@@ -58,12 +58,12 @@ def plain(setting: Setting) -> float:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    _wait(device)
+    _synchronize(device)
     return setting.steps * setting.batch / (time.perf_counter() - began)
 
 
-def ours(setting: Setting) -> float:
-    """Images per second of the runner after the warm-up, logs and progress on."""
+def with_runner(setting: Setting) -> float:
+    """Return images per second of the runner after the warm-up, with logs and progress display."""
     precision = {torch.float32: "32", torch.bfloat16: "bf16"}[setting.dtype]
     steps = setting.warmup + setting.steps
     options = ["model=resnet50", "data=synthetic", f"data.size={setting.size}", f"data.num_samples={setting.batch * 4}"]
@@ -73,11 +73,11 @@ def ours(setting: Setting) -> float:
     return setting.batch * run([*options, f"device={setting.device}"], setting.warmup)
 
 
-CONTENDERS: dict[str, Callable[[Setting], float]] = {"plain": plain, "runner": ours}
+CONTENDERS: dict[str, Callable[[Setting], float]] = {"plain": plain, "runner": with_runner}
 
 
 def compare(module: str, name: str, setting: Setting) -> None:
-    """Measure both loops, or, with `--run`, one in this process."""
+    """Measure both loops, or with `--run` a single one in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--run", choices=CONTENDERS)
@@ -91,7 +91,7 @@ def compare(module: str, name: str, setting: Setting) -> None:
     write(name, [table], f"python -m {module} --repeats {arguments.repeats}")
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
