@@ -6,37 +6,37 @@ import pytest
 import torch
 from torch import nn
 
-from models.recompute import Stage
+from models.recompute import Block
 from runner.parallel.pipelining.deferred_batch_norm import DeferredBatchNorm, defer, update
 
 
-def network(kind: torch.dtype = torch.float64, momentum: float | None = 0.1, recompute: bool = False) -> nn.Module:
+def network(dtype: torch.dtype = torch.float64, momentum: float | None = 0.1, recompute: bool = False) -> nn.Module:
     torch.manual_seed(0)
     norms = nn.BatchNorm2d(4, momentum=momentum), nn.BatchNorm1d(3, affine=False, momentum=momentum)
-    return Stage(
+    return Block(
         recompute, conv=nn.Conv2d(2, 4, 3), norm=norms[0], flat=nn.Flatten(), fc=nn.Linear(16, 3), last=norms[1]
-    ).to(kind)
+    ).to(dtype)
 
 
-def batches(count: int, kind: torch.dtype) -> list[torch.Tensor]:
-    return [torch.randn(12, 2, 4, 4, dtype=kind) * (i + 1) + 3 for i in range(count)]
+def batches(count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.randn(12, 2, 4, 4, dtype=dtype) * (i + 1) + 3 for i in range(count)]
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_running_statistics_are_those_of_all_that_came_in(
-    momentum: float | None, recompute: bool, kind: torch.dtype, tolerance: float
+def test_running_statistics_are_those_of_the_whole_batch(
+    momentum: float | None, recompute: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     """Of every layer: its inputs in all micro-batches, put together."""
-    model, seen = network(kind, momentum, recompute), {}
+    model, seen = network(dtype, momentum, recompute), {}
     defer(model)
     wanted = {name: [torch.zeros_like(m.running_mean), torch.ones_like(m.running_var)] for name, m in norms(model)}
     for name, module in norms(model):
         module.register_forward_pre_hook(
             lambda _, inputs, name=name: seen.setdefault(name, []).append(inputs[0].detach())
         )
-    for step, batch in enumerate(batches(3, kind), start=1):
+    for step, batch in enumerate(batches(3, dtype), start=1):
         seen.clear()
         outputs = [model(part) for part in batch.split((5, 5, 2))]
         torch.cat(outputs).sum().backward()
@@ -68,16 +68,16 @@ def test_outputs_and_gradients_are_those_of_micro_batches() -> None:
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
 
 
-def test_evaluation_and_names_are_the_same_and_nothing_more_is_saved() -> None:
+def test_evaluation_and_state_dict_are_unchanged() -> None:
     plain, deferred = network(), network()
     defer(deferred)
     assert plain.state_dict().keys() == deferred.state_dict().keys()
     x = batches(1, torch.float64)[0]
     assert torch.equal(plain.eval()(x), deferred.eval()(x))
-    update(deferred)  # of nothing, as where a stage has seen no batch: it counts, and moves towards zero
+    update(deferred)  # without a batch, as in a stage that has seen none
 
 
-def test_a_norm_without_running_statistics_is_left_alone() -> None:
+def test_a_norm_without_running_statistics_is_unchanged() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False))
     defer(model)
     assert type(model[0]) is nn.BatchNorm2d

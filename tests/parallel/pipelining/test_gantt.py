@@ -1,4 +1,4 @@
-"""The picture of a step: boxes where the work was, in its colours."""
+"""The Gantt chart of a step: boxes where a stage computed, in the colors of the computation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def colour_at(picture: torch.Tensor, second: float, row: int) -> tuple[int, ...]
     return tuple(picture[:, gantt._TOP + row * gantt._ROW + 5, round(x)].tolist())
 
 
-def test_work_is_where_it_was_and_idle_time_is_grey() -> None:
+def test_computations_are_boxes_and_idle_time_is_grey() -> None:
     picture = gantt.gantt(WORK, 2, "a step")
     assert picture.dtype == torch.uint8
     assert picture.shape == (3, gantt._TOP + 2 * gantt._ROW + gantt._BOTTOM, gantt._WIDTH)
@@ -34,13 +34,13 @@ def test_work_is_where_it_was_and_idle_time_is_grey() -> None:
     assert colour_at(picture, 0.8, 1) == gantt._IDLE
 
 
-def test_a_workers_further_stages_are_lighter() -> None:
+def test_further_stages_of_a_worker_are_lighter() -> None:
     picture = gantt.gantt([(0, "forward", 0, 0.0, 0.5), (2, "forward", 0, 0.5, 1.0)], 2, "two stages each")
     assert colour_at(picture, 0.25, 0) == gantt.COLOURS["forward"][0]
     assert colour_at(picture, 0.75, 0) == gantt.COLOURS["forward"][1]
 
 
-def test_zero_is_where_the_work_begins() -> None:
+def test_time_counts_from_the_first_computation() -> None:
     early, late = (
         [(0, "forward", 0, start, start + 0.5), (1, "backward", 0, start + 0.5, start + 1)] for start in (0, 7)
     )

@@ -1,13 +1,15 @@
-"""How a batch is split: what each schedule takes, and what is said of the rest."""
+"""How many micro-batches a batch is split into: what each schedule takes, and what is refused."""
 
 from __future__ import annotations
 
 import pytest
 
 from runner.config.errors import ConfigError
-from runner.parallel.pipelining.micro_batches import Rule, divisors, micro_batches
+from runner.parallel.pipelining.micro_batches import MicrobatchConstraint, divisors, num_micro_batches
 
-GPIPE = Rule("gpipe", 2, 2)
+GPIPE = MicrobatchConstraint("gpipe", 2, 2)
+FOUR_1F1B = MicrobatchConstraint("1f1b", 4, 4)
+ZERO_BUBBLE = MicrobatchConstraint("zero_bubble", 2, 2)
 
 
 def test_divisors() -> None:
@@ -17,50 +19,67 @@ def test_divisors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "size", "count", "rule", "found"),
+    ("samples", "size", "count", "constraint", "found"),
     [
         (120, 12, None, GPIPE, 10),
         (120, None, 10, GPIPE, 10),
         (120, 12, 10, GPIPE, 10),
         (120, None, None, GPIPE, 8),
-        (120, None, None, Rule("gpipe", 4, 4), 15),
-        (12, None, None, Rule("gpipe", 3, 3), 6),
+        (120, None, None, MicrobatchConstraint("gpipe", 4, 4), 15),
+        (12, None, None, MicrobatchConstraint("gpipe", 3, 3), 6),
         (7, None, None, GPIPE, 7),
         (7, 7, None, GPIPE, 1),
         (1, None, None, GPIPE, 1),
-        (48, None, None, Rule("1f1b", 3, 3), 12),
-        (10, None, None, Rule("interleaved_1f1b", 8, 4), 5),
-        (64, None, None, Rule("zero_bubble", 2, 2), 8),
+        (48, None, None, MicrobatchConstraint("1f1b", 3, 3), 12),
+        (10, None, None, MicrobatchConstraint("interleaved_1f1b", 8, 4), 5),
+        (64, None, None, MicrobatchConstraint("zero_bubble", 2, 2), 8),
     ],
 )
-def test_how_many_there_are(samples: int, size: int | None, count: int | None, rule: Rule, found: int) -> None:
-    assert micro_batches(samples, size, count, rule) == found
+def test_the_number_of_micro_batches(
+    samples: int, size: int | None, count: int | None, constraint: MicrobatchConstraint, found: int
+) -> None:
+    assert num_micro_batches(samples, size, count, constraint) == found
 
 
 @pytest.mark.parametrize(
-    ("samples", "size", "count", "rule", "words"),
+    ("samples", "size", "count", "constraint", "key", "got", "remedy"),
     [
-        (
-            120,
-            7,
-            None,
-            GPIPE,
-            ["split_size: got 7", "does not divide the 120", "split_size=6 or parallel.split_size=8"],
-        ),
-        (120, 200, None, GPIPE, ["split_size: got 200", "no more than 120 samples", "parallel.split_size=120"]),
-        (64, None, 65, GPIPE, ["num_micro_batches: got 65", "no more than 64", "parallel.num_micro_batches=64"]),
-        (64, None, 3, GPIPE, ["got 3", "num_micro_batches=2 or parallel.num_micro_batches=4"]),
-        (64, 8, 4, GPIPE, ["num_micro_batches: got 4", "split_size=8 makes 8", "name one"]),
-        (64, 32, None, Rule("1f1b", 4, 4), ["split_size: got 32", "1f1b takes as many as there are stages", "=16"]),
-        (8, None, 1, Rule("interleaved_1f1b", 4, 2), ["interleaved_1f1b takes as many as there are processes", "=2"]),
-        (30, None, 5, Rule("zero_bubble", 2, 2), ["got 5", "2 equal rounds", "=3 or parallel.num_micro_batches=6"]),
-        (2, None, None, Rule("1f1b", 3, 3), ["schedule: got '1f1b'", "a batch of 2 samples", "schedule=gpipe"]),
+        (120, 7, None, GPIPE, "split_size", 7, "split_size=6 or parallel.split_size=8"),
+        (120, 200, None, GPIPE, "split_size", 200, "split_size=120"),
+        (64, None, 65, GPIPE, "num_micro_batches", 65, "num_micro_batches=64"),
+        (64, None, 3, GPIPE, "num_micro_batches", 3, "num_micro_batches=2 or parallel.num_micro_batches=4"),
+        (64, 8, 4, GPIPE, "num_micro_batches", 4, "one of the two"),
+        (64, 32, None, FOUR_1F1B, "split_size", 32, "split_size=16"),
+        (8, None, 1, MicrobatchConstraint("interleaved_1f1b", 4, 2), "num_micro_batches", 1, "num_micro_batches=2"),
+        (30, None, 5, ZERO_BUBBLE, "num_micro_batches", 5, "num_micro_batches=3 or parallel.num_micro_batches=6"),
+        (2, None, None, MicrobatchConstraint("1f1b", 3, 3), "schedule", "1f1b", "parallel.schedule=gpipe"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_nearest_that_can(
-    samples: int, size: int | None, count: int | None, rule: Rule, words: list[str]
+def test_a_split_that_cannot_be_is_refused_with_the_nearest_that_can(
+    samples: int,
+    size: int | None,
+    count: int | None,
+    constraint: MicrobatchConstraint,
+    key: str,
+    got: object,
+    remedy: str,
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
-        micro_batches(samples, size, count, rule)
-    for word in words:
-        assert word in str(refusal.value)
+        num_micro_batches(samples, size, count, constraint)
+    assert (refusal.value.key, refusal.value.got) == (f"parallel.{key}", got)
+    assert remedy in refusal.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("constraint", "count", "words"),
+    [
+        (GPIPE, 1, ""),
+        (FOUR_1F1B, 3, "as many as there are stages or more: 4"),
+        (MicrobatchConstraint("interleaved_1f1b", 4, 2), 1, "as many as there are processes or more: 2"),
+        (ZERO_BUBBLE, 5, "2 equal rounds of 2 or more"),
+        (ZERO_BUBBLE, 6, ""),
+    ],
+)
+def test_what_each_schedule_requires(constraint: MicrobatchConstraint, count: int, words: str) -> None:
+    assert constraint.violation(count).endswith(words)
+    assert bool(constraint.violation(count)) is bool(words)

@@ -13,15 +13,26 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import Command, succeed
-from helpers.compose import FAST, built, composed
+from helpers.compose import FAST, built, composed, train_in
 from helpers.events import curves, events
-from helpers.plain_loop import CASES, COMMON, STEPS, Plain, largest_difference, plain_evaluation, plain_loop, weights_at
-from helpers.ranks import Ranks, prepared
+from helpers.plain_loop import (
+    CASES,
+    COMMON,
+    STEPS,
+    Plain,
+    Settings,
+    largest_difference,
+    plain_evaluation,
+    plain_loop,
+    weights_at,
+)
+from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise, weights
-from runner.session import session
 
-from runner.run import Run
+from runner.parallel.launch.launcher import Launcher
+from runner.run import Result, Run, Session, build_run
 from runner.tools import verify
+from runner.train import prepare
 
 SIX = ("model.channels=[8,8,16,16]", "data.size=16")
 """A network of six blocks: it makes two stages for each of three processes."""
@@ -38,8 +49,6 @@ GROUP, DOUBLE = (*RESNET, "model.norm=group"), "precision=64"
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 STREAMS = "parallel.engine=streams"
 
-Change = Callable[[Run], None]
-
 
 def gentle(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.002, momentum=0.9)
@@ -53,25 +62,23 @@ def plain(
     run = built(*FAST, *COMMON, *CASES[case][0], *more)
     kind = torch.float64 if DOUBLE in more else torch.float32
     optimizer = gentle if "model=resnet18" in more else CASES[case][1]
-    found = plain_loop(run, optimizer, max_norm=max_norm, dtype=kind, steps=steps)
+    found = plain_loop(run, optimizer, Settings(max_norm=max_norm, dtype=kind, num_steps=steps))
     return found, plain_evaluation(run, found.weights)
 
 
-def on_two_devices(run: Run) -> None:
-    """As on a machine with several devices: the CPU, as often."""
-    cpu = torch.device("cpu")
-
-    def device(choice: Any) -> torch.device:
-        run.parallel._devices = [cpu] * 2  # pyright: ignore[reportAttributeAccessIssue]
-        return cpu
-
-    run.parallel.device = device
+def on_two_devices(run: Run) -> Run:
+    """`run` as on a machine with two devices: the CPU, twice."""
+    run.parallel.launcher = lambda choice: Launcher([torch.device("cpu")] * 2)
+    return run
 
 
-def run_here(directory: Path, *overrides: str, change: Change | None = None) -> Any:
+def on_one_device(run: Run) -> Run:
+    return run
+
+
+def run_here(directory: Path, *overrides: str, change: Callable[[Session], Any] = lambda session: None) -> Result:
     """The result of a run in this process."""
-    directory.mkdir(exist_ok=True)
-    return session(prepared(composed(*FAST, *overrides), directory, change))
+    return train_in(directory, built(*FAST, *overrides), change).result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -81,7 +88,7 @@ def run_here(directory: Path, *overrides: str, change: Change | None = None) -> 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_pipeline_ends_where_a_plain_loop_ends(
+def test_a_pipeline_equals_a_plain_loop(
     schedule: str, processes: int, accumulation: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     options = ("parallel=pipeline", f"parallel.schedule={schedule}", f"accumulation={accumulation}")
@@ -93,7 +100,7 @@ def test_a_pipeline_ends_where_a_plain_loop_ends(
 
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_streams_end_where_a_plain_loop_ends(
+def test_streams_equal_a_plain_loop(
     stages: int, accumulation: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     options = ("parallel=pipeline", STREAMS, f"parallel.stages={stages}", f"accumulation={accumulation}")
@@ -102,10 +109,10 @@ def test_streams_end_where_a_plain_loop_ends(
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("change", [on_two_devices, None])
-def test_model_parallel_ends_where_a_plain_loop_ends(change: Change | None, accumulation: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("machine", [on_two_devices, on_one_device])
+def test_model_parallel_equals_a_plain_loop(machine: Callable[[Run], Run], accumulation: int, tmp_path: Path) -> None:
     options = (*SIX, "parallel=model", f"accumulation={accumulation}")
-    result = run_here(tmp_path, *COMMON, *CASES["sgd"][0], *options, change=change)
+    result = train_in(tmp_path, machine(built(*FAST, *COMMON, *CASES["sgd"][0], *options))).result
     assert_as_plain(tmp_path, result, *plain())
 
 
@@ -126,7 +133,7 @@ ALL = [(schedule, stages, accumulation) for schedule in SCHEDULES for stages in 
     ("schedule", "processes", "accumulation"),
     [pytest.param(*row, marks=[] if row in FEW else [pytest.mark.slow]) for row in ALL],
 )
-def test_a_residual_network_without_batch_normalisation(
+def test_a_residual_network_with_group_normalisation_equals_a_plain_loop(
     schedule: str, processes: int, accumulation: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     """In float64 to its last digits; in float32 as close as the same sums in the same order are on one device."""
@@ -138,26 +145,26 @@ def test_a_residual_network_without_batch_normalisation(
     count = 6 // accumulation
     config = composed(*FAST, *COMMON, *GROUP, *options, f"parallel.num_micro_batches={count}")
     ranks(processes).train(config, tmp_path / "rounded")
-    assert largest_difference(weights_at(tmp_path / "rounded", SHORT), in_six_parts()) <= 1e-6
+    assert largest_difference(weights_at(tmp_path / "rounded", SHORT), in_six_micro_batches()) <= 1e-6
 
 
 @functools.cache
-def in_six_parts() -> dict[str, torch.Tensor]:
+def in_six_micro_batches() -> dict[str, torch.Tensor]:
     """The weights of one device that accumulates over six micro-batches."""
     with tempfile.TemporaryDirectory() as directory:
         run_here(Path(directory), *COMMON, *GROUP, "accumulation.steps=6")
         return weights_at(Path(directory), SHORT)
 
 
-def test_a_residual_network_on_several_devices(tmp_path: Path) -> None:
+def test_a_residual_network_on_two_devices_equals_one_that_accumulates(tmp_path: Path) -> None:
     options = ("accumulation.steps=6", "parallel=model", "parallel.cuts=[layer3]")
-    run_here(tmp_path, *COMMON, *GROUP, *options, change=on_two_devices)
-    assert largest_difference(weights_at(tmp_path, SHORT), in_six_parts()) <= 1e-6
+    train_in(tmp_path, on_two_devices(built(*FAST, *COMMON, *GROUP, *options)))
+    assert largest_difference(weights_at(tmp_path, SHORT), in_six_micro_batches()) <= 1e-6
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("case", ["nesterov", "adamw"])
-def test_every_optimizer_keeps_its_own_parameters_moments(
+def test_every_optimizer_equals_a_plain_loop(
     case: str, schedule: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     more = (*SIX, DOUBLE)  # Adam divides each gradient by its own size, and with it the rounding of the smallest
@@ -178,7 +185,7 @@ def test_every_optimizer_keeps_its_own_parameters_moments(
     ],
     ids=" ".join,
 )
-def test_how_it_is_cut_and_computed_changes_nothing(
+def test_partition_and_memory_options_change_nothing(
     options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     result = ranks(2).train(composed(*FAST, *COMMON, *CASES["sgd"][0], *SIX, "parallel=pipeline", *options), tmp_path)
@@ -187,11 +194,10 @@ def test_how_it_is_cut_and_computed_changes_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["processes", "streams"])
-def test_compiled_pieces(engine: str, tmp_path: Path) -> None:
+def test_compiled_stages_equal_a_plain_loop(engine: str, tmp_path: Path) -> None:
     """The mode starts its processes itself: compiling takes longer than `Ranks` wait."""
     options = ("compile=true", "parallel=pipeline", f"parallel.engine={engine}")
-    run = prepared(composed(*FAST, *COMMON, *CASES["sgd"][0], *SIX, *options), tmp_path)
-    assert_as_plain(tmp_path, run.parallel.launch(session, run), *plain())
+    assert_as_plain(tmp_path, run_here(tmp_path, *COMMON, *CASES["sgd"][0], *SIX, *options), *plain())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,7 +214,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_stages(
     assert largest_difference(weights_at(tmp_path, STEPS), plain("sgd", SIX, 0.1)[0].weights) <= 1e-6
 
 
-def test_the_norm_that_is_logged_is_of_all_stages(trained, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_the_logged_norm_is_of_all_stages(trained, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     alone = trained(*COMMON, *CASES["sgd"][0], *SIX, directory="alone")
     ranks(2).train(composed(*FAST, *COMMON, *CASES["sgd"][0], *SIX, "parallel=pipeline"), tmp_path / "two")
     norms = [
@@ -217,8 +223,9 @@ def test_the_norm_that_is_logged_is_of_all_stages(trained, ranks: Callable[[int]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
-def with_an_overflow(run: Run) -> None:
+def with_an_overflow(session: Session) -> None:
     """As on CUDA: losses are scaled; a gradient of the last layer overflows in the second step."""
+    run = session.run
     prepare, accumulate = run.precision.prepare, run.parallel.accumulate
 
     def scaling(device: torch.device) -> None:
@@ -229,7 +236,7 @@ def with_an_overflow(run: Run) -> None:
     def overflowing(model: torch.nn.Module, *arguments: Any) -> torch.Tensor:
         sums = accumulate(model, *arguments)
         bias = dict(model.named_parameters()).get("head.fc.bias")
-        if arguments[-1].start == run.batch_size and bias is not None:
+        if arguments[1].start == run.batch_size and bias is not None:
             assert bias.grad is not None
             bias.grad[0] = math.inf
         return sums
@@ -253,9 +260,7 @@ def test_all_stages_skip_an_update_that_overflowed_on_one(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "16"])
-def test_sixteen_bits_round_where_one_process_rounds(
-    precision: str, ranks: Callable[[int], Ranks], tmp_path: Path
-) -> None:
+def test_16_bits_round_as_in_one_process(precision: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     overrides = (*COMMON, *CASES["sgd"][0], *SIX, f"precision={precision}")
     run_here(tmp_path / "one", *overrides, "accumulation=8")
     two = composed(*FAST, *overrides, "parallel=pipeline", "parallel.num_micro_batches=8")
@@ -307,12 +312,10 @@ def test_deferred_statistics_are_those_of_the_whole_batch(ranks: Callable[[int],
 # What is left behind
 
 
-def test_a_pipeline_starts_its_processes_and_leaves_what_one_leaves(tmp_path: Path) -> None:
+def test_a_pipeline_starts_its_processes_and_writes_what_one_process_writes(tmp_path: Path) -> None:
     overrides = (*FAST, *COMMON, *SIX, "data.crop=2", "eval_every=5", "log_every=5")
     for name, mode in (("one", "parallel=single"), ("three", "parallel=pipeline parallel.stages=3")):
-        (tmp_path / name).mkdir()
-        run = prepared(composed(*overrides, *mode.split()), tmp_path / name)
-        result = run.parallel.launch(session, run)
+        result = train_in(tmp_path / name, built(*overrides, *mode.split())).result
     assert result.world_size == 3
     got, wanted = curves(tmp_path / "three"), curves(tmp_path / "one")
     own = {tag for tag in got if tag.startswith("pipeline/")}
@@ -341,7 +344,7 @@ def assert_bubble(directory: Path, logged: dict[str, list[tuple[int, float]]], w
 
 
 @pytest.mark.parametrize("options", [(), ("parallel.schedule=interleaved_1f1b",)], ids=" ".join)
-def test_no_process_holds_more_than_its_own(
+def test_each_process_holds_its_own_stages_alone(
     options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     names = ranks(2).do(names_held, composed(*FAST, *COMMON, *SIX, "parallel=pipeline", *options), tmp_path)
@@ -353,17 +356,16 @@ def test_no_process_holds_more_than_its_own(
 
 def names_held(config: dict[str, Any], directory: Path) -> list[str]:
     """The names of the parameters that this process holds, and has in its optimizer."""
-    from runner.train import prepare
-
-    run = prepared(config, directory)
-    with run.parallel.joined(run):
-        state = prepare(run, run.parallel.device(run.device))
+    directory.mkdir(exist_ok=True)
+    run = build_run(config)
+    with run.parallel.launcher(run.device).connect() as process:
+        state = prepare(run.prepare(process), directory)
     held = dict(state.model.named_parameters())
     assert {id(p) for group in state.optimizer.param_groups for p in group["params"]} == {id(p) for p in held.values()}
     return list(held)
 
 
-def test_a_loss_that_is_not_finite_ends_all_processes(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_all_processes(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     overrides = (*COMMON, *SIX, "parallel=pipeline", "optimizer.lr=1000", "steps=30")
     result = ranks(2).train(composed(*FAST, *overrides), tmp_path)
     assert result.status == "diverged"
@@ -390,7 +392,7 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
 @pytest.mark.parametrize("case", ["sgd", "adamw"])
-def test_a_run_goes_on_in_any_mode(
+def test_a_run_resumes_in_any_mode(
     way: tuple[str, ...], case: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     more = (*SIX, DOUBLE)
@@ -403,18 +405,18 @@ def test_a_run_goes_on_in_any_mode(
     assert largest_difference(weights_at(tmp_path, STEPS), plain(case, more)[0].weights) <= 1e-13
 
 
-def test_verify_says_that_it_is_the_same(capfd: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_a_pipeline_the_same(capfd: pytest.CaptureFixture[str]) -> None:
     assert verify.main([*FAST, "parallel=pipeline", "accumulation=2", "max_grad_norm=0.1"]) == verify.SAME
     assert "the same" in capfd.readouterr().out
 
 
-def test_a_pipeline_that_is_asked_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
+def test_a_pipeline_stopped_by_a_signal_saves_and_resumes_bitwise(tmp_path: Path) -> None:
     overrides = (*FAST, *COMMON, *SIX, *MODES["pipeline"], "steps=100", "save_every=5", "log_every=50")
     whole = Command(tmp_path / "whole", *overrides)
     stopped = Command(tmp_path / "stopped", *overrides).saved(5)
     stopped.kill(signal.SIGTERM)
     code, told = stopped.ended()
     assert code == 75, told
-    assert whole.ended(120)[0] == 0
+    assert whole.ended()[0] == 0
     succeed(tmp_path / "stopped", f"resume={stopped.directory}")
     assert_bitwise(stopped.directory, weights(whole.directory))

@@ -1,4 +1,4 @@
-"""Pieces: what crosses their borders, in which layout, and which tensors stay with whom."""
+"""Stages: how activations are sent between them, and which tensors belong to which."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from torch import nn
 
 from models.convnet import ConvNet
 from models.resnet import ResNet
-from runner.parallel.pipelining.stages import Border, Piece, keep_only, owners
+from runner.parallel.pipelining.stages import ActivationSpec, StageModule, keep_only, owners
 
-IMAGES = Border((4, 6, 5), torch.float32, channels_last=True)
+IMAGES = ActivationSpec((4, 6, 5), torch.float32, channels_last=True)
 
 
 @pytest.mark.parametrize(
-    ("border", "sent"),
+    ("spec", "sent"),
     [
         (IMAGES, (6, 5, 4)),
         (IMAGES._replace(channels_last=False), (4, 6, 5)),
-        (Border((7,), torch.bfloat16, channels_last=True), (7,)),
+        (ActivationSpec((7,), torch.bfloat16, channels_last=True), (7,)),
     ],
 )
-def test_images_are_sent_with_their_channels_last(border: Border, sent: tuple[int, ...]) -> None:
-    assert border.sent == sent
-    room = border.empty(3, torch.device("cpu"))
+def test_images_are_sent_in_nhwc_memory_format(spec: ActivationSpec, sent: tuple[int, ...]) -> None:
+    assert spec.sent_shape == sent
+    room = spec.empty(3, torch.device("cpu"))
     assert room.shape == (3, *sent)
     assert room.is_contiguous()
-    assert room.dtype == border.dtype
+    assert room.dtype == spec.dtype
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_activations_and_gradients_cross_as_contiguous_tensors(channels_last: bool) -> None:
-    """And without a copy, where the blocks give what is sent."""
-    border = IMAGES._replace(channels_last=channels_last)
+def test_activations_and_gradients_are_sent_as_contiguous_tensors(channels_last: bool) -> None:
+    """And without a copy, where the blocks return what is sent."""
+    spec = IMAGES._replace(channels_last=channels_last)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     convolutions = [nn.Conv2d(4, 4, 3, padding=1).to(memory_format=layout) for _ in range(2)]  # type: ignore[call-overload]
     first, second = (
-        Piece([block], enters, leaves, nullcontext)
-        for block, enters, leaves in zip(convolutions, (None, border), (border, None), strict=True)
+        StageModule([block], inputs, outputs, nullcontext)
+        for block, inputs, outputs in zip(convolutions, (None, spec), (spec, None), strict=True)
     )
     images = torch.randn(2, 4, 6, 5).to(memory_format=layout)
     wanted = convolutions[1](convolutions[0](images))
@@ -47,7 +47,7 @@ def test_activations_and_gradients_cross_as_contiguous_tensors(channels_last: bo
 
     sent = first(images)
     assert sent.is_contiguous()
-    assert sent.shape == (2, *border.sent)
+    assert sent.shape == (2, *spec.sent_shape)
     assert not sent._is_view(), "a schedule may detach it in place"
     received = sent.detach().clone().requires_grad_()
     outputs = second(received)
@@ -60,36 +60,36 @@ def test_activations_and_gradients_cross_as_contiguous_tensors(channels_last: bo
         torch.testing.assert_close(convolution.weight.grad, gradient)
 
 
-def test_a_block_that_changes_the_layout_costs_a_copy_and_no_more() -> None:
-    piece = Piece([nn.Identity()], IMAGES, IMAGES, nullcontext)
+def test_a_block_that_changes_the_memory_format_costs_one_copy() -> None:
+    stage = StageModule([nn.Identity()], IMAGES, IMAGES, nullcontext)
     x = torch.randn(2, 6, 5, 4, requires_grad=True)
-    y = piece(x)
+    y = stage(x)
     assert torch.equal(y, x)
     y.backward(torch.ones(2, 5, 6, 4).transpose(1, 2))  # not contiguous
     assert x.grad is not None
     assert x.grad.is_contiguous()
 
 
-def test_computing_is_in_the_context_that_is_given() -> None:
-    piece = Piece([nn.Linear(3, 2)], None, None, lambda: torch.autocast("cpu", torch.bfloat16))
-    assert piece(torch.ones(1, 3)).dtype == torch.bfloat16
+def test_a_stage_computes_under_autocast() -> None:
+    stage = StageModule([nn.Linear(3, 2)], None, None, lambda: torch.autocast("cpu", torch.bfloat16))
+    assert stage(torch.ones(1, 3)).dtype == torch.bfloat16
 
 
-def test_every_tensor_has_one_owner() -> None:
+def test_every_tensor_belongs_to_one_stage() -> None:
     model = ResNet(18, num_classes=5)
-    stages = [stage for _, stage in model.stages()]
-    owner = owners(model, [stages[:3], stages[3:]])
+    blocks = [block for _, block in model.blocks()]
+    owner = owners(model, [blocks[:3], blocks[3:]])
     assert owner.keys() == {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     assert {name for name, number in owner.items() if number == 0} == {
         name for name in owner if name.startswith(("conv1.", "bn1.", "layer1."))
     }
 
 
-def test_what_is_in_no_piece_is_the_first_ones() -> None:
+def test_a_tensor_in_no_block_belongs_to_the_first_stage() -> None:
     model = ConvNet(1, 8, 8, 10, channels=[4], kernel_size=3)
     model.register_parameter("extra", nn.Parameter(torch.zeros(())))
-    stages = [stage for _, stage in model.stages()]
-    assert owners(model, [stages[:1], stages[1:]])["extra"] == 0
+    blocks = [block for _, block in model.blocks()]
+    assert owners(model, [blocks[:1], blocks[1:]])["extra"] == 0
 
 
 def test_shared_weights_are_refused() -> None:
@@ -99,7 +99,7 @@ def test_shared_weights_are_refused() -> None:
         owners(model, [[model[0]], [model[1]]])
 
 
-def test_what_is_not_kept_is_gone_and_the_rest_keeps_its_name() -> None:
+def test_tensors_of_other_stages_are_removed_and_the_rest_keep_their_names() -> None:
     model = ResNet(18, num_classes=5)
     kept = {name for name in model.state_dict() if name.startswith(("layer4.", "fc."))}
     before = {name: model.state_dict()[name].clone() for name in kept}
@@ -107,5 +107,5 @@ def test_what_is_not_kept_is_gone_and_the_rest_keeps_its_name() -> None:
     assert model.state_dict().keys() == kept
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert {name for name, _ in model.named_parameters()} <= kept
-    head = model.stages()[-1][1]
+    head = model.blocks()[-1][1]
     assert head(torch.zeros(2, 512, 1, 1)).shape == (2, 5)

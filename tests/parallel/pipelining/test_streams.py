@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from runner.parallel.pipelining.stages import Piece
-from runner.parallel.pipelining.streams import Courier, StreamCourier, Streams, clock, courier
+from runner.parallel.pipelining.stages import StageModule
+from runner.parallel.pipelining.streams import StreamEngine, clock
 from runner.parallel.pipelining.timeline import Timeline
+from runner.system.copy_stream import NoCopy, PeerCopyStream, copy_stream
 
 CPU = torch.device("cpu")
 ONE, TWO = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
-def test_in_a_tick_each_stage_has_another_micro_batch() -> None:
+def test_in_each_tick_every_stage_has_another_micro_batch() -> None:
     assert list(clock(3, 2)) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
     for micros, stages in ((1, 3), (4, 3), (5, 1)):
         order = list(clock(micros, stages))
@@ -27,23 +28,23 @@ def test_in_a_tick_each_stage_has_another_micro_batch() -> None:
                 assert order.index((micro, stage - 1)) < order.index((micro, stage))
 
 
-def pieces() -> list[Piece]:
+def stages() -> list[StageModule]:
     torch.manual_seed(0)
     blocks = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)]
-    return [Piece([block], None, None, nullcontext) for block in blocks]
+    return [StageModule([block], None, None, nullcontext) for block in blocks]
 
 
-def test_gradients_are_those_of_the_whole_batch() -> None:
-    own, inputs, targets = pieces(), torch.randn(12, 3), torch.randn(12, 2)
+def test_gradients_equal_those_of_the_whole_batch() -> None:
+    own, inputs, targets = stages(), torch.randn(12, 3), torch.randn(12, 2)
     timeline = Timeline([CPU])
     timeline.begin(lambda: None)
-    Streams(own, [CPU] * 3, 4, timeline).train(inputs, targets, lambda y, t: (y - t).square().sum())
-    got = [parameter.grad for piece in own for parameter in piece.parameters()]
-    same = pieces()
+    StreamEngine(own, [CPU] * 3, 4, timeline).train(inputs, targets, lambda y, t: (y - t).square().sum())
+    got = [parameter.grad for stage in own for parameter in stage.parameters()]
+    same = stages()
     y = inputs
-    for piece in same:
-        y = piece(y)
-    wanted = torch.autograd.grad((y - targets).square().sum(), [p for piece in same for p in piece.parameters()])
+    for stage in same:
+        y = stage(y)
+    wanted = torch.autograd.grad((y - targets).square().sum(), [p for stage in same for p in stage.parameters()])
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other)
     assert [span[:3] for span in timeline.take()] == [
@@ -53,19 +54,19 @@ def test_gradients_are_those_of_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 4, 11])
-def test_inference_is_in_order_with_a_short_last_part(count: int) -> None:
-    own, inputs = pieces(), torch.randn(count, 3)
+def test_inference_keeps_the_order_with_a_short_last_micro_batch(count: int) -> None:
+    own, inputs = stages(), torch.randn(count, 3)
     wanted = inputs
-    for piece in own:
-        wanted = piece(wanted)
-    torch.testing.assert_close(Streams(own, [CPU] * 3, 4, Timeline([CPU])).infer(inputs), wanted)
+    for stage in own:
+        wanted = stage(wanted)
+    torch.testing.assert_close(StreamEngine(own, [CPU] * 3, 4, Timeline([CPU])).infer(inputs), wanted)
 
 
 def test_on_one_device_nothing_is_copied() -> None:
-    kind = courier(CPU, CPU, None)
+    stream = copy_stream(CPU, CPU, None)
     tensor = torch.zeros(2)
-    assert type(kind) is Courier
-    assert kind.receive(kind.send(tensor)) is tensor
+    assert type(stream) is NoCopy
+    assert stream.receive(stream.send((tensor,)))[0] is tensor
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -118,11 +119,11 @@ class Tensor:
         self.recorder.calls.append(("record_stream", self.name, stream.name))
 
 
-def test_a_copy_waits_for_its_source_and_is_waited_for_and_nothing_else_is() -> None:
+def test_only_the_copy_waits_for_its_source_and_only_its_reader_waits_for_it() -> None:
     cuda = Recorder()
-    between: Any = courier(ONE, TWO, cuda)
-    assert type(between) is StreamCourier
-    parcel = between.send(Tensor(cuda, "activations"))
+    between: Any = copy_stream(ONE, TWO, cuda)
+    assert type(between) is PeerCopyStream
+    transfer = between.send((Tensor(cuda, "activations"),))
     assert cuda.calls == [
         ("record", "compute 0"),
         ("wait", "copy 0", "event of compute 0"),
@@ -132,19 +133,19 @@ def test_a_copy_waits_for_its_source_and_is_waited_for_and_nothing_else_is() -> 
     ], "what is queued on the computing streams after this overlaps with the copy"
 
     cuda.calls.clear()
-    assert between.receive(parcel).name == "copy"
+    assert between.receive(transfer)[0].name == "copy"
     assert cuda.calls == [("wait", "compute 1", "event of copy 1"), ("record_stream", "copy", "compute 1")]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_compute_what_one_computes() -> None:
+def test_two_gpus_compute_the_same_as_one() -> None:
     for devices in ([ONE, ONE, ONE], [ONE, TWO, TWO]):
-        own = [piece.to(device) for piece, device in zip(pieces(), devices, strict=True)]
+        own = [stage.to(device) for stage, device in zip(stages(), devices, strict=True)]
         torch.manual_seed(1)
         inputs, targets = torch.randn(12, 3, device=ONE), torch.randn(12, 2, device=ONE)
-        Streams(own, devices, 2, Timeline(devices)).train(inputs, targets, lambda y, t: (y - t).square().sum())
-        gradients = [p.grad.cpu() for piece in own for p in piece.parameters() if p.grad is not None]
+        StreamEngine(own, devices, 2, Timeline(devices)).train(inputs, targets, lambda y, t: (y - t).square().sum())
+        gradients = [p.grad.cpu() for stage in own for p in stage.parameters() if p.grad is not None]
         if devices[1] == ONE:
             wanted = gradients
     torch.testing.assert_close(gradients, wanted)
