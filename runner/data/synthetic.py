@@ -62,19 +62,19 @@ class Noise(TensorSamples):
 
     Args:
         options: shape and number of classes.
-        part: `train` or `holdout`, the name of the random number stream.
+        split: `train` or `holdout`, the name of the random number stream.
         count: number of images.
     """
 
-    def __init__(self, options: Synthetic, part: str, count: int):
+    def __init__(self, options: Synthetic, split: str, count: int):
         shape, names = (options.channels, options.size, options.size), [str(c) for c in range(options.num_classes)]
         images = torch.empty(count, *shape, dtype=torch.uint8, device="meta")
-        generator = torch.Generator().manual_seed(derive(0, "synthetic", f"{part} targets"))
+        generator = torch.Generator().manual_seed(derive(0, "synthetic", f"{split} targets"))
         targets = torch.randint(options.num_classes, (count,), generator=generator)
         # The variance of a uniform variable in [0, 1] is 1/12, and that of the mean of two is 1/24.
         std = 24**-0.5 if options.learnable else 12**-0.5
         super().__init__(images, targets, names, (0.5,) * options.channels, (std,) * options.channels)
-        self._part, self._learnable = part, options.learnable
+        self._split, self._learnable = split, options.learnable
 
     def display_images(self, indices: list[int]) -> torch.Tensor:
         self._generate(torch.device("cpu"))
@@ -88,7 +88,7 @@ class Noise(TensorSamples):
         """Generate the images on `device`, unless they were generated before."""
         if not self.inputs.is_meta:
             return
-        self.inputs = _noise(self._part, len(self), self.shape, device)
+        self.inputs = _noise(self._split, len(self), self.shape, device)
         if self._learnable:
             patterns = _noise("patterns", self.num_classes, self.shape, device)
             self.inputs = self.inputs // 2 + patterns[self.targets.to(device)] // 2

@@ -51,7 +51,7 @@ class Env:
         Raises:
             ConfigError: if there is no environment of this name, it cannot be created, or its spaces are not supported.
         """
-        from runner.env.spaces import shape_and_actions  # imported here: gymnasium and numpy take 0.2 s to import
+        from runner.env.spaces import shape_and_actions  # imported here: it imports gymnasium and numpy
 
         spec = self._spec()
         single = self._make_one(spec)
@@ -80,7 +80,7 @@ class Env:
         Raises:
             ConfigError: if they cannot be started.
         """
-        from runner.env.vector import Vector, make  # imported here: gymnasium and numpy take 0.2 s to import
+        from runner.env.vector import Vector, make  # imported here: it imports gymnasium and numpy
 
         spec = self._spec()
         vectorization = "sync" if in_process and self.vectorization == "async" else self.vectorization

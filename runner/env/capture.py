@@ -66,7 +66,7 @@ def _set_attributes(layer: Any, attributes: dict[str, Any]) -> None:
 
 def _is_plain(kept: Any) -> bool:
     if isinstance(kept, tuple | list):
-        return all(_is_plain(part) for part in kept)
+        return all(_is_plain(item) for item in kept)
     return isinstance(kept, _PLAIN_TYPES) and (not isinstance(kept, np.ndarray) or kept.dtype.kind in "biuf")
 
 

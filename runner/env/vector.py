@@ -70,9 +70,8 @@ def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
     """
     if os.getpid() != parent:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # Ctrl-C is sent to all processes, and the run closes its environments
+        # Ctrl-C is sent to all processes, and the run closes its environments.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     return env
 
 

@@ -240,7 +240,7 @@ class DQN(Workload):
         # A single forward pass for both networks, as wrappers such as DDP expect.
         values, next_values = model(batch.observations, batch.next_observations, double=self.double)
         chosen = values.gather(1, batch.actions)
-        targets = torch.addcmul(batch.returns, batch.discounts, next_values)  # float32, or float64 with such a network
+        targets = torch.addcmul(batch.returns, batch.discounts, next_values)  # float32, or float64 if the network is
         chosen = chosen.to(targets.dtype)  # under autocast, only the network computes in 16 bits
         loss_function = torch.nn.functional.smooth_l1_loss if self.td_loss == "huber" else torch.nn.functional.mse_loss
         loss = loss_function(chosen, targets)
