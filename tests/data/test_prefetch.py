@@ -2,91 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from helpers.fake_cuda import CUDA, FakeCuda, FakeStream, FakeTensor
 
 from runner.data.prefetch import to_device
 
-CUDA = torch.device("cuda")
 
-
-class Recorder:
-    """Stands in for `torch.cuda`: writes down what is asked of streams, events and tensors."""
-
-    def __init__(self):
-        self.calls: list[tuple[Any, ...]] = []
-        self.computing = Stream(self, "compute")
-        self.current = self.computing
-        self.finished: set[int] = set()
-
-    def Stream(self, device):
-        assert device == CUDA
-        return Stream(self, "copy")
-
-    def current_stream(self, device):
-        assert device == CUDA
-        return self.current
-
-    @contextmanager
-    def stream(self, stream):
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-
-class Stream:
-    def __init__(self, recorder: Recorder, name: str):
-        self.recorder, self.name, self.events = recorder, name, 0
-
-    def record_event(self):
-        self.events += 1
-        self.recorder.calls.append(("record", self.name, self.events))
-        return Event(self.recorder, self.events)
-
-    def wait_event(self, event):
-        self.recorder.calls.append(("wait", self.name, event.number))
-
-    def synchronize(self):
-        self.recorder.calls.append(("synchronize", self.name))
-
-
-class Event:
-    def __init__(self, recorder: Recorder, number: int):
-        self.recorder, self.number = recorder, number
-
-    def query(self) -> bool:
-        return self.number in self.recorder.finished
-
-
-class Tensor:
-    """A tensor on the host, or its copy on the device."""
-
-    alive: set[str] = set()  # noqa: RUF012
-
-    def __init__(self, recorder: Recorder, name: str):
-        self.recorder, self.name = recorder, name
-        self.alive.add(name)
-
-    def __del__(self):
-        self.alive.discard(self.name)
-
-    def to(self, device, non_blocking):
-        assert device == CUDA
-        assert non_blocking
-        self.recorder.calls.append(("copy", self.recorder.current.name, self.name))
-        return Tensor(self.recorder, f"{self.name} on the device")
-
-    def record_stream(self, stream):
-        self.recorder.calls.append(("belongs", stream.name, self.name))
-
-
-def host(recorder: Recorder, count: int) -> Any:
+def host(cuda: FakeCuda, count: int) -> Any:
     for number in range(1, count + 1):
-        recorder.calls.append(("load", number))
-        yield Tensor(recorder, f"x{number}"), Tensor(recorder, f"y{number}")
+        cuda.calls.append(("load", number))
+        yield FakeTensor(cuda, f"x{number}"), FakeTensor(cuda, f"y{number}")
 
 
 def copied(number: int) -> list[tuple[Any, ...]]:
@@ -99,12 +27,12 @@ def handed_out(number: int) -> list[tuple[Any, ...]]:
     return [("wait", "compute", number), *(("belongs", "compute", name) for name in names), ("compute", number)]
 
 
-def test_the_next_batch_is_under_way_before_one_is_computed_with_and_waited_for_before_it_is_used():
-    recorder = Recorder()
-    for number, batch in enumerate(to_device(host(recorder, 3), CUDA, recorder), start=1):
+def test_the_next_copy_is_queued_before_a_batch_is_handed_out():
+    cuda = FakeCuda()
+    for number, batch in enumerate(to_device(host(cuda, 3), CUDA, cuda), start=1):
         assert [tensor.name for tensor in batch] == [f"x{number} on the device", f"y{number} on the device"]
-        recorder.calls.append(("compute", number))
-    assert recorder.calls == [
+        cuda.calls.append(("compute", number))
+    assert cuda.calls == [
         *copied(1),
         *copied(2),
         *handed_out(1),
@@ -116,39 +44,39 @@ def test_the_next_batch_is_under_way_before_one_is_computed_with_and_waited_for_
 
 
 def test_a_batch_waits_on_the_stream_that_is_current_when_it_is_asked_for():
-    recorder = Recorder()
-    batches = to_device(host(recorder, 2), CUDA, recorder)
-    recorder.current = Stream(recorder, "another")
+    cuda = FakeCuda()
+    batches = to_device(host(cuda, 2), CUDA, cuda)
+    cuda.current[CUDA] = FakeStream(cuda, "another")
     next(batches)
-    assert ("wait", "another", 1) in recorder.calls
-    assert ("belongs", "another", "x1 on the device") in recorder.calls
+    assert ("wait", "another", 1) in cuda.calls
+    assert ("belongs", "another", "x1 on the device") in cuda.calls
 
 
-def test_host_memory_lives_until_its_copy_is_over():
-    recorder = Recorder()
-    batches = to_device(host(recorder, 10), CUDA, recorder)
+def test_host_memory_is_kept_until_its_copy_is_done():
+    cuda = FakeCuda()
+    batches = to_device(host(cuda, 10), CUDA, cuda)
     batch = next(batches)
     del batch
     next(batches)  # the third is queued; no copy is over yet
-    assert {"x1", "x2", "x3"} <= Tensor.alive
-    assert "x1 on the device" in Tensor.alive  # so does the copy: it is still being written
-    recorder.finished |= {1, 2}
+    assert {"x1", "x2", "x3"} <= FakeTensor.alive
+    assert "x1 on the device" in FakeTensor.alive  # so does the copy: it is still being written
+    cuda.finished |= {1, 2}
     next(batches)
-    assert not {"x1", "y2", "x1 on the device"} & Tensor.alive
-    assert {"x3", "x4"} <= Tensor.alive
+    assert not {"x1", "y2", "x1 on the device"} & FakeTensor.alive
+    assert {"x3", "x4"} <= FakeTensor.alive
 
 
-def test_a_stream_that_is_left_waits_for_its_copies_and_ends_its_source():
-    recorder = Recorder()
-    source = host(recorder, 10)
-    batches = to_device(source, CUDA, recorder)
+def test_a_closed_stream_waits_for_its_copies_and_closes_its_source():
+    cuda = FakeCuda()
+    source = host(cuda, 10)
+    batches = to_device(source, CUDA, cuda)
     next(batches)
     batches.close()
-    assert recorder.calls[-1] == ("synchronize", "copy")
+    assert cuda.calls[-1] == ("synchronize", "copy")
     assert list(source) == []
 
 
-def test_elsewhere_batches_pass_through_one_by_one():
+def test_on_the_cpu_batches_pass_through_one_at_a_time():
     taken = []
 
     def source():
@@ -163,7 +91,7 @@ def test_elsewhere_batches_pass_through_one_by_one():
 
 
 @pytest.mark.gpu
-def test_on_a_device_every_batch_arrives_whole_however_busy_it_is():
+def test_on_a_busy_device_every_batch_arrives_complete():
     device = torch.device("cuda")
     size, count = 1 << 22, 24
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.command import ROOT
 
-from runner.system import cpu as processor
 from runner.system import environment
 
 
@@ -32,7 +32,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_environment_is_json_and_has_every_part() -> None:
+def test_environment_is_json_with_every_part() -> None:
     told = json.loads(json.dumps(environment.environment()))
     parts = ["command", "source", "versions", "variables", "cpu", "memory", "devices", "findings"]
     assert list(told) == parts
@@ -40,7 +40,7 @@ def test_environment_is_json_and_has_every_part() -> None:
     assert told["versions"]["python"].startswith(".".join(str(part) for part in sys.version_info[:3]))
 
 
-def test_it_needs_no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_does_not_import_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich"] or ["rich"]:
         monkeypatch.setitem(sys.modules, name, None)  # importing it raises
     spec = importlib.util.find_spec("runner.system.environment")
@@ -77,7 +77,7 @@ def test_the_repository_of_a_git_hook_is_not_mistaken_for_ours(
     assert environment.source(checkout) == {"commit": expected, "dirty": False}
 
 
-def test_no_commit_yet_no_checkout_and_no_git(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_without_commit_or_git(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert environment.source(empty) is None  # although it lies inside a checkout
@@ -106,74 +106,9 @@ def test_a_missing_package_has_no_version(monkeypatch: pytest.MonkeyPatch) -> No
     assert versions["omegaconf"][0].isdigit()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The processor, from files as Linux has them
-
-CPUINFO = "".join(
-    f"processor\t: {i}\nmodel name\t: Fast CPU\nphysical id\t: {i // 4}\ncore id\t: {i % 2}\n"
-    "flags\t: fpu avx2 amx_bf16\n\n"
-    for i in range(8)
-)
-
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two sockets of two cores of two threads; this process lies in the control group /outer/inner."""
-    (tmp_path / "proc" / "self").mkdir(parents=True)
-    (tmp_path / "proc" / "cpuinfo").write_text(CPUINFO)
-    (tmp_path / "proc" / "meminfo").write_text("MemTotal:  1000 kB\nMemFree:  10 kB\nMemAvailable:  400 kB\n")
-    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/outer/inner\n")
-    (tmp_path / "cgroup" / "outer" / "inner").mkdir(parents=True)
-    monkeypatch.setattr(processor, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(processor, "_CGROUP", tmp_path / "cgroup")
-    return tmp_path
-
-
-def test_cores_are_counted_over_sockets_and_threads(machine: Path) -> None:
-    told = processor.cpu()
-    assert (told["model"], told["physical_cores"], told["quota_cores"]) == ("Fast CPU", 4, None)
-    assert told["features"] == ["avx2", "amx_bf16"]
-
-
-def test_the_tightest_quota_of_all_groups_above_counts(machine: Path) -> None:
-    (machine / "cgroup" / "outer" / "inner" / "cpu.max").write_text("max 100000\n")
-    (machine / "cgroup" / "outer" / "cpu.max").write_text("150000 100000\n")
-    (machine / "cgroup" / "cpu.max").write_text("400000 100000\n")
-    told = processor.cpu()
-    assert told["quota_cores"] == 1.5
-    assert processor.usable_cores(told | {"allowed_cores": 8}) == 1.5
-    assert processor.usable_cores(told | {"allowed_cores": 1}) == 1
-    assert processor.usable_cores(told | {"allowed_cores": 8, "quota_cores": None}) == 8
-
-
-def test_version_1_groups_are_understood(machine: Path) -> None:
-    (machine / "proc" / "self" / "cgroup").write_text("4:memory:/a\n2:cpu,cpuacct:/a\n")
-    for controller in ("cpu", "memory"):
-        (machine / "cgroup" / controller / "a").mkdir(parents=True)
-    group = machine / "cgroup" / "cpu" / "a"
-    (group / "cpu.cfs_quota_us").write_text("50000\n")
-    (group / "cpu.cfs_period_us").write_text("100000\n")
-    (machine / "cgroup" / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    (machine / "cgroup" / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    (machine / "cgroup" / "memory" / "a" / "memory.limit_in_bytes").write_text("4096\n")
-    (machine / "cgroup" / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert processor.cpu()["quota_cores"] == 0.5
-    assert processor.memory()["limit_bytes"] == 4096
-
-
-def test_memory_is_in_bytes_and_a_limit_above_the_total_is_none(machine: Path) -> None:
-    assert processor.memory() == {"total_bytes": 1_024_000, "available_bytes": 409_600, "limit_bytes": None}
-    (machine / "cgroup" / "outer" / "memory.max").write_text("2048\n")
-    (machine / "cgroup" / "outer" / "inner" / "memory.max").write_text("max\n")
-    assert processor.memory()["limit_bytes"] == 2048
-
-
-def test_a_system_without_these_files_is_told_of_as_far_as_it_goes(machine: Path) -> None:
-    for path in ("proc/cpuinfo", "proc/meminfo", "proc/self/cgroup"):
-        (machine / path).unlink()
-    assert processor.cpu()["physical_cores"] is None
-    assert processor.cpu()["features"] == []
-    told = processor.memory()
-    assert told["available_bytes"] is None
-    assert told["total_bytes"] is not None
-    assert told["total_bytes"] > 2**20
+def test_the_source_of_this_project_is_found() -> None:
+    """Wherever the module lies in it."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no checkout")
+    assert environment.source() == environment.source(ROOT) is not None
+    assert environment.environment()["source"]["commit"] == git(ROOT, "rev-parse", "HEAD")

@@ -7,48 +7,26 @@ import sys
 
 import pytest
 from helpers.command import environment
+from helpers.lazy_uses import FIRST_USES
 
-LAZY = "import sys; from runner.system.lazy_import import import_lazily; import_lazily('torch', 'torchvision'); import torch\n"
 
-
-def run(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", LAZY + program], env=environment(), capture_output=True, text=True)
+def use_lazily(name: str) -> None:
+    """Run a function of `helpers.lazy_uses` in a process in which torch and torchvision are lazy."""
+    words = [sys.executable, "-m", "helpers.lazy_uses", name]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_an_import_loads_nothing():
-    run("import torchvision, torch\nassert 'torch._C' not in sys.modules")
+def test_an_import_loads_nothing() -> None:
+    use_lazily("nothing")
 
 
-FIRST_USES = [
-    "torch.zeros(1)",
-    "from torch import nn",
-    "import torchvision.transforms.v2",
-    "import inspect; inspect.getmodule(inspect.currentframe())",
-    *(
-        pytest.param(first_use, marks=pytest.mark.slow)  # three seconds each
-        for first_use in (
-            "import torch.utils.data",
-            "import torch.nn.functional as F",
-            "from torch.utils.tensorboard.summary import scalar",
-            "import copyreg, pickle; pickle.loads(b'ctorch._utils\\n_rebuild_tensor_v2\\n.')",
-        )
-    ),
-]
+SLOW = ("submodule", "submodule_by_another_name", "name_in_a_submodule", "unpickling")  # three seconds each
 
 
-@pytest.mark.parametrize("first_use", FIRST_USES)
-def test_the_first_use_loads_the_package_whole_and_once(first_use):
-    run(f"""
-{first_use}
-import torch.utils._pytree, torch.nn
-assert torch.utils is sys.modules['torch.utils'] and torch.nn is sys.modules['torch.nn']
-assert torch.utils._pytree is sys.modules['torch.utils._pytree']
-assert type(torch).__name__ == 'module' and torch.__spec__.name == 'torch'
-assert torch.nn.__spec__.origin == torch.nn.__file__
-model = torch.nn.Linear(2, 1)
-assert isinstance(model, sys.modules['torch.nn'].Module)
-model(torch.ones(1, 2)).sum().backward()
-import torchvision
-assert torchvision.ops.nms(torch.tensor([[0., 0., 1., 1.]]), torch.ones(1), 0.5).tolist() == [0]
-""")
+@pytest.mark.parametrize(
+    "first_use",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FIRST_USES],
+)
+def test_the_first_use_loads_the_whole_package_once(first_use: str) -> None:
+    use_lazily(first_use)

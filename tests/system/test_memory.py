@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 import gc
-import mmap
+import json
 import os
 import resource
+import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
+from helpers.command import environment
+from helpers.measure_memory import fresh
 
-from runner.system import memory
+from runner.system import cgroup, memory
 
 CPU = torch.device("cpu")
 MEGABYTE = 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def resident() -> int:
-    """Bytes of this process in RAM, from another file than the module reads."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def fresh(size: int) -> mmap.mmap:
-    """New pages, written to: what is freed of the heap may be used again without the process growing."""
-    block = mmap.mmap(-1, size)
-    block.write(b"x" * size)
-    return block
-
-
 @linux
-def test_the_process_is_measured_on_the_cpu() -> None:
-    usage = memory.usage(CPU)
-    assert set(usage) == {"memory/allocated", "memory/peak"}
-    assert usage["memory/allocated"] == pytest.approx(resident(), rel=0.02)
-    with fresh(64 * MEGABYTE):
-        grown = memory.usage(CPU)["memory/allocated"] - usage["memory/allocated"]
-        assert grown == pytest.approx(64 * MEGABYTE, rel=0.05)
-    assert memory.usage(CPU)["memory/allocated"] == pytest.approx(usage["memory/allocated"], rel=0.02)
+def test_on_the_cpu_the_process_is_measured() -> None:
+    """In a process that does nothing else: other allocations, of other tests and of threads, would count too."""
+    words = [sys.executable, "-m", "helpers.measure_memory", str(64 * MEGABYTE)]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
+    measured = json.loads(done.stdout)
+    before, during, after = (measured[name] for name in ("before", "during", "after"))
+    assert set(before["usage"]) == {"memory/allocated", "memory/peak"}
+    assert before["usage"]["memory/allocated"] == pytest.approx(before["resident"], rel=0.02)
+    grown = during["usage"]["memory/allocated"] - before["usage"]["memory/allocated"]
+    assert grown == pytest.approx(64 * MEGABYTE, rel=0.05)
+    assert after["usage"]["memory/allocated"] == pytest.approx(before["usage"]["memory/allocated"], rel=0.02)
 
 
 @linux
@@ -76,7 +72,7 @@ def test_cycles_are_freed_before_the_next_run() -> None:
 
 
 @linux
-def test_a_container_that_forbids_the_reset_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_that_forbids_the_reset_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise PermissionError
 
@@ -86,7 +82,7 @@ def test_a_container_that_forbids_the_reset_changes_nothing(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("freebsd", 1024)])
-def test_without_proc_the_peak_is_getrusages(
+def test_without_proc_the_peak_is_that_of_getrusage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str, unit: int
 ) -> None:
     monkeypatch.setattr(memory, "_PROC", tmp_path)
@@ -96,6 +92,53 @@ def test_without_proc_the_peak_is_getrusages(
     assert memory.usage(CPU) == {"memory/allocated": pytest.approx(peak), "memory/peak": pytest.approx(peak)}
     (tmp_path / "status").write_text("Name:\tpython\n")  # some containers show less of it
     assert memory.usage(CPU)["memory/peak"] == pytest.approx(peak)
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The control groups /, /outer and /outer/inner, of which the last is this process's."""
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/outer/inner\n")
+    (tmp_path / "cgroup" / "outer" / "inner").mkdir(parents=True)
+    monkeypatch.setattr(cgroup, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(cgroup, "_CGROUP", tmp_path / "cgroup")
+    return tmp_path / "cgroup"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of 1,024,000 bytes, of which 409,600 are available."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1_024_000, available=409_600))
+
+
+@pytest.mark.usefixtures("machine")
+def test_host_memory_is_in_bytes_and_a_limit_above_the_total_is_none(groups: Path) -> None:
+    assert memory.host_memory() == {"total_bytes": 1_024_000, "available_bytes": 409_600, "limit_bytes": None}
+    (groups / "outer" / "memory.max").write_text("2048\n")
+    (groups / "outer" / "inner" / "memory.max").write_text("max\n")
+    assert memory.host_memory()["limit_bytes"] == 2048
+    (groups / "outer" / "memory.max").write_text("1024000\n")
+    assert memory.host_memory()["limit_bytes"] is None
+
+
+@pytest.mark.usefixtures("machine")
+def test_version_1_control_groups_limit_the_memory(groups: Path) -> None:
+    (groups.parent / "proc" / "self" / "cgroup").write_text("4:memory:/a\n2:cpu,cpuacct:/a\n")
+    (groups / "memory" / "a").mkdir(parents=True)
+    (groups / "memory" / "a" / "memory.limit_in_bytes").write_text("4096\n")
+    (groups / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert memory.host_memory()["limit_bytes"] == 4096
+    (groups / "memory" / "a" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert memory.host_memory()["limit_bytes"] is None
+
+
+@linux
+def test_host_memory_is_that_of_the_kernel() -> None:
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    found = memory.host_memory()
+    assert found["total_bytes"] == 1024 * int(lines["MemTotal"].split()[0])
+    assert found["available_bytes"] is not None
+    assert 0 < found["available_bytes"] <= found["total_bytes"]
 
 
 @pytest.mark.gpu

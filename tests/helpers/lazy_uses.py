@@ -1,0 +1,96 @@
+"""`python -m helpers.lazy_uses NAME` uses torch, imported lazily, for the first time in one of several ways.
+
+Then it checks that the package is there, complete and loaded once.
+"""
+
+# ruff: noqa: F401
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+def attribute() -> None:
+    import torch
+
+    torch.zeros(1)
+
+
+def name_in_the_package() -> None:
+    from torch import nn
+
+
+def submodule_of_the_other_package() -> None:
+    import torchvision.transforms.v2
+
+
+def inspection() -> None:
+    import inspect
+
+    inspect.getmodule(inspect.currentframe())  # asks every module for its file
+
+
+def submodule() -> None:
+    import torch.utils.data
+
+
+def submodule_by_another_name() -> None:
+    import torch.nn.functional as functional
+
+
+def name_in_a_submodule() -> None:
+    from torch.utils.tensorboard.summary import scalar
+
+
+def unpickling() -> None:
+    import copyreg
+    import pickle
+
+    pickle.loads(b"ctorch._utils\n_rebuild_tensor_v2\n.")
+
+
+FIRST_USES: dict[str, Callable[[], None]] = {
+    use.__name__: use
+    for use in (
+        *(attribute, name_in_the_package, submodule_of_the_other_package, inspection),
+        *(submodule, submodule_by_another_name, name_in_a_submodule, unpickling),
+    )
+}
+
+
+def check_loaded_once() -> None:
+    import torch
+    import torch.nn
+    import torch.utils._pytree
+
+    assert torch.utils is sys.modules["torch.utils"]
+    assert torch.nn is sys.modules["torch.nn"]
+    assert torch.utils._pytree is sys.modules["torch.utils._pytree"]
+    assert type(torch).__name__ == "module"
+    assert torch.__spec__ is not None
+    assert torch.__spec__.name == "torch"
+    assert torch.nn.__spec__ is not None
+    assert torch.nn.__spec__.origin == torch.nn.__file__
+    model = torch.nn.Linear(2, 1)
+    assert isinstance(model, sys.modules["torch.nn"].Module)
+    model(torch.ones(1, 2)).sum().backward()
+    import torchvision
+
+    assert torchvision.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.ones(1), 0.5).tolist() == [0]
+
+
+def main() -> None:
+    from runner.system.lazy_import import import_lazily
+
+    import_lazily("torch", "torchvision")
+    import torch
+    import torchvision
+
+    assert "torch._C" not in sys.modules, "an import loads nothing"
+    if sys.argv[1] != "nothing":
+        FIRST_USES[sys.argv[1]]()
+        check_loaded_once()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Copies on streams of their own: what is queued where, in which order, and how long host memory is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.fake_cuda import CUDA, PEER, FakeCuda, FakeTensor
+
+from runner.system.copy_stream import CopyStream, NoCopy, PeerCopyStream, copy_stream
+
+
+def names(tensors: Any) -> list[str]:
+    return [tensor.name for tensor in tensors]
+
+
+def host(cuda: FakeCuda, number: int) -> Any:
+    return FakeTensor(cuda, f"x{number}"), FakeTensor(cuda, f"y{number}")
+
+
+def test_nothing_is_copied_within_one_device() -> None:
+    stream, tensors = copy_stream(PEER, PEER), (torch.ones(2), torch.zeros(3))
+    assert type(stream) is NoCopy
+    received = stream.receive(stream.send(tensors))
+    assert all(got is sent for got, sent in zip(received, tensors, strict=True))
+    stream.close()
+
+
+def test_a_copy_is_queued_on_its_own_stream_and_waited_for_where_it_is_used() -> None:
+    cuda = FakeCuda()
+    stream = CopyStream(CUDA, cuda)
+    transfer = stream.send(host(cuda, 1))
+    assert cuda.calls == [("copy", "copy", "x1"), ("copy", "copy", "y1"), ("record", "copy", 1)]
+    cuda.calls.clear()
+    received = stream.receive(transfer)
+    assert names(received) == ["x1 on the device", "y1 on the device"]
+    assert cuda.calls == [
+        ("wait", "compute", 1),
+        ("belongs", "compute", "x1 on the device"),
+        ("belongs", "compute", "y1 on the device"),
+    ], "and the memory is not used again before the computing stream has read it"
+
+
+def test_several_copies_are_each_waited_for_by_their_own_event() -> None:
+    cuda = FakeCuda()
+    stream = CopyStream(CUDA, cuda)
+    transfers = [stream.send(host(cuda, number)) for number in (1, 2, 3)]
+    for transfer in reversed(transfers):
+        stream.receive(transfer)
+    assert [call for call in cuda.calls if call[0] == "wait"] == [("wait", "compute", number) for number in (3, 2, 1)]
+
+
+def test_host_memory_is_kept_until_its_copy_is_done() -> None:
+    cuda = FakeCuda()
+    stream = CopyStream(CUDA, cuda)
+    for number in (1, 2, 3):
+        stream.send(host(cuda, number))
+    assert {"x1", "y1", "x2", "x3", "x1 on the device"} <= FakeTensor.alive, "nothing else keeps them"
+    cuda.finished |= {1, 2}
+    stream.send(host(cuda, 4))
+    assert not {"x1", "y1", "x2", "x1 on the device"} & FakeTensor.alive
+    assert {"x3", "x4"} <= FakeTensor.alive
+    stream.close()
+    assert cuda.calls[-1] == ("synchronize", "copy")
+    assert not {"x3", "x4"} & FakeTensor.alive
+
+
+def test_a_copy_between_devices_waits_for_the_source_and_holds_up_neither() -> None:
+    cuda = FakeCuda()
+    stream = copy_stream(PEER, CUDA, cuda)
+    assert isinstance(stream, PeerCopyStream)
+    transfer = stream.send(host(cuda, 1))
+    assert cuda.calls == [
+        ("record", "compute on cuda:1", 1),
+        ("wait", "copy on cuda:1", 1),
+        ("copy", "copy", "x1"),
+        ("copy", "copy", "y1"),
+        ("record", "copy", 2),
+        ("belongs", "copy on cuda:1", "x1"),
+        ("belongs", "copy on cuda:1", "y1"),
+    ]
+    cuda.calls.clear()
+    assert names(stream.receive(transfer)) == ["x1 on the device", "y1 on the device"]
+    assert cuda.calls[0] == ("wait", "compute", 2)
+    assert {call[1] for call in cuda.calls} == {"compute"}
+
+
+@pytest.mark.gpu
+def test_copies_arrive_complete_on_a_busy_device() -> None:
+    device = torch.device("cuda")
+    stream = CopyStream(device, torch.cuda)
+    weights, sums = torch.randn(4096, 4096, device=device), []
+    for number in range(24):
+        transfer = stream.send((torch.full((1 << 22,), number, dtype=torch.float32).pin_memory(),))
+        for _ in range(20):  # the device falls behind the host
+            weights = torch.nn.functional.normalize(weights @ weights)
+        (values,) = stream.receive(transfer)
+        sums.append(torch.stack((values.min(), values.max())))
+        del values, transfer
+    stream.close()
+    expected = torch.arange(24, dtype=torch.float32)[:, None].expand(24, 2)
+    assert torch.equal(torch.stack(sums).cpu(), expected)

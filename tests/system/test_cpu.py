@@ -1,0 +1,94 @@
+"""The CPU, from files as Linux has them, and how many cores may be used."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from runner.system import cgroup
+from runner.system import cpu as processor
+
+CPUINFO = "".join(
+    f"processor\t: {i}\nmodel name\t: Fast CPU\nphysical id\t: {i // 4}\ncore id\t: {i % 2}\n"
+    "flags\t: fpu avx2 amx_bf16\n\n"
+    for i in range(8)
+)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two sockets of two cores of two threads; this process is in the control group /outer/inner."""
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "cpuinfo").write_text(CPUINFO)
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/outer/inner\n")
+    (tmp_path / "cgroup" / "outer" / "inner").mkdir(parents=True)
+    monkeypatch.setattr(processor, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(cgroup, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(cgroup, "_CGROUP", tmp_path / "cgroup")
+    # psutil looks into /sys first, which no test can replace; this is how its second source counts cores.
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8 if logical else 4)
+    return tmp_path
+
+
+def test_the_processor_is_described(machine: Path) -> None:
+    found = processor.cpu()
+    assert (found["model"], found["physical_cores"], found["quota_cores"]) == ("Fast CPU", 4, None)
+    assert found["features"] == ["avx2", "amx_bf16"]
+    assert found["threads"] == torch.get_num_threads()
+    assert found["capability"] == torch.backends.cpu.get_cpu_capability()
+    assert found["logical_cores"] == os.cpu_count()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /sys")
+def test_physical_cores_are_counted_over_sockets_and_threads() -> None:
+    siblings = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/core_cpus_list")
+    cores = {path.read_text() for path in siblings}
+    if not cores:
+        pytest.skip("this machine does not tell its topology")
+    assert processor.cpu()["physical_cores"] == len(cores)
+
+
+def test_the_tightest_quota_of_all_groups_above_counts(machine: Path) -> None:
+    (machine / "cgroup" / "outer" / "inner" / "cpu.max").write_text("max 100000\n")
+    (machine / "cgroup" / "outer" / "cpu.max").write_text("150000 100000\n")
+    (machine / "cgroup" / "cpu.max").write_text("400000 100000\n")
+    found = processor.cpu()
+    assert found["quota_cores"] == 1.5
+    assert processor.usable_cores(found | {"allowed_cores": 8}) == 1.5
+    assert processor.usable_cores(found | {"allowed_cores": 1}) == 1
+    assert processor.usable_cores(found | {"allowed_cores": 8, "quota_cores": None}) == 8
+
+
+def test_version_1_control_groups_limit_the_cores(machine: Path) -> None:
+    (machine / "proc" / "self" / "cgroup").write_text("4:memory:/a\n2:cpu,cpuacct:/a\n")
+    group = machine / "cgroup" / "cpu" / "a"
+    group.mkdir(parents=True)
+    (group / "cpu.cfs_quota_us").write_text("50000\n")
+    (group / "cpu.cfs_period_us").write_text("100000\n")
+    (machine / "cgroup" / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    (machine / "cgroup" / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert processor.cpu()["quota_cores"] == 0.5
+
+
+def test_what_a_system_does_not_report_is_none(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("proc/cpuinfo", "proc/self/cgroup"):
+        (machine / path).unlink()
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: None)
+    found = processor.cpu()
+    assert (found["physical_cores"], found["quota_cores"], found["features"]) == (None, None, [])
+    assert found["model"] == processor.cpu_model()
+    if sys.platform == "linux":
+        assert found["model"] == platform.machine()
+
+
+def test_allowed_cores_are_those_of_the_affinity_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 7}, raising=False)
+    assert processor.allowed_cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert processor.allowed_cores() == os.cpu_count()

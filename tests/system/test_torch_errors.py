@@ -1,0 +1,84 @@
+"""torch's own errors, provoked here, are told apart."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.command import PATIENCE, environment
+
+from runner.system import torch_errors
+
+
+def error_of(call: Callable[[], object]) -> Exception:
+    with pytest.raises(Exception) as raised:  # whatever torch raises
+        call()
+    return raised.value
+
+
+def one_value_per_channel() -> None:
+    torch.nn.BatchNorm1d(3)(torch.ones(1, 3))
+
+
+def absent_peer() -> None:
+    wait = datetime.timedelta(seconds=0.1)
+    torch.distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=wait)  # pyright: ignore
+
+
+def put() -> None:
+    torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]))
+
+
+def wrong_shapes() -> None:
+    torch.ones(2, 3) @ torch.ones(2, 3)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_an_operation_without_a_deterministic_implementation_is_named() -> None:
+    sentence = torch_errors.nondeterministic_operation(error_of(put))
+    assert "put_" in sentence
+    assert "\n" not in sentence
+    assert "turn off" not in sentence, "torch's advice is not ours"
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("other", [one_value_per_channel, absent_peer, wrong_shapes], ids=lambda call: call.__name__)
+def test_other_errors_are_not_nondeterministic_operations(other: Callable[[], None]) -> None:
+    assert torch_errors.nondeterministic_operation(error_of(other)) == ""
+
+
+def test_a_batch_normalization_of_one_value_is_recognized() -> None:
+    assert torch_errors.is_single_value_batch_norm(error_of(one_value_per_channel))
+    assert not torch_errors.is_single_value_batch_norm(error_of(wrong_shapes))
+
+
+def test_a_rank_that_never_joins_is_a_lost_peer() -> None:
+    assert torch_errors.is_lost_peer(error_of(absent_peer))
+
+
+@pytest.mark.parametrize("other", [one_value_per_channel, wrong_shapes], ids=lambda call: call.__name__)
+def test_errors_of_this_rank_are_no_lost_peer(other: Callable[[], None]) -> None:
+    assert not torch_errors.is_lost_peer(error_of(other))
+
+
+def test_a_rank_that_dies_in_a_collective_is_a_lost_peer(tmp_path: Path) -> None:
+    """gloo raises a bare RuntimeError, in words of its own."""
+    words = [sys.executable, "-m", "helpers.lost_peer", str(tmp_path / "store")]
+    pipes = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    dying, left = (subprocess.Popen([*words, rank], **pipes) for rank in ("1", "0"))
+    out, err = left.communicate(timeout=PATIENCE)
+    assert dying.wait(timeout=PATIENCE) == 7
+    dying.communicate()
+    assert out.splitlines() == ["RuntimeError", "True"], err
