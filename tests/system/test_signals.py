@@ -8,8 +8,6 @@ import re
 import shlex
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
-from helpers.command import run_command
+from helpers.command import Command, run_command, until
 from helpers.compose import FAST
 
 from runner.storage.checkpoint import load
@@ -36,11 +34,11 @@ def test_nothing_is_received_when_nothing_is_sent() -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_received_and_told_at_once(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_is_received_and_announced_at_once(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     with StopRequest() as stop:
         os.kill(os.getpid(), number)
         assert stop.received == number.name
-        assert f"{number.name}: finishing the step, then saving" in capfd.readouterr().err
+        assert capfd.readouterr().err.startswith(f"\n{number.name}: ")
 
 
 @pytest.mark.parametrize("first", SIGNALS)
@@ -51,14 +49,14 @@ def test_a_ctrl_c_after_any_signal_leaves_at_once(first: signal.Signals) -> None
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_signals_of_a_scheduler_may_come_twice() -> None:
+def test_signals_of_a_scheduler_may_be_sent_twice() -> None:
     with StopRequest() as stop:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert stop.received == "SIGTERM"
 
 
-def test_handlers_are_put_back() -> None:
+def test_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     with StopRequest():
         assert [signal.getsignal(number) for number in SIGNALS] != before
@@ -67,7 +65,7 @@ def test_handlers_are_put_back() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_thread_gets_no_handlers_and_no_error() -> None:
+def test_a_thread_installs_no_handlers() -> None:
     before, seen = signal.getsignal(signal.SIGTERM), []
 
     def enter() -> None:
@@ -98,24 +96,6 @@ STEPS = 300
 LONG = (*FAST, f"steps={STEPS}", "save_every=20", "log_every=20", "eval_every=100", "model.dropout=0.1")
 
 
-def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.002)
-    return found
-
-
-def ended(cwd: Path, seconds: float = 60) -> tuple[int, str]:
-    """The exit code of what was started in `cwd`, and what it printed."""
-    until(lambda: forks.code(cwd) is not None, seconds)
-    return forks.code(cwd), (cwd / "console.txt").read_text()
-
-
-def a_checkpoint(cwd: Path) -> list[Path]:
-    return [path for path in cwd.glob("outputs/**/checkpoints/step_*") if (path / "manifest.json").exists()]
-
-
 def whole(run: Path) -> dict[str, Any]:
     """What the newest checkpoint of `run` holds, every byte of it verified, and the result beside it."""
     newest = max((run / "checkpoints").glob("step_*"))
@@ -135,25 +115,24 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_stops_after_saving_and_the_run_goes_on_to_the_same_end(
+def test_resume_after_a_signal_is_bitwise_exact(
     number: signal.Signals, uninterrupted: dict[str, Any], tmp_path: Path
 ) -> None:
-    process = Command(*LONG, cwd=tmp_path)
-    until(lambda: a_checkpoint(tmp_path))
-    os.kill(process, number)
-    code, told = ended(forks, tmp_path)
+    command = Command(tmp_path, *LONG, kind="torch").saved()
+    command.kill(number)
+    code, told = command.ended()
     assert code == 75, told
     assert "Traceback" not in told
-    assert f"{number.name}: finishing the step" in told
+    assert f"\n{number.name}: " in told, "said at once"
     [run] = tmp_path.glob("outputs/*/*")
     stopped = whole(run)["result"]
     assert stopped["status"] == "stopped"
     assert 0 < stopped["steps"] < STEPS
     assert f"stopped after step {stopped['steps']}/{STEPS}" in told
-    assert f"asked to stop by {number.name}" in (run / "log.txt").read_text()
+    assert number.name in (run / "log.txt").read_text()
 
     # As it says itself.
-    typed = re.search(r"^go on: python -m runner (.*)$", told, re.MULTILINE)
+    typed = re.search(r"^resume: python -m runner (.*)$", told, re.MULTILINE)
     assert typed
     code, told = run_command(*shlex.split(typed[1]), cwd=tmp_path)
     assert code == 0, told
@@ -171,34 +150,31 @@ SLOW = ("model=resnet18", "device=cpu", "device.threads=1", "batch_size=1024", "
 
 
 def test_the_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
-    process = Command(*SLOW, cwd=tmp_path)
-    until(lambda: list(tmp_path.glob("outputs/*/*/events*")))
-    time.sleep(1)  # between the first event and the first step it asks for signals
-    os.kill(process, signal.SIGINT)
-    until(lambda: "finishing the step" in (tmp_path / "console.txt").read_text())
-    time.sleep(0.3)
-    assert forks.code(tmp_path) is None, "still in the step"
-    os.kill(process, signal.SIGINT)
-    code, told = ended(forks, tmp_path, seconds=5)
+    command = Command(tmp_path, *SLOW, kind="torch")
+    until(lambda: command.code is not None or "directory " in command.log)  # the first lines: it handles signals now
+    command.kill(signal.SIGINT)
+    until(lambda: "SIGINT: " in command.console)
+    assert command.code is None, "still in the step"
+    command.kill(signal.SIGINT)
+    code, told = command.ended()
     assert (code, told.splitlines()[-1]) == (130, "interrupted")
     assert "Traceback" not in told
-    [run] = tmp_path.glob("outputs/*/*")
-    assert not (run / "result.json").exists()
+    assert not (command.directory / "result.json").exists()
+    assert not list(command.directory.glob("checkpoints/*")), "neither finished the step nor saved"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_sweep(number: signal.Signals, tmp_path: Path) -> None:
-    process = Command(*LONG, "-m", "seed=1,2,3", cwd=tmp_path)
-    until(lambda: a_checkpoint(tmp_path))
-    os.kill(process, number)
-    code, told = ended(forks, tmp_path)
+    command = Command(tmp_path, *LONG, "-m", "seed=1,2,3", kind="torch").saved()
+    command.kill(number)
+    code, told = command.ended()
     assert code == 75, told
     [run] = tmp_path.glob("outputs/sweeps/*/*/0*")
     assert run.name.startswith("000-")
     assert whole(run)["result"]["status"] == "stopped"
 
     # The job goes on by itself, as it says; the other jobs are the user's to start again.
-    typed = re.search(r"^go on: python -m runner (.*)$", told, re.MULTILINE)
+    typed = re.search(r"^resume: python -m runner (.*)$", told, re.MULTILINE)
     assert typed
     code, told = run_command(*shlex.split(typed[1]), cwd=tmp_path)
     assert code == 0, told
@@ -207,9 +183,17 @@ def test_a_signal_ends_a_sweep(number: signal.Signals, tmp_path: Path) -> None:
 
 
 def test_a_ctrl_c_before_the_first_step_leaves_at_once(tmp_path: Path) -> None:
-    process = Command(*FAST, "data=synthetic", "data.num_samples=4000", "model=resnet18", "-m", cwd=tmp_path)
-    until(lambda: "job 0" in (tmp_path / "console.txt").read_text() if (tmp_path / "console.txt").exists() else False)
-    os.kill(process, signal.SIGINT)
-    code, told = ended(forks, tmp_path)
-    assert (code, told.splitlines()[-1]) == (130, "interrupted")
+    """While the run directory is written, held there by a git that does not answer."""
+    started, git = tmp_path / "started", tmp_path / "bin" / "git"
+    git.parent.mkdir()
+    git.write_text(f"#!/bin/sh\ntouch '{started}'\nexec sleep 60\n")
+    git.chmod(0o755)
+    path = f"{git.parent}:{os.environ['PATH']}"
+    command = Command(tmp_path / "run", *FAST, "-m", kind="torch", PATH=path)
+    until(lambda: command.code is not None or started.exists())
+    command.kill(signal.SIGINT)
+    code, told = command.ended()
+    assert (code, "interrupted" in told.splitlines()) == (130, True), told
+    assert "job 0" in told
     assert "Traceback" not in told
+    assert not list(tmp_path.glob("run/outputs/**/result.json"))
