@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from runner.parallel.context import Process
-from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.launch import process_group
+from runner.parallel.launch.cluster import RankInfo, external_rank_info
 from runner.parallel.launch.processes import init_rank
 from runner.parallel.launch.supervisor import Report, start_heartbeat
 from runner.run import Result, Session, build_run
@@ -146,3 +147,52 @@ def job(config: dict[str, Any], directory: Path, fails: bool) -> str:
 
 def unreachable(process: Process) -> None:
     raise AssertionError(f"{process} was started, where another launcher had started all")
+
+
+CPU = torch.device("cpu")
+
+
+def info(rank: int, port: int) -> RankInfo:
+    """One of two ranks of this machine."""
+    return RankInfo(rank, 2, rank, 2, process_group.HOST, port)
+
+
+def form_and_leave(pipe: Connection, rank: int, port: int) -> None:
+    """Report the sum over both ranks, and whether there is a group at the end."""
+    report = start_heartbeat(pipe)
+    process_group.init_process_group(info(rank, port), CPU, 300, external=False)
+    tensor = torch.tensor(float(rank + 1))
+    torch.distributed.all_reduce(tensor)
+    process_group.destroy_process_group()
+    process_group.destroy_process_group()  # there is none any more
+    report(Report(value=(float(tensor), torch.distributed.is_initialized())))
+
+
+def abort_or_wait(pipe: Connection, rank: int, port: int) -> None:
+    """Rank 0 aborts the group while rank 1 waits in a collective, which has an hour's time."""
+    report = start_heartbeat(pipe)
+    process_group.init_process_group(info(rank, port), CPU, 3600, external=False)
+    torch.distributed.barrier()
+    if rank == 0:
+        held.append(torch.distributed.group.WORLD)
+        process_group.abort_process_group()
+        report(Report(value="aborted"))
+        return
+    try:
+        torch.distributed.all_reduce(torch.zeros(1))
+    except RuntimeError as error:
+        report(Report(value=type(error).__name__))
+
+
+def form_three_groups() -> list[float]:
+    """In processes that another launcher started: what is broadcast from rank 0 in one group after the other."""
+    rank_info, received = external_rank_info(), []
+    assert rank_info is not None
+    for _ in range(3):
+        process_group.init_process_group(rank_info, CPU, 300, external=True)
+        tensor = torch.tensor(1.0 - rank_info.rank)
+        torch.distributed.broadcast(tensor, 0)
+        received.append(float(tensor))
+        torch.distributed.barrier()
+        process_group.abort_process_group()
+    return received

@@ -1,0 +1,61 @@
+"""The process group: formed, left, and aborted; and the store through which it is formed."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from helpers import rank_work
+from helpers.command import PATIENCE
+from helpers.ranks import Ranks
+from helpers.runs import free_port
+
+from runner.config.errors import ConfigError
+from runner.parallel.launch.process_group import create_store
+from runner.parallel.launch.processes import PRELOADED
+from runner.parallel.launch.supervisor import Supervisor
+from runner.system.forkserver import start_server
+from runner.system.signals import StopRequest
+
+
+def test_a_store_listens_at_the_port_that_is_asked_for() -> None:
+    port = free_port()
+    store = create_store(port)
+    assert store.port == port
+    assert create_store(None).port not in (0, port)
+
+
+def test_a_busy_port_is_refused() -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError) as refusal:
+            create_store(port)
+    assert (refusal.value.key, refusal.value.got) == ("parallel.port", port)
+    assert "null" in refusal.value.remedy
+
+
+def test_a_group_is_formed_and_left() -> None:
+    start_server(*PRELOADED)
+    store = create_store(None)
+    arguments = [(rank, store.port) for rank in range(2)]
+    with Supervisor(rank_work.form_and_leave, arguments, PATIENCE) as ranks:
+        assert ranks.wait(StopRequest()) == [(3.0, False)] * 2
+
+
+def test_a_rank_that_aborts_fails_the_collectives_of_the_others_at_once() -> None:
+    """Not at the timeout, even while something still refers to the group."""
+    start_server(*PRELOADED)
+    store = create_store(None)
+    arguments = [(rank, store.port) for rank in range(2)]
+    with Supervisor(rank_work.abort_or_wait, arguments, PATIENCE) as ranks:
+        assert ranks.wait(StopRequest()) == ["aborted", "RuntimeError"]
+
+
+def test_processes_of_another_launcher_form_one_group_after_the_other() -> None:
+    ranks = Ranks(2)  # of its own
+    try:
+        assert ranks.do(rank_work.form_three_groups) == [[1.0, 1.0, 1.0]] * 2
+    finally:
+        ranks.close()

@@ -1,0 +1,177 @@
+"""Collectives: of one process, and of three."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import Ranks
+
+from runner.parallel.collectives import Collectives
+from runner.parallel.launch.cluster import external_rank_info
+from runner.parallel.launch.processes import ExternalProcesses
+
+Work = Callable[[Collectives], Any]
+
+
+@contextmanager
+def joined() -> Iterator[Collectives]:
+    """In a rank: the collectives with the others."""
+    rank_info = external_rank_info()
+    assert rank_info is not None
+    with ExternalProcesses(rank_info, torch.device("cpu"), 300).connect() as process:
+        yield process.collectives
+
+
+def in_rank(work: Work) -> Any:
+    with joined() as collectives:
+        return work(collectives)
+
+
+@pytest.fixture
+def on_three(ranks: Callable[[int], Ranks]) -> Callable[[Work], list[Any]]:
+    """What `work(collectives)` returns on each of three ranks."""
+    return lambda work: ranks(3).do(in_rank, work)
+
+
+def test_one_process_has_nothing_to_exchange() -> None:
+    alone, tensor = Collectives(), torch.tensor([1.0, 2.0])
+    sums = {"loss": tensor}
+    assert (alone.rank, alone.world_size) == (0, 1)
+    assert alone.all_reduce(sums) is sums
+    assert alone.local_share(tensor) is tensor
+    alone.all_reduce_max(tensor)
+    alone.all_reduce_mean(tensor)
+    assert tensor.tolist() == [1.0, 2.0]
+    assert [alone.any_rank(True), alone.any_rank(False)] == [True, False]
+    assert alone.from_rank_0(lambda: 7) == 7
+    assert alone.all_gather("x") == ["x"]
+    assert alone.gather_to_rank0(sums) is sums
+    alone.barrier()
+    alone.finish()
+
+
+def test_ranks_are_numbered(on_three: Callable[[Work], list[Any]]) -> None:
+    assert on_three(numbers) == [(0, 3), (1, 3), (2, 3)]
+
+
+def numbers(collectives: Collectives) -> tuple[int, int]:
+    return collectives.rank, collectives.world_size
+
+
+def test_all_reduce_adds_up_and_keeps_its_arguments(on_three: Callable[[Work], list[Any]]) -> None:
+    for rank, (totals, own) in enumerate(on_three(reduced)):
+        assert totals == {"loss": [3.0, 6.0], "count": 30}
+        assert own == {"loss": [float(rank), 2.0], "count": 10}
+
+
+def reduced(collectives: Collectives) -> Any:
+    sums = {"loss": torch.tensor([float(collectives.rank), 2.0]), "count": torch.tensor(10)}
+    totals = collectives.all_reduce(sums)
+    return [{name: tensor.tolist() for name, tensor in each.items()} for each in (totals, sums)]
+
+
+def test_local_shares_of_a_total_add_up_to_it(on_three: Callable[[Work], list[Any]]) -> None:
+    shares = on_three(share_of_a_total)
+    assert sum(shares) == 7.0
+
+
+def share_of_a_total(collectives: Collectives) -> float:
+    return float(collectives.local_share(torch.tensor(7.0)))
+
+
+def test_all_reduce_max_is_elementwise_and_in_place(on_three: Callable[[Work], list[Any]]) -> None:
+    assert on_three(maximum) == [[2.0, 0.0]] * 3
+
+
+def maximum(collectives: Collectives) -> list[float]:
+    tensor = torch.tensor([float(collectives.rank), -float(collectives.rank)])
+    collectives.all_reduce_max(tensor)
+    return tensor.tolist()
+
+
+def test_the_mean_of_equal_values_is_bitwise_the_value(on_three: Callable[[Work], list[Any]]) -> None:
+    """Which a float32 sum of three, divided by three, is not."""
+    torch.manual_seed(0)
+    values = torch.rand(1000)
+    assert not torch.equal((values + values + values) / 3, values)
+    for mean, other in on_three(mean_of_equals):
+        assert torch.equal(mean, values)
+        assert other == 1.0
+
+
+def mean_of_equals(collectives: Collectives) -> tuple[torch.Tensor, float]:
+    torch.manual_seed(0)
+    equal, other = torch.rand(1000), torch.tensor(float(collectives.rank))
+    collectives.all_reduce_mean(equal)
+    collectives.all_reduce_mean(other)
+    return equal, float(other)
+
+
+def test_any_rank_answers_the_question_before_on_all_ranks(on_three: Callable[[Work], list[Any]]) -> None:
+    """A question that is still on its way at the end is waited for, and is none of the next run's."""
+    for _ in range(2):
+        assert on_three(raise_a_flag) == [[False, False, True, False]] * 3
+
+
+def raise_a_flag(collectives: Collectives) -> list[bool]:
+    """Rank 1 raises its flag in the second of four steps."""
+    return [collectives.any_rank(collectives.rank == 1 and step == 1) for step in range(4)]
+
+
+def test_rank_0_decides_for_all(on_three: Callable[[Work], list[Any]]) -> None:
+    assert on_three(decided) == [("by rank 0", "ValueError: no")] * 3
+
+
+def decided(collectives: Collectives) -> tuple[str, str]:
+    def refuse() -> None:
+        raise ValueError("no")
+
+    text = collectives.from_rank_0(lambda: f"by rank {collectives.rank}")
+    try:
+        collectives.from_rank_0(refuse)
+    except ValueError as error:
+        return text, f"{type(error).__name__}: {error}"
+    return text, ""
+
+
+def test_all_gather_is_in_the_order_of_ranks(on_three: Callable[[Work], list[Any]]) -> None:
+    assert on_three(gathered) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
+
+
+def gathered(collectives: Collectives) -> list[Any]:
+    return collectives.all_gather({"rank": collectives.rank})
+
+
+def test_gather_to_rank0_takes_the_lowest_rank_of_equal_names(on_three: Callable[[Work], list[Any]]) -> None:
+    first, *others = on_three(gathered_to_rank0)
+    assert others == [{}, {}]
+    assert first.keys() == {"shared", "of 0", "of 1", "of 2", "number"}
+    assert first["shared"].tolist() == [0.0, 0.0]
+    assert first["number"] == 0
+    for rank in range(3):
+        own = first[f"of {rank}"]
+        assert own.dtype == (torch.float32, torch.int64, torch.bfloat16)[rank]
+        assert own.tolist() == [[rank, rank], [rank + 1, rank + 1], [rank + 2, rank + 2]]
+
+
+def gathered_to_rank0(collectives: Collectives) -> dict[str, Any]:
+    rank, dtypes = collectives.rank, (torch.float32, torch.int64, torch.bfloat16)
+    own = torch.stack([torch.arange(rank, rank + 3)] * 2).to(dtypes[rank]).t()
+    assert not own.is_contiguous()
+    return collectives.gather_to_rank0({"shared": torch.full((2,), float(rank)), f"of {rank}": own, "number": rank})
+
+
+def test_a_barrier_holds_until_every_rank_is_there(on_three: Callable[[Work], list[Any]], tmp_path: Path) -> None:
+    assert on_three(partial(files_after_a_barrier, tmp_path)) == [["0", "1", "2"]] * 3
+
+
+def files_after_a_barrier(directory: Path, collectives: Collectives) -> list[str]:
+    (directory / str(collectives.rank)).touch()
+    collectives.barrier()
+    return sorted(path.name for path in directory.iterdir())

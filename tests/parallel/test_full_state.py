@@ -1,0 +1,139 @@
+"""The full state: plain names and full tensors on the CPU, out of a model and its optimizer and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import Ranks
+from helpers.runs import assert_same
+from torch import nn
+
+from runner.parallel import full_state
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+}
+
+
+def network(seed: int) -> nn.Module:
+    """With convolutions in NHWC memory format, a buffer, and a layer that is not trained."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
+    model[0].to(memory_format=torch.channels_last)
+    model[3].bias.requires_grad_(False)
+    return model
+
+
+def trained(optimizer: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer after a step."""
+    model = network(seed)
+    update = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+    step(model, update)
+    return model, update
+
+
+def step(model: nn.Module, update: torch.optim.Optimizer) -> None:
+    generator = torch.Generator().manual_seed(1)
+    model(torch.randn(5, 2, 4, 4, generator=generator)).square().mean().backward()
+    update.step()
+    update.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_is_collected_is_a_copy_by_plain_name(optimizer: str) -> None:
+    model, update = trained(optimizer)
+    tensors, states = full_state.collect(model, update, keep=True)
+    assert_same(dict(tensors), dict(model.state_dict()))
+    assert list(tensors) == list(model.state_dict())
+    assert list(states) == [name for name, p in model.named_parameters() if p.requires_grad]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert_same(states[name], {**update.state[parameter]})
+    assert all(tensor.is_contiguous() for tensor in tensors.values()), "safetensors takes no other"
+    before = tensors["3.weight"].clone()
+    step(model, update)
+    assert torch.equal(tensors["3.weight"], before)
+
+
+def test_ranks_that_do_not_keep_the_state_copy_nothing() -> None:
+    assert full_state.collect(*trained("sgd"), keep=False) == ({}, {})
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_loaded_state_trains_on_bitwise(optimizer: str) -> None:
+    model, update = trained(optimizer)
+    other, other_update = trained(optimizer, seed=7)
+    full_state.load(other, other_update, *full_state.collect(model, update, keep=True))
+    for _ in range(3):
+        step(model, update)
+        step(other, other_update)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_a_fresh_optimizer_takes_a_state_in_the_memory_format_of_its_parameters() -> None:
+    model, update = trained("adamw")
+    other = network(3)
+    fresh = OPTIMIZERS["adamw"]([p for p in other.parameters() if p.requires_grad])
+    full_state.load(other, fresh, *full_state.collect(model, update, keep=True))
+    convolution = other[0].weight
+    assert not convolution.is_contiguous()
+    assert fresh.state[convolution]["exp_avg"].stride() == convolution.stride()
+
+
+def test_the_state_of_an_optimizer_that_made_no_step_is_empty() -> None:
+    model = network(0)
+    update = OPTIMIZERS["sgd"](model.parameters())
+    tensors, states = full_state.collect(model, update, keep=True)
+    assert states == {}
+    full_state.load_optimizer(model, update, states)
+    assert not update.state
+    assert tensors.keys() == model.state_dict().keys()
+
+
+def test_names_and_shapes_of_another_model_are_refused() -> None:
+    tensors, states = full_state.collect(*trained("sgd"), keep=True)
+    model, update = trained("sgd")
+    with pytest.raises(RuntimeError, match=r"3\.weight"):
+        full_state.load(model, update, tensors | {"3.weight": torch.zeros(2, 2)}, states)
+    with pytest.raises(RuntimeError, match="unknown"):
+        full_state.load(model, update, tensors | {"unknown": torch.zeros(1)}, states)
+    tensors.pop("1.weight")
+    with pytest.raises(RuntimeError, match=r"1\.weight"):
+        full_state.load(model, update, tensors, states)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards
+
+
+def test_shards_are_gathered_and_distributed_again(ranks: Callable[[int], Ranks]) -> None:
+    """Of a tensor whose rows do not divide over the ranks."""
+    for rank, (full, own, again) in enumerate(ranks(3).do(shard_and_gather)):
+        wanted = torch.arange(21.0).view(7, 3)
+        assert torch.equal(full, wanted)
+        assert torch.equal(own, wanted.chunk(3)[rank])
+        assert torch.equal(again, own + 1)
+    plain = torch.ones(2)
+    assert full_state.full_tensor(plain) is plain
+    assert full_state.shard_like(plain, plain) is plain
+
+
+def shard_and_gather() -> list[Any]:
+    """In a rank: the full tensor of its shards, its own shard, and its shard of another tensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from runner.parallel.launch.cluster import external_rank_info
+    from runner.parallel.launch.processes import ExternalProcesses
+
+    rank_info = external_rank_info()
+    assert rank_info is not None
+    with ExternalProcesses(rank_info, torch.device("cpu"), 300).connect():
+        whole = torch.arange(21.0).view(7, 3)
+        sharded = distribute_tensor(whole, init_device_mesh("cpu", (3,)), [Shard(0)])
+        again: Any = full_state.shard_like(sharded, whole + 1)
+        return [full_state.full_tensor(sharded), sharded.to_local(), again.to_local()]
