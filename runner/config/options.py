@@ -73,7 +73,8 @@ def option_file(cls: type) -> str:
 
 def _keys(file: Path, group: str = "") -> list[str]:
     content: Any = OmegaConf.load(file)
-    inherited = [str(name) for name in content.get("defaults", []) if isinstance(name, str) and name != "_self_"]
+    names = [entry for entry in content.get("defaults", []) if isinstance(entry, str) and entry != "_self_"]
+    inherited = [name.partition("@")[0] for name in names]  # `classifier@workload` inherits classifier.yaml
     content = content.get(group, content)  # a file of `@package _global_` nests the keys under the group's name
     own = [str(name) for name in content if name not in ("_target_", "defaults", "hydra")]
     if not group:

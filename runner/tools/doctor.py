@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from runner.config.options import CONF
+from runner.config.options import description, option_files
 from runner.system.cpu import usable_cores
 from runner.system.environment import collect_findings, environment
 
@@ -149,12 +149,8 @@ def meaning(precision: str, kind: str, capability: str | None, features: Iterabl
 
 
 def _options(group: str) -> list[dict[str, str]]:
-    """Return the options of a config group, described by the second comment line of each file."""
-    options = []
-    for path in sorted((CONF / group).glob("*.yaml")):
-        comments = [line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
-        options.append({"name": path.stem, "what": [*comments, "", ""][1]})
-    return options
+    """Return the options of a config group with their descriptions."""
+    return [{"name": name, "what": description(path)} for name, path in option_files()[group].items()]
 
 
 def _remarks(report: dict[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from runner.config.options import CONF
+from runner.config.options import option_files
 from runner.storage.run_directory import read_result
 from runner.sweep.ledger import read_ledger
 
@@ -220,7 +220,7 @@ def _option(group: str, node: dict[str, Any]) -> str:
 
 @cache
 def _options(group: str) -> dict[str, dict[str, Any]]:
-    contents = {path.stem: OmegaConf.load(path) for path in sorted((CONF / group).glob("*.yaml"))}
+    contents = {name: OmegaConf.load(path) for name, path in option_files().get(group, {}).items()}
     plain: dict[str, Any] = {name: OmegaConf.to_container(content) for name, content in contents.items()}
     return plain
 

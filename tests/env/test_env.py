@@ -169,5 +169,5 @@ def test_a_broken_environment_is_reported_with_seed_episode_and_step(broken: str
             vector.step(np.zeros(1, np.int64))
         with pytest.raises(EnvironmentBrokenError) as told:
             vector.step(np.zeros(1, np.int64))
-    what = "raised ZeroDivisionError: no gravity" if broken == "raises" else "is not finite"
+    what = "raised ZeroDivisionError: no gravity" if broken == "raises" else "returned a value that is not finite"
     assert str(told.value) == f"Broken-v0 {what}; environment 0 (seed 42), episode 2, step 3"

@@ -77,8 +77,8 @@ def abort_process_group() -> None:
     """Leave the process group while the other ranks are still in it: their collectives fail now, not at the timeout.
 
     Gloo closes its connections with the last reference to the group, which a traceback, a device mesh or a DDP replica
-    may hold; it has no call that closes them (`torch.distributed.distributed_c10d._abort_process_group` is for NCCL
-    alone), so they are shut down by their file descriptors.
+    may hold, and has no call that closes them: so they are shut down by their file descriptors. A public
+    `ProcessGroupGloo.shutdown` (https://github.com/pytorch/pytorch/issues/130345) would make this unnecessary.
     """
     for descriptor in _gloo_sockets:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
