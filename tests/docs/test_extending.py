@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +43,27 @@ def run_python(*arguments: str, cwd: Path, path: tuple[Path, ...]) -> subprocess
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False, timeout=600)
 
 
+def train_in(cwd: Path, site: Path, *overrides: str) -> dict[str, Any]:
+    """Train a command line with the examples' options; returns `result.json`, and the run directory as `directory`."""
+    options = ("-m", "runner", f"--config-dir={EXAMPLES / 'conf'}", *overrides)
+    done = run_python(*options, cwd=cwd, path=(ROOT, site))
+    assert done.returncode == 0, done.stderr
+    file = max(cwd.rglob("result.json"), key=lambda path: path.stat().st_mtime_ns)
+    result = json.loads(file.read_text())
+    assert result["status"] == "done"
+    return result | {"directory": file.parent}
+
+
 @pytest.fixture
 def train(site: Path, tmp_path: Path) -> Train:
-    """Train a command line with the examples' options; returns `result.json`, and the run directory as `directory`."""
+    """`train_in` a directory of the test's own."""
+    return partial(train_in, tmp_path, site)
 
-    def train_it(*overrides: str) -> dict[str, Any]:
-        options = ("-m", "runner", f"--config-dir={EXAMPLES / 'conf'}", *overrides)
-        done = run_python(*options, cwd=tmp_path, path=(ROOT, site))
-        assert done.returncode == 0, done.stderr
-        file = max(tmp_path.rglob("result.json"), key=lambda path: path.stat().st_mtime_ns)
-        result = json.loads(file.read_text())
-        assert result["status"] == "done"
-        return result | {"directory": file.parent}
 
-    return train_it
+@pytest.fixture(scope="module")
+def single(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run of a single device that the modes are compared with."""
+    return train_in(tmp_path_factory.mktemp("single"), site, *TINY, "precision=64")
 
 
 def final_weights(result: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -78,8 +86,9 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_a_mode_of_another_package_computes_what_one_device_computes(mode: tuple[str, ...], train: Train) -> None:
-    single = train(*TINY, "precision=64")
+def test_a_mode_of_another_package_computes_what_one_device_computes(
+    mode: tuple[str, ...], single: dict[str, Any], train: Train
+) -> None:
     ours = train(*TINY, "precision=64", *mode)
     assert (single["world_size"], ours["world_size"]) == (1, 2)
     assert ours["steps"] == single["steps"] == 2
