@@ -14,6 +14,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,17 +87,23 @@ class Checkpoints:
         """
         final = self.root / step_name(checkpoint.step)
         part = self.root / f"tmp.{final.name}"
+        own = part / f"rank_{self.rank}.pt"
+        written = part if self.world_size == 1 else own
         try:
             if self.rank == 0:
                 self._make(part)
             self.barrier()
-            _write(part / f"rank_{self.rank}.pt", lambda path: _save(checkpoint.local, path))
+            _write(own, lambda path: _save(checkpoint.local, path))
             self.barrier()
+            written = part
             if self.rank == 0:
                 self._commit(checkpoint, part, final)
                 self._prune(best_step)
         except OSError as error:
-            shutil.rmtree(part, ignore_errors=True)  # frees space for the log and the result
+            # Frees space for the log and the result. While other ranks still write, only this rank's file: one whose
+            # directory is gone would be the first to fail, for a reason that explains nothing.
+            with suppress(OSError):
+                written.unlink() if written is own else shutil.rmtree(written)
             raise StorageError(part, error.strerror or str(error)) from error
         self.barrier()
         return final
