@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -287,3 +288,16 @@ def test_empty_directories_are_removed_up_to_where_they_began(tmp_path: Path) ->
     assert (tmp_path / "a").is_dir()
     directory.remove_empty(tmp_path / "a", end=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_the_result_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory.write_json(tmp_path / "result.json", {"a": 1})
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        directory.write_json(tmp_path / "result.json", {"a": 2})
+    assert directory.read_result(tmp_path) == {"a": 1}

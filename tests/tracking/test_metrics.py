@@ -1,322 +1,142 @@
-"""A run whose numbers stop being finite ends, says when, keeps the batch, and saves no such number."""
+"""The metric sums between two logs, and step times on a clock that is moved by hand."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
-import safetensors.torch
 import torch
-from helpers.command import run_command
-from helpers.compose import FAST, built
-from helpers.events import curves
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers.compose import Trained
 
-import runner.train
-from runner.run import Run
-from runner.seeds import derive
-from runner.state import State
-from runner.storage.checkpoint import Checkpoints
-from runner.train import train
-
-WILD = ("data.crop=0", "schedule=constant", "optimizer.lr=900", "batch_size=32", "steps=40")
-NAN, INF = float("nan"), float("inf")
+import runner.system.section_timer
+import runner.tracking.metrics
+from runner.system.section_timer import SectionTimer
+from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, in_words, quantiles
 
 
-def plain_losses(run: Run, lr: float, steps: int) -> Iterator[tuple[float, torch.Tensor]]:
-    """Loss and sample indices of each step of plain SGD."""
-    samples, _ = run.workload.data.load()  # pyright: ignore[reportAttributeAccessIssue]
-    torch.manual_seed(derive(run.seed, "weights"))
-    model = run.workload.model.build(samples.shape, 10)  # pyright: ignore[reportAttributeAccessIssue]
-    update = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(derive(run.seed, "order", 0)))
-    for indices in order.split(32)[:steps]:
-        loss = torch.nn.functional.cross_entropy(model(samples.inputs[indices]), samples.targets[indices])
-        update.zero_grad()
-        loss.backward()
-        update.step()
-        yield loss.item(), indices
+def test_a_buffer_adds_micro_batches_and_separates_steps() -> None:
+    buffer = MetricBuffer(torch.zeros(2))
+    for sums, is_last in (((1.0, 2.0), False), ((3.0, 4.0), True), ((5.0, 6.0), True)):
+        buffer.add(torch.tensor(sums))
+        if is_last:
+            buffer.end_step()
+    doubled = lambda sums: {name: 2 * tensor for name, tensor in sums.items()}  # noqa: E731
+    assert buffer.peek(doubled, 2).tolist() == [[8, 12], [10, 12]]
+    assert buffer.flush(doubled, 2).tolist() == [[8, 12], [10, 12]]
+    assert buffer.peek(doubled, 2).shape == (0, 2)
+    buffer.add(torch.tensor((7.0, 8.0)))
+    buffer.end_step()
+    assert buffer.flush(lambda sums: sums, 3).tolist() == [[7, 8]]
 
 
-def all_finite(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(all_finite, value.values()))
-    if isinstance(value, torch.Tensor):
-        return bool(value.isfinite().all())
-    return not isinstance(value, float) or abs(value) < INF
+def test_a_buffer_continues_after_the_rows_of_a_checkpoint() -> None:
+    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    buffer = MetricBuffer(torch.zeros(2), list(rows.unbind()))
+    buffer.add(torch.tensor((5.0, 6.0)))
+    buffer.end_step()
+    assert buffer.flush(lambda sums: sums, 9).tolist() == [[1, 2], [3, 4], [5, 6]]
 
 
-def assert_whole_and_finite(directory: Path, steps: list[int]) -> None:
-    """The checkpoints are those of `steps`, and hold finite numbers only."""
-    checkpoints = Checkpoints(directory, keep=9)
-    assert checkpoints.steps() == steps
-    for path in (directory / "checkpoints").glob("step_*"):
-        assert all_finite(dict(safetensors.torch.load_file(path / "model.safetensors")))
-        assert all_finite(torch.load(path / "state.pt", weights_only=True))
-    newest = checkpoints.latest()
-    assert (newest.step if newest else None) == (steps[-1] if steps else None)
+def test_a_step_without_a_micro_batch_adds_nothing() -> None:
+    buffer = MetricBuffer(torch.zeros(2))
+    buffer.end_step()
+    assert buffer.flush(lambda sums: sums, 1).tolist() == [[0, 0]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loss
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_the_first_step_whose_loss_is_not_finite_is_named(bad: float, at: int) -> None:
+    buffer = MetricBuffer(torch.zeros(2))
+    for i in range(5):
+        buffer.add(torch.tensor((bad if i >= at else 1.0, 0.0)))
+        buffer.end_step()
+    with pytest.raises(DivergedError) as caught:
+        buffer.peek(lambda sums: sums, 20)
+    assert caught.value.step == 16 + at
+    assert caught.value.what == "the loss"
+    assert f"step {16 + at}" in str(caught.value)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_the_first_bad_step_is_named_and_its_batch_kept(trained: Callable[..., Run], accumulation: int) -> None:
-    run = trained(*WILD, "log_every=40", "save_every=2", "keep=99", f"accumulation={accumulation}")
-    first, indices = next(
-        (step, indices)
-        for step, (loss, indices) in enumerate(plain_losses(run, 900, 40), start=1)
-        if not abs(loss) < INF
-    )
-    assert first > 3, "it does not begin with it"
-    assert (run.result.status, run.result.error) == ("diverged", f"the loss is not finite at step {first}")
-    [path] = run.directory.glob("diverged_*")
-    assert path.name == f"diverged_step_{first:08d}_rank_0.pt"
-    saved = torch.load(path, weights_only=True)
-    samples, _ = run.workload.data.load()  # pyright: ignore[reportAttributeAccessIssue]
-    assert saved["step"] == first
-    assert saved["inputs"].equal(samples.inputs[indices])
-    assert saved["targets"].equal(samples.targets[indices])
-    steps = Checkpoints(run.directory, keep=99).steps()
-    assert_whole_and_finite(run.directory, steps)
-    assert steps[-1] in (first - 1, first - 2), "the last one before it"
-    assert all(value < INF for points in curves(run.directory).values() for _, value in points)
-    assert all_finite(run.result.as_dict())
+class Hand(SimpleNamespace):
+    """A clock that moves only when told."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
 
 
-@pytest.mark.parametrize("bad", [NAN, INF])
-@pytest.mark.parametrize(
-    ("at", "log_every", "save_every"), [(7, 5, 3), (7, 100, 4), (1, 1, 1), (12, 100, 100), (6, 6, 6)]
-)
-def test_a_bad_loss_is_found_at_the_next_log_or_checkpoint(
-    trained: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, bad: float, at: int, log_every: int, save_every: int
+def test_pauses_are_left_out_of_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand = Hand()
+    monkeypatch.setattr(runner.system.section_timer, "time", hand)
+    monkeypatch.setattr(runner.tracking.metrics, "time", hand)
+    timer = SectionTimer()
+    monkeypatch.setattr(runner.tracking.metrics, "timer", timer)
+
+    def spend(name: str, seconds: float) -> None:
+        with timer.section(name):
+            hand.now += seconds
+
+    spend("data", 50)  # before the first step: not counted
+    spend("log", 50)
+    steps = StepTimer(torch.device("cpu"))
+    hand.now += 7
+    steps.start()
+    spend("data", 1)
+    hand.now += 2
+    steps.lap(pausing=False)
+    spend("data", 0.5)
+    hand.now += 0.5
+    steps.lap(pausing=True)
+    assert steps.rates(8) == {
+        "time/samples_per_second": 16 / 4,
+        "time/step_seconds": 2,
+        "time/data_share": 1.5 / 4,
+    }
+    for name in ("log", "evaluate", "checkpoint"):
+        spend(name, 1000)
+    hand.now += 5
+    steps.lap(pausing=True)
+    assert steps.rates(8)["time/samples_per_second"] == 8 / 5
+    assert list(steps.seconds) == [3, 1, 5]
+    assert steps.elapsed() == 3009
+
+
+def test_the_device_is_waited_for_only_before_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a device still computes is the time of the steps, not of the log that waits for it."""
+    waited = []
+    monkeypatch.setattr(runner.tracking.metrics, "synchronize", waited.append)
+    steps = StepTimer(torch.device("meta"))
+    steps.lap(pausing=False)
+    assert not waited
+    steps.lap(pausing=True)
+    assert waited == [torch.device("meta")]
+
+
+def test_logs_evaluations_and_checkpoints_are_pauses(
+    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from runner.workloads.classifier import Classifier
-
-    calls = iter(range(1, 100))
-    criterion = Classifier.criterion
-    monkeypatch.setattr(Classifier, "criterion", lambda *a: criterion(*a) * (bad if next(calls) == at else 1))
-    run = trained("steps=12", f"log_every={log_every}", f"save_every={save_every}", "eval_every=0", "keep=9")
-    due = [step for step in range(at, 13) if step % log_every == 0 or step % save_every == 0 or step == 12]
-    assert run.result.error == f"the loss is not finite at step {at}"
-    assert run.result.steps == due[0]
-    assert_whole_and_finite(run.directory, list(range(save_every, at, save_every)))
+    said = []
+    monkeypatch.setattr(StepTimer, "lap", lambda steps, pausing: said.append(pausing) or steps.seconds.append(1))
+    trained("steps=13", "log_every=4", "eval_every=5", "save_every=6")
+    assert [step for step, pausing in enumerate(said, start=1) if pausing] == [4, 5, 6, 8, 10, 12, 13]
 
 
-def test_the_augmented_batch_is_kept_as_it_was(trained: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner.workloads.classifier import Classifier
-
-    seen, criterion = [], Classifier.criterion
-    loss = Classifier.loss
-
-    def spied(self: Classifier, model: torch.nn.Module, batch: Any) -> Any:
-        seen.append(batch)
-        return loss(self, model, batch)
-
-    monkeypatch.setattr(Classifier, "loss", spied)
-    monkeypatch.setattr(Classifier, "criterion", lambda *a: criterion(*a) * (NAN if len(seen) == 10 else 1))
-    run = trained("steps=30", "data.crop=2", "accumulation=2", "batch_size=200", "log_every=30", "save_every=0")
-    assert run.result.error == "the loss is not finite at step 5"
-    saved = torch.load(run.directory / "diverged_step_00000005_rank_0.pt", weights_only=True)
-    assert saved["inputs"].equal(torch.cat([batch.inputs for batch in seen[8:10]]))
-    assert saved["targets"].equal(torch.cat([batch.targets for batch in seen[8:10]]))
+@pytest.mark.parametrize(("count", "left_out"), [(0, 0), (4, 0), (5, 1), (20, 4), (50, 10), (1000, 10)])
+def test_the_warm_up_is_left_out(count: int, left_out: int) -> None:
+    steps = StepTimer(torch.device("cpu"))
+    steps.seconds.extend(map(float, range(count)))
+    assert steps.steady() == list(map(float, range(left_out, count)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All else that a checkpoint holds
+def test_quantiles() -> None:
+    assert quantiles([]) == {}
+    assert quantiles([3.0]) == {"median": 3, "p90": 3}
+    assert quantiles([float(n) for n in range(10, 0, -1)]) == {"median": 5.5, "p90": 9}
+    assert quantiles([float(n) for n in range(1, 101)]) == {"median": 50.5, "p90": 90}
 
 
-@pytest.mark.parametrize(
-    ("part", "named"),
-    [("weight", "conv2.conv.weight"), ("moment", "exp_avg_sq of head.fc.bias"), ("metric", "eval/loss")],
-)
-def test_a_bad_number_elsewhere_is_never_saved(
-    trained: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, part: str, named: str
-) -> None:
-    save, evaluate = State.save, runner.train.evaluate
-
-    def broken_save(state: State) -> None:
-        if state.step == 6 and part == "weight":
-            dict(state.model.named_parameters())["conv2.conv.weight"].data[0, 0, 0, 0] = INF
-        if state.step == 6 and part == "moment":
-            state.optimizer.state[dict(state.model.named_parameters())["head.fc.bias"]]["exp_avg_sq"][3] = INF
-        save(state)
-
-    def broken_evaluation(state: State, *others: Any) -> bool:
-        if state.step == 6 and part == "metric":
-            monkeypatch.setattr(state.run.workload, "summarize", lambda sums: {"loss": NAN, "accuracy": 0.5})
-        return evaluate(state, *others)
-
-    monkeypatch.setattr(State, "save", broken_save)
-    monkeypatch.setattr(runner.train, "evaluate", broken_evaluation)
-    run = trained("optimizer=adam", "steps=9", "save_every=3", "eval_every=3", "log_every=2", "keep=9")
-    assert (run.result.status, run.result.steps) == ("diverged", 6)
-    assert run.result.error == f"{named} is not finite at step 6"
-    assert_whole_and_finite(run.directory, [3])
-    assert all_finite(run.result.as_dict())
-    assert run.result.best["step"] == 3
-
-
-def test_finite_gradients_may_overflow_adams_moments(
-    trained: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A gradient of 1e20 has a square that float32 cannot hold: the weights stay finite, and stand still for ever."""
-    from runner.workloads.classifier import Classifier
-
-    criterion = Classifier.criterion
-    monkeypatch.setattr(Classifier, "criterion", lambda *a: criterion(*a) * 1e22)
-    run = trained("optimizer=adam", "steps=2", "log_every=1", "eval_every=0", "save_every=1")
-    assert run.result.status == "diverged"
-    assert "exp_avg_sq of" in run.result.error
-    assert_whole_and_finite(run.directory, [])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# From the command line
-
-
-def test_it_exits_with_3_and_goes_on_with_a_smaller_rate(tmp_path: Path) -> None:
-    code, said = run_command(*FAST, *WILD, "log_every=10", "save_every=1", "keep=9", cwd=tmp_path)
-    assert code == 3, said
-    [path] = tmp_path.glob("outputs/*/*")
-    result = json.loads((path / "result.json").read_text(), parse_constant=pytest.fail)
-    assert result["status"] == "diverged"
-    assert result["error"] in said
-    step = int(result["error"].rpartition(" ")[2])
-    assert f"diverged_step_{step:08d}_rank_0.pt" in said
-    assert f"the batch of step {step} is in" in (path / "log.txt").read_text()
-    assert Checkpoints(path, keep=9).steps() == list(range(1, step))
-    code, said = run_command(
-        f"resume={path}/checkpoints/step_00000001", "optimizer.lr=1e-6", "log_every=1", cwd=tmp_path
-    )
-    assert code == 0, said
-    assert "resumed after step 1" in said
-    read = curves(path)
-    assert [step for step, _ in read["train/loss"]] == list(range(2, 41))
-    assert all(abs(value) < INF for points in read.values() for _, value in points)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Nothing waits for the device between two logs
-
-
-WAITING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
-READS = {
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.equal.default,
-    torch.ops.aten.is_nonzero.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.masked_select.default,
-    torch.ops.aten.allclose.default,
-}
-
-
-class Watched(TorchDispatchMode):
-    """Collects the operations that would wait for a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.seen = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += 1
-        if func in READS:
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def between_logs(run: Run, monkeypatch: pytest.MonkeyPatch, begin: Callable, end: Callable) -> None:
-    """Call `begin` at the end of each round of the loop but the first, and `end` after the last update before a log."""
-    after_step = run.workload.after_step
-
-    def log_follows(model: torch.nn.Module, step: int) -> None:
-        after_step(model, step)
-        if run.due(run.log_every, step):
-            end()
-
-    monkeypatch.setattr(run.workload, "after_step", log_follows)
-    monkeypatch.setattr(run.profiler, "after_step", lambda step: begin() if step < run.num_steps else None)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("optimizer=sgd",),
-        ("optimizer=adam",),
-        ("optimizer=adamw", "max_grad_norm=1"),
-        ("precision=bf16", "accumulation=4"),
-        ("precision=16",),
-        ("data.crop=2", "model.dropout=0.1", "batch_size=200"),
-    ],
-)
-def test_between_logs_no_number_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: Any) -> None:
-    run = built(*FAST, "steps=12", "log_every=4", "eval_every=0", "save_every=0", *overrides)
-    run.prepare()
-    run.directory = tmp_path
-    watched, active = Watched(), []
-
-    def spied(name: str) -> None:
-        method = getattr(torch.Tensor, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if active:
-                watched.found.append(name)
-            return method(*args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, call)
-
-    for name in WAITING:
-        spied(name)
-
-    def begin() -> None:
-        if not active:
-            active.append(watched.__enter__())
-
-    def end() -> None:
-        if active:
-            active.pop().__exit__(None, None, None)
-
-    between_logs(run, monkeypatch, begin, end)
-    assert train(run).status == "done"
-    assert watched.seen > 100
-    assert watched.found == []
-
-
-def test_the_watch_sees_what_would_wait() -> None:
-    with Watched() as watched:
-        tensor = torch.ones(1)
-        _ = tensor.item(), float(tensor), bool(tensor), torch.equal(tensor, tensor), tensor.nonzero()
-    assert len(watched.found) == 5
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("optimizer=sgd",),
-        ("optimizer=adam", "max_grad_norm=1"),
-        ("precision=bf16", "accumulation=4"),
-        ("precision=16",),
-    ],
-)
-def test_between_logs_cuda_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: Any) -> None:
-    run = built(
-        *FAST, "device=cuda", "data.crop=2", "steps=60", "log_every=20", "eval_every=0", "save_every=0", *overrides
-    )
-    run.prepare()
-    run.directory = tmp_path
-    between_logs(
-        run,
-        monkeypatch,
-        lambda: torch.cuda.set_sync_debug_mode("error"),
-        lambda: torch.cuda.set_sync_debug_mode("default"),
-    )
-    try:
-        assert train(run).status == "done"
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+def test_metrics_in_words() -> None:
+    assert in_words({"train/loss": 0.25138777, "train/accuracy": 1.0}) == "train/loss 0.251388, train/accuracy 1"
+    assert in_words({}) == ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.command import environment
+from helpers.command import PATIENCE, environment
 from helpers.compose import FAST
 
 import runner.tracking.progress
@@ -48,7 +48,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 # Lines
 
 
-def test_a_line_every_five_seconds_tells_what_was_measured(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_every_five_seconds_shows_the_metrics(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(num_steps=1000, batch_size=BATCH)
     progress.metrics({"train/loss": 2.34567, "train/accuracy": 0.5})
     for step in range(1, 101):  # ten steps a second, for ten seconds
@@ -59,7 +59,7 @@ def test_a_line_every_five_seconds_tells_what_was_measured(hand: Hand, capsys: p
     assert re.fullmatch(r"step (99|100|101)/1000  loss 2.346  accuracy 0.5  640 samples/s  1:[23]\d left", second)
 
 
-def test_the_numbers_are_those_of_the_last_seconds(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rate_is_that_of_the_last_seconds(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(num_steps=10_000, batch_size=BATCH)
     for step, seconds in ((100, 10), (100 + 5, 10), (100 + 5 + 400, 20)):  # 10, 0.5 and 20 steps a second
         hand.now += seconds
@@ -71,7 +71,7 @@ def test_the_numbers_are_those_of_the_last_seconds(hand: Hand, capsys: pytest.Ca
     ]
 
 
-def test_the_last_step_is_always_told(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_step_is_always_shown(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(num_steps=3, batch_size=BATCH)
     for step in (1, 2, 3):
         hand.now += 0.5
@@ -105,7 +105,7 @@ def test_metrics_replace_those_before_them(hand: Hand) -> None:
     ("seconds", "shown"),
     [(0, "0:00"), (0.4, "0:00"), (59.6, "1:00"), (61, "1:01"), (3599, "59:59"), (3600, "1:00:00"), (90061, "25:01:01")],
 )
-def test_the_clock(seconds: float, shown: str) -> None:
+def test_durations_are_shown_as_on_a_clock(seconds: float, shown: str) -> None:
     assert runner.tracking.progress._clock(seconds) == shown
 
 
@@ -113,7 +113,7 @@ def test_the_clock(seconds: float, shown: str) -> None:
 # Which one
 
 
-def test_what_is_shown_depends_on_where_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_display_depends_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(terminal: bool, visible: bool = True, **variables: str) -> type:
         monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: terminal, write=len, flush=lambda: None))
         for name in ("CI", "TERM"):
@@ -139,19 +139,10 @@ def test_other_ranks_are_silent(hand: Hand, capsys: pytest.CaptureFixture[str]) 
 # ---------------------------------------------------------------------------------------------------------------------
 # On a terminal
 
-STEPS = """
-import sys, time
-from runner.tracking.progress import progress_for
-with progress_for(40, 64, 0, visible=True) as progress:
-    progress.metrics({"train/loss": 0.25, "train/accuracy": 0.75})
-    for step in range(1, 41):
-        time.sleep(0.01)
-        progress.step(step)
-print("after it")
-"""
+STEPS = [sys.executable, "-m", "helpers.progress_steps"]
 
 
-def on_a_terminal(program: list[str], cwd: Path, timeout: float = 120, **variables: str) -> str:
+def on_a_terminal(program: list[str], cwd: Path, timeout: float = PATIENCE, **variables: str) -> str:
     """What a terminal of 120 columns would be sent by `program`."""
     ours, theirs = pty.openpty()
     variables = {"TERM": "xterm-256color", "COLUMNS": "120", **variables}
@@ -170,7 +161,7 @@ def on_a_terminal(program: list[str], cwd: Path, timeout: float = 120, **variabl
                 break
             sent += part
     os.close(ours)
-    assert process.wait(timeout=10) == 0, sent.decode()
+    assert process.wait(timeout=PATIENCE) == 0, sent.decode()
     return sent.decode()
 
 
@@ -178,8 +169,8 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COLOUR = re.compile(r"\x1b\[[0-9;]*(3[0-8]|4[0-8]|9[0-7])[0-9;]*m")
 
 
-def test_the_bar_tells_what_the_lines_tell(tmp_path: Path) -> None:
-    sent = on_a_terminal([sys.executable, "-c", STEPS], tmp_path)
+def test_the_bar_shows_what_the_lines_show(tmp_path: Path) -> None:
+    sent = on_a_terminal(STEPS, tmp_path)
     assert COLOUR.search(sent)
     drawn = [line for line in re.split(r"[\r\n]+", ESCAPE.sub("", sent)) if "/40" in line]
     assert re.search(r"━+ +40/40 +loss 0.25  accuracy 0.75  [\d,]+ samples/s  0:00 left", drawn[-1])
@@ -189,20 +180,20 @@ def test_the_bar_tells_what_the_lines_tell(tmp_path: Path) -> None:
 
 
 def test_without_colour_the_bar_has_none(tmp_path: Path) -> None:
-    sent = on_a_terminal([sys.executable, "-c", STEPS], tmp_path, NO_COLOR="1")
+    sent = on_a_terminal(STEPS, tmp_path, NO_COLOR="1")
     assert not COLOUR.search(sent)
     assert "40/40" in sent
     assert "samples/s" in sent
 
 
 @pytest.mark.parametrize("variables", [{"CI": "true"}, {"TERM": "dumb"}], ids=str)
-def test_no_bar_where_nobody_sees_it_move(variables: dict[str, str], tmp_path: Path) -> None:
-    sent = on_a_terminal([sys.executable, "-c", STEPS], tmp_path, **variables)
+def test_no_bar_in_ci_or_on_a_dumb_terminal(variables: dict[str, str], tmp_path: Path) -> None:
+    sent = on_a_terminal(STEPS, tmp_path, **variables)
     assert "\x1b" not in sent
     assert re.findall(r"step (\d+)/40  loss 0.25  accuracy 0.75", sent) == ["40"]
 
 
-def test_the_command_draws_its_bar_and_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+def test_the_command_draws_a_bar_and_restores_the_terminal(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "runner", *FAST, "steps=300", "log_every=10"]
     sent = on_a_terminal(program, tmp_path)
     plain = ESCAPE.sub("", sent)

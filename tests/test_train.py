@@ -1,0 +1,353 @@
+"""The training loop: what it does when numbers stop being finite, its result, and that nothing waits for the device."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from helpers.command import run_command
+from helpers.compose import FAST, Trained, built, train_in
+from helpers.events import curves
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import runner.train
+from runner.run import Run, Session
+from runner.seeds import derive
+from runner.state import State
+from runner.storage.checkpoint import Checkpoints
+
+WILD = ("data.crop=0", "schedule=constant", "optimizer.lr=900", "batch_size=32", "steps=40")
+NAN, INF = float("nan"), float("inf")
+
+
+def plain_losses(run: Run, lr: float, steps: int) -> Iterator[tuple[float, torch.Tensor]]:
+    """Loss and sample indices of each step of plain SGD."""
+    samples, _ = run.workload.data.load()  # pyright: ignore[reportAttributeAccessIssue]
+    torch.manual_seed(derive(run.seed, "weights"))
+    model = run.workload.model.build(samples.shape, 10)  # pyright: ignore[reportAttributeAccessIssue]
+    update = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(derive(run.seed, "order", 0)))
+    for indices in order.split(32)[:steps]:
+        loss = torch.nn.functional.cross_entropy(model(samples.inputs[indices]), samples.targets[indices])
+        update.zero_grad()
+        loss.backward()
+        update.step()
+        yield loss.item(), indices
+
+
+def all_finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(all_finite, value.values()))
+    if isinstance(value, torch.Tensor):
+        return bool(value.isfinite().all())
+    return not isinstance(value, float) or abs(value) < INF
+
+
+def assert_whole_and_finite(directory: Path, steps: list[int]) -> None:
+    """The checkpoints are those of `steps`, and hold finite numbers only."""
+    checkpoints = Checkpoints(directory, keep=9)
+    assert checkpoints.steps() == steps
+    for path in (directory / "checkpoints").glob("step_*"):
+        assert all_finite(dict(safetensors.torch.load_file(path / "model.safetensors")))
+        assert all_finite(torch.load(path / "state.pt", weights_only=True))
+    newest = checkpoints.latest()
+    assert (newest.step if newest else None) == (steps[-1] if steps else None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_first_step_that_diverges_is_named_and_its_batch_saved(
+    trained: Callable[..., Trained], accumulation: int
+) -> None:
+    run = trained(*WILD, "log_every=40", "save_every=2", "keep=99", f"accumulation={accumulation}")
+    first, indices = next(
+        (step, indices)
+        for step, (loss, indices) in enumerate(plain_losses(run.run, 900, 40), start=1)
+        if not abs(loss) < INF
+    )
+    assert first > 3, "it does not begin with it"
+    assert (run.result.status, run.result.error) == ("diverged", f"the loss is not finite at step {first}")
+    [path] = run.directory.glob("diverged_*")
+    assert path.name == f"diverged_step_{first:08d}_rank_0.pt"
+    saved = torch.load(path, weights_only=True)
+    samples, _ = run.run.workload.data.load()  # pyright: ignore[reportAttributeAccessIssue]
+    assert saved["step"] == first
+    assert saved["inputs"].equal(samples.inputs[indices])
+    assert saved["targets"].equal(samples.targets[indices])
+    steps = Checkpoints(run.directory, keep=99).steps()
+    assert_whole_and_finite(run.directory, steps)
+    assert steps[-1] in (first - 1, first - 2), "the last one before it"
+    assert all(value < INF for points in curves(run.directory).values() for _, value in points)
+    assert all_finite(run.result.as_dict())
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize(
+    ("at", "log_every", "save_every"), [(7, 5, 3), (7, 100, 4), (1, 1, 1), (12, 100, 100), (6, 6, 6)]
+)
+def test_a_loss_that_is_not_finite_is_found_at_the_next_log_or_checkpoint(
+    trained: Callable[..., Trained],
+    monkeypatch: pytest.MonkeyPatch,
+    bad: float,
+    at: int,
+    log_every: int,
+    save_every: int,
+) -> None:
+    from runner.workloads.classifier import Classifier
+
+    calls = iter(range(1, 100))
+    criterion = Classifier.criterion
+    monkeypatch.setattr(Classifier, "criterion", lambda *a: criterion(*a) * (bad if next(calls) == at else 1))
+    run = trained("steps=12", f"log_every={log_every}", f"save_every={save_every}", "eval_every=0", "keep=9")
+    due = [step for step in range(at, 13) if step % log_every == 0 or step % save_every == 0 or step == 12]
+    assert run.result.error == f"the loss is not finite at step {at}"
+    assert run.result.steps == due[0]
+    assert_whole_and_finite(run.directory, list(range(save_every, at, save_every)))
+
+
+def test_the_diverged_batch_is_saved_as_it_was_augmented(
+    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner.workloads.classifier import Classifier
+
+    seen, criterion = [], Classifier.criterion
+    loss = Classifier.loss
+
+    def spied(self: Classifier, model: torch.nn.Module, batch: Any) -> Any:
+        seen.append(batch)
+        return loss(self, model, batch)
+
+    monkeypatch.setattr(Classifier, "loss", spied)
+    monkeypatch.setattr(Classifier, "criterion", lambda *a: criterion(*a) * (NAN if len(seen) == 10 else 1))
+    run = trained("steps=30", "data.crop=2", "accumulation=2", "batch_size=200", "log_every=30", "save_every=0")
+    assert run.result.error == "the loss is not finite at step 5"
+    saved = torch.load(run.directory / "diverged_step_00000005_rank_0.pt", weights_only=True)
+    assert saved["inputs"].equal(torch.cat([batch.inputs for batch in seen[8:10]]))
+    assert saved["targets"].equal(torch.cat([batch.targets for batch in seen[8:10]]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All else that a checkpoint holds
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [("weight", "conv2.conv.weight"), ("moment", "exp_avg_sq of head.fc.bias"), ("metric", "eval/loss")],
+)
+def test_no_checkpoint_holds_a_number_that_is_not_finite(
+    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, part: str, named: str
+) -> None:
+    save, evaluate = State.save, runner.train.evaluate
+
+    def broken_save(state: State) -> None:
+        if state.step == 6 and part == "weight":
+            dict(state.model.named_parameters())["conv2.conv.weight"].data[0, 0, 0, 0] = INF
+        if state.step == 6 and part == "moment":
+            state.optimizer.state[dict(state.model.named_parameters())["head.fc.bias"]]["exp_avg_sq"][3] = INF
+        save(state)
+
+    def broken_evaluation(state: State, *others: Any) -> bool:
+        if state.step == 6 and part == "metric":
+            monkeypatch.setattr(state.session.run.workload, "summarize", lambda sums: {"loss": NAN, "accuracy": 0.5})
+        return evaluate(state, *others)
+
+    monkeypatch.setattr(State, "save", broken_save)
+    monkeypatch.setattr(runner.train, "evaluate", broken_evaluation)
+    run = trained("optimizer=adam", "steps=9", "save_every=3", "eval_every=3", "log_every=2", "keep=9")
+    assert (run.result.status, run.result.steps) == ("diverged", 6)
+    assert run.result.error == f"{named} is not finite at step 6"
+    assert_whole_and_finite(run.directory, [3])
+    assert all_finite(run.result.as_dict())
+    assert run.result.best["step"] == 3
+
+
+def test_finite_gradients_may_overflow_adams_moments(
+    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient of 1e20 has a square that float32 cannot hold: the weights stay finite, and stand still for ever."""
+    from runner.workloads.classifier import Classifier
+
+    criterion = Classifier.criterion
+    monkeypatch.setattr(Classifier, "criterion", lambda *a: criterion(*a) * 1e22)
+    run = trained("optimizer=adam", "steps=2", "log_every=1", "eval_every=0", "save_every=1")
+    assert run.result.status == "diverged"
+    assert "exp_avg_sq of" in run.result.error
+    assert_whole_and_finite(run.directory, [])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From the command line
+
+
+def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path: Path) -> None:
+    code, said = run_command(*FAST, *WILD, "log_every=10", "save_every=1", "keep=9", cwd=tmp_path)
+    assert code == 3, said
+    [path] = tmp_path.glob("outputs/*/*")
+    result = json.loads((path / "result.json").read_text(), parse_constant=pytest.fail)
+    assert result["status"] == "diverged"
+    assert result["error"] in said
+    step = int(result["error"].rpartition(" ")[2])
+    assert f"diverged_step_{step:08d}_rank_0.pt" in said
+    assert str(path / f"diverged_step_{step:08d}_rank_0.pt") in (path / "log.txt").read_text()
+    assert Checkpoints(path, keep=9).steps() == list(range(1, step))
+    code, said = run_command(
+        f"resume={path}/checkpoints/step_00000001", "optimizer.lr=1e-6", "log_every=1", cwd=tmp_path
+    )
+    assert code == 0, said
+    assert "resumed after step 1" in said
+    read = curves(path)
+    assert [step for step, _ in read["train/loss"]] == list(range(2, 41))
+    assert all(abs(value) < INF for points in read.values() for _, value in points)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# result.json
+
+
+def test_the_result_agrees_with_the_curves(trained: Callable[..., Trained]) -> None:
+    before = time.perf_counter()
+    run = trained("steps=30", "log_every=5", "eval_every=10", "optimizer.lr=0.02")
+    took = time.perf_counter() - before
+    result, read = run.result.as_dict(), curves(run.directory)
+    assert (result["status"], result["steps"], result["world_size"], result["error"]) == ("done", 30, 1, "")
+    for tag in ("train/loss", "train/accuracy", "eval/loss", "eval/accuracy"):
+        assert result["metrics"][tag] == pytest.approx(read[tag][-1][1], rel=1e-6)
+    assert set(result["metrics"]) == {"train/loss", "train/accuracy", "eval/loss", "eval/accuracy"}
+    step, best = max(read["eval/accuracy"], key=lambda point: (point[1], -point[0]))
+    assert result["best"] == {"metric": "eval/accuracy", "value": pytest.approx(best), "step": step}
+    training = sum(5 * seconds for _, seconds in read["time/step_seconds"])
+    assert result["samples_per_second"] == pytest.approx(30 * 64 / training, rel=1e-4)
+    assert training < result["seconds"] < took
+    assert 0 < result["step_seconds"]["median"] <= result["step_seconds"]["p90"] < training
+    assert 50e6 < result["peak_memory_bytes"] < 1.05 * 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    where = ("name", "output_root", "resume", "tracking")
+    hashed = {key: value for key, value in run.run.config.items() if key not in where}
+    assert result["config_hash"] == hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:12]
+    assert json.loads(json.dumps(result)) == result, "plain values"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nothing waits for the device between two logs
+
+
+WAITING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
+READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.allclose.default,
+}
+
+
+class Watched(TorchDispatchMode):
+    """Collects the operations that would wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        if func in READS:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def between_logs(session: Session, monkeypatch: pytest.MonkeyPatch, begin: Callable, end: Callable) -> None:
+    """Call `begin` at the end of each round of the loop but the first, and `end` after the last update before a log."""
+    run = session.run
+    after_step = run.workload.after_step
+
+    def log_follows(model: torch.nn.Module, step: int) -> None:
+        after_step(model, step)
+        if session.is_due(run.log_every, step):
+            end()
+
+    monkeypatch.setattr(run.workload, "after_step", log_follows)
+    monkeypatch.setattr(run.profiler, "after_step", lambda step: begin() if step < session.num_steps else None)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optimizer=sgd",),
+        ("optimizer=adam",),
+        ("optimizer=adamw", "max_grad_norm=1"),
+        ("precision=bf16", "accumulation=4"),
+        ("precision=16",),
+        ("data.crop=2", "model.dropout=0.1", "batch_size=200"),
+    ],
+)
+def test_between_logs_no_number_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: Any) -> None:
+    run = built(*FAST, "steps=12", "log_every=4", "eval_every=0", "save_every=0", *overrides)
+    watched, active = Watched(), []
+
+    def spied(name: str) -> None:
+        method = getattr(torch.Tensor, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if active:
+                watched.found.append(name)
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, call)
+
+    for name in WAITING:
+        spied(name)
+
+    def begin() -> None:
+        if not active:
+            active.append(watched.__enter__())
+
+    def end() -> None:
+        if active:
+            active.pop().__exit__(None, None, None)
+
+    change = partial(between_logs, monkeypatch=monkeypatch, begin=begin, end=end)
+    assert train_in(tmp_path, run, change).result.status == "done"
+    assert watched.seen > 100
+    assert watched.found == []
+
+
+def test_operations_that_wait_are_found() -> None:
+    with Watched() as watched:
+        tensor = torch.ones(1)
+        _ = tensor.item(), float(tensor), bool(tensor), torch.equal(tensor, tensor), tensor.nonzero()
+    assert len(watched.found) == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optimizer=sgd",),
+        ("optimizer=adam", "max_grad_norm=1"),
+        ("precision=bf16", "accumulation=4"),
+        ("precision=16",),
+    ],
+)
+def test_between_logs_cuda_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: Any) -> None:
+    run = built(
+        *FAST, "device=cuda", "data.crop=2", "steps=60", "log_every=20", "eval_every=0", "save_every=0", *overrides
+    )
+    begin, end = (partial(torch.cuda.set_sync_debug_mode, mode) for mode in ("error", "default"))
+    change = partial(between_logs, monkeypatch=monkeypatch, begin=begin, end=end)
+    try:
+        assert train_in(tmp_path, run, change).result.status == "done"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,43 @@
+"""Event files, read back as TensorBoard reads them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from helpers.events import curves
+from torch.utils.tensorboard.summary import scalar
+
+from runner.storage.run_directory import StorageError
+from runner.tracking.event_file import EventFile, points
+
+
+def test_sessions_are_read_in_order_whatever_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for first_step, now in ((1, 2e9), (3, 2e9), (5, 1e9), (6, 2e9 + 7)):  # at once, and with the clock set back
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        file = EventFile(tmp_path, first_step)
+        for step in range(first_step, 9):
+            file.add(points({"a": first_step}), step)
+        file.close()
+    assert curves(tmp_path)["a"] == [(1, 1), (2, 1), (3, 3), (4, 3), (5, 5), (6, 6), (7, 6), (8, 6)]
+
+
+def test_an_added_event_can_be_read_at_once(tmp_path: Path) -> None:
+    file = EventFile(tmp_path, 1)
+    file.add(scalar("a", 3.0), 2)
+    assert curves(tmp_path)["a"] == [(2, 3.0)]
+    file.close()
+
+
+def test_a_full_disk_raises_a_storage_error(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("only Linux has a device that is always full")
+    file = EventFile(tmp_path, 1)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), file._file.fileno())
+    with pytest.raises(StorageError) as caught:
+        file.add(scalar("a", 3.0), 2)
+    assert caught.value.why == "No space left on device"
+    assert caught.value.path.parent == tmp_path
+    file.close()  # raises no second time
