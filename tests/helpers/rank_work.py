@@ -61,10 +61,10 @@ def fail_at_once(rank: int, session: Session) -> None:
         raise OSError(5, "Input/output error")
 
 
-def full_disk(rank: int, session: Session) -> None:
-    """No file of this rank may grow beyond a kilobyte: to a program that is a full disk."""
+def full_disk(rank: int, num_bytes: int, session: Session) -> None:
+    """No file of this rank may grow beyond `num_bytes`: to a program that is a full disk."""
     if session.rank == rank:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
