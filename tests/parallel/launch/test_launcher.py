@@ -1,0 +1,37 @@
+"""The launcher of one process: it trains in this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.compose import FAST, built, prepared
+
+from runner.parallel.collectives import Collectives
+from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.launch.launcher import Launcher
+
+
+def test_this_process_is_the_only_one() -> None:
+    devices = [torch.device("cpu")]
+    with Launcher(devices).connect() as process:
+        assert process.rank_info == RankInfo()
+        assert process.devices == devices
+        assert type(process.collectives) is Collectives
+        assert process.shared_state is None
+
+
+def test_training_happens_here_and_errors_pass_through(tmp_path: Path) -> None:
+    context = prepared(built(*FAST)).context
+    launcher = Launcher([torch.device("cpu")])
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    def unreachable(_: object) -> None:
+        raise AssertionError("no process is started")
+
+    assert launcher.launch(lambda: 7, unreachable, context, tmp_path) == 7
+    with pytest.raises(ZeroDivisionError):
+        launcher.launch(fail, unreachable, context, tmp_path)

@@ -1,0 +1,118 @@
+"""The single-device mode: what the other modes inherit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.compose import FAST, built, prepared
+from helpers.runs import assert_same
+
+from runner.batching import MicroBatch
+from runner.config.errors import ConfigError
+from runner.parallel.base import Parallel, move
+from runner.parallel.context import Layout
+from runner.parallel.launch.cluster import RankInfo
+from runner.run import Session
+
+
+def placed(*overrides: str) -> tuple[Session, torch.nn.Module]:
+    """A session, and its model in place."""
+    session = prepared(built(*FAST, *overrides))
+    torch.manual_seed(0)
+    return session, session.run.parallel.place(session.run.workload.build_model(), session.context)
+
+
+def first_batch(session: Session, model: torch.nn.Module) -> Any:
+    return next(session.run.workload.batches(model, session.plan, 0, session.device))
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_single_process_does_all_the_work() -> None:
+    session = prepared(built(*FAST))
+    context = session.context
+    assert context.layout == Layout()
+    assert (context.rank, context.world_size, context.device) == (0, 1, torch.device("cpu"))
+    assert (context.plan.data_shard, context.plan.step_shard) == ((0, 1), (0, 1))
+    assert session.run.parallel.num_microbatches(context) == 1
+    assert session.run.parallel.scalars() == {}
+    assert session.run.parallel.combine_overflow(torch.zeros(())) is None
+
+
+def test_data_parallel_ranks_have_a_shard_and_random_numbers_of_their_own() -> None:
+    layout = Layout.data_parallel(RankInfo(2, 5, 0, 1))
+    assert layout == Layout(data_shard=(2, 5), eval_shard=(2, 5), rng_stream=2)
+    assert layout.non_equivalence_reason == ""
+
+
+def test_several_processes_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in RankInfo(1, 2, 1, 2, "127.0.0.1", 1234).variables().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as refusal:
+        prepared(built(*FAST))
+    assert (refusal.value.key, refusal.value.got) == ("parallel.processes", 2)
+    assert "parallel=ddp" in refusal.value.remedy
+
+
+def test_gradients_are_weighted_by_the_share_of_the_micro_batch() -> None:
+    session, model = placed("batch_size=16")
+    batch, mode = first_batch(session, model), session.run.parallel
+    sums = mode.accumulate(model, batch, MicroBatch(0, 16, 1.0, True), True)
+    whole = gradients(model)
+    model.zero_grad()
+    quarter = mode.accumulate(model, batch, MicroBatch(0, 16, 0.25, False), False)
+    assert torch.equal(quarter, sums), "metrics are sums, and not weighted"
+    assert (sums.dtype, sums.shape) == (torch.float32, (2,))
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, whole[name] / 4, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e-3, 1e3])
+def test_clipping_returns_the_norm_before_it(max_norm: float | None) -> None:
+    session, model = placed("batch_size=16")
+    session.run.parallel.accumulate(model, first_batch(session, model), MicroBatch(0, 16, 1.0, True), True)
+    before = gradients(model)
+    norm = torch.cat([gradient.flatten() for gradient in before.values()]).norm()
+    torch.testing.assert_close(session.run.parallel.clip_gradients(model, max_norm), norm)
+    scale = 1.0 if max_norm is None else min(1.0, max_norm / float(norm))
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, before[name] * scale, rtol=1e-4, atol=0)
+
+
+def test_an_evaluation_covers_every_held_out_sample_in_inference_mode() -> None:
+    session, model = placed()
+    seen: list[bool] = []
+    model.register_forward_hook(
+        lambda module, *_: seen.append(torch.is_inference_mode_enabled() and not module.training)
+    )
+    metrics, sums = session.run.parallel.evaluate(model.eval())
+    assert int(sums["count"]) == 359
+    assert metrics.keys() == {"loss", "accuracy"}
+    assert all(seen)
+    assert seen
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_model_is_moved_into_the_memory_format(channels_last: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.Linear(3, 3))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    move(model, torch.device("cpu"), channels_last)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last) is channels_last
+    assert model[0].weight.is_contiguous() is not channels_last
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_state_of_one_mode_object_fits_another() -> None:
+    (session, model), (_, other) = placed(), placed()
+    optimizer = session.run.optimizer.build(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    tensors, states = session.run.parallel.full_state(model, optimizer)
+    Parallel().load_full_state(other, session.run.optimizer.build(other), tensors, states)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert session.run.parallel.local_state(model, optimizer) == {}

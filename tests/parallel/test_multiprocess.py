@@ -1,0 +1,115 @@
+"""What the modes of several processes share: how many processes, on which devices, started by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.compose import FAST, built, composed
+from helpers.ranks import Ranks, connected
+
+from runner.config.errors import ConfigError
+from runner.device import Device
+from runner.parallel.ddp import DDP
+from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.launch.processes import ExternalProcesses, LocalProcesses
+from runner.parallel.multiprocess import MultiProcess, average_buffers
+
+CPU = torch.device("cpu")
+GPUS = [torch.device("cuda", index) for index in range(3)]
+
+
+@pytest.fixture
+def _three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+
+
+@pytest.fixture
+def second_of_two(monkeypatch: pytest.MonkeyPatch) -> RankInfo:
+    """This process is one of two that torchrun has started."""
+    rank_info = RankInfo(1, 2, 1, 2, "127.0.0.1", 1234)
+    for name, value in rank_info.variables().items():
+        monkeypatch.setenv(name, value)
+    return rank_info
+
+
+def test_a_mode_must_say_which_part_of_the_work_each_process_does() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        MultiProcess()  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(("processes", "count"), [("auto", 2), (1, 1), (5, 5)])
+def test_processes_on_the_cpu(processes: Any, count: int) -> None:
+    launcher = DDP(processes=processes, timeout=7, max_restarts=3, port=4321).launcher(Device(kind="cpu"))
+    assert isinstance(launcher, LocalProcesses)
+    assert launcher.devices == [CPU] * count
+    assert (launcher.timeout, launcher.max_restarts, launcher.port) == (7, 3, 4321)
+
+
+@pytest.mark.usefixtures("_three_gpus")
+@pytest.mark.parametrize(
+    ("processes", "indices", "devices"),
+    [("auto", [], GPUS), (2, [], GPUS[:2]), ("auto", [2, 0], [GPUS[2], GPUS[0]])],
+)
+def test_each_process_has_a_gpu_of_its_own(processes: Any, indices: list[int], devices: list[torch.device]) -> None:
+    launcher = DDP(processes=processes).launcher(Device(kind="cuda", indices=indices))
+    assert launcher.devices == devices
+
+
+def test_processes_of_another_launcher_are_joined(second_of_two: RankInfo) -> None:
+    launcher = DDP(timeout=7).launcher(Device(kind="cpu"))
+    assert isinstance(launcher, ExternalProcesses)
+    assert (launcher.rank_info, launcher.devices, launcher.timeout) == (second_of_two, [CPU], 7)
+
+
+@pytest.mark.usefixtures("_three_gpus")
+def test_a_process_of_another_launcher_takes_the_gpu_of_its_local_rank(second_of_two: RankInfo) -> None:
+    assert DDP().launcher(Device(kind="cuda")).devices == [GPUS[1]]
+    assert DDP().launcher(Device(kind="cuda", indices=[2, 0])).devices == [GPUS[0]]
+    with pytest.raises(ConfigError) as refusal:
+        DDP().launcher(Device(kind="cuda", indices=[2]))
+    assert (refusal.value.key, refusal.value.got) == ("device.indices", [2])
+
+
+@pytest.mark.parametrize(("processes", "fits"), [("auto", True), (2, True), (3, False)])
+def test_another_launcher_decides_how_many_processes_there_are(
+    processes: Any, fits: bool, second_of_two: RankInfo
+) -> None:
+    if fits:
+        assert isinstance(DDP(processes=processes).launcher(Device(kind="cpu")), ExternalProcesses)
+        return
+    with pytest.raises(ConfigError) as refusal:
+        DDP(processes=processes).launcher(Device(kind="cpu"))
+    assert (refusal.value.key, refusal.value.got) == ("parallel.processes", processes)
+
+
+def test_options_stay_as_they_are() -> None:
+    run = built(*FAST, "parallel=ddp")
+    before = vars(run.parallel).copy()
+    run.parallel.launcher(run.device)
+    run.parallel.layout(RankInfo(1, 2, 1, 2))
+    assert vars(run.parallel) == before
+    assert before["processes"] == "auto"
+
+
+def test_buffers_are_averaged_over_the_processes(ranks: Callable[[int], Ranks]) -> None:
+    """Those of floating point; a count stays each process's own."""
+    config = composed(*FAST, "parallel=ddp", "batch_size=63")
+    for rank, (mean, tracked) in enumerate(ranks(3).do(averaged, config)):
+        assert mean == [1.0, 1.0]
+        assert tracked == rank
+
+
+def averaged(config: dict[str, Any]) -> tuple[list[float], int]:
+    """In a rank: the running mean and the count of a batch normalisation after the average."""
+    with connected(config) as session:
+        norm = torch.nn.BatchNorm1d(2)
+        assert norm.running_mean is not None
+        assert norm.num_batches_tracked is not None
+        norm.running_mean.fill_(session.rank)
+        norm.num_batches_tracked.fill_(session.rank)
+        average_buffers(norm, session.collectives)
+        return norm.running_mean.tolist(), int(norm.num_batches_tracked)

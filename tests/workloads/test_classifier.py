@@ -1,0 +1,145 @@
+"""The classifier: its loss and metrics, its evaluation in shards, its votes and its images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.compose import FAST, built
+from torch.nn.functional import cross_entropy
+
+from runner.batching import Plan
+from runner.config.errors import ConfigError
+from runner.workloads.classifier import Classifier
+
+CPU = torch.device("cpu")
+
+
+def classifier(*overrides: str) -> Any:
+    workload = built(*FAST, *overrides).workload
+    workload.prepare()
+    return workload
+
+
+def fixed(outputs: torch.Tensor) -> Any:
+    """An `infer` that returns the next rows of `outputs`."""
+    rows = iter(outputs)
+    return lambda inputs: torch.stack([next(rows) for _ in inputs])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_and_metric_sums(smoothing: float) -> None:
+    workload = classifier(f"workload.label_smoothing={smoothing}")
+    outputs, targets = torch.randn(6, 10, requires_grad=True), torch.tensor([0, 1, 2, 3, 4, 5])
+    loss, sums = workload.loss_of(outputs, targets)
+    wanted = cross_entropy(outputs, targets, label_smoothing=smoothing)
+    correct = float((outputs.argmax(1) == targets).sum())
+    torch.testing.assert_close(loss, wanted)
+    assert sums.tolist() == pytest.approx([6 * wanted.item(), correct])
+    assert (sums.dtype, sums.requires_grad) == (torch.float32, False)
+
+
+def test_the_loss_is_the_criterion_of_the_models_outputs() -> None:
+    workload = classifier()
+    model = workload.build_model()
+    batch = next(workload.batches(model, Plan(8), 0, CPU))
+    loss, sums = workload.loss(model, batch)
+    outputs = model(batch.inputs)
+    assert torch.equal(loss, workload.criterion(outputs, batch.targets))
+    assert torch.equal(sums, workload.metric_sums(outputs, batch.targets, loss))
+
+
+def test_metrics_sum_up_in_float32_under_16_bits() -> None:
+    workload = classifier()
+    outputs, targets = torch.randn(300, 10, dtype=torch.bfloat16), torch.zeros(300, dtype=torch.int64)
+    loss, sums = workload.loss_of(outputs, targets)
+    assert sums.dtype == torch.float32
+    assert float(sums[0]) == pytest.approx(float(loss) * 300)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [1000, 50])
+def test_shards_of_an_evaluation_add_up_to_the_whole(count: int, size: int) -> None:
+    workload = classifier(f"workload.eval_batch_size={size}")
+    held_out = workload.held_out
+    outputs = torch.randn(len(held_out), 10)
+    shards, start = [], 0
+    for index in range(count):
+        stop = len(held_out) * (index + 1) // count
+        shards.append(workload.evaluate(fixed(outputs[start:stop]), (index, count), CPU))
+        start = stop
+    sums = {name: sum(shard[name] for shard in shards) for name in shards[0]}
+    metrics = workload.summarize(sums)
+    predicted = outputs.argmax(1)
+    assert int(sums["count"]) == len(held_out) == 359
+    assert metrics["loss"] == pytest.approx(float(cross_entropy(outputs, held_out.targets)), rel=1e-5)
+    assert metrics["accuracy"] == float((predicted == held_out.targets).double().mean())
+    assert torch.equal(sums["predictions"] - 1, predicted)
+    assert torch.equal(sums["targets"] - 1, held_out.targets)
+    confusion = torch.zeros(10, 10, dtype=torch.int64)
+    confusion.index_put_((held_out.targets, predicted), torch.tensor(1), accumulate=True)
+    assert torch.equal(sums["confusion"].view(10, 10), confusion)
+
+
+def test_several_models_vote_by_their_mean_probability() -> None:
+    outputs = torch.randn(3, 5, 10)
+    vote = classifier().vote(outputs)
+    torch.testing.assert_close(vote.exp(), outputs.softmax(-1).mean(0))
+    torch.testing.assert_close(vote.exp().sum(1), torch.ones(5))
+
+
+def test_overfitting_repeats_the_first_batches() -> None:
+    workload = classifier("workload.overfit_batches=2", "data.crop=0")
+    stream = workload.batches(workload.build_model(), Plan(16, 2), 0, CPU)
+    batches = [next(stream) for _ in range(12)]  # two micro-batches a step
+    for number in range(4, 12):
+        assert torch.equal(batches[number].inputs, batches[number - 4].inputs)
+        assert torch.equal(batches[number].targets, batches[number - 4].targets)
+    assert not torch.equal(batches[0].targets, batches[2].targets)
+    other = classifier("data.crop=0")
+    first = other.batches(other.build_model(), Plan(16, 2), 0, CPU)
+    assert all(torch.equal(next(first).inputs, batches[number].inputs) for number in range(4))
+
+
+def test_images_show_samples_mistakes_and_the_confusion_matrix() -> None:
+    workload = classifier()
+    held_out = workload.held_out
+    right = torch.nn.functional.one_hot(held_out.targets, 10).float()
+    sums = workload.evaluate(fixed(right), (0, 1), CPU)
+    assert workload.images(sums).keys() == {"eval/samples", "eval/confusion"}, "there are no mistakes"
+    sums = workload.evaluate(fixed(right.roll(1, 1)), (0, 1), CPU)
+    images = workload.images(sums)
+    assert images.keys() == {"eval/samples", "eval/misclassified", "eval/confusion"}
+    for image in images.values():
+        assert (image.dtype, image.shape[0]) == (torch.uint8, 3)
+
+
+def test_a_batch_that_diverged_is_that_of_its_step() -> None:
+    workload, plan = classifier(), Plan(16, 2, (1, 2), seed=3)
+    stream = workload.batches(workload.build_model(), plan, 4, CPU)
+    wanted = [next(stream) for _ in range(2)]
+    found = workload.diverged_batch(plan, 5, CPU)
+    assert torch.equal(found["inputs"], torch.cat([batch.inputs for batch in wanted]))
+    assert torch.equal(found["targets"], torch.cat([batch.targets for batch in wanted]))
+
+
+def test_an_epoch_and_batches_larger_than_it() -> None:
+    workload = classifier()
+    samples = len(workload.train)
+    assert workload.steps_per_epoch(64) == samples / 64
+    with pytest.raises(ConfigError) as refusal:
+        workload.steps_per_epoch(samples + 1)
+    assert (refusal.value.key, refusal.value.got) == ("batch_size", samples + 1)
+    assert f"batch_size={samples}" in refusal.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("label_smoothing", 1.5), ("label_smoothing", -0.1), ("eval_batch_size", 0), ("overfit_batches", -1)],
+)
+def test_options_out_of_range_are_refused(option: str, value: Any) -> None:
+    parts = built(*FAST).workload
+    with pytest.raises(ConfigError) as refusal:
+        Classifier(parts.model, parts.data, **{option: value})  # type: ignore[attr-defined]
+    assert (refusal.value.key, refusal.value.got) == (option, value)
