@@ -50,6 +50,14 @@ def test_batch_normalisation_sees_a_shard_or_with_sync_the_whole_batch(
     assert largest_difference(weights_at(tmp_path, SHORT), plain_batch_norm(parts)) <= 1e-9
 
 
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_checkpoint_without_an_evaluation_has_averaged_statistics(
+    mode: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    ranks(2).train(composed(*FAST, *BATCH_NORM, "save_every=2", f"parallel={mode}"), tmp_path)
+    assert largest_difference(weights_at(tmp_path, 2), plain_batch_norm(2, num_steps=2)) <= 1e-9
+
+
 def test_averaged_running_means_are_exact_and_variances_are_not() -> None:
     """In the first layer at the first step, where nothing else differs: the docstring of `DDP` says so."""
     whole, parts = plain_batch_norm(1, num_steps=1), plain_batch_norm(2, num_steps=1)
