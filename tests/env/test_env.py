@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from helpers.command import PATIENCE
 from helpers.compose import composed
 
 from runner.config.errors import ConfigError
@@ -105,7 +106,7 @@ def test_environment_processes_terminate_whatever_the_run_does_with_signals() ->
             vector.reset(0)
             for process in vector.envs.processes:  # pyright: ignore[reportAttributeAccessIssue]
                 process.terminate()
-                process.join(10)
+                process.join(PATIENCE)
                 assert process.exitcode == -signal.SIGTERM
             vector.envs.close(terminate=True)
     finally:

