@@ -130,7 +130,7 @@ class Command:
     def ended(self) -> tuple[int, str]:
         """Its exit code and what it printed, once it has ended and left no process behind."""
         code, console = self.wait()
-        until(lambda: not processes_in(self.cwd), 60, f"left behind: {processes_in(self.cwd)}")
+        until(lambda: not processes_in(self.cwd), what=f"left behind: {processes_in(self.cwd)}")
         return code, console
 
 
