@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from runner.data.base import DataError, Samples, shard_bounds
+from runner.data.base import Data, DataError, Samples, shard_bounds
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 12, 1797])
@@ -21,5 +22,26 @@ def test_a_data_error_says_what_why_and_what_to_do():
     assert str(error) == "a/b.jpg: it is empty\n  data.on_error=skip goes on without it"
 
 
-def test_samples_have_nothing_to_tell_by_default():
-    assert Samples().notes() == {}
+class NoSamples(Samples):
+    """As little as a subclass must define."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def batches(self, micros, seed, device):
+        return iter(())
+
+    def in_order(self, batch_size, shard, device):
+        return iter(())
+
+    def display_images(self, indices):
+        return torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
+
+
+def test_samples_have_no_extra_results_by_default():
+    assert NoSamples().extra_results() == {}
+
+
+def test_samples_and_data_are_abstract():
+    assert Samples.__abstractmethods__ == {"__len__", "batches", "in_order", "display_images"}
+    assert Data.__abstractmethods__ == {"load"}

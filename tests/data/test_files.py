@@ -146,7 +146,7 @@ def test_workers_read_in_order_too(photos):
 def test_inputs_are_bytes_made_floats_and_normalized(photos):
     samples = photographed(photos, 0)
     (batch,) = samples.in_order(20, (0, 1), CPU)
-    pictures = samples.pictures(list(range(20)))
+    pictures = samples.display_images(list(range(20)))
     mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (MEAN, STD))
     torch.testing.assert_close(batch.inputs, ((pictures.double() / 255 - mean) / std).float(), rtol=0, atol=2e-6)
     assert pictures.dtype == torch.uint8
@@ -185,7 +185,7 @@ def test_they_are_left_out_of_an_evaluation():
     left = [i for i in range(20) if i not in (0, 7, 8, 19)]
     assert torch.cat([levels(batch)[:, 0] for batch in batches]).tolist() == left
     assert torch.cat([batch.targets for batch in batches]).tolist() == [i % 4 for i in left]
-    assert samples.pictures([0, 5, 15])[:, 0, 0, 0].tolist() == [left[0], left[5], left[15]]
+    assert samples.display_images([0, 5, 15])[:, 0, 0, 0].tolist() == [left[0], left[5], left[15]]
 
 
 def test_a_batch_of_which_nothing_is_left_is_left_out():
@@ -197,14 +197,14 @@ def test_each_is_told_once_and_counted_once(caplog):
     unreadable = Unreadable(skip=True)
     train = made_up(damaged=tuple(range(25, 50)), count=60, unreadable=unreadable)
     held_out = made_up(damaged=(1,), count=5, unreadable=unreadable)
-    assert train.notes() == {}
+    assert train.extra_results() == {}
     with caplog.at_level(logging.WARNING):
         take(train, Plan(60), 0, 3)
         list(held_out.in_order(5, (0, 1), CPU))
     assert len(caplog.records) == 26
     assert "skipped 30: OSError: 30 is damaged" in caplog.text
-    notes = train.notes()
-    assert notes == held_out.notes()
+    notes = train.extra_results()
+    assert notes == held_out.extra_results()
     assert notes["skipped_images"] == 26
     assert len(notes["skipped_files"]) == 20
 
@@ -233,7 +233,8 @@ def test_pinned_memory_is_for_cuda_alone(photos, caplog):
     samples = photographed(photos, 0)
     samples.pin_memory = True
     assert_same(take(samples, Plan(6), 0, 2), take(photographed(photos, 0), Plan(6), 0, 2))
-    assert "does nothing for a cpu" in caplog.text
+    assert "data.pin_memory" in caplog.text
+    assert "cpu" in caplog.text
 
 
 @pytest.mark.gpu

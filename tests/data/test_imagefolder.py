@@ -83,7 +83,7 @@ def test_augmentation_is_for_training_alone(tmp_path, augment):
 
 
 def test_the_options_that_may_change_on_a_resume_are_options():
-    assert set(ImageFolder.how) < {*ImageFolder.__dataclass_fields__}
+    assert set(ImageFolder.may_change_on_resume) < {*ImageFolder.__dataclass_fields__}
 
 
 @pytest.mark.parametrize(
@@ -157,4 +157,4 @@ def test_real_images(tmp_path):
     assert 0.7 < batch.inputs.std() < 1.4
     first = sorted((tmp_path / "cifar10_subset" / "test" / "airplane").iterdir())[0]
     with Image.open(first) as image:
-        assert torch.equal(held_out.pictures([0])[0], torch.from_numpy(numpy.array(image)).permute(2, 0, 1))
+        assert torch.equal(held_out.display_images([0])[0], torch.from_numpy(numpy.array(image)).permute(2, 0, 1))

@@ -46,7 +46,7 @@ def test_they_are_made_where_they_are_asked_for_and_take_no_memory_before(learna
     train, _ = Synthetic(num_samples=20, size=8, num_classes=3, learnable=learnable).load()
     assert isinstance(train, TensorSamples)
     assert train.inputs.is_meta
-    pictures = train.pictures([3, 0])
+    pictures = train.display_images([3, 0])
     (batch,) = train.in_order(20, (0, 1), CPU)
     scaled = batch.inputs[[3, 0]] * train.std[0] + train.mean[0]
     assert torch.equal((scaled * 255).round().to(torch.uint8), pictures)

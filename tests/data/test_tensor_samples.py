@@ -123,8 +123,8 @@ def test_pictures_are_the_images_that_inputs_were_made_of():
     samples = pool()
     floats = torch.stack([normalized(image) for image in samples.inputs])
     other = TensorSamples(floats, samples.targets, list("abcd"), MEAN, STD)
-    assert torch.equal(samples.pictures([5, 0]), samples.inputs[[5, 0]])
-    assert torch.equal(other.pictures([5, 0]), samples.inputs[[5, 0]])
+    assert torch.equal(samples.display_images([5, 0]), samples.inputs[[5, 0]])
+    assert torch.equal(other.display_images([5, 0]), samples.inputs[[5, 0]])
 
 
 def test_a_step_may_be_asked_for_again():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from models.recompute import Stage
+from models.recompute import Block
 from models.resnet import ResNet
 
 
@@ -67,7 +67,7 @@ def test_a_retained_graph_may_be_gone_through_twice(momentum: float | None) -> N
     results = {}
     for again in (False, True):
         torch.manual_seed(0)
-        stage = Stage(again, conv=nn.Conv2d(3, 4, 3), bn=nn.BatchNorm2d(4, momentum=momentum), relu=nn.ReLU())
+        stage = Block(again, conv=nn.Conv2d(3, 4, 3), bn=nn.BatchNorm2d(4, momentum=momentum), relu=nn.ReLU())
         loss = stage(torch.randn(2, 3, 8, 8)).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
@@ -97,7 +97,7 @@ def test_an_error_in_the_second_pass_leaves_the_statistics_in_place() -> None:
                 raise ArithmeticError("the second pass")
             return x.sin()
 
-    stage = Stage(True, conv=nn.Conv2d(3, 4, 3), bn=nn.BatchNorm2d(4), fragile=Fragile())
+    stage = Block(True, conv=nn.Conv2d(3, 4, 3), bn=nn.BatchNorm2d(4), fragile=Fragile())
     output = stage(torch.randn(2, 3, 8, 8))
     before = [(buffer.data_ptr(), buffer.clone()) for buffer in stage.buffers()]
     with pytest.raises(ArithmeticError):
@@ -110,7 +110,7 @@ def test_an_error_in_the_second_pass_leaves_the_statistics_in_place() -> None:
 def test_infinite_statistics_are_bitwise_the_same() -> None:
     results = {}
     for again in (False, True):
-        stage = Stage(again, bn=nn.BatchNorm2d(1))
+        stage = Block(again, bn=nn.BatchNorm2d(1))
         stage(torch.tensor([1.0, torch.inf]).reshape(2, 1, 1, 1)).sum().backward()
         results[again] = stage.get_buffer("bn.running_mean")
 
@@ -136,7 +136,7 @@ def test_dropout_drops_the_same_both_times() -> None:
     results = {}
     for again in (False, True):
         torch.manual_seed(0)
-        stage = Stage(again, fc=nn.Linear(6, 50), dropout=nn.Dropout(0.5), out=nn.Linear(50, 2))
+        stage = Block(again, fc=nn.Linear(6, 50), dropout=nn.Dropout(0.5), out=nn.Linear(50, 2))
         stage(torch.randn(4, 6)).sum().backward()
         results[again] = [*(p.grad for p in stage.parameters()), torch.rand(3)]  # and the stream goes on as it would
 

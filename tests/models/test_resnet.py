@@ -70,8 +70,8 @@ def test_stages_are_stem_blocks_and_head_in_order() -> None:
     network = ResNet(50)
     blocks = [f"layer{i}.{j}" for i, count in enumerate((3, 4, 6, 3), start=1) for j in range(count)]
 
-    assert [name for name, _ in network.stages()] == ["stem", *blocks, "head"]
-    assert all(stage is network.get_submodule(name) for name, stage in network.stages()[1:-1])
+    assert [name for name, _ in network.blocks()] == ["stem", *blocks, "head"]
+    assert all(stage is network.get_submodule(name) for name, stage in network.blocks()[1:-1])
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -79,17 +79,17 @@ def test_stages_are_the_forward_pass_and_hold_every_parameter_once(again: bool) 
     network, x = ResNet(18, num_classes=10, checkpoint_activations=again), torch.randn(2, 3, 40, 40)
     expected = network(x)
 
-    for _, stage in network.stages():
+    for _, stage in network.blocks():
         x = stage(x)
 
     assert torch.equal(x, expected)
-    in_stages = [id(p) for _, stage in network.stages() for p in stage.parameters()]
+    in_stages = [id(p) for _, stage in network.blocks() for p in stage.parameters()]
     assert in_stages == [id(p) for p in network.parameters()]
 
 
 def test_stages_follow_a_layer_that_is_replaced() -> None:
     network = nn.SyncBatchNorm.convert_sync_batchnorm(ResNet(18))
-    stages = dict(network.stages())
+    stages = dict(network.blocks())
 
     assert isinstance(stages["stem"].get_submodule("bn1"), nn.SyncBatchNorm)
     assert all(p is q for p, q in zip(stages["stem"].parameters(), network.parameters(), strict=False))
@@ -118,7 +118,7 @@ def test_takes_any_channels_with_any_stem_and_norm(channels: int, stem: str, nor
 def test_cifar_stem_keeps_the_size_and_is_initialised_as_the_rest() -> None:
     torch.manual_seed(0)
     network = ResNet(18, stem="cifar")
-    stem = dict(network.stages())["stem"]
+    stem = dict(network.blocks())["stem"]
 
     assert stem(torch.randn(2, 3, 32, 32)).shape == (2, 64, 32, 32)
     # He initialisation over the outputs: a variance of 2 / (64 channels × 3×3)

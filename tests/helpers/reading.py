@@ -1,0 +1,31 @@
+"""`python -m helpers.reading exit|endless` reads with two workers, whose process ids it prints once they have begun."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import sys
+import time
+
+from runner.data.workers import Workers
+
+
+class Echo:
+    """The number itself, after a millisecond."""
+
+    def __getitem__(self, number: int) -> int:
+        time.sleep(0.001)
+        return number
+
+
+def main() -> None:
+    results = Workers(2).read(Echo(), itertools.count())
+    next(results)
+    print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+    for _ in results:
+        if sys.argv[1] == "exit":
+            sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
