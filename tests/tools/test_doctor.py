@@ -14,6 +14,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from runner.config import options
+from runner.config.options import option_files
 from runner.precision import TF32, Float16
 from runner.system import cpu as processor
 from runner.system import environment
@@ -244,7 +246,7 @@ def test_what_is_told_of_the_cpu_is_what_the_precisions_do(caplog: pytest.LogCap
 
 
 def test_every_precision_of_the_config_is_told() -> None:
-    assert {path.stem for path in (doctor.CONF / "precision").glob("*.yaml")} <= set(doctor.PRECISIONS)
+    assert set(option_files()["precision"]) <= set(doctor.PRECISIONS)
 
 
 def test_the_modes_are_the_files_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +255,7 @@ def test_the_modes_are_the_files_of_the_config(tmp_path: Path, monkeypatch: pyte
         "# python -m runner parallel=two\n# Twice [as] much.\n_target_: x\n"
     )
     (tmp_path / "parallel" / "one.yaml").write_text("# python -m runner parallel=one\n_target_: x\n")
-    monkeypatch.setattr(doctor, "CONF", tmp_path)
+    monkeypatch.setattr(options, "CONF", tmp_path)
     report = doctor.gather()
     assert report["parallel"] == [{"name": "one", "what": ""}, {"name": "two", "what": "Twice [as] much."}]
     assert "Twice [as] much." in row_of(drawn(report), "two")

@@ -25,7 +25,7 @@ def code_of(*overrides: str) -> int:
         ["parallel=dp", "precision=16"],
     ],
 )
-def test_what_is_the_same_is_called_so(overrides: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_equivalent_modes_are_reported_as_the_same(overrides: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert code_of(*overrides) == verify.SAME
     out = capfd.readouterr().out
     assert "the same" in out
@@ -33,13 +33,13 @@ def test_what_is_the_same_is_called_so(overrides: list[str], capfd: pytest.Captu
         assert f"\n{row} " in out
 
 
-def test_a_gradient_that_is_weighed_wrongly_is_found(
+def test_a_gradient_with_a_wrong_weight_is_found(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     accumulate = Parallel.accumulate
 
-    def forgetting(self: Parallel, model: object, workload: object, batch: object, precision: object, m: MicroBatch):
-        return accumulate(self, model, workload, batch, precision, m._replace(weight=1))  # type: ignore[arg-type]
+    def forgetting(self: Parallel, model: torch.nn.Module, batch: object, m: MicroBatch, log_due: bool) -> torch.Tensor:
+        return accumulate(self, model, batch, m._replace(weight=1), log_due)
 
     monkeypatch.setattr(Parallel, "accumulate", forgetting)
     assert code_of("accumulation=2") == verify.DIFFERENT
@@ -58,8 +58,8 @@ def test_batch_normalisation_of_parts_is_named(capfd: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["parallel=hogwild"], "parallel.processes: got 2: they take turns"),
-        (["parallel=ensemble"], "parallel.processes: got 2: each trains another model"),
+        (["parallel=hogwild"], "parallel.processes: got 2:"),
+        (["parallel=ensemble"], "parallel.processes: got 2:"),
         (["parallel=dpd"], "did you mean dp or ddp?"),
         (["optimizer.lr=-1"], "optimizer.lr: got -1"),
         (["--steps", "0"], "--steps: got 0"),

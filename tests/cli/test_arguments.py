@@ -1,0 +1,111 @@
+"""Overrides and flags, as Hydra requires them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.command import ROOT
+
+from runner.cli import arguments
+from runner.config.errors import ABSENT, ConfigError
+from runner.config.options import CONF, groups
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ("precision=16", "precision='16'"),
+        ("precision=bf16", "precision=bf16"),
+        ("precision=16,32,bf16", "precision='16','32',bf16"),
+        ("+accumulation=4", "+accumulation='4'"),
+        ("accumulation.steps=4", "accumulation.steps=4"),
+        ("debug=null", "~debug"),
+        ("seed=1", "seed=1"),
+        ("name=a b", "name='a b'"),
+        ("name=it's", r"name='it\'s'"),
+        ("name=${seed}-x", "name=${seed}-x"),
+        ("name='a,b'", "name='a,b'"),
+        ("output_root=/a b/ü=,c", "output_root='/a b/ü=,c'"),
+        ("resume=outputs/a/000-seed=1,lr=2", "resume='outputs/a/000-seed=1,lr=2'"),
+        ("schedule.milestones=[0.5,0.7]", "schedule.milestones=[0.5,0.7]"),
+        ("~seed", "~seed"),
+        ("-m", "-m"),
+    ],
+)
+def test_values_are_quoted_for_hydra(typed: str, wanted: str) -> None:
+    assert arguments.quoted(typed, sweep=False) == wanted
+
+
+def test_a_sweep_has_commas_where_a_run_has_a_name_with_a_comma() -> None:
+    assert arguments.quoted("name=a b,c", sweep=True) == "name='a b',c"
+    assert arguments.quoted("model.weights=ü.pt,null", sweep=True) == "model.weights='ü.pt',null"
+    assert arguments.quoted("optimizer.lr=0.1,0.2", sweep=True) == "optimizer.lr=0.1,0.2"
+    assert arguments.quoted("name=a b,c", sweep=False) == "name='a b,c'"
+
+
+def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/me")
+    assert arguments.quoted("output_root=~/runs", sweep=False) == "output_root=/me/runs"
+    assert arguments.quoted("name=~", sweep=False) == "name='~'"
+
+
+@pytest.mark.parametrize(
+    ("typed", "ordered"),
+    [
+        (["seed=1", "-m", "a=1"], ["seed=1", "a=1", "-m"]),
+        (["--cfg", "job", "seed=1"], ["seed=1", "--cfg", "job"]),
+        (["--info", "seed=1"], ["seed=1", "--info"]),
+        (["--config-dir", "x", "a=1", "-m"], ["a=1", "--config-dir", "x", "-m"]),
+    ],
+)
+def test_flags_may_stand_anywhere(typed: list[str], ordered: list[str]) -> None:
+    assert arguments.overrides_first(typed) == ordered
+
+
+def test_what_is_given_anew_replaces_what_was_saved() -> None:
+    saved = ["seed=1", "precision=16", "++name=a", "~debug"]
+    typed = ["parallel=ddp", "parallel.processes=3", "device.threads=1"]
+    assert arguments.with_saved(typed, ["parallel=single"]) == ["device.threads=1", "parallel=single"]
+    assert arguments.with_saved(typed, ["parallel=ddp"]) == [*typed[1:], "parallel=ddp"]
+    assert arguments.with_saved(typed, ["parallel.processes=2"]) == [typed[0], typed[2], "parallel.processes=2"]
+    assert arguments.with_saved(saved, ["precision=32", "name=b"]) == ["seed=1", "~debug", "precision=32", "name=b"]
+    assert arguments.with_saved(saved, ["debug=smoke", "-m"]) == [*saved[:3], "debug=smoke", "-m"]
+    assert arguments.override_value(["resume=a", "seed=1", "resume='b c'"], "resume") == "b c"
+    assert arguments.override_value(["seed=1"], "resume") is None
+
+
+def test_groups_are_the_folders_of_conf_and_numbers_are_in_order() -> None:
+    assert groups()["accumulation"] == ["1", "2", "4", "8", "16"]
+    assert set(groups()) == {path.parent.name for path in CONF.glob("*/*.yaml")}
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        (["--config-dir", "x", "a=1"], "x"),
+        (["a=1", "--config-dir=y"], "y"),
+        (["-cd", "z"], "z"),
+        (["--config-dir"], None),
+        (["config-dir=x"], None),
+    ],
+)
+def test_the_value_of_a_flag(typed: list[str], value: str | None) -> None:
+    assert arguments.flag_value(typed, "--config-dir", "-cd") == value
+
+
+def test_the_directory_that_is_resumed(tmp_path: Path) -> None:
+    assert arguments.resumed(["seed=1"]) is None
+    assert arguments.resumed(["resume=auto"]) is None
+    assert arguments.resumed([f"resume={tmp_path}"]) == tmp_path
+    with pytest.raises(ConfigError) as refusal:
+        arguments.resumed([f"resume={tmp_path}/absent"])
+    assert (refusal.value.key, refusal.value.got) == ("resume", f"{tmp_path}/absent")
+
+
+def test_flags_are_checked_but_not_values_that_look_like_flags() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        arguments.overrides_first(["--nope=3"])
+    assert (refusal.value.key, refusal.value.got) == ("--nope", ABSENT)
+    assert arguments.overrides_first(["name=--nope"]) == ["name=--nope"]
+    assert CONF == ROOT / "conf"
