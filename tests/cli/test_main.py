@@ -258,7 +258,7 @@ def test_a_job_that_crashes_does_not_end_the_others(
         return Result("done") if seed == 3 else Result(f"no such status {1 / (seed - 2)}")
 
     build_run = runner.run.build_run
-    monkeypatch.setattr("runner.cli.run_job.build_run", build)
+    monkeypatch.setattr("runner.run.build_run", build)
     monkeypatch.setattr("runner.cli.run_job.train", train)
     monkeypatch.setattr(sys, "argv", ["runner", "-m", "seed=1,2,3", *FAST])
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,12 @@
+"""`python -m helpers.plot_without_matplotlib ARGUMENT …` is `runner.tools.plot` where matplotlib cannot be imported."""
+
+from __future__ import annotations
+
+import sys
+
+sys.modules["matplotlib"] = None  # type: ignore[assignment]  # importing it fails
+
+from runner.tools.plot import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
