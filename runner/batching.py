@@ -1,8 +1,8 @@
-"""Which samples make up which batch: a pure function of (seed, step).
+"""The samples of each batch, as a pure function of (seed, step).
 
-The sample stream is one permutation an epoch, laid end to end; global batch k is `stream[k·B : (k+1)·B]`, and the
-micro-batch m of rank r is a slice of it. So there is no ragged last batch, each sample comes exactly once an epoch, the
-batches are the same for any number of ranks or data workers, and a resume needs only the step.
+The sample stream is the concatenation of one permutation per epoch; global batch k is `stream[k·B : (k+1)·B]`, and
+micro-batch m of rank r is a slice of it. So there is no smaller last batch, each sample is used exactly once per epoch,
+the batches are the same for any number of ranks or data workers, and a resume needs only the step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runner.seeds import derive
 
 @dataclass
 class Accumulation:
-    """How many micro-batches make one optimizer step on each process: less memory, the same gradient."""
+    """Gradient accumulation: each process splits its batch into `steps` micro-batches. Less memory, same gradient."""
 
     steps: int = 1
 
@@ -34,39 +34,39 @@ class MicroBatch(NamedTuple):
     start: int
     stop: int
     weight: float
-    """Its share of the global batch: losses are means, so a gradient counts this much."""
+    """Its fraction of the global batch, by which its gradient is scaled, as losses are means."""
     is_last: bool
-    """Whether the gradient of the step is complete on this process after it."""
+    """Whether it completes the gradient of the step on this process."""
 
 
 class Step(NamedTuple):
     """One pass of the training loop: an optimizer step, in which all processes take part.
 
-    Where the processes divide the steps and not the batches (`step_shard`), it is a round of several optimizer steps,
+    If the processes divide the steps instead of the batches (`step_shard`), it is a round of several optimizer steps,
     one on each process.
     """
 
     number: int
-    """Counts from 1 and is the same on every process; of a round, its last step."""
+    """The number of the step, from 1, the same on every process; for a round, that of its last step."""
     own: int
-    """The step whose batch this process trains on; `number`, unless it is a round."""
+    """The step whose batch this process trains on; equal to `number`, except in a round."""
     micro_batches: list[MicroBatch]
-    """This process's; none where the run ends before its own step."""
+    """The micro-batches of this process; empty if the run ends before its own step."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The batch arithmetic of a run, seen from one process.
+    """The batch arithmetic of a run for one process.
 
     Args:
-        batch_size: the global batch of one optimizer step, over all processes and micro-batches.
+        batch_size: samples in one optimizer step, over all processes and micro-batches.
         accumulation: micro-batches per step and process.
-        data_shard: (index, count): this process trains on part `index` of `count` of every global batch.
-        step_shard: (index, count): this process trains on one of every `count` global batches; (0, 1): on each.
-        seed: orders the samples.
+        data_shard: (index, count): this process trains on shard `index` of `count` of every global batch.
+        step_shard: (index, count): this process trains on every `count`-th global batch; (0, 1): on all of them.
+        seed: determines the order of the samples.
 
     Raises:
-        ConfigError: when the batch cannot be cut into equal micro-batches.
+        ConfigError: if the batch cannot be split into equal micro-batches.
     """
 
     batch_size: int
@@ -91,17 +91,17 @@ class Plan:
 
     @property
     def worker(self) -> int:
-        """The index of this process among those that train on different samples: its environments differ by it."""
+        """The index of this process among those that train on different samples; its environments depend on it."""
         return self.data_shard[0] * self.step_shard[1] + self.step_shard[0]
 
     @property
     def num_workers(self) -> int:
-        """How many processes train on different samples."""
+        """The number of processes that train on different samples."""
         return self.data_shard[1] * self.step_shard[1]
 
     @property
     def steps_per_round(self) -> int:
-        """Optimizer steps in one pass of the training loop: one, unless the processes divide the steps."""
+        """Optimizer steps in one pass of the training loop: 1, unless the processes divide the steps."""
         return self.step_shard[1]
 
     @property
@@ -110,7 +110,7 @@ class Plan:
         return self.batch_size * self.steps_per_round
 
     def describe(self) -> str:
-        """How a global batch is divided, in words."""
+        """Return a description of how a global batch is divided."""
         shards, parts = self.data_shard[1], self.accumulation
         size = self.batch_size // shards // parts
         text = f"{self.batch_size} samples"
@@ -121,14 +121,14 @@ class Plan:
         )
 
     def steps(self, after_step: int, last_step: int) -> Iterator[Step]:
-        """The steps after `after_step`, up to and including `last_step`."""
+        """Yield the steps after `after_step`, up to and including `last_step`."""
         index, count = self.step_shard
         for before in range(after_step, last_step, count):
             own = before + 1 + index
             yield Step(min(before + count, last_step), own, self.micro_batches(own) if own <= last_step else [])
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """This process's part of the global batch of `step`, which counts from 1."""
+        """Return this process's micro-batches of `step`, which counts from 1."""
         index, count = self.data_shard
         size = self.batch_size // count // self.accumulation
         start = (step - 1) * self.batch_size + index * (self.batch_size // count)
@@ -138,18 +138,19 @@ class Plan:
         ]
 
     def stream(self, after_step: int) -> Iterator[MicroBatch]:
-        """This process's micro-batches of all steps after `after_step`, without end."""
+        """Return an infinite iterator over this process's micro-batches of all steps after `after_step`."""
         index, count = self.step_shard
         return itertools.chain.from_iterable(map(self.micro_batches, itertools.count(after_step + 1 + index, count)))
 
 
 class SampleOrder:
-    """The stream of sample indices: a new permutation every epoch, made from (seed, epoch).
+    """The stream of sample indices: a new permutation for every epoch, determined by (seed, epoch).
 
     Args:
-        num_samples: of one epoch.
-        device: where the indices are wanted. They are drawn on the CPU, so that every device gets the same, and copied
-            once an epoch.
+        num_samples: samples per epoch.
+        seed: determines the permutations.
+        device: device of the indices. They are drawn on the CPU, so that they are the same for every device, and copied
+            once per epoch.
     """
 
     def __init__(self, num_samples: int, seed: int, device: torch.device | str = "cpu"):
@@ -157,7 +158,7 @@ class SampleOrder:
         self._permutations: dict[int, torch.Tensor] = {}
 
     def indices(self, start: int, stop: int) -> torch.Tensor:
-        """The samples at positions [start, stop) of the stream: int64 [stop − start], on the device."""
+        """Return the samples at positions [start, stop) of the stream: int64 [stop − start], on the device."""
         epoch, offset = divmod(start, self.num_samples)
         parts = []
         while (length := stop - start) > 0:
@@ -166,16 +167,16 @@ class SampleOrder:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def epochs(self, start: int, stop: int) -> torch.Tensor:
-        """The epoch, from 0, of each position of [start, stop): int64 [stop − start], on the device."""
+        """Return the epoch, from 0, of each position in [start, stop): int64 [stop − start], on the device."""
         return torch.arange(start, stop, device=self.device) // self.num_samples
 
     def _permutation(self, epoch: int) -> torch.Tensor:
         if epoch not in self._permutations:
             generator = torch.Generator().manual_seed(derive(self.seed, "order", epoch))
             permutation = torch.randperm(self.num_samples, generator=generator)
-            if self.device.type == "cuda":  # pinned, so that the copy does not hold up the host
+            if self.device.type == "cuda":  # pinned, so that the copy does not block the host
                 permutation = permutation.pin_memory().to(self.device, non_blocking=True)
-            # The last epoch is kept too: a batch may straddle the border.
+            # The previous epoch is kept too, as a batch may span two epochs.
             self._permutations = {e: p for e, p in self._permutations.items() if e == epoch - 1}
             self._permutations[epoch] = permutation.to(self.device)
         return self._permutations[epoch]

@@ -1,4 +1,4 @@
-"""Where a run writes: a new directory, or the one in which it resumes."""
+"""The directory of a run: a new one, or that of the run to resume."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from runner.system.environment import environment
 
 @contextmanager
 def claimed_directory(session: Session, parent: Path, name: str | None, overrides: list[str]) -> Iterator[Path]:
-    """The directory of the run, locked by this process, with the config, the overrides and the environment in it.
+    """Yield the locked directory of the run, after writing the config, the overrides and the environment to it.
 
-    The directory of a run that is done, up to the last step that is now asked for, is left as it is: see `finished`.
+    Nothing is written if the run has already done all of its steps: see `finished`.
 
     Args:
-        parent: where a new directory is made.
-        name: its name, under which a job of a sweep is resumed too; None for `<date>_<time>-<id>`.
+        session: the run.
+        parent: directory in which a new run directory is created.
+        name: name of the run directory, by which a job of a sweep is resumed; None: `<date>_<time>-<id>`.
+        overrides: the overrides of the run.
 
     Raises:
-        ConfigError: when `resume` names nothing that can be resumed, another run's directory, or one in use.
+        ConfigError: if `resume` names nothing that can be resumed, the directory of another run, or one in use.
     """
     found, lock = _to_resume(session, parent, name)
     existing = run_directory.nearest_existing(parent)
@@ -46,7 +48,7 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
                 raise ConfigError("output_root", str(path), why, "make room, or output_root=DIR elsewhere") from None
         yield path
     except ConfigError:
-        if found is None:  # refused after all: nothing is left behind
+        if found is None:  # a refused run leaves nothing behind
             shutil.rmtree(path)
             run_directory.remove_empty(parent, existing)
         raise
@@ -56,9 +58,9 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
 
 
 def finished(directory: Path) -> Result | None:
-    """The result of a run that has nothing left to do; None for any other.
+    """Return the result of a run that has no steps left to do; None for any other.
 
-    A new session renames the result of the one before: a result that is still there is that of a run that is done.
+    A new session renames the result of the previous one, so a result that is still there belongs to a completed run.
     """
     result = run_directory.read_result(directory)
     return Result(**result) if result else None
@@ -72,16 +74,16 @@ def _is_done(path: Path, session: Session) -> bool:
 
 
 def _newest_is_valid(path: Path) -> bool:
-    """Whether the newest checkpoint of the run at `path` is as it was written; otherwise its last steps are redone."""
+    """Return whether the newest checkpoint of the run at `path` is intact; if not, its last steps are repeated."""
     try:
         newest = path / "checkpoints" / run_directory.step_name(run_directory.newest_step(path))
         return bool(verified_manifest(newest))
-    except DamagedError:  # or there is none at all
+    except DamagedError:  # or there is no checkpoint
         return False
 
 
 def _begin_session(path: Path, session: Session, overrides: list[str]) -> None:
-    """Write what belongs to this session; what it makes obsolete is renamed, not deleted."""
+    """Write the files of this session; files that it supersedes are renamed, not deleted."""
     if (path / run_directory.RESULT).exists():
         os.replace(path / run_directory.RESULT, path / f"{run_directory.RESULT}.superseded")
     for later in _later(_named_checkpoint(session)):
@@ -91,10 +93,10 @@ def _begin_session(path: Path, session: Session, overrides: list[str]) -> None:
 
 
 def saved_overrides(source: Path) -> list[str]:
-    """The overrides with which the run at `source`, a run directory or a checkpoint in it, was started.
+    """Return the overrides of the run at `source`, a run directory or a checkpoint in it.
 
     Raises:
-        ConfigError: when there is no run.
+        ConfigError: if there is no run.
     """
     path = _run_directory(source) / "overrides.yaml"
     check(path.is_file(), "resume", str(source), "there is no run", "name a run directory, or a checkpoint in one")
@@ -102,18 +104,18 @@ def saved_overrides(source: Path) -> list[str]:
 
 
 def _run_directory(source: Path) -> Path:
-    """`source` or, where it is a checkpoint, the run directory that it is in."""
+    """Return the run directory of `source`, a run directory or a checkpoint in it."""
     return source.parent.parent if source.parent.name == "checkpoints" else source
 
 
 def _named_checkpoint(session: Session) -> Path | None:
-    """The checkpoint that `resume` names; None when it names a run directory, or nothing."""
+    """Return the checkpoint that `resume` names; None if it names a run directory, or nothing."""
     source = Path(session.run.resume)
     return source.resolve() if source.parent.name == "checkpoints" else None
 
 
 def _later(checkpoint: Path | None) -> list[Path]:
-    """The checkpoints after `checkpoint`, which resuming from it abandons."""
+    """Return the checkpoints after `checkpoint`, which a resume from it supersedes."""
     if checkpoint is None:
         return []
     step = run_directory.step_of(checkpoint) or 0
@@ -121,7 +123,7 @@ def _later(checkpoint: Path | None) -> list[Path]:
 
 
 def _saved_config(path: Path) -> dict[str, Any]:
-    """The config in the run directory `path`; empty where there is none."""
+    """Return the config in the run directory `path`; empty if there is none."""
     file = path / "config.yaml"
     return with_current_names(OmegaConf.to_container(OmegaConf.load(file))) if file.is_file() else {}
 
@@ -132,10 +134,10 @@ def _has_same_config(path: Path, session: Session) -> bool:
 
 
 def _locked(path: Path) -> IO[str]:
-    """The lock on `path`.
+    """Return the lock on the run directory `path`.
 
     Raises:
-        ConfigError: when another process has it.
+        ConfigError: if another process holds it.
     """
     lock = run_directory.lock(path)
     check(lock is not None, "resume", str(path), "another process is running in it", "wait for it, or stop it")
@@ -144,7 +146,7 @@ def _locked(path: Path) -> IO[str]:
 
 
 def _to_resume(session: Session, parent: Path, name: str | None) -> tuple[Path | None, IO[str] | None]:
-    """The directory in which to resume, and its lock; (None, None) for a new one."""
+    """Return the directory of the run to resume, and its lock; (None, None) for a new run."""
     source = session.run.resume
     if source == "never":
         return None, None
@@ -166,12 +168,12 @@ def _to_resume(session: Session, parent: Path, name: str | None) -> tuple[Path |
 
 
 def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | None]:
-    """The newest directory under `parent` of an unfinished run with this very config that no process is running in."""
+    """Return the newest unfinished run under `parent` that has the same config and is not running, and its lock."""
     for path in sorted(parent.glob("*"), reverse=True):
         if run_directory.read_result(path).get("status") == "done" or not _has_same_config(path, session):
             continue
         lock = run_directory.lock(path)
-        if lock is not None and run_directory.read_result(path).get("status") == "done":  # meanwhile
+        if lock is not None and run_directory.read_result(path).get("status") == "done":  # finished in the meantime
             lock.close()
         elif lock is not None:
             return path.resolve(), lock
@@ -179,7 +181,7 @@ def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | 
 
 
 def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]:
-    """The directory at `path`, where a run with this very config was started; another run's is set aside."""
+    """Return the run at `path` if it has the same config, and its lock; the directory of any other run is renamed."""
     if not path.is_dir():
         return None, None
     lock = _locked(path)
@@ -191,17 +193,17 @@ def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What makes two configs the same run
+# Which options may change on resume
 
 _ESSENTIAL = ("seed", "batch_size", "workload", "model", "data", "env")
-"""Keys that say what is computed, and cannot change on a resume; all others say how, and may."""
+"""Keys that determine what is computed, and must not change on resume; the others determine how, and may."""
 
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: str) -> None:
-    """Refuse to resume a checkpoint of `saved` under `now`, where other samples or another model would follow.
+    """Refuse to resume a run of config `saved` with config `now`, if its samples or its model would change.
 
     Raises:
-        ConfigError: showing the differences that stand in the way.
+        ConfigError: if they would; it lists the differences.
     """
     differences = []
     for key in _ESSENTIAL:
@@ -220,7 +222,7 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
 
 
 def _essential(node: Any) -> dict[str, Any]:
-    """A config node without the options that its component allows to change on a resume."""
+    """Return a config node without the options that its component allows to change on resume."""
     if not isinstance(node, Mapping):
         return {"": node}
     cls = load_class(node["_target_"], object) if "_target_" in node else None

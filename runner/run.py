@@ -1,4 +1,4 @@
-"""One experiment: its components, the checks that need two of them at once, and what follows from the machine."""
+"""One experiment: its components, the checks that involve several of them, and what depends on the machine."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ CONFIG_GROUPS: dict[str, type] = {
     "profiler": Profiler,
     "tracking": Tracker,
 }
-"""The config groups that every run has, and the base class that each accepts."""
+"""The config groups of every run, with the base class of each."""
 
 WORKLOAD_INPUTS: dict[str, type] = {"model": Model, "data": Data, "env": Env}
-"""The config groups that a workload is built from, where it has a field of that name."""
+"""The config groups that a workload is built from, if it has a field of that name."""
 
-_LARGEST = 2**31 - 1  # more steps, or samples in a step, are a typing error
+_LARGEST = 2**31 - 1  # more steps, or samples per step, are a typing error
 
 
 @dataclass
 class Run:
-    """One experiment, composed and checked; conf/config.yaml says what each value means.
+    """One experiment, composed and checked; conf/config.yaml documents its options.
 
-    Its options never change: what follows from the machine and the data is in the `Session` that `prepare` returns.
+    The options never change. What depends on the machine and the data is in the `Session` that `prepare` returns.
     """
 
     device: Device
@@ -80,7 +80,7 @@ class Run:
     channels_last: bool = True
     output_root: str = "outputs"
     config: dict[str, Any] = field(default_factory=dict, init=False)
-    """What it was built from, as plain values."""
+    """The config that it was built from, as plain values."""
 
     def __post_init__(self) -> None:
         plain = self.name.isprintable() and self.name.strip() not in ("", ".", "..") and not set(self.name) & set("/\\")
@@ -99,13 +99,13 @@ class Run:
         lengths = (self.steps, self.epochs, self.workload.num_steps(self.batch_size))
         known = any(length is not None for length in lengths)
         check(known, "steps", None, "neither steps nor epochs says how long to train", "set epochs=10 or steps=1000")
-        Plan(self.batch_size, self.accumulation.steps)  # refuses a batch that does not divide
+        Plan(self.batch_size, self.accumulation.steps)  # raises ConfigError if the batch is not divisible
 
     def prepare(self, process: Process) -> Session:
-        """Do the checks that need the device and the data; load the data.
+        """Load the data, and run the checks that need the device or the data.
 
         Raises:
-            ConfigError: while nothing has been written yet.
+            ConfigError: if a check fails; nothing has been written yet.
         """
         context = self._context(process)
         self.parallel.check(context)
@@ -137,7 +137,7 @@ class Run:
         return Context(process, layout, plan, self.workload, self.precision, self.channels_last, self.compile)
 
     def _num_steps(self, epoch: float | None) -> int:
-        """The optimizer steps of the run; `epoch`: those of an epoch, where there are any."""
+        """Return the optimizer steps of the run; `epoch` is the steps per epoch, None if there are no epochs."""
         if self.steps is not None:
             return self.steps
         own = self.workload.num_steps(self.batch_size)
@@ -152,15 +152,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Session:
-    """A run as one of its processes sees it, once the device, the data and the other processes are known.
+    """A run in one of its processes, once the device, the data and the other processes are known.
 
     Args:
         run: the options.
-        context: this process, its part of the work, and the batch arithmetic.
-        seed: of this process's model; the run's, but for the members of an ensemble.
+        context: this process, its share of the work, and the batch arithmetic.
+        seed: seed of this process's model: that of the run, except for the members of an ensemble.
         num_steps: optimizer steps of the whole run.
-        eval_every: steps between two evaluations; 0: only at the end.
-        save_every: steps between two checkpoints; 0: only at the end.
+        eval_every: steps between evaluations; 0: only at the end.
+        save_every: steps between checkpoints; 0: only at the end.
     """
 
     run: Run
@@ -172,7 +172,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """The device of this process; of several, the first."""
+        """The device of this process; the first one, if it has several."""
         return self.context.device
 
     @property
@@ -182,19 +182,20 @@ class Session:
 
     @property
     def collectives(self) -> Collectives:
-        """This process's collectives with the others."""
+        """The collectives of this process."""
         return self.context.collectives
 
     @property
     def rank(self) -> int:
-        """This process among those of the run; rank 0 writes."""
+        """The rank of this process; rank 0 writes the results."""
         return self.context.rank
 
     def describe(self, model: str, directory: Path) -> str:
-        """The first lines of a run: what is trained, on what, how, and where it is written.
+        """Return the first lines of the log: what is trained, on which device, how, and where the run is written.
 
         Args:
-            model: the model in words, from before a mode has split it.
+            model: description of the model before a parallel mode splits it.
+            directory: the run directory.
         """
         run, context, plan = self.run, self.context, self.plan
         threads = torch.get_num_threads()
@@ -211,26 +212,30 @@ class Session:
         return "\n".join(f"{key:<10} {text}" for key, text in lines.items())
 
     def is_due(self, every: int, step: int) -> bool:
-        """Whether something that is done every so many steps (0: only at the end) is due after `step`.
+        """Return whether a periodic action, such as an evaluation, is due after `step`.
 
-        Where a pass of the loop is a round of several steps, it is due after the round in which it falls.
+        If a pass of the training loop is a round of several steps, the action is due after the round of its step.
+
+        Args:
+            every: steps between two actions; 0: only at the end.
+            step: the last step of the pass.
         """
         return step == self.num_steps or (bool(every) and step % every < self.plan.steps_per_round)
 
 
 @dataclass
 class Result:
-    """How a run ended; `result.json` is this. The keys of metrics are TensorBoard's tags.
+    """The outcome of a run, written to `result.json`. Metrics are keyed by their TensorBoard tags.
 
     Args:
         status: `done`, `stopped` (by a signal, after saving), `diverged` or `crashed`.
         steps: optimizer steps done, including those before a resume.
         best: the best evaluation: metric, value, step.
-        seconds: from the first step of this session to its end.
-        samples_per_second: of training alone, without evaluations and checkpoints.
-        step_seconds: median and p90, without the warm-up.
-        peak_memory_bytes: of rank 0.
-        notes: what else a reader of the numbers should know; rank 0's.
+        seconds: time from the first step of this session to its end.
+        samples_per_second: training throughput, without evaluations and checkpoints.
+        step_seconds: median and 90th percentile, without the warm-up.
+        peak_memory_bytes: peak memory usage of rank 0.
+        notes: extra results of the workload on rank 0, such as the number of skipped files.
     """
 
     status: str
@@ -247,15 +252,15 @@ class Result:
     error: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 def build_run(config: Mapping[str, Any]) -> Run:
-    """The experiment that `config`, composed and resolved, describes.
+    """Build the run that `config`, composed and resolved, describes.
 
     Raises:
-        ConfigError: with the key that the user would type.
+        ConfigError: if an option is unknown or invalid; its key is the one that the user would type.
     """
     scalars = [name for name in option_fields(Run) if name not in CONFIG_GROUPS]
     known = [*scalars, *CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload"]
@@ -273,13 +278,13 @@ def build_run(config: Mapping[str, Any]) -> Run:
 
 
 def check_used(run: Run, overrides: Iterable[str]) -> None:
-    """Refuse an option of a group that was typed, but that the workload is not built from.
+    """Refuse overrides of config groups that the workload does not use.
 
     Args:
         overrides: as typed: `env=acrobot`, `data.size=32`.
 
     Raises:
-        ConfigError: as the run would otherwise train something else than was meant.
+        ConfigError: if there is one, as the run would not train what the user meant.
     """
     used = component_fields(type(run.workload))
     for text in overrides:
@@ -292,10 +297,10 @@ def check_used(run: Run, overrides: Iterable[str]) -> None:
 
 
 def check_same_config(config: dict[str, Any], collectives: Collectives) -> None:
-    """Refuse processes that were started with different configs, on each of them.
+    """Refuse processes that were started with different configs; called on every rank.
 
     Raises:
-        ConfigError: naming the first key that differs.
+        ConfigError: if the configs differ; it names the first key that does.
     """
     ours, *others = collectives.all_gather(config)
     for rank, other in enumerate(others, start=1):
@@ -305,7 +310,7 @@ def check_same_config(config: dict[str, Any], collectives: Collectives) -> None:
 
 
 def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any]:
-    """(key, its value in one, its value in the other) of the first difference of two configs; an empty key for none."""
+    """Return (key, value in `one`, value in `other`) of the first difference of two configs; an empty key if none."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in (*one, *(key for key in other if key not in one)):
             found = first_difference(one.get(key), other.get(key), f"{path}.{key}" if path else key)
@@ -323,14 +328,14 @@ def _node(config: Mapping[str, Any], group: str) -> Mapping[str, Any]:
 
 
 def describe_model(model: torch.nn.Module) -> str:
-    """A model in words: `ConvNet, 26,650 trainable parameters, 0.11 MB`."""
+    """Return a description of a model: `ConvNet, 26,650 trainable parameters, 0.11 MB`."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     return f"{type(model).__name__}, {trained:,} trainable parameters, {size / 1e6:,.2f} MB"
 
 
 class CrashedError(Exception):
-    """A run was ended by an error, its `__cause__`; `result` says how far it had come."""
+    """Raised when an error, its `__cause__`, ends a run; `result` is the result up to that step."""
 
     def __init__(self, result: Result):
         super().__init__(result)
@@ -341,6 +346,6 @@ _NOT_HASHED = ("name", "output_root", "resume", "tracking")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Twelve hexadecimal digits for everything in `config` except where it is written and tracked."""
+    """Return a hash of `config`, 12 hexadecimal digits, which ignores where the run is written and tracked."""
     hashed = {key: value for key, value in config.items() if key not in _NOT_HASHED}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()[:12]

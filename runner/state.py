@@ -1,4 +1,4 @@
-"""All that changes while a run goes on, and what of it goes into a checkpoint."""
+"""The state of a run that changes during training, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 
 class State:
-    """Where a run stands.
+    """The training state of a run.
 
     Args:
-        session: what does not change.
-        directory: the run's.
-        model: placed.
-        optimizer: of the placed model's parameters.
-        model_description: the model in words, for the first lines of the run.
+        session: what does not change during training.
+        directory: the run directory.
+        model: the model, as returned by the parallel mode's `place`.
+        optimizer: optimizer of its parameters.
+        model_description: description of the model, for the first lines of the log.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class State:
         self.checkpoints = Checkpoints(directory, session.run.keep, session.rank, world_size, barrier, self.hash)
 
     def resume(self) -> None:
-        """Continue from the newest valid checkpoint of the run directory, if there is one."""
+        """Load the newest valid checkpoint of the run directory, if there is one."""
         run, collectives, device = self.session.run, self.session.collectives, self.session.device
         checkpoint = self.checkpoints.latest()
         if checkpoint is None:
@@ -73,14 +73,14 @@ class State:
         """Write a checkpoint, unless a value in it is not finite.
 
         Raises:
-            DivergedError: in that case; earlier checkpoints are left as they are.
+            DivergedError: if a value is not finite; earlier checkpoints are kept.
         """
         run, collectives, device = self.session.run, self.session.collectives, self.session.device
         rows = self.metric_buffer.peek(collectives.all_reduce, self.step)
         tensors, optimizer_state = run.parallel.full_state(self.model, self.optimizer)
         broken = _not_finite(tensors, optimizer_state)
-        anywhere = collectives.all_reduce({"broken": torch.tensor(float(bool(broken)), device=device)})
-        if anywhere["broken"]:  # not every rank has every tensor
+        totals = collectives.all_reduce({"broken": torch.tensor(float(bool(broken)), device=device)})
+        if totals["broken"]:  # all-reduced, as not every rank has every tensor
             raise DivergedError(self.step, broken or "the state")
         shared = {
             "optimizer": optimizer_state,
@@ -98,7 +98,7 @@ class State:
         self.checkpoints.save(Checkpoint(self.step, tensors, shared, local), self.best.get("step"))
 
     def flush_metrics(self) -> dict[str, float]:
-        """The mean training metrics since the last log, by tag; the buffer is empty after it."""
+        """Return the mean training metrics since the last log, by tag, and empty the buffer."""
         num_samples = (self.step - self.logged_step) * self.session.run.batch_size
         rows = self.metric_buffer.flush(self.session.collectives.all_reduce, self.step)
         means = rows.double().sum(0) / num_samples
@@ -107,14 +107,14 @@ class State:
         return {f"train/{name}": float(value) for name, value in zip(names, means, strict=True)}
 
     def record_evaluation(self, metrics: dict[str, float]) -> bool:
-        """Keep the `metrics` of an evaluation, by tag; returns whether they are better than all before.
+        """Record the `metrics` of an evaluation, by tag; returns whether it is the best so far.
 
         Raises:
-            DivergedError: when one is not finite.
+            DivergedError: if a metric is not finite.
         """
         broken = [tag for tag, number in metrics.items() if not math.isfinite(number)]
         if broken:
-            # A training step since the last log may have been the first that was not finite: this names it.
+            # Raises DivergedError for the first training step since the last log that was not finite, if any.
             self.metric_buffer.peek(self.session.collectives.all_reduce, self.step)
             raise DivergedError(self.step, broken[0])
         self.metrics |= metrics
@@ -126,7 +126,7 @@ class State:
         return True
 
     def result(self, status: str, error: str) -> Result:
-        """What `result.json` will say."""
+        """Return the result of the run up to the current step."""
         session, step_timer = self.session, self.step_timer
         samples, training = len(step_timer.seconds) * session.plan.samples_per_round, sum(step_timer.seconds)
         return Result(
@@ -146,7 +146,7 @@ class State:
 
 
 def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dict[str, Any]]) -> str:
-    """The name of the first tensor of the model or the optimizer with a value that is not finite; empty if none has."""
+    """Return the name of the first tensor of the model or the optimizer state that is not finite; empty if none."""
     named = [
         *tensors.items(),
         *((f"{key} of {name}", t) for name, state in optimizer_state.items() for key, t in state.items()),
@@ -155,7 +155,7 @@ def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dic
 
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The states of the generators that dropout and exploration draw from."""
+    """Return the states of the default generators, which dropout and exploration use."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)

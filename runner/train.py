@@ -1,6 +1,6 @@
-"""The training loop, from composed components to the last optimizer step. Read it top to bottom.
+"""The training loop, from the components of a run to its last optimizer step. Read it from top to bottom.
 
-It names no mode, no precision and no workload: they are called through the contracts of their base classes.
+It depends on no particular parallel mode, precision or workload, but only on the interfaces of their base classes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 
 
 def train(session: Session, directory: Path) -> Result:
-    """Train one run to its end, to a signal, or to the step that diverged; called in every process of the run.
+    """Train one run until it is done, stopped by a signal, or diverged; called on every rank.
 
     Raises:
-        ConfigError: when torch refuses the config in the first step.
-        CrashedError: from any other error of a step, with what was done up to it.
+        ConfigError: if torch rejects the config in the first step.
+        CrashedError: if a step raises any other error; it holds the result up to that step.
     """
     run, device, writes = session.run, session.device, session.rank == 0
     with run.device.settings(device, run.deterministic):
@@ -66,16 +66,16 @@ def train(session: Session, directory: Path) -> Result:
 
 
 def train_rank(config: dict[str, Any], directory: Path, process: Process) -> Result:
-    """Train the run of `config` as `process`, which a launcher has started for it."""
+    """Train the run of `config` in `process`, which a launcher has started."""
     session = build_run(config).prepare(process)
     with LogFile(directory, process.rank_info.rank):
         return train(session, directory)
 
 
 def prepare(session: Session, directory: Path) -> State:
-    """The model and its optimizer, placed and resumed.
+    """Return the state of the run, with the model on its devices, resumed from a checkpoint if there is one.
 
-    Weights are drawn from the root seed alone; what is random later, from the rank too.
+    The weights are initialized from the seed alone; later random numbers also depend on the rank.
     """
     run = session.run
     timer.reset()
@@ -92,7 +92,7 @@ def prepare(session: Session, directory: Path) -> State:
 
 
 def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest) -> str:
-    """The steps that are left; returns `done` or `stopped`."""
+    """Train the remaining steps; returns `done` or `stopped`."""
     session, run, model = state.session, state.session.run, state.model
     batches = run.workload.batches(model, session.plan, state.step, session.device)
     model.train()
@@ -105,7 +105,7 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
         save_due = session.is_due(session.save_every, step.number)
         state.step_timer.lap(pausing=log_due or evaluation_due or save_due)
 
-        # Whatever is due. Every rank enters; rank 0 writes.
+        # All ranks take part in what is due, as it may involve collectives; rank 0 writes.
         is_best = False
         if log_due:
             with timer.section("log"):
@@ -116,7 +116,7 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
         stopping = session.collectives.any_rank(bool(stop.received))
         if save_due or is_best or stopping:
             with timer.section("checkpoint"):
-                recorder.flush()  # what was logged before the checkpoint is not logged again by a resume
+                recorder.flush()  # a run resumed from this checkpoint does not log earlier steps again
                 state.save()
         progress.step(step.number)
         run.profiler.after_step(step.number)
@@ -127,12 +127,12 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
 
 
 def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) -> torch.Tensor | None:
-    """One optimizer step: forward and backward of its micro-batches, and the update.
+    """Run one optimizer step: the forward and backward passes of its micro-batches, and the update.
 
-    Nothing here waits for the device: the metric sums and the norm stay on it until a log is due.
+    Nothing here waits for the device: the metric sums and the gradient norm stay on it until a log is due.
 
     Returns:
-        The gradient's norm before clipping, a scalar on the device, where it is logged or clipped.
+        The gradient norm before clipping, a scalar on the device; None if it is neither logged nor clipped.
     """
     session, run, model = state.session, state.session.run, state.model
     for micro in step.micro_batches:
@@ -152,7 +152,7 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
 
 
 def log_training(state: State, recorder: Recorder, progress: Progress, norm: torch.Tensor | None) -> None:
-    """A point of every training curve."""
+    """Log one point of every training curve."""
     run, step = state.session.run, state.step
     means = state.flush_metrics()
     state.metrics |= means
@@ -180,7 +180,7 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
 
 
 def introduce(state: State, recorder: Recorder) -> None:
-    """What is trained: in the log, and with the config and the machine in TensorBoard."""
+    """Log what is trained, the config and the environment."""
     session = state.session
     config = OmegaConf.to_yaml(OmegaConf.create(session.run.config))
     log.info("%s", session.describe(state.model_description, state.directory))
@@ -190,7 +190,7 @@ def introduce(state: State, recorder: Recorder) -> None:
 
 
 def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
-    """Save the batch whose loss was not finite, to be looked at."""
+    """Save the batch whose loss was not finite, for inspection."""
     batch = session.run.workload.diverged_batch(session.plan, step, session.device)
     if batch is not None:
         path = directory / f"diverged_step_{step:08d}_rank_{session.rank}.pt"
@@ -199,7 +199,7 @@ def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
 
 
 def refused_by_torch(run: Run, error: Exception) -> ConfigError | None:
-    """The config error behind an error of torch's, which only the first step could find; None for other errors."""
+    """Return the config error for an error that torch raises only in the first step; None for any other error."""
     if run.deterministic and (why := torch_errors.nondeterministic_operation(error)):
         return ConfigError("deterministic", True, why, "set deterministic=false, or choose another model")
     if torch_errors.is_single_value_batch_norm(error):

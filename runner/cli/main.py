@@ -1,4 +1,4 @@
-"""The command: compose the config with Hydra, build one run or a sweep of them, and launch it."""
+"""The command: composes the config with Hydra, builds one run or those of a sweep, and launches them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 if sys.path and sys.path[0] != ROOT and os.path.realpath(sys.path[0]) == os.path.realpath(os.curdir):
-    del sys.path[0]  # `python -m` puts the caller's directory first: a models.py or secrets.py there would hide others
+    del sys.path[0]  # `python -m` puts the working directory first: its models.py or secrets.py would shadow others
 
 import traceback  # noqa: E402
 from tempfile import TemporaryDirectory  # noqa: E402
@@ -34,11 +34,11 @@ from runner.sweep.ledger import Sweep  # noqa: E402
 
 DONE, CRASHED, REFUSED, DIVERGED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 CODES = {"done": DONE, "crashed": CRASHED, "diverged": DIVERGED, "stopped": STOPPED}
-"""The exit code of each status of a result."""
+"""The exit code for each status of a result."""
 
 
 def main() -> int:
-    """Run what the command line asks for; returns the exit code."""
+    """Run the command line; returns the exit code."""
     code = DONE
     try:
         code = run_command(sys.argv[1:])
@@ -49,10 +49,10 @@ def main() -> int:
 
 
 def run_command(arguments: list[str]) -> int:
-    """`main` without the handling of a closed standard output.
+    """Run the command with `arguments`; returns the exit code.
 
     Raises:
-        BrokenPipeError: when standard output is closed.
+        BrokenPipeError: if standard output is closed.
     """
     if {"--help", "-h"} & set(arguments):
         print(help_text(command_line.flag_value(arguments, "--config-dir", "-cd")))
@@ -75,7 +75,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def report_error(error: Exception) -> int:
-    """Print what went wrong; returns the exit code."""
+    """Print an error, with its traceback if it is unexpected; returns the exit code."""
     if isinstance(error, HydraException | OmegaConfBaseException):
         print(explain(error), file=sys.stderr)
     elif isinstance(error, ConfigError):
@@ -87,7 +87,7 @@ def report_error(error: Exception) -> int:
 
 
 def compose_and_run(arguments: list[str]) -> list[int]:
-    """Let Hydra compose the config, and call `job` once or, in a sweep, once per job; returns the exit codes."""
+    """Compose the config with Hydra, and call `job` once or, in a sweep, once per job; returns the exit codes."""
     arguments = command_line.overrides_first(arguments)
     is_sweep = bool({"-m", "--multirun"} & set(arguments))
     if not is_sweep and (source := command_line.resumed(arguments)):
@@ -95,14 +95,14 @@ def compose_and_run(arguments: list[str]) -> list[int]:
 
         arguments = command_line.with_saved(saved_overrides(source), arguments)
     sys.argv[1:] = [command_line.quoted(argument, is_sweep) for argument in arguments]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, so that `report_error` can explain
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, and `report_error` explains them
     sweep = Sweep(argument for argument in arguments if not argument.startswith("-")) if is_sweep else None
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def composed(config: DictConfig) -> None:
         try:
             codes.append(job(config, sweep))
-        except Exception as error:  # not to Hydra, which would end the sweep
+        except Exception as error:  # not raised to Hydra, which would end the sweep
             codes.append(report_error(error))
 
     codes: list[int] = []
@@ -112,7 +112,7 @@ def compose_and_run(arguments: list[str]) -> list[int]:
             composed()
         except (HydraException, OmegaConfBaseException, BrokenPipeError):
             raise
-        except (ValueError, OSError) as error:  # which Hydra lets through
+        except (ValueError, OSError) as error:  # errors that Hydra does not wrap
             raise HydraException(str(error)) from error
     if sweep is not None and codes:
         sweep.end()
@@ -122,29 +122,27 @@ def compose_and_run(arguments: list[str]) -> list[int]:
 
 
 def job(config: DictConfig, sweep: Sweep | None) -> int:
-    """One run, alone or as a job of a sweep; returns its exit code."""
-    from runner.run import build_run  # imported here: --help and Hydra's own answers need no components
+    """Run a single run or a job of a sweep; returns its exit code."""
+    from runner.run import build_run  # imported here: --help and Hydra's own flags need no components
 
     settings = HydraConfig.get()
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportAssignmentType]
     overrides = list(settings.overrides.task)
     if sweep is None:
         run = build_run(plain)
-        from runner.cli.run_job import (
-            run_alone,  # imported here: it needs torch, which a config error need not wait for
-        )
+        from runner.cli.run_job import run_alone  # imported here: config errors are reported before torch is imported
 
         return CODES[run_alone(run, overrides).status]
     if is_first_process():
         print(f"\njob {settings.job.num}: {' '.join(overrides)}", file=sys.stderr)
     code = sweep_job(sweep, settings.job.num, plain, overrides)
     if code == STOPPED:
-        raise SystemExit(STOPPED)  # asked to stop: not only this job
+        raise SystemExit(STOPPED)  # the signal stops the whole sweep
     return code
 
 
 def sweep_job(sweep: Sweep, number: int, config: dict[str, Any], overrides: list[str]) -> int:
-    """One job of a sweep, unless it is done already; the ledger keeps its exit code."""
+    """Run one job of a sweep, unless it is already done, and record its exit code in the ledger."""
     from runner.run import build_run, config_hash
 
     directory, known = sweep.job_directory(config, number, overrides), config_hash(config)
@@ -158,13 +156,13 @@ def sweep_job(sweep: Sweep, number: int, config: dict[str, Any], overrides: list
         from runner.cli.run_job import run_in_sweep
 
         code = CODES[run_in_sweep(run, overrides, directory).status]
-    except Exception as error:  # not to Hydra, which would end the sweep
+    except Exception as error:  # not raised to Hydra, which would end the sweep
         code, entry["error"] = report_error(error), str(error)
     sweep.record(directory.parent, number, **entry, code=code)
     return code
 
 
 def is_first_process() -> bool:
-    """Whether this process prints: of those that torchrun or SLURM started, the one of rank 0."""
+    """Return whether this process prints: of those that torchrun or SLURM started, only rank 0 does."""
     rank_info = external_rank_info()
     return rank_info is None or rank_info.rank == 0

@@ -1,4 +1,4 @@
-"""One run of the command, from its config to its result and the last lines on the console."""
+"""A run of the command, from its config to its result and the last lines on the console."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ log = logging.getLogger(__name__)
 
 
 def run_alone(run: Run, overrides: list[str]) -> Result:
-    """A run in a new directory, or in the one that `resume` names.
+    """Run a single run in a new directory, or in the one that `resume` names.
 
     Raises:
-        ConfigError: when the config cannot run; nothing is left behind.
+        ConfigError: if the config cannot run; nothing is left behind.
     """
     return run_one(run, overrides, Path(run.output_root) / run.name)
 
 
 def run_in_sweep(run: Run, overrides: list[str], directory: Path) -> Result:
-    """A job of a sweep, in its own `directory`.
+    """Run a job of a sweep in its own `directory`.
 
     Raises:
-        ConfigError: when the config cannot run; nothing is left behind.
+        ConfigError: if the config cannot run; nothing is left behind.
     """
     return run_one(run, overrides, directory.parent, directory.name)
 
 
 def run_one(run: Run, overrides: list[str], parent: Path, name: str | None = None) -> Result:
-    """Check and train one run, in the directory `name` under `parent`; print where its result is."""
+    """Check and train a run in the directory `name` under `parent`, and print where its result is."""
     check_used(run, overrides)
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as process, ExitStack() as claims:
@@ -57,10 +57,10 @@ def run_one(run: Run, overrides: list[str], parent: Path, name: str | None = Non
 
 
 def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
-    """The result of training, also when it crashed.
+    """Train, and return the result, also if training crashed.
 
     Raises:
-        ConfigError: when torch, or one of the ranks, refused the config.
+        ConfigError: if torch or a rank rejects the config.
     """
     done = session.collectives.from_rank_0(partial(finished, directory))
     if done is not None:
@@ -80,28 +80,28 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
         result, error = crash.result, crash.__cause__
     except Exception as early:  # before the first step
         result, error = Result("crashed", config_hash=known, error=f"{type(early).__name__}: {early}"), early
-    print(trace, end="", file=sys.stderr)  # of another process; this one's is in the log
+    print(trace, end="", file=sys.stderr)  # the traceback of another process; that of this one is in the log
     log.debug("crashed", exc_info=error)
     log.error("%s", result.error)
     return result
 
 
 def write_result(session: Session, directory: Path, result: Result) -> None:
-    """Write `result.json`, and print where it is."""
+    """Write `result.json`, and print the summary."""
     try:
         run_directory.write_json(directory / run_directory.RESULT, result.as_dict())
-    except OSError as error:  # a full disk: the summary is all that is left
+    except OSError as error:  # on a full disk, the printed summary is all that remains
         print(f"{run_directory.RESULT} cannot be written: {error.strerror}", file=sys.stderr)
     with suppress(BrokenPipeError):
         print(summary(session, directory, result), flush=True)
 
 
 def summary(session: Session, directory: Path, result: Result) -> str:
-    """The last lines of a run: how it ended, where it is, what to type next."""
+    """Return the last lines of a run: how it ended, where it is, and what to type next."""
     where, logs = (shlex.quote(os.path.relpath(path)) for path in (directory, session.run.output_root))
     steps = f"{result.steps}/{max(result.steps, session.num_steps)}"
     lines = [f"{result.status} after step {steps}" + (f", {result.seconds:.1f} s" if result.seconds else "")]
-    lines[0] += f": {result.error}" if result.error and result.status != "crashed" else ""  # printed already
+    lines[0] += f": {result.error}" if result.error and result.status != "crashed" else ""  # already printed
     if best := result.best:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
     lines.append(f"run: {where}")
