@@ -1,1 +1,1 @@
-"""How a step is spread over devices and processes: `base.py` is the single-device mode, then comes one file a mode."""
+"""Parallel modes: `base.py` is the interface and the single-device mode; each other mode has a file of its own."""

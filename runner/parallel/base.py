@@ -1,4 +1,4 @@
-"""The single-device mode, and with it the contract: a mode overrides only its difference."""
+"""The single-device mode, which is also the base class of all parallel modes: a mode overrides only what differs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from runner.tracking.metrics import MetricSums
 class Parallel:
     """`parallel=single`: one process, one device.
 
-    A mode changes how the work is done, never what is computed: the batches, the loss, the curve, the tags and the
-    checkpoint are those of this class. Its fields are options, which never change; what it needs to know of a run is
-    handed to it as a `Context`, in the order of the methods below.
+    A mode changes how a step is computed, not what is computed: batches, losses, tags and checkpoints are the same as
+    those of this class. Its fields are options, which never change; what it needs to know about a run is passed as a
+    `Context`. The methods are called in the order below.
     """
 
     description: ClassVar[str] = "single device"
-    """Names the mode in the first lines of a run."""
+    """The name of the mode in the first lines of the log."""
 
     def launcher(self, choice: Device) -> Launcher:
-        """What starts or joins the processes of the mode, on the devices of `choice`.
+        """Return the launcher, which starts or joins the processes of the mode, on the devices of `choice`.
 
         Raises:
-            ConfigError: with the key from the root, as by every check of a mode.
+            ConfigError: if they do not fit the mode; as in all checks of a mode, the key starts at the root.
         """
         self._check_one_process()
         with errors_under("device"):
@@ -50,25 +50,25 @@ class Parallel:
         check(started == 1, "parallel.processes", started, why, "choose parallel=ddp or fsdp, or start one process")
 
     def layout(self, rank_info: RankInfo) -> Layout:
-        """Which part of the work the process of `rank_info` does."""
+        """Return the share of the work of the process with this rank."""
         return Layout()
 
     def check(self, context: Context) -> None:
-        """Do the checks that need the devices and the other components, before any data is read."""
+        """Run the checks that need the devices and the other components, before any data is read."""
 
     def check_workload(self, context: Context) -> None:
-        """Do the checks that need the workload's data."""
+        """Run the checks that need the workload's data."""
 
     def num_microbatches(self, context: Context) -> int:
-        """Into how many parts the mode itself splits a micro-batch of the plan."""
+        """Return the number of parts into which the mode itself splits a micro-batch of the plan."""
         return 1
 
     def place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
-        """Put the model where it computes: move, wrap, shard or split it.
+        """Move, wrap, shard or split the model, as the mode requires.
 
         Returns:
-            The module whose parameters are trained, under their plain names. A mode that calls it through a wrapper
-            keeps the wrapper to itself.
+            The module whose parameters are trained, under their original names. A wrapper, such as DDP, is not
+            returned, but kept by the mode.
         """
         self._context = context
         return self._place(model, context)
@@ -76,23 +76,25 @@ class Parallel:
     def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
         move(model, context.device, context.channels_last)
         if context.compile:
-            model.compile()  # in place: the names of the parameters stay
+            model.compile()  # in place: parameter names do not change
         return model
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
-        """Forward and backward of one micro-batch, whose gradients are weighted by its share of the global batch.
+        """Run the forward and backward pass of a micro-batch; gradients are weighted by its share of the global batch.
 
         Args:
-            batch: what the workload's `batches` gave.
-            log_due: whether this step is logged, so that a mode may measure itself in it.
+            model: the model that `place` returned.
+            batch: the micro-batch, as yielded by the workload's `batches`.
+            micro: its positions in the sample stream, and its weight.
+            log_due: whether this step is logged; a mode may then measure it.
 
         Returns:
-            The workload's sums over the micro-batch, float32 [num_metrics], on the device.
+            The workload's metric sums over the micro-batch, float32 [num_metrics], on the device.
         """
         return self._accumulate(model, batch, micro.weight)
 
     def _accumulate(self, module: torch.nn.Module, batch: Any, weight: float) -> torch.Tensor:
-        """One forward and backward pass through `module`: the model, or a mode's wrapper of it."""
+        """Run one forward and backward pass through `module`: the model, or its wrapper."""
         workload, precision = self._context.workload, self._context.precision
         with timer.section("forward"), precision.autocast():
             loss, sums = workload.loss(module, batch)
@@ -101,10 +103,10 @@ class Parallel:
         return sums
 
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
-        """Scale the gradients down to `max_norm` if they are larger.
+        """Clip the gradient norm to `max_norm`; None: no clipping.
 
         Returns:
-            The norm of the whole model's gradient before that, a scalar on the device.
+            The gradient norm of the whole model before clipping, a scalar on the device.
         """
         parameters = trainable(model)
         if max_norm is None:
@@ -114,17 +116,17 @@ class Parallel:
         return full_state.full_tensor(norm)
 
     def combine_overflow(self, found_inf: torch.Tensor) -> None:
-        """Set `found_inf`, a scalar on the device, to the largest of all ranks that hold parts of one gradient."""
+        """Set `found_inf`, a scalar on the device, to its maximum over the ranks that hold parts of one gradient."""
 
     def infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        """The forward pass of an evaluation."""
+        """Run the forward pass of an evaluation."""
         return model(inputs)
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         """Evaluate the model, which the caller has put into evaluation mode, on the held-out data.
 
         Returns:
-            The metrics, and the sums over all ranks that they were made of.
+            The metrics, and the sums over all ranks that they were computed from.
         """
         context = self._context
         with torch.inference_mode(), context.precision.autocast():
@@ -133,23 +135,23 @@ class Parallel:
         return context.workload.summarize(sums), sums
 
     def scalars(self) -> dict[str, float]:
-        """What to log of the mode itself since this was called last; called on every rank at once."""
+        """Return measurements of the mode itself since the last call, by tag; called on every rank."""
         return {}
 
     def images(self, directory: Path) -> dict[str, torch.Tensor]:
-        """What a step of the mode looks like: RGB images, uint8 [3, height, width], by TensorBoard tag.
+        """Return images of a step in this mode: RGB, uint8 [3, height, width], by TensorBoard tag.
 
         Args:
-            directory: the run's, for files of the mode's own.
+            directory: the run directory, to which the mode may write files.
         """
         return {}
 
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
-        """The state that no mode shows in: plain names, full tensors, on the CPU; called on every rank at once.
+        """Return the state in the format that all modes share, full tensors on the CPU; called on every rank.
 
         Returns:
-            The model's tensors by name, and the optimizer's state by parameter name: `{"layer.weight":
-            {"momentum_buffer": tensor, …}, …}`. Empty off rank 0, which writes them.
+            The model's tensors by name, and the optimizer state by parameter name: `{"layer.weight":
+            {"momentum_buffer": tensor, …}, …}`. Both are empty except on rank 0, which saves them.
         """
         return full_state.collect(model, optimizer, keep=self._context.rank == 0)
 
@@ -160,24 +162,24 @@ class Parallel:
         tensors: TensorDict,
         optimizer_state: dict[str, Any],
     ) -> None:
-        """Load what `full_state` returned, in this mode or another.
+        """Load what `full_state` returned in this or another mode.
 
         Raises:
-            RuntimeError: when names or shapes differ from the model's.
+            RuntimeError: if names or shapes differ from those of the model.
         """
         full_state.load(model, optimizer, tensors, optimizer_state)
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What this rank alone has beside the full state."""
+        """Return the state of this rank that `full_state` does not include."""
         return {}
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load what `local_state` returned, after the full state; empty where this rank saved nothing."""
+        """Load what `local_state` returned, after the full state; `state` is empty if this rank saved nothing."""
 
 
 def move(model: torch.nn.Module, device: torch.device, channels_last: bool) -> None:
-    """Move `model` to `device`, and into the NHWC memory format where that is asked for."""
+    """Move `model` to `device` and, with `channels_last`, to the NHWC memory format."""
     model.to(device)
     if channels_last:
-        # pyright knows no overload of `to` with a memory format alone
+        # torch's annotations have no overload of `to` with only a memory format
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other; the base is a run of one process, for which there is nothing to do.
+"""Collective operations of the processes of a run; in the base class, for a single process, they are no-ops.
 
 https://docs.pytorch.org/docs/stable/distributed.html#collective-functions
 """
@@ -16,76 +16,76 @@ T = TypeVar("T")
 
 
 class Collectives:
-    """One process: every collective is the identity. Those of several processes must be called on all of them."""
+    """The collectives of a single process. Those of several processes must be called on every rank."""
 
     rank = 0
     world_size = 1
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
-        """Add up sums over all ranks, tensor by tensor: as sums and counts, ragged shards stay exact."""
+        """Return the sums over all ranks, by name; with sums and counts, means over unequal shards are exact."""
         return sums
 
     def local_share(self, total: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a total that `all_reduce` gave: the shares of all ranks give it again."""
+        """Return this rank's share of a result of `all_reduce`: all-reducing the shares gives that result again."""
         return total
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Set `tensor` to its elementwise maximum over all ranks, in place."""
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> None:
-        """Set `tensor` to its mean over all ranks, in place; in float64, so that equal values stay as they are."""
+        """Set `tensor` to its mean over all ranks, in place; in float64, so that equal values do not change."""
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether any rank has raised `flag`, the same answer on all of them; it may come a call later."""
+        """Return whether `flag` is set on any rank, the same on all ranks; this may be delayed to a later call."""
         return flag
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has reached this call."""
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
-        """What `make()` returns or raises on rank 0, on every rank."""
+        """Call `make` on rank 0, and return its result or raise its exception on every rank."""
         return make()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The picklable values of all ranks, in the order of the ranks."""
+        """Return the values of all ranks, which must be picklable, in the order of the ranks."""
         return [value]
 
     def gather_to_rank0(self, tensors: dict[Any, Any]) -> dict[Any, Any]:
-        """The tensors of all ranks by name on rank 0; nothing on the others. Of equal names, the lowest rank's.
+        """Return the tensors of all ranks by name on rank 0, and nothing on other ranks.
 
         Args:
-            tensors: this rank's tensors, on the CPU, and plain values.
+            tensors: this rank's tensors, on the CPU, and plain values; if several ranks have a name, the lowest counts.
         """
         return tensors
 
     def finish(self) -> None:
-        """Wait for what is still on its way."""
+        """Wait for pending operations."""
 
 
 class _TensorSpec(NamedTuple):
-    """The shape and the format of a tensor that another rank has."""
+    """The shape and dtype of a tensor on another rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @staticmethod
     def of(value: Any) -> Any:
-        """The spec of a tensor; any other value as it is."""
+        """Return the spec of a tensor, or any other value unchanged."""
         return _TensorSpec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 class ProcessGroup(Collectives):
-    """Several processes, over the default process group of `torch.distributed`.
+    """The collectives of several processes, over the default process group of `torch.distributed`.
 
     Args:
-        timeout: seconds that anybody waits for the others.
-        shared_state: what the launcher allocated for all processes of one machine.
+        timeout: seconds that a rank waits for the others.
+        shared_state: what the launcher allocated for all processes of this machine.
     """
 
     def __init__(self, timeout: float, shared_state: Any = None):
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.timeout = timeout
-        self._question: tuple[torch.Tensor, Any] | None = None
+        self._pending: tuple[torch.Tensor, Any] | None = None
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
         totals = {name: tensor.clone() for name, tensor in sums.items()}
@@ -105,16 +105,16 @@ class ProcessGroup(Collectives):
         tensor.copy_(total / self.world_size)
 
     def any_rank(self, flag: bool) -> bool:
-        """The answer to the question before this one: it travels while a step computes, and holds none up."""
+        """Return the result for the flags of the previous call, as the all-reduce overlaps with a training step."""
         ours = torch.tensor(int(flag))
-        asked = torch.distributed.all_reduce(ours, torch.distributed.ReduceOp.MAX, async_op=True)
-        (answer, answered), self._question = self._question or (torch.tensor(0), None), (ours, asked)
-        if answered is not None:
-            answered.wait()
-        return bool(answer)
+        work = torch.distributed.all_reduce(ours, torch.distributed.ReduceOp.MAX, async_op=True)
+        (previous, previous_work), self._pending = self._pending or (torch.tensor(0), None), (ours, work)
+        if previous_work is not None:
+            previous_work.wait()
+        return bool(previous)
 
     def barrier(self) -> None:
-        torch.distributed.all_reduce(torch.zeros(()))  # over gloo, whatever the device
+        torch.distributed.all_reduce(torch.zeros(()))  # of a CPU tensor: over gloo, for any device
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
         outcome: list[Any] = [None, None]
@@ -151,10 +151,10 @@ class ProcessGroup(Collectives):
         return gathered if self.rank == 0 else {}
 
     def finish(self) -> None:
-        if self._question is not None:
-            self._question[1].wait()
-            self._question = None
+        if self._pending is not None:
+            self._pending[1].wait()
+            self._pending = None
 
     def forget(self) -> None:
-        """Drop what is still on its way: its answer will not come."""
-        self._question = None
+        """Drop pending operations, as they will not complete."""
+        self._pending = None

@@ -1,4 +1,4 @@
-"""What a parallel mode is handed of a run, instead of the run itself."""
+"""What a parallel mode knows about a run; it does not see the run itself."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from runner.workloads.base import Workload
 
 
 class Process(NamedTuple):
-    """A process of a run, as it sees itself.
+    """A process of a run.
 
     Args:
-        rank_info: its rank among the others.
-        devices: that it computes on; the first one holds its batches and its metrics.
-        collectives: with the others.
-        shared_state: what the launcher allocated for all processes of one machine (shared memory); None: nothing.
+        rank_info: its rank.
+        devices: the devices that it computes on; the first one holds its batches and its metrics.
+        collectives: its collectives with the other processes.
+        shared_state: what the launcher allocated for all processes of this machine (shared memory); None: nothing.
     """
 
     rank_info: RankInfo
@@ -31,38 +31,40 @@ class Process(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Which part of the work one process does; the defaults are those of a run of one process."""
+    """The share of the work of one process; the defaults are for a run of one process."""
 
     data_shard: tuple[int, int] = (0, 1)
-    """(index, count): the part of every global batch that it trains on."""
+    """(index, count): the shard of every global batch that it trains on."""
     step_shard: tuple[int, int] = (0, 1)
-    """(index, count): it trains on one of every `count` global batches."""
+    """(index, count): it trains on every `count`-th global batch."""
     eval_shard: tuple[int, int] = (0, 1)
-    """(index, count): the part of the held-out data that it evaluates."""
+    """(index, count): the shard of the held-out data that it evaluates."""
     seed_offset: int = 0
-    """Added to the run's seed: processes that train models of their own differ by it."""
+    """Added to the run's seed, for processes that train different models."""
     rng_stream: int = 0
-    """Which stream of random numbers it draws from once the weights are made (dropout, exploration)."""
+    """Its stream of random numbers once the weights are initialized (dropout, exploration)."""
     non_equivalence_reason: str = ""
-    """Why no single device computes the same; empty where one does."""
+    """Why a single device does not compute the same; empty if it does."""
 
     @staticmethod
     def data_parallel(rank_info: RankInfo) -> Layout:
-        """Every process trains on its shard of each batch, and evaluates its shard of the held-out data."""
+        """Return the layout in which every process trains on a shard of each batch, and evaluates a shard."""
         shard = (rank_info.rank, rank_info.world_size)
         return Layout(data_shard=shard, eval_shard=shard, rng_stream=rank_info.rank)
 
 
 @dataclass(frozen=True)
 class Context:
-    """One process's view of a run, as far as a mode needs it.
+    """What a mode needs to know about a run, in one process.
 
     Args:
-        process: this one: its rank, its devices, and its collectives with the others.
-        layout: the part of the work that it does.
-        plan: the batch arithmetic that follows from it.
-        channels_last: convolutions compute in NHWC memory format.
-        compile: `torch.compile` the model.
+        process: this process: its rank, its devices and its collectives.
+        layout: its share of the work.
+        plan: the batch arithmetic that follows from the layout.
+        workload: the workload of the run.
+        precision: the precision of the run.
+        channels_last: whether convolutions use the NHWC memory format.
+        compile: whether to `torch.compile` the model.
     """
 
     process: Process
@@ -75,20 +77,20 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """The device of this process; of several, the first."""
+        """The device of this process; the first one, if it has several."""
         return self.process.devices[0]
 
     @property
     def collectives(self) -> Collectives:
-        """This process's collectives with the others."""
+        """The collectives of this process."""
         return self.process.collectives
 
     @property
     def rank(self) -> int:
-        """This process among those of the run; rank 0 writes."""
+        """The rank of this process; rank 0 writes the results."""
         return self.process.rank_info.rank
 
     @property
     def world_size(self) -> int:
-        """How many processes the run has."""
+        """The number of processes of the run."""
         return self.process.rank_info.world_size

@@ -23,19 +23,20 @@ class DDP(MultiProcess):
     """Every process holds a replica of the model and trains on its shard of each batch; gradients are averaged.
 
     Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020). Gradients are all-reduced
-    once a step, during the backward pass of the last micro-batch. Batch normalisation sees the process's shard alone,
-    unless `sync_batch_norm`; its running statistics are averaged over the processes before they are used. The averaged
-    mean is that of the whole batch; the averaged variance lacks the variance between the shards' means.
+    once per step, during the backward pass of the last micro-batch. Batch normalization uses the statistics of each
+    process's shard, unless `sync_batch_norm` is set; the running statistics are averaged over the processes before they
+    are used. The averaged mean is that of the whole batch; the averaged variance lacks the variance between the means
+    of the shards.
 
     Args:
-        bucket_mb: gradients are all-reduced in buckets of this many MiB, each while the backward pass goes on.
-        static_graph: the same parameters are used in every step, so that torch can plan ahead.
-        gradients_as_views: gradients are views of the buckets, which saves a copy of them in memory.
-        find_unused: search for parameters that a step does not use; slower, and needed only where there are some.
-        compression: of the gradients while they are sent: `none`; `fp16` and `bf16` halve the bytes and round;
-            `powersgd` sends low-rank factors (Vogels et al., 2019), whose error feedback starts anew on a resume.
-        powersgd_rank: of those factors.
-        sync_batch_norm: batch normalisation over the shards of all processes.
+        bucket_mb: size in MiB of the buckets in which gradients are all-reduced, overlapping with the backward pass.
+        static_graph: promise that every step uses the same parameters, which lets DDP skip work in each step.
+        gradients_as_views: make gradients views of the buckets, which saves the memory of a copy.
+        find_unused: search for parameters that a step does not use; slower, and needed only if there are any.
+        compression: compression of the all-reduced gradients: `none`; `fp16` and `bf16` halve the bytes, but round;
+            `powersgd` sends low-rank factors (Vogels et al., 2019), whose error feedback is reset on resume.
+        powersgd_rank: rank of these factors.
+        sync_batch_norm: compute batch normalization over the shards of all processes.
     """
 
     description: ClassVar[str] = "DistributedDataParallel"
@@ -73,11 +74,11 @@ class DDP(MultiProcess):
         replica = torch.nn.parallel.DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=self.bucket_mb,  # pyright: ignore[reportArgumentType]  # torch says int, and takes any
+            bucket_cap_mb=self.bucket_mb,  # pyright: ignore[reportArgumentType]  # annotated as int, but floats work
             find_unused_parameters=self.find_unused,
             gradient_as_bucket_view=self.gradients_as_views,
             static_graph=self.static_graph,
-            **_without_buffers(),
+            **_no_buffer_broadcast(),
         )
         if self.compression != "none":
             state, hook = self._hook()
@@ -86,18 +87,18 @@ class DDP(MultiProcess):
         return model
 
     def _hook(self) -> tuple[Any, Any]:
-        """The state and the function of torch's communication hook."""
+        """Return the state and the function of DDP's communication hook."""
         if self.compression == "powersgd":
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
-            # Two steps uncompressed: the least that its memory of the error allows.
+            # The first two steps are not compressed: torch's minimum with error feedback.
             return powersgd.PowerSGDState(None, self.powersgd_rank, start_powerSGD_iter=2), powersgd.powerSGD_hook
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         return None, getattr(default_hooks, f"{self.compression}_compress_hook")
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
-        # DDP averages over the processes; the weights of all micro-batches add up to one over all of them.
+        # DDP averages over the processes, but the weights of their micro-batches already add up to one.
         weight = micro.weight * self._context.world_size
         with nullcontext() if micro.is_last else self._replica.no_sync():
             return self._accumulate(self._replica, batch, weight)
@@ -111,7 +112,7 @@ class DDP(MultiProcess):
         return super().full_state(model, optimizer)
 
 
-def _without_buffers() -> dict[str, Any]:
-    """DDP's option not to broadcast buffers, which are averaged before they are used; renamed in torch 2.14."""
+def _no_buffer_broadcast() -> dict[str, Any]:
+    """Return DDP's option not to broadcast buffers, as they are averaged before use; renamed in torch 2.14."""
     options = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False}

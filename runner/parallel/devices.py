@@ -1,4 +1,4 @@
-"""The GPUs that one process may use together."""
+"""The devices of the modes in which one process uses several GPUs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from runner.device import Device
 
 
 def devices_of_one_process(choice: Device) -> list[torch.device]:
-    """The GPUs of `device.indices`, or all that are visible; the one device of `choice` where it is not CUDA.
+    """Return the GPUs of `device.indices`, or all visible ones; without CUDA, the single device of `choice`.
 
     Raises:
-        ConfigError: when a device is not there, or the environment hides every GPU and the CPU was not asked for.
+        ConfigError: if a device does not exist, or the environment hides every GPU and the CPU was not chosen.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     why = f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU, and there is nothing to spread the work over"

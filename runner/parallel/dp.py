@@ -1,4 +1,4 @@
-"""`parallel=dp`: `torch.nn.DataParallel`, which replicates the model over the GPUs of one process at every step."""
+"""`parallel=dp`: `torch.nn.DataParallel`, which replicates the model to the GPUs of one process in every step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class DP(Parallel):
-    """Each micro-batch is scattered over `device.indices`, each GPU computes with a replica, the outputs are gathered.
+    """Each micro-batch is scattered over `device.indices`, each GPU runs a replica of the model, outputs are gathered.
 
-    torch's documentation recommends ddp instead. What to know with a model of one's own: each replica lives for one
-    forward pass, so that what `forward` writes to the module is lost, but for the buffers on the first GPU; hooks on
-    modules run once per GPU, and must be thread-safe; `pad_packed_sequence` needs `total_length`, or the outputs differ
-    in length. Batch normalisation sees each GPU's part alone, and keeps the running statistics of the first.
+    torch's documentation recommends ddp instead. With a custom model, note that a replica exists for one forward pass,
+    so what `forward` writes to the module is lost, except for buffers on the first GPU; that module hooks run once per
+    GPU, and must be thread-safe; and that `pad_packed_sequence` needs `total_length`, or the outputs differ in length.
+    Batch normalization uses the statistics of each GPU's shard, and keeps the running statistics of the first GPU.
     """
 
     description: ClassVar[str] = "DataParallel"
@@ -39,7 +39,7 @@ class DP(Parallel):
         self._replicas = model
         if len(devices) > 1:
             if (dtype := context.precision.compute_dtype(device)) is not None:
-                # DataParallel enables autocast in the GPUs' threads, but not its dtype: each would compute in float16.
+                # DataParallel enables autocast in its threads, but does not set the dtype: they would use float16.
                 model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype(device.type, dtype))
             self._replicas = torch.nn.DataParallel(model, [each.index for each in devices])
         else:

@@ -1,4 +1,4 @@
-"""`parallel=ensemble`: members that differ by their seed, one per process, which vote."""
+"""`parallel=ensemble`: one member per process, trained with different seeds; the members vote."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.tracking.metrics import MetricSums
 
 
 class MemberMeans(ProcessGroup):
-    """Metrics are the members' means: each of them has seen the whole batch."""
+    """Averages metrics over the members, as each of them has seen the whole batch."""
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
         return {name: total / self.world_size for name, total in super().all_reduce(sums).items()}
@@ -29,13 +29,13 @@ class MemberMeans(ProcessGroup):
 
 @dataclass
 class Ensemble(MultiProcess):
-    """Each process trains a member on the whole data: member i is the run of `seed` + i, bit for bit.
+    """Each process trains one member on all of the data: member i is bitwise equal to the run with `seed` + i.
 
     Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles (2017). An
-    evaluation covers every member, and all of them together: `eval/accuracy` is that of the vote,
-    `eval/member_0/accuracy` that of the first member, `eval/disagreement` the share of the members' answers that differ
-    from the vote's. Training curves are the members' means. A checkpoint's model is the first member, with which every
-    other mode can resume; the other members are in their ranks' files.
+    evaluation covers each member and the ensemble: `eval/accuracy` is the accuracy of the vote,
+    `eval/member_0/accuracy` that of the first member, and `eval/disagreement` the fraction of the members' predictions
+    that differ from the vote. Training curves are means over the members. The model in a checkpoint is the first
+    member, with which every other mode can resume; the other members are in the files of their ranks.
     """
 
     description: ClassVar[str] = "ensemble"
@@ -59,7 +59,7 @@ class Ensemble(MultiProcess):
         return metrics | {"disagreement": int(tally[0]) / max(1, int(tally[1]))}, sums
 
     def _vote(self, model: torch.nn.Module, tally: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """The members' vote on `inputs`; adds to `tally` how many of their answers differ from it, of how many."""
+        """Return the members' vote on `inputs`; add to `tally`, int64 [2], the predictions that differ, and all."""
         own = model(inputs).float().contiguous()
         outputs = [torch.empty_like(own) for _ in range(self._context.world_size)]
         torch.distributed.all_gather(outputs, own)

@@ -23,16 +23,17 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class FSDP(MultiProcess):
-    """Parameters, gradients and optimizer state are sharded over the processes, and gathered block by block to compute.
+    """Parameters, gradients and optimizer state are sharded over the processes; each block is gathered when it is used.
 
-    Rajbhandari et al., ZeRO (2020), stage 3; Zhao et al., PyTorch FSDP (2023). The blocks are those that the network
-    lists by `blocks()`. In 16 bits the parameters are gathered in 16 bits, and the gradients reduced in 32. For an
-    evaluation the whole model is gathered: processes with unequal numbers of samples could not do it block by block.
-    `channels_last` is for the images alone: FSDP2 shards contiguous weights only. Batch normalisation is as under ddp.
+    Rajbhandari et al., ZeRO (2020), stage 3; Zhao et al., PyTorch FSDP (2023). The blocks are those of the network's
+    `blocks()`. With a 16-bit precision, parameters are gathered in 16 bits, and gradients are reduced in float32. For
+    an evaluation the whole model is gathered, as processes with unequal numbers of samples could not gather it block by
+    block. `channels_last` applies to images only, as FSDP2 shards only contiguous weights. Batch normalization works as
+    in ddp.
 
     Args:
         reshard_after_forward: free a block's gathered parameters after its forward pass, and gather them again for the
-            backward pass: less memory, more communication (stage 3); otherwise they are kept until then (stage 2).
+            backward pass: less memory, more communication (stage 3); false: keep them until then (stage 2).
         offload: keep the shards in host memory, and compute on the GPU.
     """
 
@@ -49,7 +50,7 @@ class FSDP(MultiProcess):
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         device = context.device
-        if context.channels_last:  # of the images alone: FSDP2 cannot shard weights in that memory format
+        if context.channels_last:  # images only: FSDP2 cannot shard weights in this memory format
             model.register_forward_pre_hook(_to_channels_last)
         if self.offload and device.type == "cpu":
             log.warning("parallel.offload has no effect: without a GPU the shards are in host memory anyway")
@@ -70,7 +71,7 @@ class FSDP(MultiProcess):
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
         cast("FSDPModule", model).set_requires_gradient_sync(micro.is_last)
-        # FSDP averages over the processes; the weights of all micro-batches add up to one over all of them.
+        # FSDP averages over the processes, but the weights of their micro-batches already add up to one.
         return self._accumulate(model, batch, micro.weight * self._context.world_size)
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
@@ -84,7 +85,7 @@ class FSDP(MultiProcess):
         result = super().evaluate(model)
         for module in sharded:
             module.reshard()
-            # By itself the root keeps its own parameters, which the backward pass needs first.
+            # By default, FSDP does not reshard the root's own parameters, as the backward pass needs them first.
             module.set_reshard_after_forward(self.reshard_after_forward and module is not model, recurse=False)
         return result
 
@@ -94,7 +95,7 @@ class FSDP(MultiProcess):
 
 
 def _modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks that are modules of the network and have parameters; others are views of several of its modules."""
+    """Return the blocks that are modules of the network and have parameters; others only group several modules."""
     blocks: Any = getattr(model, "blocks", None)
     own = {id(module) for module in model.modules()}
     found = [block for _, block in blocks()] if blocks else []

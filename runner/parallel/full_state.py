@@ -1,6 +1,6 @@
-"""The state of a model and its optimizer that no mode shows in: full tensors by plain name, in and out.
+"""The state of a model and its optimizer in the format that all parallel modes share: full tensors by parameter name.
 
-Not `torch.distributed.checkpoint.state_dict`: benchmarks/NOTES.md says why.
+Why this does not use `torch.distributed.checkpoint.state_dict`: see benchmarks/NOTES.md.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 TensorDict = dict[str, "torch.Tensor"]
-"""Tensors of a model by their plain names."""
+"""Tensors of a model by name, without the prefix of a wrapper."""
 
 
 def collect(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, keep: bool
 ) -> tuple[TensorDict, dict[str, dict[str, Any]]]:
-    """Copies of the model's tensors, and of the optimizer's state by parameter name, on the CPU.
+    """Return copies of the model's tensors, and of the optimizer state by parameter name, on the CPU.
 
-    Every rank that holds a shard takes part; only those that `keep` the result copy it.
+    It must be called on every rank that holds a shard. Without `keep`, the result is empty.
     """
 
     def copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -39,10 +39,10 @@ def collect(
 def load(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: TensorDict, optimizer_state: dict[str, Any]
 ) -> None:
-    """Load full tensors into the model and its optimizer, whatever part of them this process holds.
+    """Load full tensors into the model and its optimizer, which may be sharded.
 
     Raises:
-        RuntimeError: when names or shapes differ from the model's.
+        RuntimeError: if names or shapes differ from those of the model.
     """
     own = model.state_dict()
     model.load_state_dict({name: shard_like(own[name], t) if name in own else t for name, t in tensors.items()})
@@ -52,7 +52,7 @@ def load(
 def load_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, dict[str, Any]]
 ) -> None:
-    """Load an optimizer's state by parameter name."""
+    """Load optimizer state by parameter name."""
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
@@ -63,26 +63,26 @@ def load_optimizer(
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor of which each rank may hold a shard (`DTensor`); called on every rank at once."""
-    # By its method: `isinstance` would load torch.distributed.tensor, half a second, where nobody has made one.
+    """Return the full tensor of a `DTensor`, of which each rank holds a shard, or any other tensor; a collective."""
+    # Not `isinstance`, which would import torch.distributed.tensor (half a second) even if there is no DTensor.
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def shard_like(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank keeps of the full `tensor`, sharded as `like` is."""
+    """Shard the full `tensor` as `like` is sharded."""
     if not hasattr(like, "device_mesh"):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = like.device_mesh, like.placements  # pyright: ignore[reportAttributeAccessIssue]
-    # Every process has read the full tensor from the checkpoint: none has to be sent.
+    # Every process has read the full tensor from the checkpoint, so nothing has to be sent.
     return distribute_tensor(tensor.to(like.device), mesh, placements, src_data_rank=None)
 
 
 def _state_of(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with its tensors in the memory layout of their parameter.
+    """Return the optimizer state of a parameter, with its tensors in the memory layout of the parameter.
 
-    The fused CPU kernels walk through memory, and pair the numbers of two layouts wrongly, without a word.
+    The fused CPU kernels iterate in memory order: with different layouts, they would silently pair wrong elements.
     """
     return {
         key: _laid_out_like(parameter, shard_like(parameter, value))
@@ -93,5 +93,5 @@ def _state_of(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str,
 
 
 def _laid_out_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of `tensor` in the memory layout of `parameter`."""
+    """Return a copy of `tensor` in the memory layout of `parameter`."""
     return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

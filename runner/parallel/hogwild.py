@@ -22,25 +22,24 @@ from runner.parallel.launch.supervisor import LostError
 from runner.parallel.multiprocess import MultiProcess
 from runner.tracking.metrics import MetricSums
 
-_CACHE_LINE = (
-    64  # bytes: each tensor begins a line of its own, so that no two workers write to the same one at a border
-)
+_CACHE_LINE = 64
+"""Bytes. Each tensor starts on a new cache line, so that writes to neighboring tensors never share one."""
 
 _MAX_LEAD = 4
-"""Updates that a worker may be ahead of another, so that all can stop after equally many."""
+"""Updates that a worker may be ahead of another, so that all can stop after the same number of updates."""
 
 _MEASURE_EVERY = 16
-"""Steps of a worker between two measurements of how far the model moved, each of which copies the model."""
+"""Steps of a worker between two measurements of how far the model moves, each of which copies the model."""
 
 
 class SharedState(NamedTuple):
-    """What the workers share.
+    """The shared memory of the workers.
 
     Args:
-        memory: uint8 [num_bytes], of the model's parameters and buffers.
-        updates: int64 [num_workers]: how many updates each worker has made.
-        stop_requested: int64 [1]: whether any of them was asked to stop.
-        last_update: int64 [1]: the update after which all of them stop; 0 while none was asked to.
+        memory: uint8 [num_bytes]: the model's parameters and buffers.
+        updates: int64 [num_workers]: the number of updates of each worker.
+        stop_requested: int64 [1]: 1 if any worker was asked to stop.
+        last_update: int64 [1]: the update after which all workers stop; 0 if none was asked to stop.
     """
 
     memory: torch.Tensor
@@ -50,25 +49,25 @@ class SharedState(NamedTuple):
 
 
 class SharedMemoryCollectives(ProcessGroup):
-    """The workers agree on when to stop through shared memory: a collective in every step would make them wait."""
+    """Collectives that agree on when to stop through shared memory, as an all-reduce in every step would block."""
 
     def __init__(self, timeout: float, shared_state: SharedState):
         super().__init__(timeout)
-        # Views as numpy arrays of the same memory: they are read in every step, and numpy is faster at it.
+        # NumPy views of the same memory: they are read in every step, which is faster than reading tensors.
         self.updates, self._stop_requested, self._last_update = (counts.numpy() for counts in shared_state[1:])
 
     def any_rank(self, flag: bool) -> bool:
-        """Rank 0 chooses the update after which all stop; as no worker is far ahead, it is still to come for all."""
+        """Return whether to stop after this update; rank 0 chooses one that no worker has reached yet."""
         own = int(self.updates[self.rank])
-        if flag:  # only ever set: reading it to write it again could undo what another worker has just written
+        if flag:  # set, never cleared: a read-modify-write could undo the write of another worker
             self._stop_requested[0] = 1
         if self.rank == 0 and self._stop_requested[0] and not self._last_update[0]:
-            self._last_update[0] = own + _MAX_LEAD + 1  # whoever gets there has waited for a later update of rank 0
+            self._last_update[0] = own + _MAX_LEAD + 1  # a worker that gets there has waited for rank 0's next update
         self._wait_for(own - _MAX_LEAD)
         return bool(self._last_update[0] == own)
 
     def _wait_for(self, num_updates: int) -> None:
-        """Wait until every worker has made `num_updates`."""
+        """Wait until every worker has made `num_updates` updates."""
         until = time.monotonic() + self.timeout
         while self.updates.min() < num_updates:
             if time.monotonic() > until:
@@ -78,13 +77,14 @@ class SharedMemoryCollectives(ProcessGroup):
 
 @dataclass
 class Hogwild(MultiProcess):
-    """Each worker computes the gradient of the shared model as it is, and updates it whatever the others do meanwhile.
+    """Each worker computes gradients of the shared model and updates it, without synchronizing with the others.
 
     Niu et al., HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent (2011). The workers divide
-    the global batches, each with an optimizer of its own: as many steps as in every mode, but each from weights that
-    others may have moved since they were read, so that no two runs are the same. One worker is exactly
-    `parallel=single`. They wait for each other to log, evaluate and save. A checkpoint holds the model, and the first
-    worker's optimizer state for the other modes; each worker's own is in its rank's file. On the CPU of one machine.
+    the global batches, and each has its own optimizer. The number of steps is that of every other mode, but others may
+    update the weights while a gradient is computed, so no two runs are the same. A single worker is exactly
+    `parallel=single`. The workers wait for each other to log, evaluate and save. A checkpoint holds the model, and the
+    first worker's optimizer state for other modes; each worker's own is in the file of its rank. On the CPU of one
+    machine only.
     """
 
     description: ClassVar[str] = "Hogwild"
@@ -123,10 +123,10 @@ class Hogwild(MultiProcess):
         assert isinstance(context.collectives, SharedMemoryCollectives)
         self._updates = context.collectives.updates
         self._step_start: tuple[int, list[torch.Tensor] | None] | None = None
-        self._staleness = [0.0] * 4  # sum and count of: updates by others, distance moved
+        self._staleness = [0.0] * 4  # sum and count of updates by others, then sum and count of distances
         model = super()._place(model, context)
         start = 0
-        for tensor in _tensors(model):  # all workers have made the same model, and write the same values
+        for tensor in _tensors(model):  # all workers have initialized the same model, and write the same values
             part = context.process.shared_state.memory[start : start + tensor.nbytes].view(tensor.dtype)
             tensor.data = part.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
             start += _padded_bytes(tensor)
@@ -144,12 +144,12 @@ class Hogwild(MultiProcess):
         return sums
 
     def _read(self, model: torch.nn.Module) -> tuple[int, list[torch.Tensor] | None]:
-        """The number of updates as a step begins and, now and then, a copy of the weights."""
+        """Return the number of updates when a step begins and, every `_MEASURE_EVERY` steps, a copy of the weights."""
         measured = self._context.world_size > 1 and self._updates[self._context.rank] % _MEASURE_EVERY == 0
         return int(self._updates.sum()), [p.detach().clone() for p in trainable(model)] if measured else None
 
     def _measure_staleness(self, model: torch.nn.Module, updates: int, weights: list[torch.Tensor] | None) -> None:
-        """Add to the staleness how far the others have moved the model since `_read`."""
+        """Add to the staleness the updates by others since `_read`, and the distance that they moved the model."""
         staleness = self._staleness
         staleness[0] += int(self._updates.sum()) - updates
         staleness[1] += 1
@@ -164,7 +164,7 @@ class Hogwild(MultiProcess):
         return super().evaluate(model)
 
     def scalars(self) -> dict[str, float]:
-        """Updates of all workers; how many of others' updates, and how far, moved the model while one was computed."""
+        """Return the updates of all workers, and the mean updates by others and mean relative distance per step."""
         staleness = torch.tensor(self._staleness, dtype=torch.float64)
         total = self._context.collectives.all_reduce({"staleness": staleness})["staleness"]
         self._staleness = [0.0] * 4
@@ -183,7 +183,7 @@ class Hogwild(MultiProcess):
         optimizer_state: dict[str, Any],
     ) -> None:
         super().load_full_state(model, optimizer, tensors, optimizer_state)
-        self._context.collectives.barrier()  # no worker trains while another still loads
+        self._context.collectives.barrier()  # no worker may train while another still loads
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         optimizer_state = full_state.collect(model, optimizer, keep=True)[1]
@@ -200,5 +200,5 @@ def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _padded_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of `tensor`, rounded up to whole cache lines."""
+    """Return the bytes of `tensor`, rounded up to whole cache lines."""
     return -(-tensor.nbytes // _CACHE_LINE) * _CACHE_LINE

@@ -1,4 +1,4 @@
-"""`parallel=model`: consecutive stages of the network on consecutive devices of one process, one at work at a time."""
+"""`parallel=model`: consecutive stages of the network on consecutive devices of one process; one computes at a time."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ModelParallel(Partition, Parallel):
-    """A network too large for one GPU: activations move from device to device, and one device computes at a time.
+    """For networks too large for one GPU: activations move from device to device, and one device computes at a time.
 
-    The targets are moved to the last device. `parallel=pipeline` has all devices compute at the same time.
+    Targets are moved to the last device. In `parallel=pipeline`, all devices compute at the same time.
     """
 
     description: ClassVar[str] = "model split over devices"
@@ -73,7 +73,7 @@ class ModelParallel(Partition, Parallel):
             stage.to(device)
             if context.compile:
                 stage.compile()
-        context.precision.convert(stages[0])  # which takes the inputs in place of the whole network
+        context.precision.convert(stages[0])  # the inputs are passed to the first stage, not to the whole network
         self._forward = partial(_forward, stages, devices)
         return model
 
@@ -92,7 +92,7 @@ class ModelParallel(Partition, Parallel):
 
 
 def _forward(stages: Sequence[torch.nn.Module], devices: list[torch.device], x: torch.Tensor) -> torch.Tensor:
-    """The network's outputs, on the last device."""
+    """Return the network's outputs, on the last device."""
     for stage, device in zip(stages, devices, strict=True):
         x = stage(x.to(device, non_blocking=True))
     return x

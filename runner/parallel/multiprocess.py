@@ -1,4 +1,4 @@
-"""What the modes of several processes share: their options, their launcher, and one device for each process."""
+"""The base class of modes with several processes: their options, their launcher, and one device per process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from runner.parallel.launch.processes import ExternalProcesses, LocalProcesses
 
 @dataclass
 class MultiProcess(Parallel, ABC):
-    """A mode of several processes; such a mode must say which part of the work each of them does.
+    """A mode with several processes; a subclass must define the `layout`, the share of the work of each process.
 
     Args:
-        processes: how many; `auto`: one per visible GPU, two on a CPU. Under torchrun and SLURM they decide.
+        processes: number of processes; `auto`: one per visible GPU, two on a CPU. torchrun and SLURM determine it.
         timeout: seconds that a process waits for the others before the run ends with an error.
-        max_restarts: how often all are started again from the last checkpoint after one failed or died.
-        port: of the store through which the processes of this machine find each other; null: any free one.
+        max_restarts: how often all processes are restarted from the last checkpoint after one failed or died.
+        port: port of the store through which the processes of this machine find each other; null: any free one.
     """
 
     processes: int | str = "auto"
@@ -73,7 +73,7 @@ class MultiProcess(Parallel, ABC):
         )
 
     def _gpus(self, choice: Device) -> list[torch.device]:
-        """The GPUs of this machine's processes, one each; none on the CPU. `auto` takes no Metal device."""
+        """Return the GPUs of this machine's processes, one each; empty on the CPU. `auto` chooses no Metal device."""
         kind = choice.kind if choice.kind != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         why = "tensors of a Metal device cannot be sent between processes"
         check(kind != "mps", "device.kind", kind, why, "choose device=cpu, or parallel=single")
@@ -84,19 +84,19 @@ class MultiProcess(Parallel, ABC):
         return []
 
     def _num_processes(self, num_gpus: int) -> int:
-        """How many processes to start, where torchrun or SLURM has not."""
+        """Return the number of processes to start without torchrun or SLURM."""
         return self.processes if isinstance(self.processes, int) else num_gpus or 2
 
     def _allocate_shared_state(self, context: Context) -> Any:
-        """Make what all processes of this machine share beside the process group."""
+        """Allocate memory that all processes of this machine share; None if the mode needs none."""
         return None
 
 
 def average_buffers(model: torch.nn.Module, collectives: Collectives) -> None:
-    """Give every process the mean of all processes' floating-point buffers.
+    """Replace the floating-point buffers on every rank by their means over all ranks.
 
-    A running mean moves by a share of each batch's mean, so that the mean over the processes is what one process would
-    have that saw all their parts.
+    A running mean is linear in the batch means, so its average over the ranks is that of a single process that sees all
+    shards.
     """
     for buffer in model.buffers():
         if buffer.is_floating_point():

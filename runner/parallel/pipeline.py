@@ -1,4 +1,4 @@
-"""`parallel=pipeline`: consecutive stages of the network compute on consecutive micro-batches at the same time."""
+"""`parallel=pipeline`: consecutive stages of the network compute at the same time, on different micro-batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from runner.system.section_timer import timer
 from runner.tracking.images import save
 from runner.tracking.metrics import MetricSums
 
-if TYPE_CHECKING:  # at run time torch.distributed.pipelining is imported where a pipeline is placed: half a second
+if TYPE_CHECKING:  # otherwise imported only when a pipeline is placed: torch.distributed.pipelining takes half a second
     from runner.parallel.pipelining.stages import ActivationSpec, StageModule
 
 log = logging.getLogger(__name__)
@@ -49,22 +49,22 @@ _PICTURE = "pipeline.png"
 
 @dataclass
 class Pipeline(Partition, MultiProcess):
-    """Huang et al., GPipe (2019): a batch goes through the stages in micro-batches, whose gradients are summed.
+    """A batch passes through the stages in micro-batches, whose gradients are summed (Huang et al., GPipe, 2019).
 
-    The same samples, the same loss and the same update as on one device that accumulates. Batch normalisation sees
-    micro-batches, as it does there.
+    Samples, loss and update are the same as with gradient accumulation on one device. Batch normalization uses the
+    statistics of micro-batches, as it does there.
 
     Args:
-        engine: `processes`: one process per stage, on `torch.distributed.pipelining`; `streams`: one process with
-            several CUDA devices, and copies between them on streams of their own.
+        engine: `processes`: one process per stage, with `torch.distributed.pipelining`; `streams`: one process with
+            several CUDA devices, and copies between them on separate streams.
         schedule: `gpipe`: all forward passes, then all backward passes; `1f1b`: one forward, one backward as soon as
             possible, which keeps fewer activations (Narayanan et al., PipeDream, 2019); `interleaved_1f1b`: two or more
-            stages per process, a smaller bubble (Narayanan et al., 2021); `zero_bubble`: the gradients of weights are
-            computed later, in the bubble (Qi et al., 2023).
-        split_size: samples in a micro-batch.
-        num_micro_batches: how many there are, in place of `split_size`; both null: about four per stage.
-        batch_norm: running statistics of `micro`-batches or, with `defer`, of the whole batch (GPipe, section 2.2), so
-            that the evaluated model does not depend on `split_size`.
+            stages per process, for a smaller bubble (Narayanan et al., 2021); `zero_bubble`: the gradients of weights
+            are computed later, during the bubble (Qi et al., 2023).
+        split_size: samples per micro-batch.
+        num_micro_batches: number of micro-batches, instead of `split_size`; both null: about four per stage.
+        batch_norm: `micro`: running statistics of the micro-batches; `defer`: of the whole batch (GPipe, section 2.2),
+            so that the evaluated model does not depend on `split_size`.
     """
 
     description: ClassVar[str] = "pipeline"
@@ -109,7 +109,7 @@ class Pipeline(Partition, MultiProcess):
         return stages // 2 if two_each else stages
 
     def layout(self, rank_info: RankInfo) -> Layout:
-        return Layout(rng_stream=rank_info.rank)  # every process goes through the same batches
+        return Layout(rng_stream=rank_info.rank)  # every process iterates over the same batches
 
     def _num_stages(self, context: Context) -> int:
         if self.asked_stages is not None:
@@ -184,7 +184,7 @@ class Pipeline(Partition, MultiProcess):
         return model
 
     def _profiles(self, model: torch.nn.Module, context: Context) -> tuple[torch.Tensor, list[BlockProfile]]:
-        """One sample's inputs, and the profiles of the blocks on a micro-batch."""
+        """Return the inputs of one sample, and the profiles of the blocks for a micro-batch."""
         inputs = first_inputs(model, context, self._size)
         return inputs[:1].cpu(), profile_blocks(model, inputs, context, timed=self.cuts == "auto")
 
@@ -195,7 +195,7 @@ class Pipeline(Partition, MultiProcess):
         activations: list[ActivationSpec],
         context: Context,
     ) -> dict[int, StageModule]:
-        """This process's stages; what belongs to the others is removed from `model`."""
+        """Return this process's stages, by number; the tensors of other stages are removed from `model`."""
         from runner.parallel.pipelining.schedules import ProcessEngine
         from runner.parallel.pipelining.stages import StageModule, keep_only, owners
 
@@ -211,7 +211,7 @@ class Pipeline(Partition, MultiProcess):
         sent, autocast = [None, *activations[1:-1], None], context.precision.autocast
         stages = {number: StageModule(grouped[number], sent[number], sent[number + 1], autocast) for number in own}
         if 0 in stages:
-            context.precision.convert(stages[0])  # which takes the inputs in place of the whole network
+            context.precision.convert(stages[0])  # the inputs are passed to the first stage, not to the whole network
         size, count, device = self._size, self._num_micros, context.device
         self._engine: Any = ProcessEngine(stages, activations, self.schedule, size, count, device, self._timeline)
         return stages
@@ -223,7 +223,7 @@ class Pipeline(Partition, MultiProcess):
         activations: list[ActivationSpec],
         context: Context,
     ) -> dict[int, StageModule]:
-        """All stages, each on a device of its own where there are several."""
+        """Return all stages, by number, each on its own device if there are several."""
         from runner.parallel.pipelining.stages import StageModule
         from runner.parallel.pipelining.streams import StreamEngine
 
@@ -262,7 +262,7 @@ class Pipeline(Partition, MultiProcess):
             from runner.parallel.pipelining import deferred_batch_norm
 
             deferred_batch_norm.update(model)
-        # In the last stage's process only: the sum over all of them is the batch's.
+        # Only the process of the last stage has sums; those over all processes are the sums of the batch.
         return torch.stack(sums).sum(0) if sums else torch.zeros(len(workload.metrics), device=device)
 
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
@@ -285,10 +285,10 @@ class Pipeline(Partition, MultiProcess):
             sums = workload.evaluate(
                 lambda inputs: self.infer(model, inputs), context.layout.eval_shard, context.device
             )
-        return workload.summarize(sums), sums  # every process has seen all outputs: there is nothing to add up
+        return workload.summarize(sums), sums  # every process has all outputs, so there is nothing to all-reduce
 
     # -----------------------------------------------------------------------------------------------------------------
-    # What is logged of it
+    # Logging
 
     def scalars(self) -> dict[str, float]:
         gathered = self._context.collectives.all_gather(self._timeline.take())
@@ -330,7 +330,7 @@ class Pipeline(Partition, MultiProcess):
 
 
 def _nested(flat: dict[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
-    """{(name, key): value} as {name: {key: value}}."""
+    """Return {(name, key): value} as {name: {key: value}}."""
     nested: dict[str, dict[str, Any]] = {}
     for (name, key), value in flat.items():
         nested.setdefault(name, {})[key] = value

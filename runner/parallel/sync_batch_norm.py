@@ -1,4 +1,4 @@
-"""Batch normalisation over the shards of a batch that several processes see."""
+"""Batch normalization over the shards of several processes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def convert_sync_batch_norm(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """`model` with every batch normalisation over all processes' shards of a micro-batch, as one process has it.
+    """Convert every batch normalization in `model` to one over all processes' shards of a micro-batch.
 
-    On CUDA `torch.nn.SyncBatchNorm`, which supports no other device; elsewhere the same by differentiable all-reduces.
+    On CUDA this is `torch.nn.SyncBatchNorm`, which supports no other device; elsewhere, the same with all-reduces.
     """
     if device.type == "cuda":
         return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            module.__class__ = SyncBatchNorm  # in place: parameters, buffers and names stay
+            module.__class__ = SyncBatchNorm  # in place: keeps parameters, buffers and their names
     return model
 
 
 class BatchNormOfAnyDim(_BatchNorm):
-    """Ioffe and Szegedy, Batch Normalization (2015), over [n, channels, …]; subclasses compute the statistics."""
+    """Ioffe and Szegedy, Batch Normalization (2015), of [n, channels, …]; subclasses compute the statistics."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -30,7 +30,7 @@ class BatchNormOfAnyDim(_BatchNorm):
 
     @torch.no_grad()
     def update_running_stats(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Move the running statistics towards a batch's, [channels] each, as `_BatchNorm` does."""
+        """Update the running statistics with those of a batch, [channels] each, as `_BatchNorm` does."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked += 1
@@ -40,7 +40,7 @@ class BatchNormOfAnyDim(_BatchNorm):
 
 
 class SyncBatchNorm(BatchNormOfAnyDim):
-    """Over the shards of all processes."""
+    """Batch normalization over the shards of all processes, with differentiable all-reduces."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
@@ -49,24 +49,24 @@ class SyncBatchNorm(BatchNormOfAnyDim):
         x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         others = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
-        count = x.numel() // x.size(1) * torch.distributed.get_world_size()  # all shards are of one size
-        # Two passes, as in one process: a mean of squares minus a squared mean cancels most of its digits.
+        count = x.numel() // x.size(1) * torch.distributed.get_world_size()  # all shards have the same size
+        # Two passes, as in one process: the mean of squares minus the squared mean suffers from cancellation.
         mean = _sum_over_ranks(x.sum(others)) / count
-        centred = x - mean.view(shape)
-        variance = _sum_over_ranks(centred.square().sum(others)) / count
+        centered = x - mean.view(shape)
+        variance = _sum_over_ranks(centered.square().sum(others)) / count
         self.update_running_stats(mean, variance * (count / max(1, count - 1)))
-        normalised = centred * torch.rsqrt(variance + self.eps).view(shape)
+        normalized = centered * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
-            normalised = normalised * self.weight.view(shape) + self.bias.view(shape)
-        return normalised.to(input.dtype)
+            normalized = normalized * self.weight.view(shape) + self.bias.view(shape)
+        return normalized.to(input.dtype)
 
 
 def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    return _Sum.apply(tensor)  # pyright: ignore[reportReturnType]
+    return _AllReduceSum.apply(tensor)  # pyright: ignore[reportReturnType]
 
 
-class _Sum(torch.autograd.Function):
-    """A differentiable all-reduce: the gradient of the sum is the sum of the ranks' gradients."""
+class _AllReduceSum(torch.autograd.Function):
+    """A differentiable all-reduce: the gradient of the sum is the sum of the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,1 +1,1 @@
-"""How the processes of a run are started, joined and watched."""
+"""Starting, connecting and supervising the processes of a run."""

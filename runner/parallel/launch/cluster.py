@@ -1,4 +1,4 @@
-"""Whether torchrun or SLURM started this process, and as which rank; read from the environment, without torch."""
+"""The rank of this process under torchrun or SLURM, read from environment variables, without torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 
 class RankInfo(NamedTuple):
-    """A process's rank among those of a run, and where their store is; the defaults are those of a single process.
+    """The rank of a process, and the address of the store; the defaults are those of a single process.
 
     Args:
-        rank, world_size: among all processes.
-        local_rank, local_world_size: among those of this machine.
-        host, port: of the store through which they find each other (`MASTER_ADDR`, `MASTER_PORT`).
+        rank, world_size: among all processes of the run.
+        local_rank, local_world_size: among those on this machine.
+        host, port: address of the store through which they find each other (`MASTER_ADDR`, `MASTER_PORT`).
     """
 
     rank: int = 0
@@ -28,7 +28,7 @@ class RankInfo(NamedTuple):
     port: int = 0
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that `torch.distributed` reads it from."""
+        """Return the environment variables from which `torch.distributed` reads these values."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -40,18 +40,21 @@ class RankInfo(NamedTuple):
 
 
 def external_rank_info() -> RankInfo | None:
-    """This process's rank, where torchrun or SLURM's `srun` started it; None where the user did."""
+    """Return the rank of this process if torchrun or SLURM's `srun` started it; None otherwise."""
     return _torchrun() or _slurm()
 
 
 def external_world_size() -> int:
-    """How many processes torchrun or `srun` started together; 1 without them."""
+    """Return the number of processes that torchrun or `srun` started together; 1 without them."""
     rank_info = external_rank_info()
     return rank_info.world_size if rank_info else 1
 
 
 def _torchrun() -> RankInfo | None:
-    """https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables"""
+    """Read the rank that torchrun assigned; None without torchrun.
+
+    https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if any(name not in os.environ for name in names):
         return None
@@ -60,9 +63,10 @@ def _torchrun() -> RankInfo | None:
 
 
 def _slurm() -> RankInfo | None:
-    """https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
+    """Read the rank that `srun` assigned; None without it, or for a single task.
 
-    `SLURM_STEP_*` are set for what `srun` starts. A batch script has `SLURM_NTASKS` too, but is alone.
+    `SLURM_STEP_*` are set for processes that `srun` starts; a batch script, a single process, has `SLURM_NTASKS` too.
+    https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
     """
     read = os.environ.get
     world_size, rank = int(read("SLURM_STEP_NUM_TASKS", "1")), read("SLURM_PROCID")
@@ -76,13 +80,13 @@ def _slurm() -> RankInfo | None:
         local_rank=int(read("SLURM_LOCALID", "0")),
         local_world_size=counts[int(read("SLURM_NODEID", "0"))],
         host=read("MASTER_ADDR") or first_host(read("SLURM_STEP_NODELIST", "localhost")),
-        # The same for every task of a job, and almost always another for another job on the machine.
+        # The same for all tasks of a job, and almost always different from that of other jobs on the machine.
         port=int(read("MASTER_PORT") or 20000 + int(read("SLURM_JOB_ID", "0")) % 20000),
     )
 
 
 def _expanded_counts(text: str) -> list[int]:
-    """`4(x2),3` → [4, 4, 3]: the tasks on each node."""
+    """Return the number of tasks on each node: `4(x2),3` → [4, 4, 3]."""
     counts = []
     for part in text.split(","):
         count, _, times = part.partition("(x")
@@ -91,29 +95,29 @@ def _expanded_counts(text: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first of a SLURM node list: `gpu[07-09,12],login` → `gpu07`."""
+    """Return the first host of a SLURM node list: `gpu[07-09,12],login` → `gpu07`."""
     first = re.match(r"([^,\[]|\[[^\]]*\])+", nodes)
     assert first, nodes
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group())
 
 
-_SIOCGIFADDR = 0x8915  # netdevice(7): the address of an interface
+_SIOCGIFADDR = 0x8915  # netdevice(7): get the address of an interface
 
 
 def interface_to(host: str) -> str | None:
-    """The network interface from which this machine reaches `host`; None where it cannot be found (Linux, IPv4 only).
+    """Return the network interface through which this machine reaches `host`; None if unknown (Linux, IPv4 only).
 
-    Gloo would take the interface of this machine's own name, which often is 127.0.0.1.
+    By default, gloo uses the interface that the hostname of this machine resolves to, often that of 127.0.0.1.
     """
     if sys.platform != "linux":
         return None
     import fcntl
 
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
+        probe.connect((host, 9))  # UDP: nothing is sent
         address = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no such address
+            with suppress(OSError):  # the interface has no IPv4 address
                 if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == address:
                     return name
     return None

@@ -1,4 +1,4 @@
-"""Where a run's processes come from; the base is a run of one process, this one."""
+"""The base class of launchers, which start or join the processes of a run, for a run in this process alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Launcher:
     """Trains in this process.
 
     Args:
-        devices: of this process.
+        devices: devices of this process.
     """
 
     def __init__(self, devices: list[torch.device]):
@@ -26,24 +26,24 @@ class Launcher:
 
     @contextmanager
     def connect(self) -> Iterator[Process]:
-        """A context that gives this process, before anything is trained: as rank 0 where it will start the others.
+        """Yield this process, before training; it is rank 0 if it is going to start the ranks.
 
-        Where another launcher has started it, it joins the others here, and leaves them at the end.
+        If torchrun or SLURM has started this process, it joins the process group of the others here.
         """
         yield Process(RankInfo(), self.devices, Collectives())
 
     def launch(
         self, train: Callable[[], Any], train_rank: Callable[[Process], Any], context: Context, directory: Path
     ) -> Any:
-        """Train in every process of the run; returns rank 0's result.
+        """Train on every rank of the run; returns the result of rank 0.
 
         Args:
-            train: trains in this process, where it is one of the run's.
-            train_rank: trains in a process that is started here; picklable.
-            context: this process's.
-            directory: the run's; ranks that are started here write what they print to `log_rank_N.txt` in it.
+            train: trains in this process, if it is a rank of the run.
+            train_rank: trains in a process that this launcher starts; picklable.
+            context: context of this process.
+            directory: the run directory; the output of each started rank but 0 goes to `log_rank_N.txt` in it.
 
         Raises:
-            RankError: when one of several processes fails, dies or hangs.
+            RankError: if one of the ranks that were started here fails, dies or hangs.
         """
         return train()

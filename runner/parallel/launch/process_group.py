@@ -1,4 +1,4 @@
-"""The default process group of `torch.distributed`: formed, left, and aborted by a rank that has failed."""
+"""The default process group of `torch.distributed`: initialized, destroyed, or aborted by a rank that has failed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 HOST = "127.0.0.1"
-"""Where the store of processes is that this machine has started."""
+"""The host of the store of processes that are started on this machine."""
 
 
 def create_store(port: int | None) -> TCPStore:
-    """The store through which the processes of this machine find each other; it lives in the one that starts them.
+    """Create the store through which the processes of this machine find each other, in the process that starts them.
 
     Args:
-        port: of this machine; None: any free one.
+        port: port on this machine; None: any free one.
 
     Raises:
-        ConfigError: when nothing can listen at `port`.
+        ConfigError: if nothing can listen on `port`.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -40,12 +40,13 @@ def create_store(port: int | None) -> TCPStore:
 
 
 def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float, external: bool) -> None:
-    """Form the default process group with the other ranks.
+    """Initialize the default process group with the other ranks.
 
     Args:
-        device: of this process; tensors on a GPU are sent over NCCL, those in host memory over gloo.
+        rank_info: rank of this process, and address of the store.
+        device: device of this process; tensors on a GPU are sent over NCCL, those in host memory over gloo.
         timeout: seconds that a collective waits for the other ranks.
-        external: torchrun or SLURM has started the ranks, and says where their store is.
+        external: whether torchrun or SLURM has started the ranks.
     """
     if interface := interface_to(rank_info.host):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -68,53 +69,53 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
 
 
 def destroy_process_group() -> None:
-    """Leave the process group, if there is one, when the other ranks leave it too."""
+    """Destroy the process group, if there is one; called when the other ranks destroy it too."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def abort_process_group() -> None:
-    """Leave the process group while the other ranks are still in it: their collectives fail now, not at the timeout.
+    """Leave the process group while the other ranks still use it: their collectives fail now, not at the timeout.
 
     Gloo closes its connections with the last reference to the group, which a traceback, a device mesh or a DDP replica
-    may hold, and has no call that closes them: so they are shut down by their file descriptors. A public
+    may hold, and has no function to close them; so they are shut down through their file descriptors. A public
     `ProcessGroupGloo.shutdown` (https://github.com/pytorch/pytorch/issues/130345) would make this unnecessary.
     """
     for descriptor in _gloo_sockets:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            connection.getpeername()  # raises for the listening socket, which gloo does not survive the end of
+            connection.getpeername()  # raises for the listening socket: gloo would crash if it were shut down
             connection.shutdown(socket.SHUT_RDWR)
     destroy_process_group()
 
 
 _gloo_sockets: list[int] = []
-"""The file descriptors of the sockets that the process group has opened."""
+"""The file descriptors of the sockets that `init_process_group` has opened."""
 
 
 def _open_sockets() -> set[int]:
-    """The file descriptors of all sockets of this process; none where the system does not list them."""
+    """Return the file descriptors of all sockets of this process; empty if the system does not list them."""
     found = set()
     with suppress(OSError):
         for name in os.listdir("/dev/fd"):  # Linux and macOS
-            with suppress(OSError):  # the descriptor of the listing itself is closed by now
+            with suppress(OSError):  # the descriptor of /dev/fd itself is already closed
                 if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                     found.add(int(name))
     return found
 
 
 def _external_store(rank_info: RankInfo, timeout: timedelta) -> Store:
-    """The store of processes that torchrun or SLURM started, with a prefix of its own for each group they form."""
+    """Return the store of processes that torchrun or SLURM started, with a new prefix for each process group."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
 
     if not _external_stores:
         os.environ.update(rank_info.variables())
         found = rendezvous("env://", rank_info.rank, rank_info.world_size, timeout=timeout)
-        _external_stores.append(next(found)[0])  # kept: a second one would find the port taken by the first
+        _external_stores.append(next(found)[0])  # kept: the port is in use, so there cannot be a second one
     _external_stores.append(PrefixStore(f"group {len(_external_stores)}", _external_stores[0]))
     _external_stores[-1].set_timeout(timeout)
     return _external_stores[-1]
 
 
 _external_stores: list[Store] = []
-"""The store, then one with a prefix for each group so far: after a failed job of a sweep a new group is formed."""
+"""The store, then a prefixed one per process group; a sweep initializes a new group after a failed job."""

@@ -1,4 +1,4 @@
-"""Runs of several processes: started on this machine, or joined where torchrun or SLURM has started them."""
+"""Launchers for several processes: on this machine, or under torchrun or SLURM."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from runner.system.signals import StopRequest
 log = logging.getLogger(__name__)
 
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "runner.train")
-"""What a rank imports: the fork server does so once, while this process reads the data."""
+"""Modules that every rank imports; the fork server imports them once, while this process reads the data."""
 
 
 class LocalProcesses(Launcher):
-    """Starts a process for each rank on this machine, and trains in them.
+    """Starts one process per rank on this machine, and trains in them.
 
     Args:
-        devices: of the ranks.
+        devices: device of each rank.
         timeout: seconds that a rank waits for the others before the run ends with an error.
-        max_restarts: how often all ranks are started again after one failed or died.
-        port: of the store; None: any free one.
-        collectives: of the ranks.
-        allocate: makes what they share beside the process group; called before they are started.
+        max_restarts: how often all ranks are restarted after one failed or died.
+        port: port of the store; None: any free one.
+        collectives: class of the ranks' collectives.
+        allocate: allocates the memory that the ranks share; called before they are started.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class ExternalProcesses(Launcher):
     """Joins the other ranks, which torchrun or SLURM has started together with this process.
 
     Args:
-        rank_info: this process's.
-        device: of this process.
+        rank_info: rank of this process.
+        device: device of this process.
         timeout: seconds that a rank waits for the others.
-        collectives: of the ranks.
+        collectives: class of the ranks' collectives.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ExternalProcesses(Launcher):
 
     @contextmanager
     def connect(self) -> Iterator[Process]:
-        if not torch.distributed.is_initialized():  # the jobs of a sweep share one group
+        if not torch.distributed.is_initialized():  # the jobs of a sweep share one process group
             init_rank(self.rank_info, self.devices[0], self.timeout, external=True)
             atexit.register(process_group.destroy_process_group)
         collectives = self.collectives(self.timeout)
@@ -118,20 +118,20 @@ class ExternalProcesses(Launcher):
             return train()
         except Exception as error:
             report = report_of(error)
-            if self.rank_info.rank > 0 and report.what and not report.by_others:  # the command reports rank 0's
+            if self.rank_info.rank > 0 and report.what and not report.by_others:  # the command reports that of rank 0
                 log.critical("rank %d %s\n%s", self.rank_info.rank, report.what, report.trace)
             assert isinstance(context.collectives, ProcessGroup)
             context.collectives.forget()
-            # What is on its way in this group must not reach the next job of a sweep, which forms another.
+            # Pending messages must not reach the next job of a sweep, which initializes a new group.
             process_group.abort_process_group()
             raise
 
 
 def init_rank(rank_info: RankInfo, device: torch.device, timeout: float, external: bool) -> None:
-    """Set up this process as a rank: its GPU, its share of the threads, and the process group."""
+    """Set up this process as a rank: its GPU, its share of the CPU threads, and the process group."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    os.environ["LOCAL_WORLD_SIZE"] = str(rank_info.local_world_size)  # data workers share the machine's cores
+    os.environ["LOCAL_WORLD_SIZE"] = str(rank_info.local_world_size)  # for data workers: the ranks share the cores
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, allowed_cores() // rank_info.local_world_size))
     process_group.init_process_group(rank_info, device, timeout, external)
@@ -147,7 +147,7 @@ def _run_rank(
     device: torch.device,
     shared_state: Any,
 ) -> None:
-    """The main function of a rank that was started here: from its first heartbeat to its report."""
+    """Run a rank that was started on this machine, from its first heartbeat to its report."""
     send = start_heartbeat(pipe)
     try:
         if rank_info.rank > 0:
@@ -160,12 +160,12 @@ def _run_rank(
     except BaseException as error:
         send(report_of(error))
         sys.stderr.flush()
-        os._exit(1)  # no exit handler may wait for processes that are gone
+        os._exit(1)  # skips exit handlers, which could wait for processes that are gone
     send(Report(value=result))
 
 
 def _redirect_output(path: Path) -> None:
-    """Write what this process prints to a file: the console is rank 0's."""
+    """Redirect the output of this process to a file, as only rank 0 prints to the console."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(file, stream)

@@ -1,8 +1,7 @@
-"""The ranks of a run, supervised by the process that starts them: none fails unnoticed, and none is left behind.
+"""The supervisor of a run's ranks: it detects a rank that fails, dies or hangs, ends the run, and kills all ranks.
 
-Each rank has a pipe to the supervisor, over which it sends a heartbeat now and then and, at the end, a report. When the
-pipe breaks, as the supervisor was killed, the rank kills the others and exits. A rank that fails, dies or hangs ends
-the run.
+Each rank has a pipe to the supervisor, over which it sends heartbeats and, at the end, a report. If the pipe breaks,
+because the supervisor was killed, the rank kills the other ranks and exits.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from runner.system.signals import StopRequest
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.3
-"""Between two heartbeats: well within the shortest timeout, which is one second."""
+"""Time between two heartbeats, well below the shortest timeout of one second."""
 
 START_SECONDS = 60.0
-"""How much longer the first heartbeat may take: torch may come from a slow disk."""
+"""Additional time for the first heartbeat, as torch may be imported from a slow disk."""
 
 GRACE_SECONDS = 2.0
-"""How long the other ranks may still report, once one has failed."""
+"""Time in which the other ranks may still report, after one has failed."""
 
 
 class RankError(Exception):
-    """A rank failed, died or hung; `result` is how far the run had come, where rank 0 could still report it."""
+    """Raised when a rank failed, died or hung; `result` is the result up to then, if rank 0 could still report it."""
 
     def __init__(self, rank: int, what: str, trace: str = "", result: Any = None):
         super().__init__(rank, what, trace, result)
@@ -51,20 +50,21 @@ class RankError(Exception):
 
 
 class LostError(RuntimeError):
-    """Another rank did not reach the point where this one waited for it."""
+    """Raised when another rank did not reach the point where this one waited for it."""
 
 
 @dataclass
 class Report:
-    """How a rank ended.
+    """The outcome of a rank.
 
     Args:
-        value: what its function returned.
+        value: return value of the rank.
         refused: the config error that ended it.
-        what: the exception that ended it, in one line; empty where it succeeded.
+        what: the exception that ended it, in one line; empty if it succeeded.
         trace: the traceback of that exception.
-        result: how far the run had come.
-        by_others: whether the exception only says that another rank is gone.
+        result: the result of the run up to that exception.
+        by_others: whether the exception only means that another rank is gone.
+        time: when the rank ended, in seconds since the epoch.
     """
 
     value: Any = None
@@ -81,12 +81,12 @@ class Report:
 
 
 def report_of(error: BaseException) -> Report:
-    """The report of a rank that `error` ended."""
+    """Return the report of a rank that `error` ended."""
     if isinstance(error, ConfigError):
         return Report(refused=error)
     result, cause = getattr(error, "result", None), error.__cause__
     error = cause if result is not None and cause is not None else error
-    explained = isinstance(error, StorageError | DataError)  # for the user to mend: a traceback would not help
+    explained = isinstance(error, StorageError | DataError)  # the message says what to do: a traceback would not help
     trace = "" if explained else "".join(traceback.format_exception(error))
     by_others = isinstance(error, LostError) or torch_errors.is_lost_peer(error)
     return Report(what=f"failed: {type(error).__name__}: {error}", trace=trace, result=result, by_others=by_others)
@@ -97,7 +97,7 @@ def report_of(error: BaseException) -> Report:
 
 
 def start_heartbeat(pipe: connection.Connection) -> Callable[[Report], None]:
-    """Send heartbeats until the process ends; when the supervisor is gone, kill the other ranks and exit.
+    """Send heartbeats until the process ends; if the supervisor dies, kill the other ranks and exit.
 
     Returns:
         A function that sends the report.
@@ -108,7 +108,7 @@ def start_heartbeat(pipe: connection.Connection) -> Callable[[Report], None]:
         with sending, suppress(ConnectionError):
             pipe.send(message)
 
-    def beat() -> None:
+    def send_heartbeats() -> None:
         pids: list[int] = []
         try:
             while True:
@@ -123,20 +123,21 @@ def start_heartbeat(pipe: connection.Connection) -> Callable[[Report], None]:
                         os.kill(pid, signal.SIGKILL)
             os._exit(1)
 
-    threading.Thread(target=beat, daemon=True).start()
+    threading.Thread(target=send_heartbeats, daemon=True).start()
     return send
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In the process that starts them
+# In the process that starts the ranks
 
 
 class Supervisor:
-    """The processes of a run's ranks, from their start to the end of the last one.
+    """The processes of a run's ranks, from their start until all have ended.
 
     Args:
-        work: the main function of each, called with its pipe (see `start_heartbeat`) and one of `arguments`.
-        timeout: seconds without a heartbeat after which a rank counts as hung.
+        work: main function of a rank, called with its pipe (see `start_heartbeat`) and its arguments.
+        arguments: arguments of each rank.
+        timeout: seconds without a heartbeat after which a rank is considered hung.
     """
 
     def __init__(self, work: Callable[..., None], arguments: Sequence[tuple], timeout: float):
@@ -157,7 +158,7 @@ class Supervisor:
             pids = [process.pid for process in self.processes]
             log.debug("the ranks' processes: %s", " ".join(map(str, pids)))
             for pipe in self.pipes:
-                with suppress(ConnectionError):  # it has ended already, which `wait` will notice
+                with suppress(ConnectionError):  # it has already ended, which `wait` will detect
                     pipe.send(pids)
         except BaseException:
             self.close()
@@ -170,14 +171,14 @@ class Supervisor:
         self.close()
 
     def wait(self, stop: StopRequest) -> list[Any]:
-        """Wait for all ranks; returns what each of them returned.
+        """Wait for all ranks; returns their return values.
 
         Args:
-            stop: a signal that this process receives is passed on to all ranks, once.
+            stop: a stop signal of this process, which is forwarded to all ranks once.
 
         Raises:
-            ConfigError: raised by one of them.
-            RankError: when one failed, died or hung; it names the first to do so.
+            ConfigError: if a rank raised it.
+            RankError: if a rank failed, died or hung; it names the first one.
         """
         passed_on = False
         while any(report is None for report in self.reports):
@@ -186,13 +187,13 @@ class Supervisor:
                 passed_on = True
                 self._signal(signal.SIGUSR1)
             if self._broken():
-                raise self._blame()
+                raise self._first_error()
         for process in self.processes:
             process.join(GRACE_SECONDS)
         return [report.value for report in self.reports if report]
 
     def close(self) -> None:
-        """Kill the ranks that are left."""
+        """Kill the ranks that are still running."""
         self._signal(signal.SIGKILL)
         for process in self.processes:
             process.join()
@@ -202,12 +203,12 @@ class Supervisor:
         self.processes, self.pipes = [], []
 
     def _read_pipes(self) -> None:
-        """Read the pipes of all ranks, for at most a fraction of a second."""
+        """Read the pipes of all ranks, waiting for at most 0.2 s."""
         since = time.monotonic()
         open_pipes = {pipe: rank for rank, pipe in enumerate(self.pipes) if self.reports[rank] is None}
         ready = connection.wait([*open_pipes, *(self.processes[rank].sentinel for rank in open_pipes.values())], 0.2)
         for pipe, rank in open_pipes.items():
-            # Capped: time in which this process was itself suspended (Ctrl-Z, a closed laptop) is no rank's silence.
+            # Capped, so that time in which this process was itself suspended (Ctrl-Z, a closed laptop) does not count.
             self.silence[rank] += min(time.monotonic() - since, 0.5)
             if pipe in ready:
                 self._read_pipe(rank)
@@ -224,14 +225,14 @@ class Supervisor:
         return failed or bool(self._dead()) or max(self.silence) > self.timeout
 
     def _dead(self) -> list[int]:
-        """The ranks that ended without a report."""
+        """Return the ranks that have ended without a report."""
         ended = [rank for rank, process in enumerate(self.processes) if not process.is_alive()]
         for rank in ended:
-            self._read_pipe(rank)  # its report, which may have come since
+            self._read_pipe(rank)  # its report may have arrived since
         return [rank for rank in ended if self.reports[rank] is None]
 
-    def _blame(self) -> Exception:
-        """The error of the rank that was the first to fail, once the others had a moment to report."""
+    def _first_error(self) -> Exception:
+        """Return the error of the rank that failed first, after giving the other ranks time to report."""
         silent = [rank for rank, seconds in enumerate(self.silence) if seconds > self.timeout]
         until = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < until and any(
@@ -247,9 +248,9 @@ class Supervisor:
         return RankError(*first, result=result)
 
     def _first(self, silent: list[int], reports: dict[int, Report]) -> tuple[int, str, str]:
-        """(rank, what, trace) of the rank that failed first, as far as the reports tell."""
-        dead = {rank: self._death(rank) for rank in self._dead()}
-        # NCCL's watchdog ends a process whose collective timed out by SIGABRT: another rank may be the cause.
+        """Return (rank, what, trace) of the rank that failed first, as far as the reports show."""
+        dead = {rank: self._exit_reason(rank) for rank in self._dead()}
+        # NCCL's watchdog aborts a process (SIGABRT) whose collective timed out: another rank may be the cause.
         for rank, (what, by_watchdog) in dead.items():
             if not by_watchdog:
                 return rank, what, ""
@@ -264,8 +265,8 @@ class Supervisor:
             return rank, what, ""
         return ordered[0], reports[ordered[0]].what, reports[ordered[0]].trace
 
-    def _death(self, rank: int) -> tuple[str, bool]:
-        """How a process ended that left no report, and whether NCCL's watchdog may have ended it."""
+    def _exit_reason(self, rank: int) -> tuple[str, bool]:
+        """Return how a process ended that sent no report, and whether NCCL's watchdog may have aborted it."""
         code = self.processes[rank].exitcode
         if code >= 0:
             return f"exited with code {code}", False
