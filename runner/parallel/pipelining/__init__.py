@@ -1,1 +1,1 @@
-"""The parts of a pipeline: partition, stages, schedules, and what is measured of them."""
+"""The parts of a pipeline: partition, stages, schedules, and measurements."""

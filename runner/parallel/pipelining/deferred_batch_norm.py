@@ -1,8 +1,8 @@
-"""Batch normalisation over micro-batches, with the running statistics of the whole batch.
+"""Batch normalization over micro-batches, with the running statistics of the whole batch.
 
-Huang et al., GPipe (2019), section 2.2: statistics for training are those of each micro-batch, those for evaluation
-track the whole batch. Kim et al., torchgpipe (2020), call it deferred batch normalisation. The whole batch's mean and
-variance are combined from those of the micro-batches (Chan, Golub and LeVeque, 1979), exact up to rounding.
+Huang et al., GPipe (2019), section 2.2: training uses the statistics of each micro-batch, evaluation those of the whole
+batch. Kim et al., torchgpipe (2020), call it deferred batch normalization. The mean and variance of the whole batch are
+combined from those of the micro-batches (Chan, Golub and LeVeque, 1979), exactly up to rounding.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from runner.parallel.sync_batch_norm import BatchNormOfAnyDim
 
 
 def defer(model: torch.nn.Module) -> None:
-    """Have every batch normalisation in `model` keep its running statistics until `update` is called."""
+    """Convert every batch normalization in `model` to one whose running statistics do not change until `update`."""
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats:
-            module.__class__ = DeferredBatchNorm  # in place: parameters, buffers and names stay
+            module.__class__ = DeferredBatchNorm  # in place: keeps parameters, buffers and their names
             assert isinstance(module, DeferredBatchNorm)
             assert module.running_mean is not None
             # Buffers, so that a recomputed forward pass (models.recompute) does not count twice.
@@ -27,26 +27,29 @@ def defer(model: torch.nn.Module) -> None:
 
 
 def update(model: torch.nn.Module) -> None:
-    """Update the running statistics once, with those of the global batch, which is complete."""
+    """Update the running statistics once, with those of the global batch, after its last micro-batch."""
     for module in model.modules():
-        # Stages of other processes have no statistics here.
+        # Stages of other processes have no statistics in this one.
         if isinstance(module, DeferredBatchNorm) and module.running_mean is not None:
             module.update()
 
 
 class DeferredBatchNorm(BatchNormOfAnyDim):
-    """Over inputs [n, channels, …]; keeps the count, mean and squared deviations per channel since the last update."""
+    """Batch normalization of [n, channels, …] that defers the update of its running statistics to `update`.
+
+    Since the last update it keeps, for each channel, the count, the mean and the sum of squared deviations.
+    """
 
     seen: torch.Tensor
     seen_mean: torch.Tensor
     seen_squares: torch.Tensor
-    """The sum of the squared distances from the mean, [channels]."""
+    """The sum of squared deviations from the mean, [channels]."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        # With a momentum of one, torch's own kernel returns the micro-batch's statistics: no second pass over it.
+        # With a momentum of one, torch's kernel returns the statistics of the micro-batch, without a second pass.
         mean, variance = torch.zeros_like(self.seen_mean), torch.zeros_like(self.seen_squares)
         output = torch.nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         self._merge(mean, variance, input.numel() // input.size(1))
@@ -54,7 +57,7 @@ class DeferredBatchNorm(BatchNormOfAnyDim):
 
     @torch.no_grad()
     def _merge(self, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
-        """Add a micro-batch of `count` values per channel, by their mean and their sample variance."""
+        """Merge the mean and the sample variance of a micro-batch with `count` values per channel."""
         total = self.seen + count
         distance = mean - self.seen_mean
         self.seen_mean += distance * (count / total)
@@ -63,7 +66,7 @@ class DeferredBatchNorm(BatchNormOfAnyDim):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the running statistics with all values since the last update, and reset these."""
+        """Update the running statistics with all values since the last update, and reset the sums."""
         self.update_running_stats(self.seen_mean, self.seen_squares / (self.seen - 1).clamp(min=1))
         for buffer in (self.seen, self.seen_mean, self.seen_squares):
             buffer.zero_()

@@ -1,4 +1,4 @@
-"""A Gantt chart of a pipeline's step: a row for each worker, a box for each computation."""
+"""Draws a Gantt chart of a pipeline's step: a row for each worker, a box for each computation."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ COLOURS = {
     "backward": ((52, 140, 90), (110, 185, 140)),
     "weights": ((214, 140, 40), (238, 186, 110)),
 }
-"""The colours of a worker's first stage and of its further ones, by the kind of computation."""
+"""The colors of a worker's first stage and of its other stages, by the kind of computation."""
 
 _WIDTH, _ROW, _BAR, _MARGIN, _TOP, _BOTTOM = 1000, 46, 36, 74, 44, 50
 _INK, _IDLE, _LINE, _WHITE = (40, 40, 40), (235, 235, 235), (205, 205, 205), (255, 255, 255)
 
 
 def gantt(work: Sequence[tuple[int, str, int, float, float]], workers: int, title: str) -> torch.Tensor:
-    """A picture of one step.
+    """Draw one step.
 
     Args:
         work: (stage, kind, micro-batch, start, stop) of each computation, in seconds; kinds are those of `COLOURS`.
-        workers: how many rows; stage i is in row i modulo their number.
+        workers: number of rows; stage i is in row i modulo this number.
+        title: title above the chart.
 
     Returns:
-        uint8 [3, height, width].
+        An RGB image, uint8 [3, height, width].
     """
     from PIL import Image, ImageDraw
 
@@ -57,7 +58,7 @@ def gantt(work: Sequence[tuple[int, str, int, float, float]], workers: int, titl
 
 
 def _draw_axis(draw: ImageDraw.ImageDraw, seconds: float, scale: float, bottom: float) -> None:
-    """Ticks at round numbers of milliseconds."""
+    """Draw ticks at round numbers of milliseconds."""
     step = _round_step(seconds * 1000 / 8)
     for tick in range(int(seconds * 1000 / step) + 1):
         x = _MARGIN + tick * step / 1000 * scale
@@ -67,7 +68,7 @@ def _draw_axis(draw: ImageDraw.ImageDraw, seconds: float, scale: float, bottom: 
 
 
 def _round_step(at_least: float) -> float:
-    """The smallest of 1, 2 and 5 times a power of ten that is `at_least`."""
+    """Return the smallest number of at least `at_least` that is 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(max(at_least, 1e-6)))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= at_least)
 

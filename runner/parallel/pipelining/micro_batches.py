@@ -1,4 +1,4 @@
-"""How many micro-batches a pipeline splits a batch into."""
+"""The number of micro-batches into which a pipeline splits a batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from runner.config.errors import ConfigError, check
 
 _PER_STAGE = 4
-"""Micro-batches per stage by default: the bubble is then a fifth, and smaller ones are less efficient."""
+"""Default number of micro-batches per stage: the bubble is then a fifth; smaller micro-batches are less efficient."""
 
 
 class MicrobatchConstraint(NamedTuple):
@@ -19,7 +19,7 @@ class MicrobatchConstraint(NamedTuple):
     num_processes: int
 
     def violation(self, count: int) -> str:
-        """Why the schedule cannot take `count` micro-batches; empty where it can."""
+        """Return why the schedule does not support `count` micro-batches; empty if it does."""
         if self.schedule == "1f1b" and count < self.num_stages:
             return f"1f1b takes as many as there are stages or more: {self.num_stages}"
         if self.schedule in ("interleaved_1f1b", "zero_bubble"):
@@ -33,15 +33,16 @@ class MicrobatchConstraint(NamedTuple):
 
 
 def num_micro_batches(samples: int, split_size: int | None, count: int | None, constraint: MicrobatchConstraint) -> int:
-    """How many micro-batches `samples` are split into.
+    """Return the number of micro-batches into which `samples` are split.
 
     Args:
-        samples: of one pass through the pipeline.
-        split_size: samples in a micro-batch, as asked for.
-        count: micro-batches, as asked for.
+        samples: samples in one pass through the pipeline.
+        split_size: requested samples per micro-batch; None: not specified.
+        count: requested number of micro-batches; None: not specified.
+        constraint: the requirements of the schedule.
 
     Raises:
-        ConfigError: with the nearest number that can be.
+        ConfigError: if the request is impossible; it names the nearest possible numbers.
     """
     possible = [number for number in divisors(samples) if not constraint.violation(number)]
     if not possible:
@@ -50,7 +51,7 @@ def num_micro_batches(samples: int, split_size: int | None, count: int | None, c
             "parallel.schedule", constraint.schedule, why, "a larger batch_size, or parallel.schedule=gpipe"
         )
     if split_size is None and count is None:
-        # Two or more, of two samples or more: one micro-batch overlaps with nothing, and one sample has no variance.
+        # At least two, of at least two samples: one micro-batch overlaps with nothing, and one sample has no variance.
         fitting = [number for number in possible if 1 < number <= samples // 2] or possible
         wanted = _PER_STAGE * constraint.num_stages
         return min(fitting, key=lambda number: (abs(number - wanted), -number))
@@ -69,7 +70,7 @@ def num_micro_batches(samples: int, split_size: int | None, count: int | None, c
 def _check(
     samples: int, count: float, key: str, got: int, possible: list[int], constraint: MicrobatchConstraint
 ) -> None:
-    """Refuse `got` as `key`, which makes `count` micro-batches, with the nearest of those that are `possible`."""
+    """Refuse `got` for `key`, which makes `count` micro-batches, unless it is `possible`; name the nearest that are."""
     together = f"the {samples} samples that go through together (batch_size / accumulation.steps)"
     if count < 1 or count > samples:
         why = f"there are no more than {together.removeprefix('the ')}"
@@ -84,6 +85,6 @@ def _check(
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, rising."""
+    """Return all divisors of `number`, in increasing order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})

@@ -1,4 +1,4 @@
-"""Where a network is split into stages: between which of its blocks, so that each stage takes about as long."""
+"""The partition of a network into stages: it is split between blocks, so that all stages take about the same time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.parallel.context import Context
 from runner.workloads.base import SupervisedWorkload, Workload
 
 Blocks = list[tuple[str, "torch.nn.Module"]]
-"""The blocks of a network by name, in the order of the forward pass: it can be split between any two of them."""
+"""The blocks of a network by name, in the order of the forward pass; it can be split between any two of them."""
 
 _MIN_SECONDS, _MAX_REPEATS = 0.03, 20
 
@@ -32,13 +32,13 @@ class Partition:
     """The options of the modes that split a network.
 
     Args:
-        stages: into how many; null: as many as there are processes or devices.
-        cuts: `auto` measures the blocks, and balances the stages; a list names the block that each stage but the first
-            begins with: [layer2, layer3.1]. `layer2` is the first block of that layer.
+        stages: number of stages; null: it follows from the number of processes or devices.
+        cuts: `auto` measures the blocks, and balances the stages; a list names the first block of each stage except the
+            first stage: [layer2, layer3.1]. `layer2` is the first block of that layer.
     """
 
     stages: int | None = None
-    cuts: Any = "auto"  # OmegaConf has no type for a text or a list
+    cuts: Any = "auto"  # OmegaConf does not support `str | list`
 
     def __post_init__(self) -> None:
         check_range(self, "stages", least=2, most=4096)
@@ -52,14 +52,14 @@ class Partition:
 
     @property
     def asked_stages(self) -> int | None:
-        """The number of stages that `stages` or `cuts` asks for; None where neither does."""
+        """The number of stages that `stages` or `cuts` specifies; None if neither does."""
         return self.stages if self.cuts == "auto" else len(self.cuts) + 1
 
     def check_partition(self, workload: Workload, count: int) -> None:
-        """Refuse a workload or a network that cannot be split into `count` stages as asked; needs no weights.
+        """Refuse a workload or a network that cannot be split into `count` stages; allocates no weights.
 
         Raises:
-            ConfigError: with the key from the root.
+            ConfigError: if it cannot; the key starts at the root.
         """
         names = [name for name, _ in blocks_of(_without_memory(supervised(workload)))]
         why = f"the network has {len(names)} blocks: {', '.join(names)}"
@@ -68,7 +68,7 @@ class Partition:
             positions_of(self.cuts, names)
 
     def bounds(self, profiles: Sequence[BlockProfile], count: int) -> list[int]:
-        """The numbers of the blocks at which the `count` stages begin and end: [0, …, len(profiles)]."""
+        """Return the indices of the blocks at which the `count` stages begin and end: [0, …, len(profiles)]."""
         if self.cuts == "auto":
             inner = balanced([profile.seconds for profile in profiles], count)
         else:
@@ -77,10 +77,10 @@ class Partition:
 
 
 def supervised(workload: Workload) -> SupervisedWorkload:
-    """`workload`, if its network can be split.
+    """Return `workload` if its network can be split.
 
     Raises:
-        ConfigError: when its loss needs more than the network's outputs and the targets.
+        ConfigError: if its loss needs more than the network's outputs and the targets.
     """
     why = "its loss is not criterion(model(inputs), targets), which is all that a split network can compute"
     remedy = "parallel=ddp or fsdp spread it over processes"
@@ -90,17 +90,17 @@ def supervised(workload: Workload) -> SupervisedWorkload:
 
 
 def _without_memory(workload: Workload) -> torch.nn.Module:
-    """The network of `workload` on the meta device."""
+    """Return the network of `workload`, built on the meta device."""
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that loading weights into meta tensors does nothing
+        warnings.simplefilter("ignore")  # torch warns that loading weights into meta tensors has no effect
         return workload.build_model()
 
 
 def blocks_of(model: torch.nn.Module) -> Blocks:
-    """The blocks of `model`.
+    """Return the blocks of `model`.
 
     Raises:
-        ConfigError: when it does not list them.
+        ConfigError: if it has no `blocks()`.
     """
     blocks: Any = getattr(model, "blocks", None)
     kind = type(model).__name__
@@ -110,14 +110,14 @@ def blocks_of(model: torch.nn.Module) -> Blocks:
 
 
 def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
-    """The numbers of the blocks that begin a stage.
+    """Return the indices of the blocks named in `cuts`.
 
     Args:
-        cuts: names of blocks, or of the layers that they begin, in the order of the network.
-        names: of all blocks.
+        cuts: names of blocks, or of layers for their first block, in the order of the network.
+        names: names of all blocks.
 
     Raises:
-        ConfigError: when the network cannot be split at one of them.
+        ConfigError: if the network cannot be split at one of them.
     """
     layers = {name.rpartition(".")[0]: i for i, name in reversed(list(enumerate(names))) if "." in name}
     positions = layers | {name: i for i, name in enumerate(names)}
@@ -133,15 +133,16 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
 
 
 def balanced(seconds: Sequence[float], count: int) -> list[int]:
-    """The partition into `count` stages whose slowest takes the least time; of several, the most even one.
+    """Return the partition into `count` stages whose slowest stage takes the least time; if several, the most even one.
 
     A pipeline is as fast as its slowest stage. Exact, by dynamic programming over (blocks, stages).
 
     Args:
-        seconds: that each block takes.
+        seconds: time of each block.
+        count: number of stages.
 
     Returns:
-        The numbers of the `count` − 1 blocks that begin a stage, rising.
+        The indices of the `count` − 1 blocks that begin a stage after the first, in increasing order.
     """
     assert 1 <= count <= len(seconds), f"{len(seconds)} blocks do not make {count} stages"
     sums = [0.0]
@@ -163,12 +164,13 @@ def _with_last_stage(before: tuple[float, float, list[int]], start: int, last: f
 
 
 class BlockProfile(NamedTuple):
-    """What was measured of a block.
+    """The measurements of a block.
 
     Args:
-        seconds: of its forward and its backward pass; 0.0 where that was not measured.
-        shape: of its output, without the batch dimension.
-        dtype: of its output.
+        name: name of the block.
+        seconds: time of its forward and backward pass; 0.0 if it was not measured.
+        shape: shape of its output, without the batch dimension.
+        dtype: dtype of its output.
     """
 
     name: str
@@ -178,17 +180,19 @@ class BlockProfile(NamedTuple):
 
 
 def first_inputs(model: torch.nn.Module, context: Context, size: int | None = None) -> torch.Tensor:
-    """The inputs of the first micro-batch, or its first `size` samples."""
+    """Return the inputs of the first micro-batch, or of its first `size` samples."""
     with closing(cast(Any, context.workload.batches(model, context.plan, 0, context.device))) as batches:
         return next(batches).inputs[:size]
 
 
 def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, context: Context, timed: bool) -> list[BlockProfile]:
-    """Run the blocks of `model` one after the other, each in a copy that leaves the network as it is.
+    """Profile the blocks of `model` one after another, each on a copy, so that the network does not change.
 
     Args:
-        inputs: of the first block, on the device, as many samples as a stage will see at once.
-        timed: measure them in training; otherwise look at the outputs of one sample in evaluation.
+        model: the network.
+        inputs: inputs of the first block, on the device, for as many samples as a stage computes at once.
+        context: the run.
+        timed: measure the blocks in training mode; otherwise, only find the output shapes in evaluation mode.
     """
     kind, autocast = next(model.parameters()).dtype, context.precision.autocast
     inputs = inputs.to(kind) if inputs.is_floating_point() else inputs  # float64 under precision=64
@@ -197,7 +201,7 @@ def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, context: Contex
         own = copy.deepcopy(block).to(x.device).train(timed)
         if context.channels_last:
             own.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        # The first block's inputs are data, which needs no gradient.
+        # The inputs of the first block are data, which need no gradient.
         seconds = _seconds(own, x, autocast, requires_grad=bool(profiles)) if timed else 0.0
         with torch.no_grad(), autocast():
             x = own(x)
@@ -208,7 +212,7 @@ def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, context: Contex
 def _seconds(
     block: torch.nn.Module, x: torch.Tensor, autocast: Callable[[], AbstractContextManager], requires_grad: bool
 ) -> float:
-    """The median time of a forward and a backward pass, without the first one, which warms up."""
+    """Return the median time of a forward and backward pass in seconds, without the first one, the warm-up."""
     x = x.detach().clone().requires_grad_(requires_grad)
     times: list[float] = []
     while len(times) < 4 or (sum(times[1:]) < _MIN_SECONDS and len(times) < _MAX_REPEATS):
@@ -223,7 +227,7 @@ def _seconds(
 
 
 def format_partition(profiles: Sequence[BlockProfile], bounds: Sequence[int]) -> str:
-    """The stages in one line: `stem … layer2.1 (51 %) | layer2.2 … head (49 %)`."""
+    """Return the stages in one line: `stem … layer2.1 (51%) | layer2.2 … head (49%)`."""
     total = sum(profile.seconds for profile in profiles)
     parts = []
     for start, stop in pairwise(bounds):

@@ -1,4 +1,4 @@
-"""The engine of a pipeline over several processes, on `torch.distributed.pipelining`."""
+"""The pipeline engine for several processes, with `torch.distributed.pipelining`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ SCHEDULES: dict[str, Any] = {
     "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
 }
 _SINGLE = ("gpipe", "1f1b")
-"""Those that take one stage per process."""
+"""Schedules with one stage per process."""
 
 
 class ProcessEngine:
-    """One or more stages in each process: stage i is in process i modulo their number.
+    """Runs one or more stages in each process: stage i is in process i modulo the number of processes.
 
     Args:
-        stages: this process's, by number.
-        activations: before, between and after all stages; they are sent between the processes.
-        schedule: one of `SCHEDULES`.
-        size: samples in a micro-batch.
-        num_micros: micro-batches in one call of `train`.
-        device: of this process.
+        stages: stages of this process, by number.
+        activations: specs of the activations before, between and after all stages.
+        schedule: key of `SCHEDULES`.
+        size: samples per micro-batch.
+        num_micros: micro-batches per call of `train`.
+        device: device of this process.
         timeline: records when the stages compute.
     """
 
@@ -69,20 +69,20 @@ class ProcessEngine:
         return self._loss(outputs, targets)
 
     def train(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> None:
-        """The forward and the backward passes of all micro-batches.
+        """Run the forward and backward passes of all micro-batches.
 
         Args:
-            inputs: of all of them; used where the first stage is.
-            targets: of all of them; used where the last stage is.
-            loss: of a micro-batch's outputs and targets; what it returns is differentiated.
+            inputs: inputs of all micro-batches; used in the process of the first stage.
+            targets: targets of all micro-batches; used in the process of the last stage.
+            loss: the loss to differentiate, from the outputs and the targets of a micro-batch.
         """
         self._loss = loss
-        # Like the example that torch was given: it takes contiguous inputs only, and targets where there is a loss.
+        # As in the example given to torch: inputs must be contiguous, and only the last stage takes targets.
         own = (inputs.contiguous(),) if self.has_first else ()
         self._schedule.step(*own, target=targets if self.has_last else None)
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The network's outputs, in every process. While a stage computes, earlier ones start on the next samples."""
+        """Return the network's outputs, on every rank; while a stage computes, earlier ones start the next samples."""
         sent, outputs = [], []
         for chunk in inputs.split(self.size):
             for number, stage in self.stages.items():
@@ -90,7 +90,7 @@ class ProcessEngine:
                 if number == self.num_stages - 1:
                     outputs.append(x.contiguous())
                 else:
-                    sent.append((dist.isend(x, self._rank_of(number + 1)), x))  # kept until it is sent
+                    sent.append((dist.isend(x, self._rank_of(number + 1)), x))  # `x` is kept until it is sent
         whole = torch.cat(outputs) if self.has_last else self.activations[-1].empty(len(inputs), self.device)
         for work, _ in sent:
             work.wait()
@@ -107,13 +107,13 @@ class ProcessEngine:
 
 
 def _example(spec: ActivationSpec, count: int, requires_grad: bool) -> torch.Tensor:
-    """An example of the activations between two stages, for which torch allocates its buffers once."""
+    """Return an example of the activations between two stages, for which torch allocates its buffers once."""
     example = spec.empty(count, torch.device("meta"))
     return example.requires_grad_(requires_grad and example.is_floating_point())
 
 
 class _TimedStage(pipelining.PipelineStage):
-    """torch's stage, whose computations are recorded in a timeline."""
+    """A `PipelineStage` that records its computations in a timeline."""
 
     def __init__(self, *arguments: Any, timeline: Timeline, **options: Any):
         super().__init__(*arguments, **options)

@@ -1,4 +1,4 @@
-"""The stages of a split network: their modules, the activations between them, and which tensors belong to which."""
+"""The stages of a split network: their modules, the activations between them, and the tensors of each stage."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""The loss of a micro-batch, a scalar to be differentiated, from its outputs and targets."""
+"""Computes the loss of a micro-batch, a scalar to differentiate, from its outputs and targets."""
 
 
 class ActivationSpec(NamedTuple):
-    """What is passed from one stage to the next.
+    """The format of the activations that are passed from one stage to the next.
 
     Args:
-        shape: of one sample's activations: (channels, height, width), or any other.
-        dtype: of them.
-        channels_last: they are in NHWC memory format.
+        shape: shape for one sample: (channels, height, width), or any other.
+        dtype: dtype of the activations.
+        channels_last: whether they are in the NHWC memory format.
     """
 
     shape: tuple[int, ...]
@@ -34,22 +34,22 @@ class ActivationSpec(NamedTuple):
 
     @property
     def is_permuted(self) -> bool:
-        """Whether they are sent as [n, height, width, channels], a contiguous view: no other tensor can be sent."""
+        """Whether they are sent as [n, height, width, channels], as only contiguous tensors can be sent."""
         return self.channels_last and len(self.shape) == 3
 
     def empty(self, count: int, device: torch.device) -> torch.Tensor:
-        """An uninitialised tensor for the activations of `count` samples, as they are sent."""
+        """Return an uninitialized tensor for the activations of `count` samples, as they are sent."""
         return torch.empty(count, *self.sent_shape, dtype=self.dtype, device=device)
 
 
 class StageModule(nn.Module):
-    """Consecutive blocks of a network, which takes and returns activations as they are sent.
+    """Consecutive blocks of a network, which take and return activations in the format in which they are sent.
 
     Args:
-        blocks: the network's own modules.
-        inputs: the activations before it; None: it takes the batch's inputs.
-        outputs: the activations after it; None: it returns the network's outputs.
-        autocast: the context of a forward pass.
+        blocks: modules of the network.
+        inputs: spec of the activations before the stage; None: it takes the inputs of the batch.
+        outputs: spec of the activations after the stage; None: it returns the outputs of the network.
+        autocast: returns the context manager for a forward pass.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StageModule(nn.Module):
 
 
 class _FromSent(torch.autograd.Function):
-    """Received activations as the blocks take them; their gradient as it is sent: contiguous."""
+    """Converts received activations to the format of the blocks, and their gradient to a contiguous one to send."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, permuted: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -88,12 +88,12 @@ class _FromSent(torch.autograd.Function):
 
 
 class _ToSent(torch.autograd.Function):
-    """Activations as they are sent; a schedule may detach them in place."""
+    """Converts activations to the format in which they are sent; a schedule may detach them in place."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, permuted: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.permuted = permuted
-        # .data, so that autograd does not take it for a view, which cannot be detached in place.
+        # .data, so that autograd does not treat it as a view, which cannot be detached in place.
         return (x.permute(0, 2, 3, 1) if permuted else x).contiguous().data
 
     @staticmethod
@@ -104,12 +104,12 @@ class _ToSent(torch.autograd.Function):
 def activation_specs(
     inputs: torch.Tensor, outputs: Sequence[ActivationSpec], bounds: Sequence[int]
 ) -> list[ActivationSpec]:
-    """The activations before, between and after the stages.
+    """Return the specs of the activations before, between and after the stages.
 
     Args:
-        inputs: of the network.
-        outputs: of each block.
-        bounds: the numbers of the blocks at which the stages begin and end: [0, …, num_blocks].
+        inputs: inputs of the network.
+        outputs: spec of the output of each block.
+        bounds: indices of the blocks at which the stages begin and end: [0, …, num_blocks].
     """
     first = ActivationSpec(tuple(inputs.shape[1:]), inputs.dtype)
     *between, last = (outputs[stop - 1] for stop in bounds[1:])
@@ -117,10 +117,10 @@ def activation_specs(
 
 
 def owners(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> dict[str, int]:
-    """The stage that each parameter and buffer of `model` belongs to, by name; those in no block, to the first.
+    """Return the stage of each parameter and buffer of `model`, by name; those in no block belong to the first stage.
 
     Raises:
-        ValueError: naming a tensor that two stages share.
+        ValueError: if two stages share a tensor; it names the tensor.
     """
     names = {id(tensor): name for name, tensor in _tensors(model)}
     owner = dict.fromkeys(names.values(), 0)
@@ -135,7 +135,7 @@ def owners(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> dict[str,
 
 
 def keep_only(model: nn.Module, names: set[str]) -> None:
-    """Remove all other parameters and buffers from `model`; those that stay keep their names."""
+    """Remove all parameters and buffers from `model` except `names`, which do not change."""
     for prefix, module in model.named_modules():
         for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if (f"{prefix}.{name}" if prefix else name) not in names:

@@ -1,7 +1,7 @@
-"""The engine of a pipeline in one process: several CUDA devices, and copies between them on streams of their own.
+"""The pipeline engine for one process with several CUDA devices, and copies between them on separate streams.
 
-Huang et al., GPipe (2019), in the manner of torchgpipe (Kim et al., 2020): in tick k of a clock, stage j is given
-micro-batch k − j. The host waits for no device, so that all of them compute; copies overlap with the next micro-batch.
+Huang et al., GPipe (2019), as implemented in torchgpipe (Kim et al., 2020): in clock cycle k, micro-batch k − j is
+queued on stage j. The host waits for no device, so that all devices compute; copies overlap with the next micro-batch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from runner.system.copy_stream import Transfer, copy_stream
 
 
 class StreamEngine:
-    """Stages on consecutive devices; where they share one, everything is computed in order.
+    """Runs stages on consecutive devices; on a shared device, everything is computed in order.
 
     Args:
-        stages: all of them, on their devices.
-        devices: of each stage.
-        size: samples in a micro-batch.
+        stages: all stages, on their devices.
+        devices: device of each stage.
+        size: samples per micro-batch.
         timeline: records when the stages compute.
-        cuda: stands in for `torch.cuda` in tests.
+        cuda: replaces `torch.cuda` in tests.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class StreamEngine:
         cuda: Any = None,
     ):
         self.stages, self.devices, self.size, self._timeline = list(stages), list(devices), size, timeline
-        self._down = [copy_stream(one, other, cuda) for one, other in pairwise(devices)]
-        self._up = [copy_stream(other, one, cuda) for one, other in pairwise(devices)]
+        self._activation_copies = [copy_stream(one, other, cuda) for one, other in pairwise(devices)]
+        self._gradient_copies = [copy_stream(other, one, cuda) for one, other in pairwise(devices)]
 
     def train(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> None:
-        """The forward and the backward passes of all micro-batches; see `ProcessEngine.train`."""
+        """Run the forward and backward passes of all micro-batches; see `ProcessEngine.train`."""
         chunks = inputs.split(self.size)
         micros = targets.to(self.devices[-1], non_blocking=True).split(self.size)
         last = len(self.stages) - 1
@@ -49,42 +49,42 @@ class StreamEngine:
         outputs_of: dict[tuple[int, int], torch.Tensor] = {}
         pending: dict[int, Transfer] = {}
         for micro, stage in clock(len(chunks), len(self.stages)):
-            x = self._down[stage - 1].receive(pending.pop(micro))[0] if stage else chunks[micro]
+            x = self._activation_copies[stage - 1].receive(pending.pop(micro))[0] if stage else chunks[micro]
             x = x.detach().requires_grad_(stage > 0)
             with self._timeline.span(stage, "forward", micro, self.devices[stage]):
                 y = self.stages[stage](x)
                 y = loss(y, micros[micro]) if stage == last else y
             inputs_of[micro, stage], outputs_of[micro, stage] = x, y
             if stage < last:
-                pending[micro] = self._down[stage].send((y.detach(),))
+                pending[micro] = self._activation_copies[stage].send((y.detach(),))
 
         for micro, position in clock(len(chunks), len(self.stages)):
             stage = last - position
-            gradient = self._up[stage].receive(pending.pop(micro))[0] if stage < last else None
+            gradient = self._gradient_copies[stage].receive(pending.pop(micro))[0] if stage < last else None
             x, y = inputs_of.pop((micro, stage)), outputs_of.pop((micro, stage))
             with self._timeline.span(stage, "backward", micro, self.devices[stage]):
                 y.backward(gradient)
             if stage:
                 assert x.grad is not None
-                pending[micro] = self._up[stage - 1].send((x.grad,))
+                pending[micro] = self._gradient_copies[stage - 1].send((x.grad,))
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The network's outputs, on the device of `inputs`."""
+        """Return the network's outputs, on the device of `inputs`."""
         chunks = inputs.split(self.size)
         outputs: list[torch.Tensor] = []
         pending: dict[int, Transfer] = {}
         for micro, stage in clock(len(chunks), len(self.stages)):
-            x = self._down[stage - 1].receive(pending.pop(micro))[0] if stage else chunks[micro]
+            x = self._activation_copies[stage - 1].receive(pending.pop(micro))[0] if stage else chunks[micro]
             y = self.stages[stage](x)
             if stage < len(self.stages) - 1:
-                pending[micro] = self._down[stage].send((y,))
+                pending[micro] = self._activation_copies[stage].send((y,))
             else:
                 outputs.append(y)
         return torch.cat(outputs).to(inputs.device)
 
 
 def clock(num_micros: int, num_stages: int) -> Iterator[tuple[int, int]]:
-    """(micro-batch, stage) in the order in which the host queues work: in a tick each stage has one at most."""
+    """Yield (micro-batch, stage) in the order in which the host queues work: at most one per stage and clock cycle."""
     for tick in range(num_micros + num_stages - 1):
         for stage in range(num_stages):
             if 0 <= tick - stage < num_micros:

@@ -1,4 +1,4 @@
-"""When each stage of a pipeline computes, and how long it idles: the bubble."""
+"""The times at which the stages of a pipeline compute, and the time in which they are idle: the bubble."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from runner.device import synchronize
 
 
 class Span(NamedTuple):
-    """One computation of a stage on a micro-batch, from `start` to `stop`: seconds since the schedule began.
+    """One computation of a stage on a micro-batch, from `start` to `stop`, in seconds since the schedule began.
 
-    `kind` is `forward`, `backward`, or `weights`, where a schedule computes the gradients of the weights separately.
+    `kind` is `forward`, `backward`, or `weights` if the schedule computes the gradients of the weights separately.
     """
 
     stage: int
@@ -26,13 +26,13 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Records the computations of this process's stages while it is `on`; otherwise it costs nothing.
+    """Records the computations of this process's stages while `on` is true; otherwise it has no overhead.
 
-    On CUDA the times are those of events on the devices' streams: the host synchronizes once before the recording, and
-    once when it is read.
+    On CUDA, times are measured by events on the streams of the devices: the host synchronizes once before a recording,
+    and once when it is read.
 
     Args:
-        devices: that compute.
+        devices: devices of the stages.
     """
 
     def __init__(self, devices: Sequence[torch.device]):
@@ -42,7 +42,7 @@ class Timeline:
         self._origins: dict[torch.device, Any] = {}
 
     def begin(self, barrier: Callable[[], None]) -> None:
-        """Start a new recording, whose time zero is when all processes have reached it."""
+        """Start a new recording, whose time zero is when all processes have reached `barrier`."""
         self._records, self.on = [], True
         for device in self.devices:
             synchronize(device)
@@ -51,7 +51,7 @@ class Timeline:
 
     @contextmanager
     def span(self, stage: int, kind: str, micro: int, device: torch.device) -> Iterator[None]:
-        """A context around one computation of `stage` on `device`."""
+        """Record the enclosed computation of `stage` on `device`."""
         if not self.on:
             yield
             return
@@ -64,7 +64,7 @@ class Timeline:
         self.on = False
 
     def take(self) -> list[Span]:
-        """The recorded spans; a second call returns none."""
+        """Return the recorded spans, and clear them."""
         if not self._records:
             return []
         for device in self.devices:
@@ -90,13 +90,13 @@ def _between(start: Any, stop: Any) -> float:
 
 
 class Bubble(NamedTuple):
-    """How the time of a schedule was spent.
+    """The idle time of a schedule.
 
     Args:
-        seconds: from its first computation to its last.
+        seconds: time from its first computation to its last.
         busy: seconds of computation, by worker.
-        least: a lower bound on the seconds of any schedule, from the measured times of these stages.
-        theory: the idle share of equal stages: (p − 1) / (m + p − 1) (Huang et al., 2019, section 2.3).
+        least: lower bound on the seconds of any schedule, from the measured times of these stages.
+        theory: idle fraction with equal stages: (p − 1) / (m + p − 1) (Huang et al., 2019, section 2.3).
     """
 
     seconds: float
@@ -106,19 +106,19 @@ class Bubble(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The idle share of the workers' time."""
+        """The idle fraction of the workers' time."""
         return self._idle(self.seconds)
 
     @property
     def bound(self) -> float:
-        """A lower bound on the idle share, from the measured times of the stages."""
+        """A lower bound on the idle fraction, from the measured times of the stages."""
         return self._idle(self.least)
 
     def _idle(self, seconds: float) -> float:
         return max(0.0, 1 - sum(self.busy) / (len(self.busy) * seconds)) if seconds else 0.0
 
     def scalars(self) -> dict[str, float]:
-        """By TensorBoard tag."""
+        """Return the scalars to log, by TensorBoard tag."""
         shares = {
             "pipeline/bubble": self.share,
             "pipeline/bubble_theory": self.theory,
@@ -130,7 +130,7 @@ class Bubble(NamedTuple):
 
 
 def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
-    """The bubble of a schedule whose stage i is on worker i modulo `num_workers`."""
+    """Return the bubble of a schedule in which stage i is on worker i modulo `num_workers`."""
     num_stages = 1 + max(span.stage for span in spans)
     num_micros = 1 + max(span.micro for span in spans)
     rounds = num_stages // num_workers
@@ -143,22 +143,22 @@ def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
 
 
 def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> float:
-    """A lower bound on the seconds of the schedule, seen from one worker.
+    """Return a lower bound on the seconds of the schedule from the computations of one worker.
 
-    Nothing reaches it before the earlier stages have computed the first micro-batch, and their backward passes of the
+    It cannot start before the earlier stages have computed the first micro-batch, and their backward passes of the
     `last` one follow its own. The gradients of its weights may be computed after those.
     """
     before = set(range(worker))
     own = {span.stage for span in spans if span.stage % num_workers == worker}
     first, after = _seconds(spans, before, ("forward",), 0), _seconds(spans, before, ("backward",), last)
-    busy, put_off = _seconds(spans, own), _seconds(spans, own, ("weights",))
-    return first + max(busy, busy - put_off + after)
+    busy, deferred = _seconds(spans, own), _seconds(spans, own, ("weights",))
+    return first + max(busy, busy - deferred + after)
 
 
 def _seconds(
     spans: Sequence[Span], stages: set[int], kinds: Sequence[str] | None = None, micro: int | None = None
 ) -> float:
-    """The time that `stages` compute: of all kinds, or some; on all micro-batches, or one."""
+    """Return the seconds that `stages` compute: all kinds, or only `kinds`; all micro-batches, or only `micro`."""
     return sum(
         span.stop - span.start
         for span in spans
