@@ -96,7 +96,9 @@ def test_simple_writes_where_the_time_went(tmp_path: Path, move, caplog: pytest.
     assert str(tmp_path / "profile" / "simple.txt") in caplog.text
 
 
-def test_simple_waits_for_an_accelerator_while_it_profiles(tmp_path: Path, move, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simple_waits_for_an_accelerator_while_it_profiles(
+    tmp_path: Path, move, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits = []
     monkeypatch.setattr("runner.profiler.synchronize", waits.append)
     device = torch.device("cuda", 1)
