@@ -295,11 +295,12 @@ class Marker:
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: object, why: str) -> None:
     torch.save(content, tmp_path / "weights.pt")
 
-    message = refusal(weights=str(tmp_path / "weights.pt"))
-
-    assert message.startswith(f"weights: got '{tmp_path / 'weights.pt'}':")
-    assert why in message.partition("torch.save")[0]
-    assert "torch.save(model.state_dict()" in message
+    path = str(tmp_path / "weights.pt")
+    with pytest.raises(ConfigError) as refused:
+        ConvNet(weights=path).build(SHAPE, 10)
+    assert (refused.value.key, refused.value.got) == ("weights", path)
+    assert f"{refused.value.why}\n".count(why) == 1
+    assert "torch.save(model.state_dict()" in refused.value.remedy
 
 
 @pytest.mark.parametrize("name", ["damaged.pt", "damaged.safetensors"])
