@@ -11,7 +11,7 @@ if sys.path and sys.path[0] != ROOT and os.path.realpath(sys.path[0]) == os.path
 
 import traceback  # noqa: E402
 from tempfile import TemporaryDirectory  # noqa: E402
-from typing import Any  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from runner.system.lazy_import import import_lazily  # noqa: E402
 
@@ -30,7 +30,9 @@ from runner.cli.hydra_errors import explain  # noqa: E402
 from runner.config.errors import ConfigError  # noqa: E402
 from runner.config.options import CONF  # noqa: E402
 from runner.parallel.launch.cluster import external_rank_info  # noqa: E402
-from runner.sweep.ledger import Sweep  # noqa: E402
+
+if TYPE_CHECKING:
+    from runner.sweep.ledger import Sweep
 
 DONE, CRASHED, REFUSED, DIVERGED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 CODES = {"done": DONE, "crashed": CRASHED, "diverged": DIVERGED, "stopped": STOPPED}
@@ -96,7 +98,7 @@ def compose_and_run(arguments: list[str]) -> list[int]:
         arguments = command_line.with_saved(saved_overrides(source), arguments)
     sys.argv[1:] = [command_line.quoted(argument, is_sweep) for argument in arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, and `report_error` explains them
-    sweep = Sweep(argument for argument in arguments if not argument.startswith("-")) if is_sweep else None
+    sweep = new_sweep(arguments) if is_sweep else None
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def composed(config: DictConfig) -> None:
@@ -119,6 +121,13 @@ def compose_and_run(arguments: list[str]) -> list[int]:
         if is_first_process():
             print(f"\n{codes.count(DONE)} of {len(codes)} jobs done")
     return codes
+
+
+def new_sweep(arguments: list[str]) -> Sweep:
+    """Return the sweep of a command line."""
+    from runner.sweep.ledger import Sweep  # imported here: a single run has no ledger
+
+    return Sweep(argument for argument in arguments if not argument.startswith("-"))
 
 
 def job(config: DictConfig, sweep: Sweep | None) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -81,5 +80,7 @@ def _sysctl(name: str) -> str | None:
     """Return the value of a macOS system parameter; None on other operating systems."""
     if platform.system() != "Darwin":
         return None
+    import subprocess  # imported here: config errors need not wait for it
+
     output = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False, timeout=5)
     return output.stdout.strip() or None

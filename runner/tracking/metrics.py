@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from array import array
 from collections.abc import Callable
@@ -144,4 +143,6 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
     if not seconds:
         return {}
     ordered = sorted(seconds)
+    import statistics  # imported here: config errors need not wait for it
+
     return {"median": statistics.median(ordered), "p90": ordered[math.ceil(0.9 * len(ordered)) - 1]}
