@@ -44,9 +44,9 @@ class Profiler:
 
 @dataclass
 class Simple(Profiler):
-    """Seconds by section of the training loop, which add up to the total: exactly one section is active at any time.
+    """Time spent in each section of the training loop, in seconds; exactly one section is active at any time.
 
-    On an accelerator, each change of the section waits for the device, so that the device's time is attributed to the
+    On an accelerator, every switch to another section first waits for the device, so that its time is attributed to the
     section that queued the work. This makes the run slower.
     """
 

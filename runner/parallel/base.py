@@ -162,7 +162,7 @@ class Parallel:
         tensors: TensorDict,
         optimizer_state: dict[str, Any],
     ) -> None:
-        """Load what `full_state` returned in this or another mode.
+        """Load a state that `full_state` returned, under this mode or another.
 
         Raises:
             RuntimeError: if names or shapes differ from those of the model.

@@ -31,7 +31,7 @@ class Process(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The share of the work of one process; the defaults are for a run of one process."""
+    """One process's share of the work; the defaults describe a run with a single process."""
 
     data_shard: tuple[int, int] = (0, 1)
     """(index, count): the shard of every global batch that it trains on."""
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
 
     @staticmethod
     def data_parallel(rank_info: RankInfo) -> Layout:
-        """Return the layout in which every process trains on a shard of each batch, and evaluates a shard."""
+        """Return the layout in which every process trains and evaluates on its shard of the samples."""
         shard = (rank_info.rank, rank_info.world_size)
         return Layout(data_shard=shard, eval_shard=shard, rng_stream=rank_info.rank)
 

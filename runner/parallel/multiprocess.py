@@ -84,7 +84,7 @@ class MultiProcess(Parallel, ABC):
         return []
 
     def _num_processes(self, num_gpus: int) -> int:
-        """Return the number of processes to start without torchrun or SLURM."""
+        """Return the number of processes to start when neither torchrun nor SLURM has started them."""
         return self.processes if isinstance(self.processes, int) else num_gpus or 2
 
     def _allocate_shared_state(self, context: Context) -> Any:

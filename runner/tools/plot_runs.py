@@ -124,7 +124,7 @@ class Point:
 
 
 class Study:
-    """The points of a set of runs, and the runs that failed.
+    """The points to plot for a set of runs, and the runs that failed.
 
     Args:
         runs: all runs, including those that failed.

@@ -130,7 +130,7 @@ def check_comparable(session: Session) -> None:
 
 
 def probe_run(run: Run) -> dict[str, Any]:
-    """Train the first steps of `run`, and return what `probe` has saved."""
+    """Train the first steps of `run`, and return what `probe` saved."""
     launcher = run.parallel.launcher(run.device)
     with tempfile.TemporaryDirectory(prefix="runner-verify-") as scratch, launcher.connect() as process:
         directory, session = Path(scratch), run.prepare(process)
@@ -194,10 +194,11 @@ def differences(tested: dict[str, Any], reference: dict[str, Any]) -> list[Diffe
 
 
 def largest(what: str, tested: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> Difference:
-    """Return the largest norm of the difference of two tensors, relative to the norm of the reference.
+    """Return the largest relative difference between tensors of the same name.
 
-    The gradient of a bias before batch normalization, for example, is zero up to rounding errors. Norms below a
-    thousandth of the norm of all tensors are therefore replaced by that value.
+    It is the norm of their difference, divided by the norm of the reference tensor. The divisor is at least a thousandth
+    of the norm of all reference tensors together: the gradient of a bias before batch normalization, for example, is
+    zero up to rounding errors.
 
     Args:
         what: the kind of tensors.

@@ -121,7 +121,7 @@ class Workload(ABC):
         return {}
 
     def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor] | None:
-        """Load the batch of this process for `step` again, to save it after divergence; None if it is not available."""
+        """Reload this process's batch of `step`, to be saved after divergence; None if it is not available."""
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -77,10 +77,10 @@ class Partition:
 
 
 def supervised(workload: Workload) -> SupervisedWorkload:
-    """Return `workload` if its network can be split.
+    """Return `workload` if it can be trained with a split network.
 
     Raises:
-        ConfigError: if its loss needs more than the network's outputs and the targets.
+        ConfigError: if the loss of `workload` needs more than the network's outputs and the targets.
     """
     why = "its loss is not criterion(model(inputs), targets), which is all that a split network can compute"
     remedy = "parallel=ddp or fsdp spread it over processes"

@@ -135,7 +135,7 @@ def owners(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> dict[str,
 
 
 def keep_only(model: nn.Module, names: set[str]) -> None:
-    """Remove all parameters and buffers from `model` except `names`, which do not change."""
+    """Remove every parameter and buffer of `model` that is not in `names`; those that remain keep their names."""
     for prefix, module in model.named_modules():
         for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if (f"{prefix}.{name}" if prefix else name) not in names:
