@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def worker(self) -> int:
-        """The index of this process among those that train on different samples; it selects the environments to act in."""
+        """The index of this process among those that train on different samples; it selects the environments."""
         return self.data_shard[0] * self.step_shard[1] + self.step_shard[0]
 
     @property

@@ -11,7 +11,7 @@ from runner.device import Device
 
 
 def devices_of_one_process(choice: Device) -> list[torch.device]:
-    """Return the GPUs in `choice.indices`, or all visible GPUs if it is empty; without CUDA, the one device of `choice`.
+    """Return the GPUs in `choice.indices`, or all visible GPUs if it is empty; without CUDA, its one device.
 
     Raises:
         ConfigError: if a device does not exist, or the environment hides every GPU and the CPU was not chosen.

@@ -196,9 +196,9 @@ def differences(tested: dict[str, Any], reference: dict[str, Any]) -> list[Diffe
 def largest(what: str, tested: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> Difference:
     """Return the largest relative difference between tensors of the same name.
 
-    It is the norm of their difference, divided by the norm of the reference tensor. The divisor is at least a thousandth
-    of the norm of all reference tensors together: the gradient of a bias before batch normalization, for example, is
-    zero up to rounding errors.
+    It is the norm of their difference, divided by the norm of the reference tensor. The divisor is at least a
+    thousandth of the norm of all reference tensors together: the gradient of a bias before batch normalization, for
+    example, is zero up to rounding errors.
 
     Args:
         what: the kind of tensors.

@@ -30,7 +30,7 @@ class Tracker:
         """Log scalars by tag, after `step` optimizer steps."""
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        """Log `images` by tag: RGB images, uint8 [3, height, width], or animations, uint8 [frames, 3, height, width]."""
+        """Log by tag RGB images, uint8 [3, height, width], or animations, uint8 [frames, 3, height, width]."""
 
     def texts(self, texts: dict[str, str], step: int) -> None:
         """Log preformatted texts by tag."""
