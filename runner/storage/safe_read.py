@@ -1,0 +1,76 @@
+"""Reading files of a directory that somebody else may have written: no links, pipes or devices, and limited sizes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+class UnsafeFileError(OSError):
+    """A path is a symbolic link, not a regular file, or larger than it may be."""
+
+
+def read_regular(path: Path, limit_bytes: int) -> bytes:
+    """Return the content of a regular file.
+
+    Args:
+        limit_bytes: maximum size of the file.
+
+    Raises:
+        UnsafeFileError: if it is a link, not a regular file, or too large.
+        OSError: if it cannot be read.
+    """
+    with open_regular(path) as file:
+        content = file.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
+        raise _unsafe(path, f"it has more than {limit_bytes:,} bytes")
+    return content
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading, without waiting for the writer of a pipe.
+
+    Raises:
+        UnsafeFileError: if it is a link or not a regular file.
+        OSError: if it cannot be opened.
+    """
+    _check_regular(path, os.lstat(path))  # before opening, as the driver of a device may act on that
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_regular(path, os.fstat(descriptor))  # another process may have replaced it in between
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def check_no_link(directory: Path) -> None:
+    """Check that `directory` is a directory, and no symbolic link to one; one that does not exist is valid.
+
+    Raises:
+        UnsafeFileError: if it is anything else.
+    """
+    try:
+        mode = os.lstat(directory).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(mode):
+        raise _refusal(directory, mode, "a directory")
+
+
+def _check_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise _refusal(path, status.st_mode, "a regular file")
+
+
+def _refusal(path: Path, mode: int, wanted: str) -> UnsafeFileError:
+    return _unsafe(
+        path, "it is a symbolic link, which is not followed" if stat.S_ISLNK(mode) else f"it is not {wanted}"
+    )
+
+
+def _unsafe(path: Path, why: str) -> UnsafeFileError:
+    return UnsafeFileError(errno.EPERM, why, str(path))

@@ -1,0 +1,89 @@
+"""Reading files that somebody else may have written."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runner.storage.safe_read import UnsafeFileError, check_no_link, open_regular, read_regular
+
+
+def link(path: Path) -> None:
+    (path.parent / "target").write_text("secret")
+    path.symlink_to("target")
+
+
+def listening_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+NOT_REGULAR: dict[str, Callable[[Path], None]] = {
+    "a link": link,
+    "a broken link": lambda path: path.symlink_to("missing"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "a pipe": os.mkfifo,
+    "a socket": listening_socket,
+    "a directory": Path.mkdir,
+}
+
+
+def test_a_regular_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert read_regular(path, limit_bytes=5) == b"12345"
+    with pytest.raises(UnsafeFileError) as refused:
+        read_regular(path, limit_bytes=4)
+    assert refused.value.filename == str(path)
+    assert "4 bytes" in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", NOT_REGULAR)
+def test_anything_but_a_regular_file_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket has at most 108 bytes
+    path = Path("file")
+    NOT_REGULAR[kind](path)
+    with pytest.raises(UnsafeFileError) as refused:
+        read_regular(path, limit_bytes=100)
+    assert refused.value.filename == "file"
+    assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)  # ranks send it to each other
+
+
+@pytest.mark.parametrize("kind", ["a link", "a pipe"])
+def test_a_file_that_is_replaced_between_check_and_opening_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, regular = tmp_path / "file", tmp_path / "regular"
+    regular.write_bytes(b"")
+    NOT_REGULAR[kind](path)
+    status = os.lstat(regular)
+    monkeypatch.setattr("runner.storage.safe_read.os.lstat", lambda _: status)
+    free = os.dup(0)
+    os.close(free)
+    with pytest.raises(OSError, match="file"):
+        open_regular(path)
+    again = os.dup(0)
+    os.close(again)
+    assert again == free  # no descriptor was left open
+
+
+def test_a_missing_file_is_reported_as_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_regular(tmp_path / "file", limit_bytes=100)
+
+
+def test_a_directory_is_no_link(tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to("directory")
+    (tmp_path / "file").touch()
+    check_no_link(tmp_path / "directory")
+    check_no_link(tmp_path / "missing")
+    for name in ("link", "file"):
+        with pytest.raises(UnsafeFileError):
+            check_no_link(tmp_path / name)
