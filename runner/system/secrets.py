@@ -1,0 +1,101 @@
+"""Hides credentials in texts and configs before they are saved or shown.
+
+A run directory is copied to colleagues, and its curves to a server. The table names what credentials look like; what
+looks like none of them is not hidden.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+MASK = "***"
+"""What replaces a credential. An override with it can be parsed, but has to be typed again."""
+
+_NAME = (
+    r"(?P<name>passwords?|passwd|passphrase|secrets?|credentials?|authorization|connection[_-]?string"
+    r"|(?:api|access|account|private|secret|signing|encryption)[_-]?key"
+    r"|(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token)"
+)
+"""The end of the name of a credential. The tokens of a language model (`eos_token`, `num_tokens`) are none."""
+
+_VALUE = r"""(?P<quote>["'])?(?P<secret>(?(quote)(?:(?!(?P=quote))[^\n])+|(?:\$\{[^{}\n]*\}|[^\s"',&)\]}]+)))"""
+
+_TABLE = {
+    "name=value, as in a query or a message": rf"(?i:{_NAME})=\\?{_VALUE}",
+    '"name": value, as in JSON': rf"""(?i:{_NAME})["'] ?: ?{_VALUE}""",
+    "a line of YAML": rf"(?im:^ *(?:- )?[\w.]{{0,100}}?{_NAME}: )(?!got )(?P<secret>[^\n]+)",
+    "{name: value}, as in an override": rf"(?i:[{{,] ?[\w.]{{0,100}}?{_NAME}): ?{_VALUE}",
+    "the message of a config error": rf"(?i:{_NAME}: got ){_VALUE}",
+    "--name value, as on a command line": rf"(?i:(?<!\S)--[\w-]{{0,100}}?{_NAME}) {_VALUE}",
+    "a header of HTTP": r"(?i:\bauthorization: ?|\bbearer (?=\S{16}))(?P<secret>[^\n\"']+)",
+    "user:password@ in a URL": r"(?<=://)[^\s/@:?#]*:(?P<secret>[^\s/?#]+)@",
+    "token@ in a URL; a user name is shorter": r"(?<=://)(?P<secret>[^\s/@:?#]{20,})@",
+    "the signature of a URL of a cloud": r"(?i:[?&](?:x-(?:amz|goog)-)?sig(?:nature)?=)(?P<secret>[\w%+/=-]+)",
+    "a password in an ODBC connection": r"(?i:;\s?pwd=)(?P<secret>[^\s;\"']+)",
+    "Hugging Face": r"\b(?P<secret>hf_[A-Za-z0-9]{20,})",
+    "GitHub": r"\b(?P<secret>gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,})",
+    "GitLab": r"\b(?P<secret>glpat-[\w-]{16,})",
+    # one part of 16 characters: sk-learn-digits-classification is a name
+    "OpenAI, Anthropic": r"(?<![\w-])(?P<secret>sk-[\w-]*?\w{16}[\w-]*)",
+    "AWS": r"\b(?P<secret>A(?:KIA|SIA)[A-Z0-9]{16})\b",
+    "Google": r"\b(?P<secret>AIza[\w-]{35})",
+    "Slack": r"\b(?P<secret>xox[abeoprs]-[\w-]{10,})",
+    "a JSON Web Token": r"\b(?P<secret>eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*)",
+    "a private key": r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?P<secret>.*?)(?:-----END|\Z)",
+}
+"""What a credential is part of, or who issues it -> a pattern with the groups `secret` and perhaps `name`."""
+
+_PATTERNS = tuple(re.compile(pattern, re.DOTALL) for pattern in _TABLE.values())
+_OVERRIDE = re.compile(rf"(?i:[+~]*[^\s=]{{0,200}}?{_NAME}=)(?P<secret>.+)", re.DOTALL)
+_NAMED = re.compile(rf"(?i:{_NAME})\Z")
+_NO_SECRET = re.compile(r"(?:(?i:null|none|true|false)|\?\?\?|\$\{[^{}]*\}|\*+|)(?: +#[^\n]*)?")
+"""Values that say where a secret comes from, or that there is none: `${oc.env:TOKEN}`, `null`, `true`."""
+
+
+def redacted(text: str) -> str:
+    """Return `text` with credentials replaced by `***`."""
+    for pattern in _PATTERNS:
+        text = pattern.sub(_masked, text)
+    return text
+
+
+def redacted_values(config: Any) -> Any:
+    """Return a copy of a config of plain dicts and lists, or of a list of overrides, with `***` for credentials."""
+    if isinstance(config, dict):
+        return {key: _redacted_value(str(key), value) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [redacted_values(value) for value in config]
+    return _redacted_text(config) if isinstance(config, str) else config
+
+
+def _redacted_text(text: str) -> str:
+    """Return a string of a config with `***` for credentials; unlike in prose, the value of an override has no end."""
+    override = _OVERRIDE.fullmatch(text)
+    return _masked(override) if override else redacted(text)
+
+
+def _redacted_value(key: str, value: Any) -> Any:
+    """Return the value of `key`; below a key that names a credential, all values are credentials."""
+    if isinstance(value, dict):
+        hidden = _NAMED.search(key)
+        return {inner: _redacted_value(key if hidden else str(inner), each) for inner, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_redacted_value(key, each) for each in value]
+    name = _NAMED.search(key)
+    if name and value is not None and _is_secret(name["name"], str(value)):
+        return MASK
+    return redacted_values(value)
+
+
+def _masked(match: re.Match[str]) -> str:
+    name = match.groupdict().get("name") or ""
+    if not _is_secret(name, match["secret"]):
+        return match[0]
+    start, end = (position - match.start() for position in match.span("secret"))
+    return match[0][:start] + MASK + match[0][end:]
+
+
+def _is_secret(name: str, value: str) -> bool:
+    """Return whether `value` is a credential: a number is the password of someone, but the token of a vocabulary."""
+    return not _NO_SECRET.fullmatch(value) and not (name.lower() == "token" and value.isdecimal())
