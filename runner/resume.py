@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
 
-from omegaconf import OmegaConf
-
 from runner.config.errors import ConfigError, check
-from runner.config.renamed import with_current_names
 from runner.config.schema import load_class
 from runner.run import Result, Session, config_hash
 from runner.storage import run_directory
+from runner.storage.durable_write import write_json, write_text
 from runner.storage.manifest import DamagedError, verified_manifest
+from runner.storage.safe_read import UnsafeFileError
+from runner.storage.saved_config import UnreadableConfigError
+from runner.storage.saved_run import checkpoints, directory_of, saved_config, saved_overrides
 from runner.system.environment import environment
+from runner.system.secrets import redacted_values
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -40,15 +46,19 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
     path = found or run_directory.create(parent, name)
     lock = lock or run_directory.lock(path)
     try:
-        if not _is_done(path, session):
+        with ExitStack() as undo:
+            if not _is_done(path, session):
+                _begin_session(path, session, overrides, undo)
             try:
-                _begin_session(path, session, overrides)
-            except OSError as error:
-                why = f"nothing can be written there ({error.strerror})"
-                raise ConfigError("output_root", str(path), why, "make room, or output_root=DIR elsewhere") from None
-        yield path
+                yield path
+            except ConfigError:  # as any refused run, this one leaves no trace
+                raise
+            except BaseException:
+                undo.pop_all()
+                raise
+            undo.pop_all()
     except ConfigError:
-        if found is None:  # a refused run leaves nothing behind
+        if found is None:
             shutil.rmtree(path)
             run_directory.remove_empty(parent, existing)
         raise
@@ -62,8 +72,8 @@ def finished(directory: Path) -> Result | None:
 
     A new session renames the result of the previous one, so a result that is still there belongs to a completed run.
     """
-    result = run_directory.read_result(directory)
-    return Result(**result) if result else None
+    result, known = run_directory.read_result(directory), {field.name for field in fields(Result)}
+    return Result(**{name: value for name, value in result.items() if name in known}) if result else None
 
 
 def _is_done(path: Path, session: Session) -> bool:
@@ -82,30 +92,38 @@ def _newest_is_valid(path: Path) -> bool:
         return False
 
 
-def _begin_session(path: Path, session: Session, overrides: list[str]) -> None:
-    """Write the files of this session; files that it supersedes are renamed, not deleted."""
-    if (path / run_directory.RESULT).exists():
-        os.replace(path / run_directory.RESULT, path / f"{run_directory.RESULT}.superseded")
-    for later in _later(_named_checkpoint(session)):
-        os.replace(later, run_directory.free_name(later, "superseded"))
-    run_directory.write_config(path, session.run.config, overrides)
-    run_directory.write_json(path / "environment.json", environment())
+def _begin_session(path: Path, session: Session, overrides: list[str], undo: ExitStack) -> None:
+    """Write the files of this session; files that it supersedes are renamed, not deleted.
 
-
-def saved_overrides(source: Path) -> list[str]:
-    """Return the overrides of the run at `source`, a run directory or a checkpoint in it.
+    Args:
+        undo: gets what has to be done to leave an earlier session's files as they were, if this one is refused.
 
     Raises:
-        ConfigError: if there is no run.
+        ConfigError: if they cannot be written.
     """
-    path = _run_directory(source) / "overrides.yaml"
-    check(path.is_file(), "resume", str(source), "there is no run", "name a run directory, or a checkpoint in one")
-    return [str(text) for text in OmegaConf.load(path)]
+    known = {_key(text) for text in overrides}
+    earlier = [text for text in saved_overrides(path) if _key(text) not in known]
+    try:
+        for name in (run_directory.CONFIG, run_directory.OVERRIDES, run_directory.ENVIRONMENT):
+            if (path / name).exists():
+                undo.callback(write_text, path / name, (path / name).read_text(encoding="utf-8", errors="replace"))
+        result = path / run_directory.RESULT
+        superseded = [(result, result.with_name(f"{result.name}.superseded"))] if result.exists() else []
+        superseded += [
+            (later, run_directory.free_name(later, "superseded")) for later in _later(_named_checkpoint(session))
+        ]
+        for current, aside in superseded:
+            os.replace(current, aside)
+            undo.callback(os.replace, aside, current)
+        run_directory.write_config(path, redacted_values(session.run.config), redacted_values([*earlier, *overrides]))
+        write_json(path / run_directory.ENVIRONMENT, environment())
+    except OSError as error:
+        why = f"{error.filename or path} cannot be written ({error.strerror})"
+        raise ConfigError("output_root", str(path), why, "make room, or output_root=DIR elsewhere") from None
 
 
-def _run_directory(source: Path) -> Path:
-    """Return the run directory of `source`, a run directory or a checkpoint in it."""
-    return source.parent.parent if source.parent.name == "checkpoints" else source
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
 
 
 def _named_checkpoint(session: Session) -> Path | None:
@@ -122,24 +140,22 @@ def _later(checkpoint: Path | None) -> list[Path]:
     return [path for path in checkpoint.parent.iterdir() if (run_directory.step_of(path) or 0) > step]
 
 
-def _saved_config(path: Path) -> dict[str, Any]:
-    """Return the config in the run directory `path`; empty if there is none."""
-    file = path / "config.yaml"
-    return with_current_names(OmegaConf.to_container(OmegaConf.load(file))) if file.is_file() else {}
-
-
-def _has_same_config(path: Path, session: Session) -> bool:
-    saved = _saved_config(path)
-    return bool(saved) and config_hash(saved) == config_hash(session.run.config)
-
-
-def _locked(path: Path) -> IO[str]:
-    """Return the lock on the run directory `path`.
+def _locked(path: Path) -> IO[str] | None:
+    """Return the lock on the run directory `path`; None if another process holds it.
 
     Raises:
-        ConfigError: if another process holds it.
+        ConfigError: if the run cannot write to the directory, or would write to files elsewhere.
     """
-    lock = run_directory.lock(path)
+    try:
+        run_directory.check_regular(path)
+        return run_directory.lock(path)
+    except OSError as error:
+        remedy = "resume a copy of it that you own" if isinstance(error, UnsafeFileError) else "make it writable"
+        raise ConfigError("resume", str(error.filename or path), str(error.strerror), remedy) from None
+
+
+def _locked_for_us(path: Path) -> IO[str]:
+    lock = _locked(path)
     check(lock is not None, "resume", str(path), "another process is running in it", "wait for it, or stop it")
     assert lock is not None
     return lock
@@ -152,19 +168,33 @@ def _to_resume(session: Session, parent: Path, name: str | None) -> tuple[Path |
         return None, None
     if source == "auto":
         return _unfinished(session, parent) if name is None else _started(session, parent / name)
-    path = _run_directory(Path(source)).resolve()
-    check((path / "config.yaml").is_file(), "resume", source, "there is no run", "name a run directory")
+    path = directory_of(Path(source)).resolve()
+    lock = _locked_for_us(path)
+    try:
+        _check_named(session, path, source)
+    except ConfigError:
+        lock.close()
+        raise
+    return path, lock
+
+
+def _check_named(session: Session, path: Path, source: str) -> None:
+    """Check that the run at `path` can be resumed, as `source` asks: from its newest checkpoint, or the named one."""
     checkpoint = _named_checkpoint(session)
     if checkpoint is not None:
         there = checkpoint.is_dir() and run_directory.step_of(checkpoint) is not None
         names = sorted(path.name for path in checkpoint.parent.glob("step_*"))
         remedy = f"there are: {', '.join(names)}; one that was set aside can be renamed to resume from it"
         check(there, "resume", source, "there is no such checkpoint", remedy)
-    check_resumable(_saved_config(path), session.run.config, source)
+    try:
+        saved = saved_config(checkpoint or path)
+    except UnreadableConfigError as error:
+        why = f"there is no run whose config can be read ({error})"
+        raise ConfigError("resume", source, why, "name a run directory, or a checkpoint in one") from None
+    check_resumable(saved.values, redacted_values(session.run.config), source)
     done = run_directory.newest_step(path) if checkpoint is None else run_directory.step_of(checkpoint) or 0
     why, more = f"{done} are done already", f"steps={done + 1} or more, or name an earlier checkpoint of it"
     check(done <= session.num_steps or _is_done(path, session), "steps", session.num_steps, why, more)
-    return path, _locked(path)
 
 
 def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | None]:
@@ -172,7 +202,7 @@ def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | 
     for path in sorted(parent.glob("*"), reverse=True):
         if run_directory.read_result(path).get("status") == "done" or not _has_same_config(path, session):
             continue
-        lock = run_directory.lock(path)
+        lock = _locked(path)
         if lock is not None and run_directory.read_result(path).get("status") == "done":  # finished in the meantime
             lock.close()
         elif lock is not None:
@@ -184,12 +214,29 @@ def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]
     """Return the run at `path` if it has the same config, and its lock; the directory of any other run is renamed."""
     if not path.is_dir():
         return None, None
-    lock = _locked(path)
+    lock = _locked_for_us(path)
     if _has_same_config(path, session):
         return path.resolve(), lock
     lock.close()
     os.replace(path, run_directory.free_name(path, "superseded"))
     return None, None
+
+
+def _has_same_config(path: Path, session: Session) -> bool:
+    """Return whether the run at `path` has the config of `session`; False if there is no run.
+
+    Raises:
+        ConfigError: if no config in it can be read, and it has checkpoints, which may be those of this run.
+    """
+    try:
+        return config_hash(saved_config(path).values) == config_hash(session.run.config)
+    except UnreadableConfigError as error:
+        why = f"whether {path} is the run to resume cannot be read ({error})"
+        remedy = "resume=never starts a new run; resume=auto goes on without that directory once it is moved away"
+        check(not checkpoints(path), "resume", session.run.resume, why, remedy)
+        if path.is_dir() and (path / run_directory.CONFIG).exists():
+            log.warning("%s is skipped: %s", path, error)
+        return False
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from runner.parallel.context import Context, Process
 from runner.precision import Precision
 from runner.profiler import Profiler
 from runner.schedule import Schedule
+from runner.system.secrets import redacted_values
 from runner.tracking.base import Tracker
 from runner.workloads.base import Workload
 
@@ -346,6 +347,9 @@ _NOT_HASHED = ("name", "output_root", "resume", "tracking")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Return a hash of `config`, 12 hexadecimal digits, which ignores where the run is written and tracked."""
-    hashed = {key: value for key, value in config.items() if key not in _NOT_HASHED}
+    """Return a hash of `config`, 12 hexadecimal digits, which ignores where the run is written and tracked.
+
+    It also ignores credentials, so that it is that of the saved config too.
+    """
+    hashed = redacted_values({key: value for key, value in config.items() if key not in _NOT_HASHED})
     return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -126,19 +126,7 @@ def resumed(arguments: Iterable[str]) -> Path | None:
     return path
 
 
-def with_saved(saved: list[str], now: list[str]) -> list[str]:
-    """Merge the saved overrides of a run with those of the command that resumes it, which take precedence.
-
-    Where the command chooses another option of a group, saved overrides of the previous option's keys are dropped.
-
-    Args:
-        saved: the overrides of the run.
-        now: the overrides of the command that resumes it.
-    """
-    given = {_key(text) for text in now}
-    replaced = {_key(text) for text in now if text not in saved} & chosen_groups()
-    return [*(t for t in saved if _key(t) not in given and _key(t).partition(".")[0] not in replaced), *now]
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
+def overridden_keys(arguments: Iterable[str]) -> set[str]:
+    """Return the keys and config groups that a command line sets or deletes."""
+    known = (_OVERRIDE.fullmatch(text) or _DELETION.fullmatch(text) for text in arguments)
+    return {match[0].partition("=")[0].lstrip("+~") for match in known if match}

@@ -29,6 +29,7 @@ from runner.cli.help import help_text  # noqa: E402
 from runner.cli.hydra_errors import explain  # noqa: E402
 from runner.config.errors import ConfigError  # noqa: E402
 from runner.config.options import CONF  # noqa: E402
+from runner.config.resolved import resolved  # noqa: E402
 from runner.parallel.launch.cluster import external_rank_info  # noqa: E402
 
 if TYPE_CHECKING:
@@ -92,15 +93,16 @@ def compose_and_run(arguments: list[str]) -> list[int]:
     """Compose the config with Hydra, and call `job` once or, in a sweep, once per job; returns the exit codes."""
     arguments = command_line.overrides_first(arguments)
     is_sweep = bool({"-m", "--multirun"} & set(arguments))
+    config_name = "config"
     if not is_sweep and (source := command_line.resumed(arguments)):
-        from runner.resume import saved_overrides
+        from runner.cli.resumed import register_saved  # imported here: it needs the components
 
-        arguments = command_line.with_saved(saved_overrides(source), arguments)
+        config_name = register_saved(source, arguments)
     sys.argv[1:] = [command_line.quoted(argument, is_sweep) for argument in arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, and `report_error` explains them
     sweep = new_sweep(arguments) if is_sweep else None
 
-    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)
     def composed(config: DictConfig) -> None:
         try:
             codes.append(job(config, sweep))
@@ -135,7 +137,7 @@ def job(config: DictConfig, sweep: Sweep | None) -> int:
     from runner.run import build_run  # imported here: --help and Hydra's own flags need no components
 
     settings = HydraConfig.get()
-    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportAssignmentType]
+    plain = resolved(config)
     overrides = list(settings.overrides.task)
     if sweep is None:
         run = build_run(plain)

@@ -133,7 +133,7 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(name, value, f"it must be {_in_words(hints[name])}", see_comments(cls)) from None
     missing = [name for name in options if OmegaConf.is_missing(schema, name)]
     check(not missing, missing[0] if missing else "", ABSENT, "it has no value", see_comments(cls))
-    return {name: _plain(schema[name], hints[name]) for name in options}
+    return {name: _resolved(schema, name, hints[name]) for name in options}
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
@@ -144,6 +144,20 @@ def _in_words(hint: Any) -> str:
     if get_origin(hint) in (list, tuple):
         return f"a list whose items are each {inner[0]}"
     return " or ".join(inner) or _WORDS.get(hint, str(hint))
+
+
+def _resolved(schema: Any, name: str, hint: Any) -> Any:
+    """Return the plain value of a field, which may refer to an environment variable (`${oc.env:NAME}`).
+
+    Raises:
+        ConfigError: if there is no such variable, or its value has a wrong type.
+    """
+    try:
+        return _plain(schema[name], hint)
+    except OmegaConfBaseException as error:
+        raw: Any = OmegaConf.to_container(schema, resolve=False)
+        why, remedy = str(error).splitlines()[0], f"it must be {_in_words(hint)}"
+        raise ConfigError(name, raw[name], why, remedy) from None
 
 
 def _plain(value: Any, hint: Any) -> Any:

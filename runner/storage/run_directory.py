@@ -15,8 +15,14 @@ from typing import IO, Any
 from omegaconf import OmegaConf
 
 from runner.config.errors import ConfigError
+from runner.storage.durable_write import write_json as write_json
+from runner.storage.durable_write import write_text
+from runner.storage.safe_read import check_no_link, open_regular, read_regular
+from runner.storage.saved_config import config_text
 
-RESULT = "result.json"
+CONFIG, OVERRIDES, ENVIRONMENT, RESULT = "config.yaml", "overrides.yaml", "environment.json", "result.json"
+LIMIT_BYTES = 1_000_000
+"""Size limit of these files, which are a few kilobytes long."""
 _LONGEST = 120
 """Length limit of a job's name in bytes: file systems allow 255, but that is too wide for a terminal."""
 
@@ -88,30 +94,24 @@ def job_name(number: int, overrides: list[str]) -> str:
 
 
 def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:
-    """Write the resolved config, and the overrides that the user typed, to the run directory."""
-    _write_atomically(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(overrides)))
-    _write_atomically(
-        directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config))
-    )  # last, as it marks a run directory
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write a value as JSON, atomically."""
-    _write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    """Write the config, and the overrides that the user typed, to the run directory."""
+    write_text(directory / OVERRIDES, OmegaConf.to_yaml(OmegaConf.create(overrides)))
+    write_text(directory / CONFIG, config_text(config))  # last, as it marks a run directory
 
 
 def read_result(directory: Path) -> dict[str, Any]:
-    """Return the result of the run at `directory`; empty if there is none yet."""
+    """Return the result of the run at `directory`; empty if there is none yet, or it is damaged."""
     try:
-        return json.loads((directory / RESULT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        result = json.loads(read_regular(directory / RESULT, LIMIT_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
+    is_result = isinstance(result, dict) and isinstance(result.get("status"), str) and is_step(result.get("steps"))
+    return result if is_result else {}
+
+
+def is_step(value: object) -> bool:
+    """Return whether `value` is a number of steps."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def step_name(step: int) -> str:
@@ -135,14 +135,38 @@ def lock(directory: Path) -> IO[str] | None:
 
     Returns:
         The open lock file; None if another process holds the lock.
+
+    Raises:
+        OSError: if there is no file to lock and none can be made.
     """
-    file = (directory / ".lock").open("w")
+    path = directory / ".lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    file = os.fdopen(descriptor, "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         file.close()
         return None
+    except BaseException:
+        file.close()
+        raise
     return file
+
+
+def check_regular(directory: Path) -> None:
+    """Check that everything in a run directory is a regular file or a directory, before a run writes to it.
+
+    A symbolic link would let a run write, or rename, files elsewhere.
+
+    Raises:
+        UnsafeFileError: if something is a link, a pipe or a device.
+    """
+    check_no_link(directory)
+    for entry in os.scandir(directory):
+        if entry.is_dir(follow_symlinks=False):
+            check_regular(Path(entry.path))
+        elif not entry.is_file(follow_symlinks=False):
+            open_regular(Path(entry.path))  # raises the error that says what it is
 
 
 def free_name(path: Path, suffix: str) -> Path:

@@ -1,0 +1,109 @@
+"""Composes the config of a run that is resumed by its path: the saved one, with the overrides of the command on top.
+
+A saved config may come from somebody else. It is data: its values are checked like those that are typed, but nothing in
+it is resolved or composed by Hydra, and it cannot change how Hydra works.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from runner.cli.arguments import overridden_keys
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, errors_under
+from runner.config.options import CONF
+from runner.config.schema import load_class, option_fields, typed_values
+from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Run
+from runner.storage.saved_config import UnreadableConfigError
+from runner.storage.saved_run import saved_config
+from runner.system.secrets import MASK
+from runner.workloads.base import Workload
+
+log = logging.getLogger(__name__)
+
+_NAME = "saved"
+_GROUPS = CONFIG_GROUPS | WORKLOAD_INPUTS | {"workload": Workload}
+
+
+def register_saved(source: Path, arguments: Iterable[str]) -> str:
+    """Register the config of the run or checkpoint at `source` with Hydra, and return its name as a root config.
+
+    Args:
+        source: a run directory, or a checkpoint in one.
+        arguments: the command line; the values that it overrides need not be valid in the saved config.
+
+    Raises:
+        ConfigError: if the config cannot be read, or has an invalid value that is not overridden.
+    """
+    try:
+        saved = saved_config(source)
+    except UnreadableConfigError as error:
+        remedy = "name a run directory, or a checkpoint in one"
+        raise ConfigError(
+            "resume", str(source), f"there is no run whose config can be read ({error})", remedy
+        ) from None
+    for reason in saved.unreadable:
+        log.warning("%s; the config is read from %s", reason, saved.file)
+    overridden = overridden_keys(arguments)
+    config = {key: _kept(value, key, overridden) for key, value in saved.values.items() if key not in overridden}
+    _check(config)
+    _store(config, overridden)
+    return _NAME
+
+
+def _kept(value: Any, key: str, overridden: set[str]) -> Any:
+    """Return a saved value without the options that are overridden.
+
+    Raises:
+        ConfigError: if it has a text that only the person who resumes the run can complete.
+    """
+    if isinstance(value, dict):
+        names = {name: f"{key}.{name}" for name in value}
+        return {name: _kept(value[name], full, overridden) for name, full in names.items() if full not in overridden}
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str):
+            reference = "${" in text or text == "???"
+            check(not reference, key, text, "a saved config is not resolved", f"type it again: {key}='{text}'")
+            hidden = "a credential that was not saved"
+            check(MASK not in text, key, text, hidden, f"type it again: {key}=…, or {key}='${{oc.env:NAME}}'")
+    return value
+
+
+def _check(config: dict[str, Any]) -> None:
+    """Check that every key is an option of the run or its components, and has a value of its type."""
+    options = [name for name in option_fields(Run) if name not in CONFIG_GROUPS]
+    known = [*options, *_GROUPS]
+    for key, node in config.items():
+        check(key in known, key, ABSENT, "there is no such key;", did_you_mean(key, known))
+        if key in _GROUPS and node is not None:
+            check(isinstance(node, dict), key, node, "it is no component", f"choose an option: {key}=…")
+            with errors_under(key):
+                cls = load_class(node.get("_target_"), _GROUPS[key])
+                typed_values(cls, {name: value for name, value in node.items() if name != "_target_"})
+    typed_values(Run, {key: config[key] for key in config if key in options} | {"name": config.get("name", "")})
+
+
+def _store(config: dict[str, Any], overridden: set[str]) -> None:
+    """Store the root keys as a root config, and each component as an option of its group that is chosen by default."""
+    root: Any = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"), resolve=False)
+    chosen = {group: _NAME for group in _GROUPS if config.get(group) is not None}
+    absent = dict.fromkeys(group for group in WORKLOAD_INPUTS if group not in {*chosen, *overridden})
+    defaults = [_default(entry, chosen | absent) for entry in root.pop("defaults")]
+    store = ConfigStore.instance()
+    for group in chosen:
+        store.store(group=group, name=_NAME, node=config[group])
+    values = {key: value for key, value in config.items() if key not in _GROUPS}
+    store.store(name=_NAME, node={"defaults": defaults, **root, **values})
+
+
+def _default(entry: Any, chosen: dict[str, str | None]) -> Any:
+    """Return an entry of the root's defaults list with the saved option of its group."""
+    if isinstance(entry, str):
+        return entry
+    ((group, option),) = entry.items()
+    return {group: None if group.startswith("optional ") else chosen.get(group, option)}

@@ -1,0 +1,49 @@
+"""The composed config as plain values, in which references to environment variables are kept."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+_VARIABLE = re.compile(r"\$\{oc\.env:([^{}]*)\}")
+_MARK = "\0env:{}\0"
+_MARKED = re.compile("\0env:([^\0]*)\0")
+_NEEDED = ("name", "output_root", "resume")
+"""Keys whose values are needed before a component is built."""
+
+
+def resolved(config: DictConfig) -> dict[str, Any]:
+    """Return `config` as plain values, with all interpolations resolved but those of environment variables.
+
+    `${oc.env:NAME}` stays text until a component is built, and is written as such to the files of a run: environment
+    variables hold passwords and tokens.
+
+    Raises:
+        OmegaConfBaseException: if an interpolation cannot be resolved.
+    """
+    raw: Any = OmegaConf.to_container(config, resolve=False)
+    if "${oc.env:" not in str(raw):
+        return OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportReturnType]
+    raw = {key: value if key in _NEEDED else _marked(value) for key, value in raw.items()}
+    return _unmarked(OmegaConf.to_container(OmegaConf.create(raw), resolve=True))
+
+
+def _marked(value: Any) -> Any:
+    """Replace references to environment variables, unless they are inside other interpolations."""
+    if isinstance(value, str) and "${" not in _VARIABLE.sub("", value):
+        return _VARIABLE.sub(lambda match: _MARK.format(match[1]), value)
+    return _mapped(_marked, value)
+
+
+def _unmarked(value: Any) -> Any:
+    if isinstance(value, str):
+        return _MARKED.sub(r"${oc.env:\1}", value)
+    return _mapped(_unmarked, value)
+
+
+def _mapped(function: Any, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: function(inner) for key, inner in value.items()}
+    return [function(inner) for inner in value] if isinstance(value, list) else value

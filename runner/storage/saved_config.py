@@ -1,0 +1,76 @@
+"""The config of a run, as a YAML file: data that is read as plain values, as anybody may have written it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.config.renamed import with_current_names
+
+LIMIT_BYTES = 1_000_000
+_DEEPEST = 20
+_SEAL = "# sha256 of the lines above: "
+
+
+class UnreadableConfigError(Exception):
+    """A saved config is damaged, or holds more than plain values."""
+
+
+def config_text(config: dict[str, Any]) -> str:
+    """Return `config` as YAML, with its SHA-256 in the last line, a comment."""
+    text = OmegaConf.to_yaml(OmegaConf.create(config))
+    if not all(line.isprintable() for line in text.split("\n")):  # YAML would change these characters
+        text = json.dumps(config, indent=2) + "\n"  # JSON is YAML too, and escapes them
+    return f"{text}{_SEAL}{_sha256(text)}\n"
+
+
+def parse_config(content: bytes) -> dict[str, Any]:
+    """Return the plain values of a config that `config_text` or an earlier version has written.
+
+    Interpolations (`${…}`) are returned as text.
+
+    Raises:
+        UnreadableConfigError: if its SHA-256 differs, it is no mapping, or it has tags, anchors or aliases.
+    """
+    try:
+        text = content.decode()
+        text, seal, sha256 = text.partition(_SEAL)
+        if seal and sha256.strip() != _sha256(text):
+            raise UnreadableConfigError("its content does not match its SHA-256; options change on the command line")
+        _check_plain(text)
+        config = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UnreadableConfigError(str(error).splitlines()[0]) from None
+    if not isinstance(config, dict) or not config:
+        raise UnreadableConfigError("it is empty" if not config else "it is no mapping")
+    if not all(isinstance(key, str) for key in _keys(config)):
+        raise UnreadableConfigError("a key is no text")
+    return with_current_names(config)
+
+
+def _check_plain(text: str) -> None:
+    """Refuse YAML with tags, anchors or aliases, which can construct objects or refer to themselves."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if getattr(event, "tag", None) is not None:
+            raise UnreadableConfigError(f"it has the tag {event.tag}")
+        if getattr(event, "anchor", None) is not None:
+            raise UnreadableConfigError("it has an anchor or an alias")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise UnreadableConfigError(f"it is nested more than {_DEEPEST} times")
+
+
+def _keys(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value, *(key for inner in value.values() for key in _keys(inner))]
+    return [key for inner in value for key in _keys(inner)] if isinstance(value, list) else []
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

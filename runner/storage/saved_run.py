@@ -1,0 +1,71 @@
+"""What a run directory says of its run: its config and its overrides, read as data, as anybody may have written it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from runner.storage.run_directory import CONFIG, LIMIT_BYTES, OVERRIDES, step_of
+from runner.storage.safe_read import check_no_link, read_regular
+from runner.storage.saved_config import UnreadableConfigError, parse_config
+
+
+class SavedConfig(NamedTuple):
+    """The config of a run, the file that it was read from, and why those that should be read first cannot be."""
+
+    values: dict[str, Any]
+    file: Path
+    unreadable: list[str]
+
+
+def directory_of(source: Path) -> Path:
+    """Return the run directory of `source`, a run directory or a checkpoint in it."""
+    return source.parent.parent if source.parent.name == "checkpoints" else source
+
+
+def saved_config(source: Path) -> SavedConfig:
+    """Return the config of the run or of the checkpoint at `source`.
+
+    Each checkpoint has a copy of the config with which it was written. If the file of the run directory is damaged, the
+    copy of the newest checkpoint takes its place; for a checkpoint it is the other way round.
+
+    Raises:
+        UnreadableConfigError: if none can be read.
+    """
+    unreadable = []
+    for file in _config_files(source):
+        try:
+            check_no_link(file.parent)
+            check_no_link(file.parent.parent)
+            return SavedConfig(parse_config(read_regular(file, LIMIT_BYTES)), file, unreadable)
+        except (OSError, UnreadableConfigError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            unreadable.append(f"{file.relative_to(directory_of(source))}: {reason}")
+    raise UnreadableConfigError("; ".join(unreadable[:3]))
+
+
+def _config_files(source: Path) -> list[Path]:
+    path = directory_of(source)
+    if path != source:
+        return [source / CONFIG, path / CONFIG]
+    return [path / CONFIG, *(checkpoint / CONFIG for checkpoint in reversed(checkpoints(path)))]
+
+
+def checkpoints(path: Path) -> list[Path]:
+    """Return the checkpoints of the run directory `path` in the order of their steps, without reading any."""
+    return sorted(found for found in (path / "checkpoints").glob("step_*") if step_of(found) is not None)
+
+
+def saved_overrides(path: Path) -> list[str]:
+    """Return the overrides with which the run at `path` was started, to be shown; empty if they cannot be read."""
+    try:
+        overrides = OmegaConf.to_container(
+            OmegaConf.create(read_regular(path / OVERRIDES, LIMIT_BYTES).decode()), resolve=False
+        )
+    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException):
+        return []
+    return [str(text) for text in overrides] if isinstance(overrides, list) else []
