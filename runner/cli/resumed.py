@@ -50,32 +50,33 @@ def register_saved(source: Path, arguments: Iterable[str]) -> str:
     for reason in saved.unreadable:
         log.warning("%s; the config is read from %s", reason, saved.file)
     overridden = overridden_keys(arguments)
-    config = {key: _kept(value, key, overridden) for key, value in saved.values.items() if key not in overridden}
-    _check(config)
+    config = {key: _plain(value, key, overridden) for key, value in saved.values.items()}
+    _check(config, overridden)
     _store(config, overridden)
     return _NAME
 
 
-def _kept(value: Any, key: str, overridden: set[str]) -> Any:
-    """Return a saved value without the options that are overridden.
+def _plain(value: Any, key: str, overridden: set[str]) -> Any:
+    """Return a saved value with null for the options that are overridden.
 
     Raises:
         ConfigError: if it has a text that only the person who resumes the run can complete.
     """
+    if key in overridden:
+        return None
     if isinstance(value, dict):
-        names = {name: f"{key}.{name}" for name in value}
-        return {name: _kept(value[name], full, overridden) for name, full in names.items() if full not in overridden}
+        return {name: _plain(value[name], f"{key}.{name}", overridden) for name in value}
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str):
             reference = "${" in text or text == "???"
             check(not reference, key, text, "a saved config is not resolved", f"type it again: {key}='{text}'")
-            hidden = "a credential that was not saved"
+            hidden = "it contains a credential, which is not saved"
             check(MASK not in text, key, text, hidden, f"type it again: {key}=…, or {key}='${{oc.env:NAME}}'")
     return value
 
 
-def _check(config: dict[str, Any]) -> None:
-    """Check that every key is an option of the run or its components, and has a value of its type."""
+def _check(config: dict[str, Any], overridden: set[str]) -> None:
+    """Check that every key is an option of the run or its components, and that it has a value of its type."""
     options = [name for name in option_fields(Run) if name not in CONFIG_GROUPS]
     known = [*options, *_GROUPS]
     for key, node in config.items():
@@ -84,15 +85,20 @@ def _check(config: dict[str, Any]) -> None:
             check(isinstance(node, dict), key, node, "it is no component", f"choose an option: {key}=…")
             with errors_under(key):
                 cls = load_class(node.get("_target_"), _GROUPS[key])
-                typed_values(cls, {name: value for name, value in node.items() if name != "_target_"})
-    typed_values(Run, {key: config[key] for key in config if key in options} | {"name": config.get("name", "")})
+                typed_values(cls, _not_overridden(node, f"{key}.", overridden))
+    own = {key: value for key, value in config.items() if key in options}
+    typed_values(Run, {"name": "", "batch_size": 1} | _not_overridden(own, "", overridden))
+
+
+def _not_overridden(node: dict[str, Any], prefix: str, overridden: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in node.items() if name != "_target_" and f"{prefix}{name}" not in overridden}
 
 
 def _store(config: dict[str, Any], overridden: set[str]) -> None:
     """Store the root keys as a root config, and each component as an option of its group that is chosen by default."""
     root: Any = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"), resolve=False)
     chosen = {group: _NAME for group in _GROUPS if config.get(group) is not None}
-    absent = dict.fromkeys(group for group in WORKLOAD_INPUTS if group not in {*chosen, *overridden})
+    absent: dict[str, str | None] = dict.fromkeys({*WORKLOAD_INPUTS} - {*chosen, *overridden})
     defaults = [_default(entry, chosen | absent) for entry in root.pop("defaults")]
     store = ConfigStore.instance()
     for group in chosen:
