@@ -22,6 +22,8 @@ import torch
 import runner
 from runner.system.cpu import cpu
 from runner.system.memory import host_memory
+from runner.system.secrets import redacted, redacted_values
+from runner.system.text import printable
 
 PACKAGES = ("torchvision", "hydra-core", "omegaconf", "gymnasium", "tensorboard", "safetensors", "rich")
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -29,13 +31,13 @@ _ROOT = Path(__file__).parent.parent.parent
 
 
 def environment() -> dict[str, Any]:
-    """Return what is needed to reproduce a run. It takes milliseconds, and contains no host or user name."""
+    """Return what is needed to reproduce a run. It takes milliseconds, and contains no host or user name, no secret."""
     findings: list[str] = []
     return {
         "command": command(),
         "source": source(),
         "versions": versions(),
-        "variables": {name: os.environ.get(name) for name in VARIABLES},
+        "variables": redacted_values({name: os.environ.get(name) for name in VARIABLES}),
         "cpu": cpu(),
         "memory": host_memory(),
         "devices": devices(findings),
@@ -44,10 +46,11 @@ def environment() -> dict[str, Any]:
 
 
 def command() -> str:
-    """Return the command line of this process, quoted for a shell: `python -m runner …`."""
+    """Return the command line of this process, quoted for a shell, without secrets: `python -m runner …`."""
     program = Path(sys.argv[0])
     words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
-    return shlex.join([*words, *sys.argv[1:]])
+    typed = shlex.join([*words, *redacted_values(sys.argv[1:])])  # word by word, as a word may hold spaces
+    return redacted(printable(typed))
 
 
 def source(root: Path = _ROOT) -> dict[str, Any] | None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,31 +36,31 @@ class EventFile:
     Args:
         directory: the run directory.
         first_step: the first step of the session; TensorBoard drops the points of earlier sessions from it on.
+
+    Raises:
+        StorageError: if the disk is full or fails; so do `add` and `sync`. Curves are not lost without a word.
     """
 
     def __init__(self, directory: Path, first_step: int):
         earlier = [int(match[1]) for path in directory.iterdir() if (match := _NAME.match(path.name))]
         number = max([int(time.time()), *(number + 1 for number in earlier)])
-        self._file = (directory / f"events.out.tfevents.{number:010d}").open("xb")
-        self._records = RecordWriter(self._file)
+        path = directory / f"events.out.tfevents.{number:010d}"
+        with storage_errors(path):
+            self._file = path.open("xb")
+        self._path, self._records = path, RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
         self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, summary: Summary, step: int = 0) -> None:
-        """Write a summary; after this call, it is not lost if the process is killed.
-
-        Raises:
-            StorageError: if the disk is full or fails.
-        """
-        try:
+        """Write a summary; after this call, it is not lost if the process is killed."""
+        with storage_errors(self._path):
             self._write(step=step, summary=summary)
             self._file.flush()
-        except OSError as error:
-            raise StorageError(Path(self._file.name), error.strerror or str(error)) from error
 
     def sync(self) -> None:
         """Flush all events to disk."""
-        os.fsync(self._file.fileno())
+        with storage_errors(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
@@ -68,6 +69,15 @@ class EventFile:
 
     def _write(self, **fields: Any) -> None:
         self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Raise `StorageError` with `path` for errors of the operating system raised inside."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(path, error.strerror or str(error)) from error
 
 
 def points(values: dict[str, float]) -> Summary:

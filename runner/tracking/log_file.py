@@ -7,23 +7,55 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from runner.system.secrets import redacted
+from runner.system.text import printable
+
+
+class _Formatter(logging.Formatter):
+    """Hides secrets, also in tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(redacted(super().format(record)))
+
 
 class _Console(logging.Handler):
-    """Writes to the current `sys.stderr`, which a progress bar may have replaced."""
+    """Writes to the current `sys.stderr`, which a progress bar may have replaced.
+
+    A console that fails, as a closed pipe or a file on a full disk, does not end the run: the log has the message.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        _print(self.format(record))
 
 
 class _File(logging.FileHandler):
-    """Writes to a file, and ignores a full disk: the console shows the important messages."""
+    """Writes to a file. If that fails, it says so once on the console, and the run goes on.
+
+    A checkpoint that cannot be written ends the run, a line of the log does not.
+    """
+
+    _failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # raised when the file is opened; all other errors are handled by `emit`
+            self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        pass
+        self._report(sys.exc_info()[1])
 
     def close(self) -> None:
-        with suppress(OSError):
+        try:
             super().close()
+        except OSError as error:
+            self._report(error)
+
+    def _report(self, error: BaseException | None) -> None:
+        if not self._failed:
+            self._failed = True
+            why = f"{self.baseFilename} cannot be written ({getattr(error, 'strerror', None) or error})"
+            _print(printable(f"{why}: messages are missing in it; the run goes on"))
 
 
 class LogFile:
@@ -37,8 +69,9 @@ class LogFile:
     def __init__(self, directory: Path, rank: int = 0):
         name = f"log_rank_{rank}.txt" if rank else "log.txt"
         self._file = _File(directory / name, encoding="utf-8", delay=True)
-        self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._file.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._console = _Console(logging.INFO if rank == 0 else logging.CRITICAL)
+        self._console.setFormatter(_Formatter())
         self._logger = logging.getLogger("runner")
 
     def __enter__(self) -> None:
@@ -56,3 +89,8 @@ class LogFile:
             self._logger.removeHandler(handler)
         self._logger.propagate = True
         self._file.close()
+
+
+def _print(text: str) -> None:
+    with suppress(OSError, ValueError):  # ValueError: the stream was closed
+        print(text, file=sys.stderr, flush=True)

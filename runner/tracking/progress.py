@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 
 
 class Progress:
@@ -42,7 +43,8 @@ class Progress:
         if step > self._since_step and now > self._since:
             self._rate = (step - self._since_step) / (now - self._since)
         self._since, self._since_step = now, step
-        self.show(step)
+        with suppress(OSError):  # a terminal that was closed, or a full disk: the run goes on
+            self.show(step)
 
     def show(self, step: int) -> None:
         """Display the progress after `step`."""
@@ -84,7 +86,8 @@ class Bar(Progress):
         self._bar.update(self._task, completed=step, summary=self.summary(step), refresh=True)
 
     def close(self) -> None:
-        self._bar.stop()
+        with suppress(OSError):
+            self._bar.stop()
 
 
 class Silent(Progress):

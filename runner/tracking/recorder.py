@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from runner.system.secrets import redacted, redacted_values
+from runner.system.text import printable
 from runner.tracking.base import Tracker
 
 
@@ -40,12 +42,14 @@ class Recorder:
         self._tracker.images(images, step)
 
     def texts(self, texts: dict[str, str]) -> None:
-        """Log preformatted texts by tag, at the first step of the session."""
-        self._tracker.texts(texts, self._first_step)
+        """Log preformatted texts by tag, without secrets, at the first step of the session."""
+        self._tracker.texts({tag: printable(redacted(text)) for tag, text in texts.items()}, self._first_step)
 
     def hyperparameters(self, config: dict[str, Any]) -> None:
-        """Log the config of the run."""
-        self._tracker.hyperparameters({key: value for key, value in flatten(config).items() if value is not None})
+        """Log the config of the run, without secrets."""
+        leaves = flatten(redacted_values(config))
+        shown = {key: printable(value) if isinstance(value, str) else value for key, value in leaves.items()}
+        self._tracker.hyperparameters({key: value for key, value in shown.items() if value is not None})
 
     def finish(self) -> None:
         """Mark the run as done; called after its last step."""

@@ -32,7 +32,7 @@ class TensorBoard(Tracker):
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
         from torch.utils.tensorboard.summary import image
 
-        from runner.tracking.event_file import animation
+        from runner.tracking.event_file import animation, storage_errors
         from runner.tracking.images import gif
 
         for tag, pixels in images.items():
@@ -40,7 +40,9 @@ class TensorBoard(Tracker):
                 self._file.add(image(tag, pixels, dataformats="CHW"), step)
                 continue
             encoded = gif(pixels)
-            (self._directory / f"{tag.rpartition('/')[2]}.gif").write_bytes(encoded)
+            path = self._directory / f"{tag.rpartition('/')[2]}.gif"
+            with storage_errors(path):
+                path.write_bytes(encoded)
             self._file.add(animation(tag, encoded, pixels.shape[2], pixels.shape[3]), step)
 
     def texts(self, texts: dict[str, str], step: int) -> None:

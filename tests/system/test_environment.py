@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,21 @@ def test_the_source_without_commit_or_git(checkout: Path, tmp_path: Path, monkey
 def test_the_command_can_be_typed_again(argv: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", argv)
     assert environment.command() == expected
+
+
+def test_secrets_are_hidden_in_the_command_and_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["data.root=https://ann:s3cret@host/x", "data.token=s3 cret,x", "--auth-token", "s3cret", "lr=1"]
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/runner", *words])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "https://ann:s3cret@host")
+    told = environment.environment()
+    assert told["command"] == "runner 'data.root=https://ann:***@host/x' 'data.token=***' --auth-token *** lr=1"
+    assert told["variables"]["CUDA_VISIBLE_DEVICES"] == "https://ann:***@host"
+    assert "s3" not in json.dumps(told)
+
+
+def test_a_command_that_is_not_utf_8_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["runner", os.fsdecode(b"data.root=a\xff b")])
+    assert environment.command() == "runner 'data.root=a\\xff b'"
 
 
 def test_a_missing_package_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.events import curves
 from torch.utils.tensorboard.summary import scalar
 
 from runner.storage.run_directory import StorageError
 from runner.tracking.event_file import EventFile, points
+from runner.tracking.tensorboard import TensorBoard
 
 
 def test_sessions_are_read_in_order_whatever_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +44,35 @@ def test_a_full_disk_raises_a_storage_error(tmp_path: Path) -> None:
     assert caught.value.why == "No space left on device"
     assert caught.value.path.parent == tmp_path
     file.close()  # raises no second time
+
+
+@pytest.mark.parametrize("call", ["open", "add", "sync"])
+def test_a_disk_that_fails_raises_a_storage_error_with_the_file(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    file = EventFile(tmp_path, 1)
+    calls = {
+        "open": (Path, "open", lambda: EventFile(tmp_path, 2)),
+        "add": (file._records, "write", lambda: file.add(scalar("a", 3.0), 2)),
+        "sync": (os, "fsync", file.sync),
+    }
+    owner, name, use = calls[call]
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(StorageError) as caught:
+        use()
+    assert caught.value.why == "Input/output error"
+    assert caught.value.path.name.startswith("events.out.tfevents.")
+    file.close()
+
+
+def test_an_animation_that_cannot_be_written_raises_a_storage_error(tmp_path: Path) -> None:
+    tracker = TensorBoard()
+    tracker.open(tmp_path, 1)
+    (tmp_path / "episode.gif").mkdir()
+    with pytest.raises(StorageError) as caught:
+        tracker.images({"eval/episode": torch.zeros(2, 3, 4, 4, dtype=torch.uint8)}, 2)
+    assert (caught.value.path, caught.value.why) == (tmp_path / "episode.gif", "Is a directory")
+    tracker.close(done=False)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
+import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -30,13 +33,67 @@ def test_everything_is_in_the_file_and_info_on_the_console(tmp_path: Path, capsy
     assert "a detail" not in said
 
 
-def test_a_full_disk_raises_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_once_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("only Linux has a device that is always full")
     (tmp_path / "log.txt").symlink_to("/dev/full")
+    log = logging.getLogger("runner.anything")
     with LogFile(tmp_path):
-        logging.getLogger("runner.anything").warning("something")
-    assert capsys.readouterr().err == "something\n"
+        for text in ("first", "second"):
+            log.warning(text)
+        log.debug("a detail")
+    report = (
+        f"{tmp_path}/log.txt cannot be written (No space left on device): messages are missing in it; the run goes on"
+    )
+    assert capsys.readouterr().err == f"{report}\nfirst\nsecond\n"
+
+
+def test_a_log_that_cannot_be_opened_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.txt").mkdir()
+    with LogFile(tmp_path):
+        for text in ("first", "second"):
+            logging.getLogger("runner.anything").warning(text)
+    said = capsys.readouterr().err.splitlines()
+    assert "log.txt cannot be written (Is a directory)" in said[0]
+    assert said[1:] == ["first", "second"]
+
+
+class Broken(io.StringIO):
+    def __init__(self, error: Exception):
+        super().__init__()
+        self.error = error
+
+    def write(self, _: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), BrokenPipeError(), ValueError("closed")])
+def test_a_console_that_fails_ends_nothing(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Broken(error))
+    with LogFile(tmp_path):
+        logging.getLogger("runner.anything").error("something")
+    assert "ERROR runner.anything: something" in (tmp_path / "log.txt").read_text()
+
+
+def test_secrets_are_hidden_in_the_file_and_on_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("runner.anything")
+    with LogFile(tmp_path):
+        log.error("reading %s", "https://ann:s3cret@host/x")
+        try:
+            raise ValueError("token=s3cret is too old")
+        except ValueError as error:
+            log.error("crashed", exc_info=error)
+    for text in ((tmp_path / "log.txt").read_text(), capsys.readouterr().err):
+        assert "s3cret" not in text
+        assert "reading https://ann:***@host/x" in text
+        assert "ValueError: token=*** is too old" in text
+
+
+def test_names_that_are_not_utf_8_are_spelled_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with LogFile(tmp_path):
+        logging.getLogger("runner.anything").warning("skipped %s", os.fsdecode(b"a\xff.png"))
+    assert "skipped a\\xff.png" in (tmp_path / "log.txt").read_text(encoding="utf-8")
+    assert capsys.readouterr().err == "skipped a\\xff.png\n"
 
 
 def test_other_ranks_have_files_of_their_own_and_a_silent_console(

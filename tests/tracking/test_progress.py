@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import pty
 import re
@@ -69,6 +71,25 @@ def test_the_rate_is_that_of_the_last_seconds(hand: Hand, capsys: pytest.Capture
         "32 samples/s  5:29:50 left",
         "1,280 samples/s  7:55 left",
     ]
+
+
+@pytest.mark.parametrize("display", [Progress, Bar])
+def test_a_console_that_fails_ends_nothing(
+    display: type[Progress], hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed(io.StringIO):
+        tried = 0
+
+        def write(self, _: str) -> int:
+            self.tried += 1
+            raise OSError(errno.EIO, "Input/output error")  # as of a terminal that was closed
+
+    monkeypatch.setattr(sys, "stderr", closed := Closed())
+    with display(num_steps=1000, batch_size=BATCH) as progress:
+        for step in range(1, 5):
+            hand.now += 10
+            progress.step(step)
+    assert closed.tried > 0
 
 
 def test_the_last_step_is_always_shown(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,30 @@ def test_the_recorder_passes_everything_to_the_tracker(tmp_path: Path) -> None:
         ("close", True),
     ]
     assert type(tracker.calls[1][1]["a"]) is float
+
+
+def test_secrets_and_bytes_that_are_no_text_are_not_passed_on(tmp_path: Path) -> None:
+    tracker, root = Calls(), os.fsdecode(b"/data/\xff")
+    config = {"data": {"_target_": "a.Data", "token": "s3cret", "root": root, "urls": ["https://ann:s3cret@host/x"]}}
+    with Recorder(tracker, tmp_path, 0) as recorder:
+        recorder.texts({"config": f"token: s3cret\nroot: {root}\n"})
+        recorder.hyperparameters(config)
+    hidden = {
+        "data": "Data",
+        "data.token": "***",
+        "data.root": "/data/\\xff",
+        "data.urls": "['https://ann:***@host/x']",
+    }
+    assert tracker.calls[1:3] == [
+        ("texts", {"config": "token: ***\nroot: /data/\\xff\n"}, 1),
+        ("hyperparameters", hidden),
+    ]
+    assert config["data"]["token"] == "s3cret"
+    board = TensorBoard()  # accepts them
+    board.open(tmp_path, 1)
+    for name, *arguments in tracker.calls[1:3]:
+        getattr(board, name)(*arguments)
+    board.close(done=True)
 
 
 def test_a_session_that_is_broken_off_is_not_done(tmp_path: Path) -> None:
