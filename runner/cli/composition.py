@@ -1,0 +1,265 @@
+"""Composes configs with Hydra, of which nothing else is used: no launcher, sweeper, callback, logging or directory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, RangeSweep
+from hydra.core.plugins import Plugins
+from hydra.core.utils import configure_log
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.cli.config_source import OptionFiles
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
+from runner.config.options import CONF, chosen_groups
+from runner.config.resolved import resolved
+
+MOST_JOBS = 10_000
+"""A sweep of more jobs is refused: it is a typing error, or work for several sweeps."""
+
+_JOB_KEYS = ("job.name", "job.override_dirname", "job.config_name")
+_OWN_KEYS = ("verbose", "searchpath", "sweeper.params", "overrides", "runtime", *_JOB_KEYS)
+"""Keys of Hydra's node that users set, or that Hydra fills in from the command line."""
+
+
+class Job(NamedTuple):
+    """A composed config as plain values, and the overrides that it was composed with."""
+
+    config: dict[str, Any]
+    overrides: list[str]
+
+
+class Composer:
+    """Composes configs from conf/ and the directory of `--config-dir`.
+
+    Args:
+        config_dir: the directory, which has the structure of conf/; None: there is none.
+        root: the name of the root config.
+
+    Raises:
+        ConfigError: if there is no such directory.
+    """
+
+    def __init__(self, config_dir: str | None = None, root: str = "config"):
+        self._root = root
+        version.setbase("1.3")
+        Plugins.instance().register(OptionFiles)
+        search_path = create_config_search_path(f"{OptionFiles.scheme()}://{CONF}")
+        if config_dir is not None:
+            path = Path(config_dir).expanduser().absolute()
+            remedy = "name a directory with the structure of conf/"
+            check(path.is_dir(), "--config-dir", config_dir, "there is no such directory", remedy)
+            own = SearchPathQuery(provider="schema")
+            search_path.prepend("command-line", f"{OptionFiles.scheme()}://{path}", anchor=own)
+        self._loader = ConfigLoaderImpl(search_path)
+        self._hydra = Hydra("runner", self._loader)
+
+    def run(self, overrides: list[str]) -> Job:
+        """Compose the config of a single run.
+
+        Raises:
+            ConfigError, HydraException, OmegaConfBaseException: if it cannot be composed.
+        """
+        with composition_errors():
+            config = self._load(overrides, RunMode.RUN)
+            configure_log(config.hydra.hydra_logging, config.hydra.verbose)
+            return _job(config)
+
+    def show(self, overrides: list[str], flags: Namespace) -> None:
+        """Print the composed config, as `--cfg` asks."""
+        with composition_errors():
+            config = self._load(overrides, RunMode.RUN)
+            HydraConfig.instance().set_config(config)
+            config = self._hydra.get_sanitized_cfg(config, flags.cfg)
+            package = "" if flags.package in (None, "_global_") else flags.package
+            shown = OmegaConf.select(config, package) if package else config
+            nearest = did_you_mean(package, (str(key) for key in config))
+            check(shown is not None, "--package", package, "the config has no such key;", nearest)
+            if not OmegaConf.is_config(shown):
+                print(shown)
+                return
+            if flags.resolve:
+                OmegaConf.resolve(shown)
+            print(f"# @package {package}\n" if package else "", OmegaConf.to_yaml(shown), sep="", end="")
+
+    def answer(self, overrides: list[str], flags: Namespace) -> None:
+        """Answer `--info`, `--hydra-help` or `--shell-completion`."""
+        flags.overrides = overrides
+        with composition_errors():
+            if flags.hydra_help:
+                self._hydra.hydra_help(self._root, get_args_parser(), flags)
+            elif flags.info is not None:
+                self._hydra.show_info(flags.info, self._root, overrides)
+            else:
+                asks = "query=bash" not in overrides or "COMP_LINE" in os.environ
+                why = "a completion is asked for by the shell, which sets COMP_LINE"
+                check(asks, "--shell-completion", "query=bash", why, 'eval "$(runner -sc install=bash)" first')
+                self._hydra.shell_completion(self._root, overrides)
+
+    def _load(self, overrides: list[str], mode: RunMode) -> DictConfig:
+        config = self._loader.load_configuration(self._root, overrides, mode)
+        self._check_hydra(config)
+        return config
+
+    def _check_hydra(self, config: DictConfig) -> None:
+        """Refuse options of Hydra itself in files: what they ask for would not happen."""
+        ours, theirs = _flat(config.hydra), self._plain_hydra
+        changed = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+        for key in changed:
+            own = any(key == name or key.startswith(f"{name}.") for name in _OWN_KEYS)
+            why = "an option file sets this key of Hydra, which only composes the config here"
+            remedy = "hydra.sweeper.params, hydra.verbose and hydra.searchpath are those that have an effect"
+            check(own, f"hydra.{key}", ours.get(key), why, remedy)
+
+    @cached_property
+    def _plain_hydra(self) -> dict[str, Any]:
+        """The keys of Hydra's node without any option of ours."""
+        return _flat(self._loader.load_configuration(None, [], RunMode.RUN).hydra)
+
+
+class SweepJobs:
+    """The jobs of a sweep: every combination of the values that its overrides separate by commas.
+
+    Args:
+        composer: composes the config of each job.
+        overrides: those of the command line; `hydra.sweeper.params` of an experiment are added to them.
+
+    Raises:
+        ConfigError: if there are more than `MOST_JOBS`, or a value is an interval.
+    """
+
+    def __init__(self, composer: Composer, overrides: list[str]):
+        self._composer = composer
+        with composition_errors():
+            self._master = composer._load(overrides, RunMode.MULTIRUN)
+            configure_log(self._master.hydra.hydra_logging, self._master.hydra.verbose)
+            params = (f"{key}={value}" for key, value in (self._master.hydra.sweeper.params or {}).items())
+            words = [*params, *self._master.hydra.overrides.task]
+            parsed = OverridesParser.create(self._composer._loader).parse_overrides(words)
+            self._check_count([override for override in parsed if override.is_sweep_override()])
+            self._values: dict[str, list[str]] = {o.get_key_element(): _words(o) for o in parsed}
+
+    def __len__(self) -> int:
+        return math.prod(len(values) for values in self._values.values())
+
+    def __iter__(self) -> Iterator[list[str]]:
+        """Yield the overrides of each job."""
+        for values in itertools.product(*self._values.values()):
+            yield list(values)
+
+    def check(self) -> None:
+        """Compose a job for each combination of options of config groups, which decide which keys there are.
+
+        Raises:
+            ConfigError, HydraException, OmegaConfBaseException: if one cannot be composed.
+        """
+        groups = chosen_groups()
+        few = [
+            values if key.lstrip("+~").partition("@")[0] in groups else values[:1]
+            for key, values in self._values.items()
+        ]
+        for values in itertools.product(*few):
+            with composition_errors():
+                self._load(values)
+
+    def compose(self, number: int, overrides: list[str]) -> Job:
+        """Compose the config of a job.
+
+        Args:
+            number: its number, from 0.
+        """
+        with composition_errors():
+            config = self._load(overrides)
+            with open_dict(config):
+                config.hydra.job.id = config.hydra.job.num = number
+            return _job(config)
+
+    def _load(self, overrides: Iterable[str]) -> DictConfig:
+        config = self._composer._loader.load_sweep_config(self._master, list(overrides))
+        self._composer._check_hydra(config)
+        return config
+
+    def _check_count(self, swept: list[Override]) -> None:
+        for override in swept:
+            key, typed = override.key_or_group, str(override.input_line).partition("=")[2]
+            check(override.is_discrete_sweep(), key, typed, "an interval has no list of values", f"{key}=1,2,3")
+        counts = {override.key_or_group: _count(override) for override in swept}
+        most = max(counts, key=lambda key: counts[key], default="")
+        why = f"the sweep has {math.prod(counts.values()):,} jobs, more than {MOST_JOBS:,}"
+        remedy = "sweep over fewer values, or in several sweeps"
+        check(math.prod(counts.values()) <= MOST_JOBS, most, ABSENT, why, remedy)
+
+
+def _count(override: Override) -> int:
+    """Return the number of values of a swept override, without listing a range."""
+    swept = override.value()
+    if not isinstance(swept, RangeSweep):
+        return len(list(override.sweep_string_iterator()))
+    start, stop, step = (float(value) for value in (swept.start or 0, swept.stop or 0, swept.step))
+    key, typed = override.key_or_group, str(override.input_line).partition("=")[2]
+    usable = step != 0 and all(math.isfinite(value) for value in (start, stop, step))
+    check(usable, key, typed, "a range needs finite numbers, and a step that is not 0", f"{key}=range(0,10,1)")
+    return max(0, math.ceil((stop - start) / step))
+
+
+def _words(override: Override) -> list[str]:
+    """Return the overrides of the single values of an override."""
+    key = override.get_key_element()
+    if override.is_sweep_override():
+        return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    return [f"{key}={override.get_value_element_as_str()}"]
+
+
+def _job(config: DictConfig) -> Job:
+    HydraConfig.instance().set_config(config)  # interpolations may refer to it
+    overrides: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)["task"]  # pyright: ignore
+    with read_write(config), open_dict(config):
+        del config["hydra"]
+    return Job(resolved(config), overrides)
+
+
+def _flat(node: DictConfig) -> dict[str, Any]:
+    """Return the values of a node by their keys, joined with dots."""
+    found: dict[str, Any] = {}
+
+    def add(value: Any, key: str) -> None:
+        if isinstance(value, dict) and value:
+            for name, inner in value.items():
+                add(inner, f"{key}.{name}" if key else str(name))
+        else:
+            found[key] = value
+
+    add(OmegaConf.to_container(node), "")
+    return found
+
+
+@contextmanager
+def composition_errors() -> Iterator[None]:
+    """Raise all errors of a composition, which only reads the config, as errors that are explained."""
+    try:
+        yield
+    except (ConfigError, HydraException, OmegaConfBaseException, BrokenPipeError):
+        raise
+    except RecursionError:
+        remedy = "values are at most lists of lists"
+        raise ConfigError("config", ABSENT, "a value is nested too deeply, or refers to itself", remedy) from None
+    except Exception as error:  # errors that Hydra does not wrap
+        raise HydraException(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,51 @@
+"""The folders that Hydra reads option files from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+
+from runner.config.errors import ABSENT, check
+from runner.config.yaml_file import read_config
+
+
+class OptionFiles(FileConfigSource):
+    """A folder like conf/, whose files are read strictly (see `read_config`)."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "conf"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return the content of an option file.
+
+        Raises:
+            ConfigError: if it cannot be read, or is not plain YAML.
+            ConfigLoadError: if there is none.
+        """
+        path = self._path(config_path)
+        if not path.exists():
+            raise ConfigLoadError(f"Config not found : {path}")
+        content = read_config(path)
+        with path.open(encoding="utf-8") as file:
+            header = ConfigSource._get_header_dict(file.read(512))
+        return ConfigResult(
+            config=content, path=f"{self.scheme()}://{self.path}", provider=self.provider, header=header
+        )
+
+    def is_config(self, config_path: str) -> bool:
+        """Return whether there is such a file.
+
+        Raises:
+            ConfigError: if it is a directory, which Hydra would pass over in silence.
+        """
+        path = self._path(config_path)
+        remedy = "remove it, or give it another name"
+        check(not path.is_dir(), os.path.relpath(path), ABSENT, "an option is a file, this is a directory", remedy)
+        return super().is_config(config_path)
+
+    def _path(self, config_path: str) -> Path:
+        return Path(self.path, self._normalize_file_name(config_path))

@@ -1,0 +1,96 @@
+"""Runs the jobs of a sweep one after another."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+
+from runner.cli.composition import SweepJobs
+from runner.cli.outcome import CODES, DONE, REFUSED, STOPPED, is_first_process, report_error
+from runner.config.errors import ConfigError
+from runner.sweep.ledger import Sweep
+
+
+def run_sweep(jobs: SweepJobs, typed: list[str]) -> list[int]:
+    """Run the jobs of a sweep one after another; returns their exit codes.
+
+    Args:
+        typed: the overrides of the command line.
+    """
+    if is_first_process():
+        print(f"{len(jobs):,} jobs", file=sys.stderr)
+    jobs.check()
+    sweep, refusals, codes = Sweep(typed), Refusals(), []
+    for number, overrides in enumerate(jobs):
+        codes.append(run_sweep_job(sweep, jobs, number, overrides, refusals))
+        if codes[-1] == STOPPED:
+            raise SystemExit(STOPPED)  # the signal stops the whole sweep
+    sweep.end()
+    if is_first_process():
+        refusals.print_repeated()
+        print(f"\n{codes.count(DONE)} of {len(codes)} jobs done")
+    return codes
+
+
+def run_sweep_job(sweep: Sweep, jobs: SweepJobs, number: int, overrides: list[str], refusals: Refusals) -> int:
+    """Run one job of a sweep, unless it is already done, and record its exit code in the ledger."""
+    from runner.run import build_run, config_hash  # imported here: a test replaces build_run
+
+    title, record = f"\njob {number}: {' '.join(overrides)}", None
+    try:
+        job = jobs.compose(number, overrides)
+        title = f"\njob {number}: {' '.join(job.overrides)}"
+        directory, known = sweep.job_directory(job.config, number, job.overrides), config_hash(job.config)
+        if (code := sweep.settled(directory.parent, number, known)) is not None:
+            if is_first_process():
+                print(f"{title}\nalready done: {os.path.relpath(directory)}", file=sys.stderr)
+            return code
+        entry = {"overrides": job.overrides, "config_hash": known, "directory": directory.name, "error": ""}
+        record = partial(sweep.record, directory.parent, number, **entry)
+        run = build_run(job.config)
+        if is_first_process():
+            print(title, file=sys.stderr)
+            title = ""
+        from runner.cli.run_job import run_in_sweep
+
+        code = CODES[run_in_sweep(run, job.overrides, directory).status]
+    except Exception as error:  # not raised, which would end the sweep
+        code = refusals.report(number, title, error)
+        if record is not None:
+            record(error=str(error), code=code)
+        return code
+    record(code=code)
+    return code
+
+
+class Refusals:
+    """The reasons for which jobs were refused, so that each is printed once."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, list[int]] = {}
+
+    def report(self, number: int, title: str, error: Exception) -> int:
+        """Print the error of job `number`, unless an earlier job had the same; returns the exit code.
+
+        Args:
+            title: the line above the error; empty if it has been printed.
+        """
+        if not isinstance(error, ConfigError):
+            print(title, file=sys.stderr)
+            return report_error(error)
+        jobs = self._jobs.setdefault(f"{error.key}: {error.why}", [])
+        jobs.append(number)
+        if len(jobs) == 1:
+            print(title, file=sys.stderr)
+            return report_error(error)
+        if not title:
+            print(f"refused for the same reason as job {jobs[0]}", file=sys.stderr)
+        return REFUSED
+
+    def print_repeated(self) -> None:
+        """Print how many jobs were refused for a reason that was printed once."""
+        for reason, (first, *others) in self._jobs.items():
+            if others:
+                key, count = reason.partition(":")[0], f"{len(others):,} more job{'s' * (len(others) > 1)}"
+                print(f"\n{key}: {count} refused for the same reason as job {first}", file=sys.stderr)

@@ -1,0 +1,87 @@
+"""Reads YAML files of a config: plain values, and no number that YAML reads differently than the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.config.errors import ABSENT, ConfigError, check
+
+_PLAIN_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
+_INTEGER, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_PLAIN = ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")
+
+
+def read_config(path: Path) -> Any:
+    """Return the content of a YAML file as an OmegaConf node; an empty mapping if the file is empty.
+
+    Raises:
+        ConfigError: if the file cannot be read or parsed, or holds anything but plain values. The key is the one that
+            is wrong, else the path of the file.
+    """
+    name = os.path.relpath(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=_Loader)
+        if root is not None:
+            check(isinstance(root, yaml.MappingNode), name, ABSENT, "it is not a mapping", "write KEY: VALUE on a line")
+            _check(root, "", name, ())
+        return OmegaConf.create(text)
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not text in UTF-8"
+        raise ConfigError(name, ABSENT, f"it cannot be read: {why}", "mend or remove the file") from None
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(name, ABSENT, f"it is no valid YAML{line}: {error.problem}", "correct that line") from None
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        why = f"it is no valid YAML: {str(error).splitlines()[0]}"
+        raise ConfigError(name, ABSENT, why, "correct the file") from None
+    except RecursionError:
+        raise ConfigError(name, ABSENT, "it is nested too deeply", "values are at most lists of lists") from None
+
+
+_Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is fast, but not everywhere
+
+
+class _Loader(_Parser):
+    """Resolves plain scalars as OmegaConf does, whose pattern for floats is wider than YAML's."""
+
+
+_Loader.add_implicit_resolver(_FLOAT, re.compile(r"[-+]?[0-9_]+[eE][-+]?[0-9]+"), None)
+
+
+def _check(node: yaml.Node, key: str, file: str, above: tuple[yaml.Node, ...]) -> None:
+    """Check `node` and all below it; `above` are the nodes that it is in, as an alias may refer to one of them."""
+    place = f"({file}, line {node.start_mark.line + 1})"
+    short = node.tag.removeprefix("tag:yaml.org,2002:")
+    if node in above:
+        raise ConfigError(key or file, ABSENT, f"it contains itself {place}", "write out the value")
+    if short not in (*_PLAIN, "timestamp"):  # OmegaConf reads a date as a text
+        remedy = "write a number, a text, true, false, null, a list or a mapping"
+        raise ConfigError(key or file, ABSENT, f"the YAML type !!{short} is not allowed {place}", remedy)
+    if isinstance(node, yaml.ScalarNode):
+        _check_number(node, key, place)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check(item, key, file, (*above, node))
+    elif isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            if not isinstance(name, yaml.ScalarNode):
+                raise ConfigError(key or file, ABSENT, f"a key must be a text {place}", "write KEY: VALUE")
+            _check(value, f"{key}.{name.value}".lstrip("."), file, (*above, node))
+
+
+def _check_number(node: yaml.ScalarNode, key: str, place: str) -> None:
+    text = node.value
+    if node.tag == _INTEGER and not _PLAIN_INTEGER.fullmatch(text):
+        differs = True  # octal, hexadecimal, binary and sexagesimal numbers
+    else:
+        differs = node.tag == _FLOAT and (":" in text or bool(re.match(r"[-+]?0[0-9_]", text)))
+    why = f"YAML reads it as another number than the command line does {place}"
+    check(not differs, key, text, why, "write a decimal number without leading zeros, or a text in quotes")
