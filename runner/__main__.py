@@ -1,3 +1,3 @@
-from runner.cli.main import main
+from runner.cli.start import main
 
 raise SystemExit(main())

@@ -10,23 +10,26 @@ from __future__ import annotations
 import multiprocessing
 import signal
 
+from runner.system.signals import STOP_SIGNALS
+
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 def start_server(*modules: str) -> None:
     """Start the server, if it is not running, and let it import `modules` in the background.
 
-    Its children start with SIGINT, SIGTERM and SIGUSR1 blocked: the terminal sends Ctrl-C to the whole process group,
-    but only the main process should handle it, and stop the children.
+    Its children start with stop signals blocked: the terminal sends Ctrl-C to the whole process group, but only the
+    main process should handle it, and stop the children.
     """
     if METHOD != "forkserver":
         return
     from multiprocessing import forkserver, resource_tracker
 
     forkserver.set_forkserver_preload(list(modules))
-    resource_tracker.ensure_running()  # first, as starting it clears the signal mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
+        resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM here, and ignores them itself
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -12,6 +12,7 @@ import torch
 from runner.parallel.collectives import Collectives
 from runner.parallel.context import Context, Process
 from runner.parallel.launch.cluster import RankInfo
+from runner.system.signals import before_training
 
 
 class Launcher:
@@ -29,7 +30,11 @@ class Launcher:
         """Yield this process, before training; it is rank 0 if it is going to start the ranks.
 
         If torchrun or SLURM has started this process, it joins the process group of the others here.
+
+        Raises:
+            SystemExit: by a stop signal, until training begins.
         """
+        before_training()
         yield Process(RankInfo(), self.devices, Collectives())
 
     def launch(

@@ -23,7 +23,7 @@ from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError, Report, Supervisor, report_of, start_heartbeat
 from runner.system.cpu import allowed_cores
 from runner.system.forkserver import start_server
-from runner.system.signals import StopRequest
+from runner.system.signals import StopRequest, before_training
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class LocalProcesses(Launcher):
 
     @contextmanager
     def connect(self) -> Iterator[Process]:
+        before_training()
         start_server(*PRELOADED)
         count = len(self.devices)
         yield Process(RankInfo(0, count, 0, count), self.devices[:1], Collectives())
@@ -104,12 +105,13 @@ class ExternalProcesses(Launcher):
 
     @contextmanager
     def connect(self) -> Iterator[Process]:
-        if not torch.distributed.is_initialized():  # the jobs of a sweep share one process group
-            init_rank(self.rank_info, self.devices[0], self.timeout, external=True)
-            atexit.register(process_group.destroy_process_group)
-        collectives = self.collectives(self.timeout)
-        yield Process(self.rank_info, self.devices, collectives)
-        collectives.finish()
+        with StopRequest():  # from here on, the ranks stop only together, after a step that all of them reach
+            if not torch.distributed.is_initialized():  # the jobs of a sweep share one process group
+                init_rank(self.rank_info, self.devices[0], self.timeout, external=True)
+                atexit.register(process_group.destroy_process_group)
+            collectives = self.collectives(self.timeout)
+            yield Process(self.rank_info, self.devices, collectives)
+            collectives.finish()
 
     def launch(
         self, train: Callable[[], Any], train_rank: Callable[[Process], Any], context: Context, directory: Path

@@ -1,0 +1,26 @@
+"""The first import of the command: the import path, then the handlers of stop signals, as other imports take a second.
+
+`python -m` puts the working directory first, whose models.py or secrets.py would shadow other modules.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if sys.path and sys.path[0] != _ROOT and os.path.realpath(sys.path[0]) == os.path.realpath(os.curdir):
+    del sys.path[0]
+
+from runner.system.signals import run_main  # noqa: E402
+
+
+def main() -> int:
+    """Run the command; returns its exit code."""
+
+    def command() -> int:
+        from runner.cli.main import main  # pyright: ignore  # imported here: signals are handled by now
+
+        return main()
+
+    return run_main(command)
