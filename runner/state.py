@@ -11,6 +11,7 @@ import torch
 
 from runner.run import Result, Session, config_hash
 from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.storage.saved_config import config_text
 from runner.system import memory
 from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles
 
@@ -45,7 +46,9 @@ class State:
         self.best: dict[str, Any] = {}
         self.hash = config_hash(session.run.config)
         world_size, barrier = session.context.world_size, session.collectives.barrier
-        self.checkpoints = Checkpoints(directory, session.run.keep, session.rank, world_size, barrier, self.hash)
+        self.checkpoints = Checkpoints(
+            directory, session.run.keep, session.rank, world_size, barrier, self.hash, config_text(session.run.config)
+        )
 
     def resume(self) -> None:
         """Load the newest valid checkpoint of the run directory, if there is one."""

@@ -2,8 +2,13 @@
 
 `checkpoints/step_00000100/` contains `model.safetensors` (full tensors by parameter name), `state.pt` (the optimizer
 state, the loss scaling, the metric sums since the last log, the best evaluation), `rank_0.pt` and so on (the state that
-differs between ranks), and `manifest.json` with the SHA-256 of these files and of itself. All files are written and
-synced under a temporary directory name; renaming it commits the checkpoint, after which old ones are deleted.
+differs between ranks), `config.yaml` (the config of the run, so that a checkpoint can be resumed by itself), and
+`manifest.json` with the SHA-256 of these files and of itself. All files are written and synced under a temporary
+directory name; renaming it commits the checkpoint, after which old ones are deleted.
+
+A checkpoint may come from somebody else, and correct hashes prove nothing then: links, pipes and devices are not
+opened, a pickle cannot run code or claim more memory than its file takes, and `runner.storage.template` checks what was
+loaded.
 """
 
 from __future__ import annotations
@@ -11,8 +16,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import pickle
 import shutil
+import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,12 +28,16 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from runner.config.errors import ConfigError
+from runner.config.errors import check
+from runner.storage.manifest import CONFIG, DamagedError, manifest_of, untrusted, verified_manifest
 from runner.storage.manifest import NAME as MANIFEST
-from runner.storage.manifest import DamagedError, manifest_of, verified_manifest
 from runner.storage.run_directory import StorageError, free_name, step_name, step_of
+from runner.storage.safe_read import UnsafeFileError, check_no_link
+from runner.storage.torch_file import load_tensors
 
 log = logging.getLogger(__name__)
+
+_MODEL, _STATE = "model.safetensors", "state.pt"
 
 
 @dataclass
@@ -60,6 +69,7 @@ class Checkpoints:
         world_size: the number of ranks, which all call `save`.
         barrier: waits for all ranks.
         config_hash: hash of the config, for the manifest.
+        config: the text of the config, which each checkpoint brings along; empty: none.
     """
 
     def __init__(
@@ -70,10 +80,11 @@ class Checkpoints:
         world_size: int = 1,
         barrier: Callable[[], None] = lambda: None,
         config_hash: str = "",
+        config: str = "",
     ):
         self.root = directory / "checkpoints"
         self.keep, self.rank, self.world_size, self.barrier = keep, rank, world_size, barrier
-        self.config_hash = config_hash
+        self.config_hash, self.config = config_hash, config
 
     def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> Path:
         """Write `checkpoint`, and return its path once it is synced to disk.
@@ -98,24 +109,30 @@ class Checkpoints:
             written = part
             if self.rank == 0:
                 self._commit(checkpoint, part, final)
-                self._prune(best_step)
         except OSError as error:
             # Frees space for the log and the result. While other ranks still write, only this rank's file: one whose
             # directory is gone would be the first to fail, for a reason that explains nothing.
             with suppress(OSError):
                 written.unlink() if written is own else shutil.rmtree(written)
             raise StorageError(part, error.strerror or str(error)) from error
+        if self.rank == 0:
+            self._prune(best_step)
         self.barrier()
         return final
 
     def _make(self, part: Path) -> None:
+        check_no_link(self.root)
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         _sync(self.root.parent)
 
     def _commit(self, checkpoint: Checkpoint, part: Path, final: Path) -> None:
-        _write(part / "model.safetensors", lambda path: safetensors.torch.save_file(checkpoint.tensors, path))
-        _write(part / "state.pt", lambda path: _save(checkpoint.state, path))
+        _write(part / _MODEL, lambda path: safetensors.torch.save_file(checkpoint.tensors, path))
+        _write(part / _STATE, lambda path: _save(checkpoint.state, path))
+        # safetensors makes its file readable by nobody else; the others have the mode that the umask says.
+        (part / _MODEL).chmod(stat.S_IMODE((part / _STATE).stat().st_mode))
+        if self.config:
+            _write(part / CONFIG, lambda path: path.write_text(self.config, encoding="utf-8"))
         manifest = manifest_of(part, step=checkpoint.step, world_size=self.world_size, config_hash=self.config_hash)
         _write(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))
         _sync(part)
@@ -125,33 +142,30 @@ class Checkpoints:
         _sync(self.root)
 
     def _prune(self, best_step: int | None) -> None:
-        self._remove(step for step in self.steps()[: -max(1, self.keep)] if step != best_step)
-
-    def finish(self) -> None:
-        """Delete the last checkpoint if `keep` is 0; called when the run is done."""
-        if self.keep == 0 and self.rank == 0:
-            self._remove(self.steps())
-
-    def _remove(self, steps: Iterable[int]) -> None:
-        for step in steps:  # renamed first, so that an interrupted deletion leaves no partial checkpoint
-            path = self.root / step_name(step)
-            os.replace(path, free_name(path, "pruned"))
-        for leftover in [*self.root.glob("tmp.*"), *self.root.glob("*.pruned*")]:
-            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            _remove(self.root, [step for step in self.steps()[: -max(1, self.keep)] if step != best_step])
+        except OSError as error:  # the new checkpoint is complete: go on, and try again after the next one
+            log.warning("old checkpoints cannot be deleted: %s", error)
 
     def steps(self) -> list[int]:
-        """Return the steps of the existing checkpoints in increasing order."""
-        if not self.root.is_dir():
-            return []
-        return sorted(step for path in self.root.iterdir() if (step := step_of(path)) is not None)
-
-    def latest(self) -> Checkpoint | None:
-        """Load the newest intact checkpoint; None if there is none. Damaged checkpoints are renamed, never deleted.
+        """Return the steps of the existing checkpoints in increasing order.
 
         Raises:
-            ConfigError: if the newest was written by an incompatible version of this project, or has invalid content.
+            UnsafeFileError: if their directory is a link.
         """
-        steps = self.steps()
+        return _steps(self.root)
+
+    def latest(self) -> Checkpoint | None:
+        """Load the newest intact checkpoint; None if the run has none. Damaged checkpoints are renamed, never deleted.
+
+        Raises:
+            ConfigError: if all are damaged; or if the newest that is not was written by an incompatible version of this
+                project, or is not the work of this project.
+        """
+        try:
+            steps = self.steps()
+        except UnsafeFileError as error:
+            raise untrusted(self.root, str(error.strerror)) from None
         for step in reversed(steps):
             path = self.root / step_name(step)
             try:
@@ -162,9 +176,38 @@ class Checkpoints:
                     aside = free_name(path, "corrupt")
                     os.replace(path, aside)
                     log.warning("%s; renamed to %s, trying the previous checkpoint", error, aside.name)
-        if steps and self.rank == 0:
-            log.warning("there is no intact checkpoint in %s: the run starts at step 1", self.root)
+        self.barrier()
+        damaged = sorted(path.name for path in self.root.glob("step_*.corrupt*"))
+        why = f"none of its checkpoints is intact: {', '.join(damaged)}"
+        check(not damaged, "resume", str(self.root.parent), why, "resume=never starts anew")
         return None
+
+
+def delete_all(directory: Path) -> None:
+    """Delete the checkpoints of the run at `directory`: with `keep=0`, once the result of the run is written.
+
+    What cannot be deleted is named in a warning.
+    """
+    root = directory / "checkpoints"
+    try:
+        _remove(root, _steps(root))
+    except OSError as error:
+        log.warning("checkpoints cannot be deleted: %s", error)
+
+
+def _steps(root: Path) -> list[int]:
+    check_no_link(root)
+    if not root.is_dir():
+        return []
+    return sorted(step for path in root.iterdir() if (step := step_of(path)) is not None)
+
+
+def _remove(root: Path, steps: Iterable[int]) -> None:
+    for step in steps:  # renamed first, so that an interrupted deletion leaves no partial checkpoint
+        path = root / step_name(step)
+        os.replace(path, free_name(path, "pruned"))
+    for leftover in [*root.glob("tmp.*"), *root.glob("*.pruned*")]:
+        leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
 
 
 def load(path: Path, rank: int = 0) -> Checkpoint:
@@ -176,27 +219,31 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
 
     Raises:
         DamagedError: if a file is missing or its hash differs.
-        ConfigError: if it was written by an incompatible version of this project, or has invalid content.
+        ConfigError: if it was written by an incompatible version of this project, or by something else.
     """
     manifest = verified_manifest(path)
-    local = path / f"rank_{rank}.pt"
+    local = f"rank_{rank}.pt"
+    for name in (_MODEL, _STATE):
+        if name not in manifest["files"]:
+            raise untrusted(path, f"{MANIFEST} does not list {name}")
+    return Checkpoint(
+        step=manifest["step"],
+        tensors=_loaded(path / _MODEL, safetensors.torch.load_file),
+        state=_loaded(path / _STATE, load_tensors),
+        local=_loaded(path / local, load_tensors) if local in manifest["files"] else {},
+        world_size=manifest["world_size"],
+    )
+
+
+def _loaded(file: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
     try:
-        return Checkpoint(
-            step=manifest["step"],
-            tensors=safetensors.torch.load_file(path / "model.safetensors"),
-            state=_load_plain(path / "state.pt"),
-            local=_load_plain(local) if local.name in manifest["files"] else {},
-            world_size=manifest["world_size"],
-        )
-    except (pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, KeyError) as error:
-        why = f"its hashes are correct, but its content is not: {str(error).splitlines()[0]}"
-        remedy = "no run writes such a file: do not trust it, and resume another checkpoint"
-        raise ConfigError("resume", str(path), why, remedy) from None
-
-
-def _load_plain(path: Path) -> Any:
-    """Load tensors and plain values; with `weights_only` a pickle cannot run code."""
-    return torch.load(path, weights_only=True, map_location="cpu")
+        content = read(file)
+    except Exception as error:  # content that no run wrote raises anything from EOFError to UnicodeDecodeError
+        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise untrusted(file.parent, f"the hashes are correct, but the content of {file.name} is not: {why}") from None
+    if not isinstance(content, dict):
+        raise untrusted(file.parent, f"{file.name} contains {type(content).__name__} instead of a dict")
+    return content
 
 
 def _save(value: object, path: Path) -> None:

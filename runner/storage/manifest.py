@@ -5,13 +5,23 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import re
+import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ConfigError
+from runner.storage.run_directory import step_of
+from runner.storage.safe_read import UnsafeFileError, check_no_link, open_regular, read_regular
 
 NAME = "manifest.json"
+CONFIG = "config.yaml"
 SCHEMA = 2
+
+_MOST_BYTES = 2**24
+"""Size limit of a manifest, which is that of a checkpoint of more than 100,000 ranks, and of a config."""
 
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 """Error numbers that mean a damaged checkpoint; others (missing permission or memory) do not."""
@@ -38,34 +48,96 @@ def verified_manifest(directory: Path) -> dict[str, Any]:
 
     Raises:
         DamagedError: if a file is missing or its hash differs.
-        ConfigError: if it was written by an incompatible version of this project.
+        ConfigError: if it was written by an incompatible version of this project, or by something else.
         OSError: if a file cannot be read for another reason.
     """
-    try:
-        manifest = _read(directory / NAME)
-        if manifest.get("schema") != SCHEMA:
-            why = f"it has schema {manifest.get('schema')}, this version reads {SCHEMA}"
-            raise ConfigError("resume", str(directory), why, "resume with the version that wrote it")
+    with _refusals(directory):
+        manifest = _read(directory)
         for name, sha256 in manifest["files"].items():
-            if _sha256(directory / name) != sha256:
-                raise DamagedError(f"{directory / name} is damaged: its SHA-256 is not the manifest's")
+            _verify(directory / name, _sha256(directory / name), sha256)
+    return manifest
+
+
+def saved_config_text(directory: Path) -> str | None:
+    """Return the config that a checkpoint brings along; None if an earlier version wrote the checkpoint without it.
+
+    Only the hashes of the manifest and of the config are verified.
+
+    Raises:
+        DamagedError, ConfigError, OSError: as `verified_manifest` does.
+    """
+    with _refusals(directory):
+        sha256 = _read(directory)["files"].get(CONFIG)
+        if sha256 is None:
+            return None
+        content = read_regular(directory / CONFIG, _MOST_BYTES)
+        _verify(directory / CONFIG, hashlib.sha256(content).hexdigest(), sha256)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise untrusted(directory, f"{CONFIG} is not UTF-8: {error.reason}") from None
+
+
+def untrusted(directory: Path, why: str) -> ConfigError:
+    """Return the error for a checkpoint that no run has written."""
+    remedy = "no run writes such a checkpoint: do not trust it, and resume another one"
+    return ConfigError("resume", str(directory), why, remedy)
+
+
+@contextmanager
+def _refusals(directory: Path) -> Iterator[None]:
+    """Convert the errors of reading a checkpoint."""
+    try:
+        yield
+    except UnsafeFileError as error:
+        raise untrusted(directory, f"{error.filename}: {error.strerror}") from None
     except OSError as error:
         if error.errno not in _DAMAGE:
             raise
         raise DamagedError(f"{directory} is damaged: {error.filename}: {error.strerror}") from None
-    return manifest
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(directory: Path) -> dict[str, Any]:
     """Read a manifest and verify its own SHA-256, which is computed in the same way in every schema."""
+    check_no_link(directory)
+    path = directory / NAME
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(read_regular(path, _MOST_BYTES).decode())
         seal = manifest.pop("sha256")
+        intact = seal == _seal(manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{path} is damaged: {error!r}") from None
-    if seal != _seal(manifest):
+        raise DamagedError(f"{path} is damaged: {reprlib.repr(error)}") from None
+    if not intact:
         raise DamagedError(f"{path} is damaged: its content does not match its SHA-256")
+    if manifest.get("schema") != SCHEMA:
+        why = f"it has schema {reprlib.repr(manifest.get('schema'))}, this version reads {SCHEMA}"
+        raise ConfigError("resume", str(directory), why, "resume with the version that wrote it")
+    _check(manifest, directory)
     return manifest
+
+
+def _check(manifest: dict[str, Any], directory: Path) -> None:
+    """Check the values of a manifest whose hash is correct: anybody can compute a hash."""
+    step, world_size, files = (manifest.get(key) for key in ("step", "world_size", "files"))
+    valid = {
+        "step": type(step) is int and step >= 0 and step_of(directory) in (step, None),
+        "world_size": type(world_size) is int and world_size >= 1,
+        "files": isinstance(files, dict) and all(map(_is_entry, files.items())),
+    }
+    for key, ok in valid.items():
+        if not ok:
+            raise untrusted(directory, f"{NAME} has a wrong value of {key}: {reprlib.repr(manifest.get(key))}")
+
+
+def _is_entry(entry: tuple[str, Any]) -> bool:
+    """Return whether an entry of `files` is a file name, without a directory, and a SHA-256."""
+    name, sha256 = entry
+    return bool(re.fullmatch(r"\w[\w.-]*", name, re.ASCII)) and isinstance(sha256, str)
+
+
+def _verify(path: Path, sha256: str, wanted: str) -> None:
+    if sha256 != wanted:
+        raise DamagedError(f"{path} is damaged: its SHA-256 is not the manifest's")
 
 
 def _seal(manifest: dict[str, Any]) -> str:
@@ -74,5 +146,5 @@ def _seal(manifest: dict[str, Any]) -> str:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

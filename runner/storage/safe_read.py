@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 
 class UnsafeFileError(OSError):
@@ -20,8 +20,8 @@ def read_regular(path: Path, limit_bytes: int) -> bytes:
         limit_bytes: maximum size of the file.
 
     Raises:
-        UnsafeFileError: if it is a link, not a regular file, or too large.
-        OSError: if it cannot be read.
+        UnsafeFileError: if it is a link, a pipe, a socket, a device, or too large.
+        OSError: if it cannot be read, for example as it is a directory.
     """
     with open_regular(path) as file:
         content = file.read(limit_bytes + 1)
@@ -30,12 +30,12 @@ def read_regular(path: Path, limit_bytes: int) -> bytes:
     return content
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading, without waiting for the writer of a pipe.
 
     Raises:
-        UnsafeFileError: if it is a link or not a regular file.
-        OSError: if it cannot be opened.
+        UnsafeFileError: if it is a link, a pipe, a socket or a device.
+        OSError: if it cannot be opened, for example as it is a directory.
     """
     _check_regular(path, os.lstat(path))  # before opening, as the driver of a device may act on that
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -62,6 +62,8 @@ def check_no_link(directory: Path) -> None:
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
         raise _refusal(path, status.st_mode, "a regular file")
 

@@ -12,6 +12,7 @@ import pickle
 import random
 import re
 import shutil
+import stat
 import subprocess
 import zipfile
 from collections.abc import Callable, Iterator
@@ -27,8 +28,10 @@ from helpers.compose import FAST, Trained, built
 import runner.storage.checkpoint
 import runner.storage.manifest
 from runner.config.errors import ConfigError
-from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.storage.checkpoint import Checkpoint, Checkpoints, delete_all
+from runner.storage.manifest import saved_config_text
 from runner.storage.run_directory import StorageError
+from runner.storage.saved_config import config_text, parse_config
 
 
 def checkpoint(step: int) -> Checkpoint:
@@ -228,26 +231,35 @@ def test_an_invalid_manifest_is_damage(two: Checkpoints, text: str) -> None:
     assert (two.root / "step_00000002.corrupt").is_dir()
 
 
-def test_a_run_without_a_valid_checkpoint_starts_from_the_beginning(
-    two: Checkpoints, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_without_a_valid_checkpoint_is_not_resumed(two: Checkpoints) -> None:
     for step in (1, 2):
         (two.root / f"step_{step:08d}" / "state.pt").write_bytes(b"")
-    with caplog.at_level(logging.WARNING, logger="runner"):
-        assert two.latest() is None
-    assert "the run starts at step 1" in caplog.text
+    for _ in range(2):  # not at the second try either
+        with pytest.raises(ConfigError) as refused:
+            two.latest()
+        assert (refused.value.key, refused.value.got) == ("resume", str(two.root.parent))
+        assert "step_00000001.corrupt, step_00000002.corrupt" in refused.value.why
+        assert "resume=never" in refused.value.remedy
     assert {path.name for path in two.root.iterdir()} == {"step_00000001.corrupt", "step_00000002.corrupt"}
     two.save(checkpoint(2))
+    assert is_whole(two.latest(), 2)
     (two.root / "step_00000002" / "state.pt").write_bytes(b"")
-    assert two.latest() is None
+    with pytest.raises(ConfigError):
+        two.latest()
     assert (two.root / "step_00000002.corrupt2").is_dir(), "the one that was set aside first is still there"
+
+
+def test_a_directory_without_any_checkpoint_has_none(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path, keep=1).latest() is None
+    (tmp_path / "checkpoints/tmp.step_00000001").mkdir(parents=True)
+    assert Checkpoints(tmp_path, keep=1).latest() is None
 
 
 def test_a_file_without_read_permission_is_not_damage(two: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(path: Path, *_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(os, "open", denied)
     with pytest.raises(PermissionError):
         two.latest()
     assert two.steps() == [1, 2], "nothing was set aside"
@@ -330,13 +342,9 @@ def test_none_is_kept_once_the_run_is_done(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         checkpoints.save(checkpoint(step), best_step=1)
     assert checkpoints.steps() == [1, 3], "until then, one to go on from, and the best"
-    Checkpoints(tmp_path, keep=0, rank=1).finish()
-    assert checkpoints.steps() == [1, 3], "rank 0 does it"
-    checkpoints.finish()
+    delete_all(tmp_path)
     assert list(checkpoints.root.iterdir()) == []
-    Checkpoints(tmp_path, keep=1).save(checkpoint(1))
-    Checkpoints(tmp_path, keep=1).finish()
-    assert checkpoints.steps() == [1]
+    delete_all(tmp_path / "without any")
 
 
 def test_a_run_that_keeps_no_checkpoint_is_done(tmp_path: Path) -> None:
@@ -365,6 +373,67 @@ def test_other_directories_are_left_alone(two: Checkpoints) -> None:
     two.save(checkpoint(3))
     assert two.steps() == [2, 3]
     assert (two.root / "step_7").is_dir()
+
+
+@pytest.mark.parametrize("call", ["replace", "rmtree"])
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
+    two: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    owner: Any = {"replace": os, "rmtree": shutil}[call]
+    original = getattr(owner, call)
+
+    def refused(path: Path, *others: Any, **options: Any) -> None:
+        if "step_00000001" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        original(path, *others, **options)
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, logger="runner"):
+        patched.setattr(owner, call, refused)
+        assert two.save(checkpoint(3)) == two.root / "step_00000003"
+    assert is_whole(two.latest(), 3)
+    [record] = caplog.records
+    assert "step_00000001" in record.getMessage()
+    assert "step_00000003" not in record.getMessage()
+    two.save(checkpoint(4))  # which tries again
+    assert {path.name for path in two.root.iterdir()} == {"step_00000003", "step_00000004"}
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o027, 0o640)])
+def test_all_files_have_the_mode_that_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        path = Checkpoints(tmp_path, keep=1, config="a: 1").save(checkpoint(1))
+    finally:
+        os.umask(before)
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()}
+    assert len(modes) == 5
+    assert set(modes.values()) == {mode}, modes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The config in it
+
+
+def test_a_checkpoint_brings_its_config_along(tmp_path: Path) -> None:
+    config = {"lr": 0.1, "name": "ü", "none": None}
+    path = Checkpoints(tmp_path, keep=1, config=config_text(config)).save(checkpoint(1))
+    text = saved_config_text(path)
+    assert text == config_text(config)
+    assert text is not None
+    assert parse_config(text.encode()) == config
+    assert is_whole(Checkpoints(tmp_path, keep=1).latest(), 1)
+    (path / "state.pt").unlink()
+    assert saved_config_text(path) == text, "the other files do not matter"
+    (path / "config.yaml").write_text(text.replace("0.1", "0.2"))
+    with pytest.raises(runner.storage.manifest.DamagedError, match=r"config\.yaml"):
+        saved_config_text(path)
+    (path / "config.yaml").unlink()
+    with pytest.raises(runner.storage.manifest.DamagedError, match=r"config\.yaml"):
+        saved_config_text(path)
+
+
+def test_an_earlier_checkpoint_has_no_config(two: Checkpoints) -> None:
+    assert saved_config_text(two.root / "step_00000001") is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -414,7 +483,9 @@ def test_a_checkpoint_holds_plain_names_and_full_tensors(trained: Callable[..., 
         assert set(moments) == {"step", "exp_avg", "exp_avg_sq"}
         assert moments["exp_avg"].shape == parameter.shape
         assert moments["step"] == 2
-    assert {file.name for file in path.iterdir()} == {"model.safetensors", "state.pt", "rank_0.pt", "manifest.json"}
+    assert {file.name for file in path.iterdir()} == {"model.safetensors", "state.pt", "rank_0.pt", "config.yaml"} | {
+        "manifest.json"
+    }
     assert zipfile.is_zipfile(path / "state.pt"), "torch's format, not a bare pickle"
 
 

@@ -86,7 +86,7 @@ def test_a_file_without_read_permission_is_not_damage(directory: Path, monkeypat
     def denied(path: Path, *_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(os, "open", denied)
     with pytest.raises(PermissionError):
         verified_manifest(directory)
 

@@ -30,7 +30,6 @@ NOT_REGULAR: dict[str, Callable[[Path], None]] = {
     "a link to a device": lambda path: path.symlink_to("/dev/zero"),
     "a pipe": os.mkfifo,
     "a socket": listening_socket,
-    "a directory": Path.mkdir,
 }
 
 
@@ -73,9 +72,11 @@ def test_a_file_that_is_replaced_between_check_and_opening_is_refused(
     assert again == free  # no descriptor was left open
 
 
-def test_a_missing_file_is_reported_as_missing(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_directory_are_reported_as_such(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "file", limit_bytes=100)
+    with pytest.raises(IsADirectoryError):
+        read_regular(tmp_path, limit_bytes=100)
 
 
 def test_a_directory_is_no_link(tmp_path: Path) -> None:
