@@ -14,6 +14,7 @@ from runner.data.base import Batch, DataError, Samples, shard_bounds
 from runner.data.prefetch import to_device
 from runner.data.workers import Workers
 from runner.seeds import uniforms
+from runner.system.text import printable
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Fetch:
             try:
                 images[row] = self.read(path, draws)
             except Exception as error:  # decoders may raise anything for a damaged file
-                failures.append((row, f"{type(error).__name__}: {error}"))
+                failures.append((row, printable(f"{type(error).__name__}: {error}")))
         return Loaded(job, images, torch.tensor(job.targets), failures)
 
     def _draws(self, job: Job) -> list[Any]:
@@ -99,10 +100,10 @@ class Unreadable:
             DataError: if files are not to be skipped.
         """
         if not self.skip:
-            raise DataError(path, f"it cannot be read ({why})", "data.on_error=skip skips such files")
+            raise DataError(printable(path), f"it cannot be read ({why})", "data.on_error=skip skips such files")
         if path not in self.files:
             self.files[path] = why
-            log.warning("skipped %s: %s", path, why)
+            log.warning("skipped %s: %s", printable(path), why)
 
 
 class FileSamples(Samples):
@@ -179,7 +180,7 @@ class FileSamples(Samples):
         return self._readable(loaded)[0]
 
     def extra_results(self) -> dict[str, Any]:
-        files = list(self.unreadable.files)
+        files = [printable(path) for path in self.unreadable.files]
         return {"skipped_images": len(files), "skipped_files": files[:_MOST_NAMED]} if files else {}
 
     def _read(
@@ -229,7 +230,9 @@ class FileSamples(Samples):
 
     def _none_readable(self) -> DataError:
         path, why = next(iter(self.unreadable.files.items()))
-        return DataError(f"{len(self)} files", "none of them can be read", f"check that they are images; {path}: {why}")
+        return DataError(
+            f"{len(self)} files", "none of them can be read", f"check that they are images; {printable(path)}: {why}"
+        )
 
     def _normalized(
         self, batches: Generator[tuple[torch.Tensor, torch.Tensor]], device: torch.device

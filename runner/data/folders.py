@@ -96,7 +96,7 @@ def _folders(path: Path) -> list[str]:
 def _images(path: Path, others: Counter[str]) -> list[str]:
     """Return the images below `path`, and count all other files in `others` by extension, or as hidden."""
     images: list[str] = []
-    seen: set[str] = set()
+    seen = {str(parent) for parent in Path(os.path.realpath(path)).parents}  # they hold images of other classes
     for where, folders, names in os.walk(path, followlinks=True, onerror=_cannot_read):
         real = os.path.realpath(where)
         folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]

@@ -12,11 +12,15 @@ from runner.data.files import FileSamples, Unreadable
 from runner.data.folders import Files, training_and_held_out
 from runner.data.images import ImageReader
 from runner.data.workers import Workers, default_count, start_server
+from runner.system.text import printable
 
 
 @dataclass
 class ImageFolder(Data):
-    """Images of any size and format, loaded from files during training.
+    """Images of any size, loaded from files during training.
+
+    BMP, GIF, JPEG, PNG, PPM, TIFF and WebP; regular files, or links to them, of at most 256 MiB and 89,478,485 pixels.
+    A file that is anything else cannot be read.
 
     Args:
         root: a directory that contains `train` and one of `val`, `valid`, `validation` and `test`, each with one
@@ -91,7 +95,7 @@ class ImageFolder(Data):
         return FileSamples(
             paths=[path for paths in classes.values() for path in paths],
             targets=[target for target, name in enumerate(names) for _ in classes[name]],
-            class_names=names,
+            class_names=[printable(name) for name in names],
             shape=(3, self.size, self.size),
             read=ImageReader(self.size, self.augment, self.crop_area, self.centre),
             mean=tuple(self.mean),

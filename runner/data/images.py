@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from runner.data.regular_file import read_regular_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,7 +23,13 @@ if TYPE_CHECKING:
 Box = tuple[int, int, int, int]
 """Left, top, right and bottom in pixels; right and bottom are exclusive."""
 
-_ORIENTATION = 0x0112  # EXIF tag; with values from 5 to 8, width and height are swapped
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""The formats that Pillow may decode, whatever the name of the file: an EPS file would start Ghostscript."""
+
+LIMIT_BYTES = 256 * 2**20
+"""Size limit of a file. Pillow limits the number of pixels, to 89,478,485, against files that expand to gigabytes."""
+
+_ORIENTATION, _SWAPPED = 0x0112, (5, 6, 7, 8)  # EXIF tag, and its values with which width and height are swapped
 _ATTEMPTS = 10
 _LOG_RATIO = math.log(4 / 3)
 
@@ -56,12 +65,13 @@ class ImageReader:
         # imported here: config errors are reported before Pillow is imported
         from PIL import Image, UnidentifiedImageError
 
-        with open(path, "rb") as file:
-            content = io.BytesIO(file.read())  # in a single read: Pillow reads files in dozens of small blocks
+        content = io.BytesIO(read_regular_file(path, LIMIT_BYTES))  # Pillow reads files in dozens of small blocks
         try:
-            opened = Image.open(content)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                opened = Image.open(content, formats=FORMATS)
         except UnidentifiedImageError:  # its message names the buffer, not the file
-            raise ValueError("it is not an image in a format that Pillow supports") from None
+            raise ValueError(f"it is not an image in one of the formats {', '.join(FORMATS)}") from None
         with opened as image:
             square = self._scaled(image, draws if self.augment == "crop" else None)
         return square.flip(2) if draws is not None and self.augment != "none" and draws[-1] < 0.5 else square
@@ -69,7 +79,7 @@ class ImageReader:
     def _scaled(self, image: Image, draws: list[float] | None) -> torch.Tensor:
         """Crop `image` and resize it to a square."""
         orientation = image.getexif().get(_ORIENTATION, 1)
-        width, height = image.size if orientation < 5 else image.size[::-1]
+        width, height = image.size[::-1] if orientation in _SWAPPED else image.size
         if draws is None:
             box = central_box(width, height, self.centre)
         else:

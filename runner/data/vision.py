@@ -34,6 +34,9 @@ _PATIENCE = 10
 _DAMAGED = (OSError, EOFError, ValueError, RuntimeError, zlib.error, struct.error, tarfile.TarError)
 """The exceptions that reading a damaged file may raise."""
 
+_LIMIT_BYTES = 64 * 2**20
+"""Size limit of a file after decompression; the largest is Fashion-MNIST's, with 47,040,016 bytes."""
+
 LabeledImages = tuple["torch.Tensor", "torch.Tensor"]
 """Images, uint8 [n, channels, height, width], and class indices, int64 [n]."""
 
@@ -143,6 +146,10 @@ class Mnist(Downloadable):
         largest = max(targets.tolist(), default=0)
         if not 0 < len(targets) == len(images) or largest >= len(self.class_names):
             self._raise_damaged(path, f"it has {len(targets)} labels up to {largest} for {len(images)} images")
+        if images.shape[1:] != (self.side, self.side):
+            self._raise_damaged(
+                self._path(f"{split}-images-idx3-ubyte"), f"its images have {images.shape[1]}×{images.shape[2]} pixels"
+            )
         return images[:, None], targets
 
     def _read(self, path: Path, dims: int) -> torch.Tensor:
@@ -153,7 +160,9 @@ class Mnist(Downloadable):
         """
         try:
             with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-                content = bytearray(file.read())
+                content = bytearray(file.read(_LIMIT_BYTES + 1))
+            if len(content) > _LIMIT_BYTES:
+                raise ValueError(f"it has more than {_LIMIT_BYTES:,} bytes")
             if content[:4] != bytes((0, 0, 8, dims)):
                 raise ValueError(f"it starts with {bytes(content[:4])!r}")
             shape = struct.unpack_from(f">{dims}I", content, 4)
@@ -200,7 +209,8 @@ class Cifar10(Downloadable):
         return torch.cat([images for images, _ in files]), torch.cat([targets for _, targets in files])
 
     def _read(self, name: str, checksum: str) -> LabeledImages:
-        content = self._path(name).read_bytes()
+        with self._path(name).open("rb") as file:
+            content = file.read(_LIMIT_BYTES)
         # Unpickling can execute arbitrary code, so only the original files are unpickled.
         if hashlib.md5(content, usedforsecurity=False).hexdigest() != checksum:
             self._raise_damaged(self._path(name), "its MD5 checksum differs from that of the original file")

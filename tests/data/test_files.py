@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from pathlib import Path
 
 import numpy
@@ -13,7 +14,7 @@ from PIL import Image
 
 from runner.batching import Plan, SampleOrder
 from runner.data.base import Batch, DataError, Samples
-from runner.data.files import FileSamples, Unreadable
+from runner.data.files import Fetch, FileSamples, Job, Unreadable
 from runner.data.images import ImageReader
 from runner.data.workers import Workers
 from runner.seeds import uniforms
@@ -207,6 +208,29 @@ def test_each_is_told_once_and_counted_once(caplog):
     assert notes == held_out.extra_results()
     assert notes["skipped_images"] == 26
     assert len(notes["skipped_files"]) == 20
+
+
+NAME = os.fsdecode(b"a\xff\n.png")
+
+
+def test_a_name_that_is_not_utf_8_is_spelled_out_in_the_result_and_the_log(caplog):
+    unreadable = Unreadable(skip=True)
+    unreadable.add(NAME, "damaged")
+    result = made_up(unreadable=unreadable).extra_results()
+    assert result == {"skipped_images": 1, "skipped_files": ["a\\xff\n.png"]}
+    assert caplog.messages == ["skipped a\\xff\n.png: damaged"]
+    with pytest.raises(DataError) as error:
+        Unreadable(skip=False).add(NAME, "damaged")
+    assert error.value.what == "a\\xff\n.png"
+
+
+def test_a_reader_may_fail_with_a_name_that_is_not_utf_8():
+    class Failing(Flat):
+        def __call__(self, path, draws):
+            raise OSError(f"cannot read {path}")
+
+    [(row, why)] = Fetch(Failing(), (3, 2, 2), 0)[Job([0], [NAME], [0], None)].failures
+    assert (row, why) == (0, "OSError: cannot read a\\xff\n.png")
 
 
 @pytest.mark.parametrize("how", ["training", "in order"])

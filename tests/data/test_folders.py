@@ -99,6 +99,26 @@ def test_links_are_followed_but_not_in_circles(tmp_path):
     assert [len(train["cat"] + held_out["cat"]), len(train["dog"] + held_out["dog"])] == [2, 2]
 
 
+def test_a_link_to_a_parent_brings_no_images_of_other_classes(tmp_path):
+    root = make(tmp_path / "root", *many("cat", 2), *many("dog", 2))
+    (root / "dog" / "up").symlink_to("..")
+    (root / "dog" / "further").symlink_to(tmp_path)
+    (root / "dog" / "loop.jpg").symlink_to("loop.jpg")  # is an image that cannot be read
+    train, held_out = training_and_held_out(root, 0.5)
+    assert [len(train["cat"] + held_out["cat"]), len(train["dog"] + held_out["dog"])] == [2, 3]
+
+
+def test_names_that_are_not_utf_8_are_found_and_split(tmp_path):
+    for name in (b"a\xff", b"b"):
+        for image in (b"1\xfe.jpg", b"2.jpg", b"3\n.jpg"):
+            path = tmp_path / os.fsdecode(name) / os.fsdecode(image)
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+    train, held_out = training_and_held_out(tmp_path, 0.3)
+    assert {os.fsencode(name) for name in train} == {b"a\xff", b"b"}
+    assert [len(paths) for files in (train, held_out) for paths in files.values()] == [2, 2, 1, 1]
+
+
 def test_train_may_be_the_name_of_a_class(tmp_path):
     make(tmp_path, *many("bus", 2), *many("train", 2))
     assert list(training_and_held_out(tmp_path, 0.5)[0]) == ["bus", "train"]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
 from PIL import Image
 
-from runner.data.images import ImageReader, central_box, random_box
+from runner.data.images import LIMIT_BYTES, ImageReader, central_box, random_box
 
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -106,6 +110,102 @@ def test_a_damaged_file_is_an_error_never_a_wrong_image(tmp_path, extension, con
     path.write_bytes({"truncated": whole[: len(whole) // 2], "empty": b"", "text": b"no image at all"}[content])
     with pytest.raises(Exception):  # noqa: B017  # each decoder has types of its own
         WHOLE(str(path), None)
+
+
+def eps(path: Path) -> None:
+    picture(64, 64).save(path, "EPS")
+
+
+def bomb(width: int, height: int) -> Callable[[Path], object]:
+    """A file of a few bytes that says it has width×height pixels."""
+    return lambda path: path.write_bytes(b"P6 %d %d 255\n" % (width, height))
+
+
+def sparse(path: Path) -> None:
+    picture().save(path, "PNG")
+    os.truncate(path, LIMIT_BYTES + 1)
+
+
+def link(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "EPS, which Pillow gives to Ghostscript": (eps, "not an image in one of the formats BMP, GIF, JPEG, PNG,"),
+    "PDF": (lambda path: picture().save(path, "PDF"), "not an image"),
+    "ICO": (lambda path: picture().save(path, "ICO"), "not an image"),
+    "a pickle": (lambda path: path.write_bytes(pickle.dumps([1])), "not an image"),
+    "a pipe": (os.mkfifo, "not a regular file"),
+    "a link to a pipe": (lambda path: (os.mkfifo(f"{path}.pipe"), path.symlink_to(f"{path}.pipe")), "not a regular"),
+    "a link to an endless device": (link("/dev/zero"), "not a regular file"),
+    "a link to a terminal": (link("/dev/tty"), "not a regular file"),
+    "a link to a directory": (link("/"), "not a regular file"),
+    "a link to itself": (loop, "Too many levels of symbolic links"),
+    "a link to nothing": (link("nowhere"), "No such file"),
+    "a directory": (Path.mkdir, "not a regular file"),
+    "a file that is too large": (sparse, "more than 268,435,456"),
+    "a few more pixels than allowed": (bomb(9460, 9460), "exceeds limit of 89478485 pixels"),
+    "a decompression bomb": (bomb(2**31 - 1, 2**31 - 1), "exceeds limit of"),
+}  # fmt: skip
+"""Kind of file -> how it is made, and the words of the error."""
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_file_is_an_error_and_starts_nothing(kind, tmp_path, monkeypatch):
+    ghostscript, started = tmp_path / "bin" / "gs", tmp_path / "started"
+    ghostscript.parent.mkdir()
+    ghostscript.write_text(f"#!/bin/sh\ntouch {started}\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ghostscript.parent}:{os.environ['PATH']}")
+    make, words = HOSTILE[kind]
+    make(tmp_path / "x.jpg")
+    with pytest.raises(Exception, match=words):
+        WHOLE(str(tmp_path / "x.jpg"), None)
+    assert not started.exists()
+
+
+def test_ghostscript_would_have_been_started(tmp_path, monkeypatch):
+    """What the formats prevent."""
+    calls = []
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: calls.append(1) or picture(64, 64).im)
+    eps(tmp_path / "x.jpg")
+    with Image.open(tmp_path / "x.jpg") as image:
+        image.load()
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("extension", ["bmp", "gif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"])
+def test_a_format_is_recognized_under_any_name_and_through_a_link(tmp_path, extension):
+    image = picture().convert("L") if extension == "pgm" else picture()
+    image.save(tmp_path / f"x.{extension}")
+    (tmp_path / f"x.{extension}").rename(tmp_path / "elsewhere")
+    (tmp_path / "x.jpg").symlink_to(tmp_path / "elsewhere")
+    with Image.open(tmp_path / "elsewhere") as stored:
+        wanted = pixels(stored.convert("RGB"))
+    assert torch.equal(WHOLE(str(tmp_path / "x.jpg"), None), wanted)
+
+
+def test_as_many_pixels_as_allowed_can_be_read(tmp_path):
+    Image.new("1", (9459, 9459), 1).save(tmp_path / "x.png")
+    assert WHOLE(str(tmp_path / "x.png"), None).eq(255).all()
+
+
+def test_photographs_of_cameras_with_several_images_are_read(tmp_path):
+    picture(64, 64).save(tmp_path / "x.jpg", "MPO", save_all=True, append_images=[picture(64, 64)])
+    assert WHOLE(str(tmp_path / "x.jpg"), None).shape == (3, 16, 16)
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 65535])
+def test_an_orientation_that_does_not_exist_turns_nothing(tmp_path, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    picture(32, 16).save(tmp_path / "x.png", exif=exif)
+    read = ImageReader(16, "none", 0.08, 1.0)(str(tmp_path / "x.png"), None)
+    assert torch.equal(read, pixels(picture(32, 16))[:, :, 8:24])
 
 
 def test_the_centre_is_cut_out_and_scaled_as_pillow_does(tmp_path):

@@ -6,6 +6,7 @@ import functools
 import gzip
 import hashlib
 import http.server
+import os
 import pickle
 import socket
 import struct
@@ -216,6 +217,32 @@ def test_a_damaged_compressed_file_is_named(tmp_path, damage):
     path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ConfigError, match=r"train-images-idx3-ubyte\.gz is damaged"):
+        Mnist(root=str(tmp_path)).load()
+
+
+def test_a_compressed_file_that_expands_without_end_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(vision, "_LIMIT_BYTES", 100_000)
+    write_mnist(tmp_path, packed=True)
+    path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz"
+    path.write_bytes(gzip.compress(bytes((0, 0, 8, 3)) + bytes(100_000)))
+    with pytest.raises(ConfigError, match=r"gz is damaged \(it has more than 100,000 bytes\)"):
+        Mnist(root=str(tmp_path)).load()
+
+
+def test_images_of_another_size_are_refused(tmp_path):
+    write_mnist(tmp_path)
+    images = idx(torch.zeros(7, 14, 56, dtype=torch.uint8))
+    (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte").write_bytes(images)
+    with pytest.raises(ConfigError, match=r"idx3-ubyte is damaged \(its images have 14×56 pixels\)"):
+        Mnist(root=str(tmp_path)).load()
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
+    write_mnist(tmp_path)
+    path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"there is no .*train-images-idx3-ubyte"):
         Mnist(root=str(tmp_path)).load()
 
 
