@@ -19,10 +19,21 @@ _SWITCHES = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
     *("--shell-completion", "-sc"),
 )
-_FLAGS_WITH_VALUE = (
-    *("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-path", "-cp", "--config-name", "-cn"),
-    *("--config-dir", "-cd", "--experimental-rerun"),
-)
+_FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
+_OTHER_ROOT = "the root config is always conf/config.yaml;", "--config-dir=DIR adds a directory of your own options"
+_REFUSED_FLAGS = {
+    **dict.fromkeys(("--config-path", "-cp", "--config-name", "-cn"), _OTHER_ROOT),
+    "--experimental-rerun": ("it would run what a pickled file says;", "resume=DIR continues a run"),
+}
+_HYDRA_KEYS = re.compile(r"[~+]*hydra(?:[./@].*)?", re.DOTALL)
+_ALLOWED_HYDRA_KEYS = re.compile(r"\+{0,2}hydra\.(verbose|searchpath|sweeper\.params(\.[\w./@-]+)?)")
+_HYDRA_REMEDIES = {
+    **dict.fromkeys(("run", "sweep", "output_subdir", "output"), "output_root=DIR says where runs are written"),
+    **dict.fromkeys(("job_logging", "hydra_logging"), "each run has its log.txt; hydra.verbose=true shows more"),
+    **dict.fromkeys(("launcher", "sweeper", "mode"), "-m runs the jobs of a sweep one after another"),
+    "job": "set environment variables in the shell, and the directory with cd",
+}
+_MOST_NESTED, _MOST_DIGITS, _MOST_CHARACTERS = 20, 300, 100_000
 
 
 def overrides_first(arguments: Iterable[str]) -> list[str]:
@@ -44,15 +55,44 @@ def overrides_first(arguments: Iterable[str]) -> list[str]:
 
 
 def _checked_override(word: str) -> str:
-    known = _OVERRIDE.fullmatch(word) or _DELETION.fullmatch(word)
+    match = _OVERRIDE.fullmatch(word)
     examples = ", ".join(f"{word}={option}" for option in groups().get(word, [])) or "seed=1"
     why = "it is not of the form KEY=VALUE, without spaces around the ="
-    check(bool(known), word, ABSENT, why, f"for example {examples}")
+    check(bool(match or _DELETION.fullmatch(word)), word, ABSENT, why, f"for example {examples}")
+    key, value = (match["key"], match["value"]) if match else (word, "")
+    _check_hydra_key(key, value)
+    _check_size(key, value)
+    if key.lstrip("+") in chosen_groups():
+        outside = value.startswith(("/", "~")) or ".." in value.split("/")
+        check(not outside, key, value, "an option is a file in its group", did_you_mean(value, groups().get(key, [])))
     return word
+
+
+def _check_hydra_key(key: str, value: str) -> None:
+    """Refuse keys of Hydra itself: of Hydra, only the composition of the config is used."""
+    if _HYDRA_KEYS.fullmatch(key) and not _ALLOWED_HYDRA_KEYS.fullmatch(key):
+        part = re.split(r"[./@]", f"{key}.")[1]
+        remedy = _HYDRA_REMEDIES.get(part, "of Hydra's keys only hydra.verbose and hydra.searchpath can be set")
+        raise ConfigError(key, value, "Hydra only composes the config: this would have no effect", remedy)
+
+
+def _check_size(key: str, value: str) -> None:
+    """Refuse values that would take Hydra's parser minutes, or more memory than there is."""
+    depth = deepest = 0
+    for character in value:
+        depth += (character in "[{(") - (character in "]})")
+        deepest = max(deepest, depth)
+    check(deepest <= _MOST_NESTED, key, value, f"it is nested more than {_MOST_NESTED} deep", "close brackets earlier")
+    is_long = len(value) > _MOST_CHARACTERS
+    check(not is_long, key, value, f"it has more than {_MOST_CHARACTERS:,} characters", "put it into an option file")
+    digits = key.lstrip("+") not in _TEXTS and re.search(rf"\d{{{_MOST_DIGITS}}}", value)
+    check(not digits, key, value, f"it has a number of more than {_MOST_DIGITS} digits", "use fewer digits")
 
 
 def _checked_flag(word: str) -> str:
     flag, bare = word.partition("=")[0], word.lstrip("-")
+    if flag in _REFUSED_FLAGS:
+        raise ConfigError(flag, ABSENT, *_REFUSED_FLAGS[flag])
     if flag not in (*_SWITCHES, *_FLAGS_WITH_VALUE):
         key = re.split(r"[=.]", bare)[0]
         dashed = key in root_keys() and f"without dashes: {bare if '=' in bare else f'{bare}=…'}"
@@ -87,9 +127,34 @@ def quoted(argument: str, sweep: bool) -> str:
 def _text(key: str, value: str) -> str:
     """Quote one value of `key`, which is not a config group, if Hydra's grammar does not allow its characters."""
     if key in _PATHS:
-        value = os.path.expanduser(value)  # the shell does not expand a ~ after the =
-    must_quote = not value.isascii() or (key in _TEXTS and not re.fullmatch(r"[\w./${}:-]*", value))
-    return _quote(value) if must_quote else value
+        value = _checked_path(key, value)
+    is_text = key in _TEXTS and (_is_literal(value) or not re.fullmatch(r"[\w./${}:-]*", value))
+    return _quote(value) if is_text or not value.isascii() else value
+
+
+def _checked_path(key: str, value: str) -> str:
+    """Return a path with the home directory for `~`, which the shell does not expand after the `=`.
+
+    Raises:
+        ConfigError: if it begins with the name of a user who does not exist, or a part of it is no file's name.
+    """
+    path = os.path.expanduser(value)
+    user = value.partition("/")[0]
+    unknown = path.startswith("~")
+    check(not unknown, key, value, f"there is no user {user[1:]}", f"for a file of this name: {key}=./{value}")
+    parts_fit = all(len(os.fsencode(part)) <= 255 for part in path.split("/"))
+    fits = parts_fit and len(os.fsencode(path)) < 4096
+    check(fits, key, value, "a path has at most 4096 bytes, and each name in it at most 255", "shorten it")
+    return path
+
+
+def _is_literal(value: str) -> bool:
+    """Return whether Hydra would take `value` for a number or a truth value, and not keep what was typed."""
+    try:
+        float(value)
+    except ValueError:
+        return value.lower() in ("true", "false")
+    return True
 
 
 def _quote(value: str) -> str:
@@ -103,12 +168,13 @@ def override_value(arguments: Iterable[str], key: str) -> str | None:
 
 
 def flag_value(arguments: list[str], *names: str) -> str | None:
-    """Return the value of a flag, given as `--flag VALUE` or `--flag=VALUE`; None if it is not given."""
+    """Return the last value of a flag, given as `--flag VALUE` or `--flag=VALUE`; None if it is not given."""
+    found = None
     for i, word in enumerate(arguments):
         flag, equals, value = word.partition("=")
         if flag in names:
-            return value if equals else next(iter(arguments[i + 1 :]), None)
-    return None
+            found = value if equals else next(iter(arguments[i + 1 :]), None)
+    return found
 
 
 def resumed(arguments: Iterable[str]) -> Path | None:
@@ -120,10 +186,10 @@ def resumed(arguments: Iterable[str]) -> Path | None:
     source = override_value(arguments, "resume")
     if source in (None, "auto", "never"):
         return None
-    path = Path(source).expanduser()
+    path = _checked_path("resume", source)
     remedy = "choose auto, never, or a run directory (or a checkpoint in one)"
-    check(source != "" and path.is_dir(), "resume", source, "there is no such directory", remedy)
-    return path
+    check(os.path.isdir(path), "resume", source, "there is no such directory", remedy)
+    return Path(path)
 
 
 def overridden_keys(arguments: Iterable[str]) -> set[str]:

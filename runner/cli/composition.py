@@ -8,8 +8,7 @@ import os
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
-from pathlib import Path
+from functools import cache
 from typing import Any, NamedTuple
 
 from hydra import version
@@ -64,9 +63,10 @@ class Composer:
         Plugins.instance().register(OptionFiles)
         search_path = create_config_search_path(f"{OptionFiles.scheme()}://{CONF}")
         if config_dir is not None:
-            path = Path(config_dir).expanduser().absolute()
+            path = os.path.abspath(os.path.expanduser(config_dir))
             remedy = "name a directory with the structure of conf/"
-            check(path.is_dir(), "--config-dir", config_dir, "there is no such directory", remedy)
+            is_there = config_dir != "" and os.path.isdir(path)
+            check(is_there, "--config-dir", config_dir, "there is no such directory", remedy)
             own = SearchPathQuery(provider="schema")
             search_path.prepend("command-line", f"{OptionFiles.scheme()}://{path}", anchor=own)
         self._loader = ConfigLoaderImpl(search_path)
@@ -121,18 +121,13 @@ class Composer:
 
     def _check_hydra(self, config: DictConfig) -> None:
         """Refuse options of Hydra itself in files: what they ask for would not happen."""
-        ours, theirs = _flat(config.hydra), self._plain_hydra
+        ours, theirs = _flat(config.hydra), _hydra_without_options()
         changed = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
         for key in changed:
             own = any(key == name or key.startswith(f"{name}.") for name in _OWN_KEYS)
             why = "an option file sets this key of Hydra, which only composes the config here"
             remedy = "hydra.sweeper.params, hydra.verbose and hydra.searchpath are those that have an effect"
             check(own, f"hydra.{key}", ours.get(key), why, remedy)
-
-    @cached_property
-    def _plain_hydra(self) -> dict[str, Any]:
-        """The keys of Hydra's node without any option of ours."""
-        return _flat(self._loader.load_configuration(None, [], RunMode.RUN).hydra)
 
 
 class SweepJobs:
@@ -234,6 +229,13 @@ def _job(config: DictConfig) -> Job:
     with read_write(config), open_dict(config):
         del config["hydra"]
     return Job(resolved(config), overrides)
+
+
+@cache
+def _hydra_without_options() -> dict[str, Any]:
+    """Return the keys of Hydra's node in a config without any option of ours."""
+    loader = ConfigLoaderImpl(create_config_search_path(None))
+    return _flat(loader.load_configuration(None, [], RunMode.RUN).hydra)
 
 
 def _flat(node: DictConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def help_text(config_dir: str | None = None) -> str:
         "The config changes how the work is done, never what is computed.",
         "",
     ]
-    more = [Path(config_dir).expanduser()] if config_dir else []
+    more = [Path(os.path.expanduser(config_dir))] if config_dir else []
     for group, files in option_files(*more).items():
         lines.append(f"{group}=")
         lines += [f"  {option:<14} {description(file)}" for option, file in files.items()]

@@ -13,7 +13,7 @@ from runner.config.options import groups, option_keys, root_keys
 
 def explain(error: Exception) -> str:
     """Return a message for `error`: that of the matching config error, else the first eight lines of its own."""
-    for translate in (_no_such_option, _no_such_key, _several_values, _chosen_twice, _syntax_error, _unresolved):
+    for translate in (_no_such_option, _no_such_key, _several_values, _as_told, _syntax_error, _unresolved):
         if (translated := translate(error)) is not None:
             return str(translated)
     return "\n".join(_lines(error)[:8])
@@ -63,12 +63,25 @@ def _several_values(error: Exception) -> ConfigError | None:
     return ConfigError(key, values, "a single run takes a single value", f"for a sweep, add -m{as_list}")
 
 
-def _chosen_twice(error: Exception) -> ConfigError | None:
-    match = re.match(r"Multiple values for (\S+)\. |(\S+) appears more than once", str(error))
-    if match is None:
-        return None
-    group = match[1] or match[2]
-    return ConfigError(group, ABSENT, "an option of this group is already chosen", f"without the +: {group}=…")
+_TOLD = {
+    r"Multiple values for (\S+)\. ": ("an option of this group is already chosen", "without the +: {}=…"),
+    r"(\S+) appears more than once": ("an option of this group is already chosen", "without the +: {}=…"),
+    r"An item is already at '([^']+)'": ("there is already such a key", "without the +: {}=…"),
+    r"force-add of config groups is not supported: '\++([^=']+)": ("a group takes one option", "without the ++: {}=…"),
+    r"Sweep parameters '([^=']+)=": ("a single run takes a single value", "for a sweep, add -m"),
+    r"Could not delete '([^=']+)": ("nothing is chosen in it that could be removed", "leave it out"),
+    r"delete from config\. '([^']+)' does not exist": ("there is no such key;", "leave it out"),
+    r"delete from config\. The value of '([^']+)'": ("it has another value", "~{} removes it whatever it is"),
+    r"but config group '([^']+)' does not exist": ("there is no such config group;", "--help lists all groups"),
+}
+"""What is wrong and what to do about it, by a pattern of Hydra's message that names the key."""
+
+
+def _as_told(error: Exception) -> ConfigError | None:
+    for pattern, (why, remedy) in _TOLD.items():
+        if match := re.search(pattern, str(error)):
+            return ConfigError(match[1], ABSENT, why, remedy.format(match[1]))
+    return None
 
 
 def _syntax_error(error: Exception) -> ConfigError | None:

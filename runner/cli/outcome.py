@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import traceback
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.cli.hydra_errors import explain
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, escaped
 from runner.parallel.launch.cluster import external_rank_info
 
 DONE, CRASHED, REFUSED, DIVERGED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 CODES = {"done": DONE, "crashed": CRASHED, "diverged": DIVERGED, "stopped": STOPPED}
 """The exit code for each status of a result."""
 
+WIDTH = 200
+"""The longest line of a message, in characters."""
+
 
 def report_error(error: Exception) -> int:
     """Print an error, with its traceback if it is unexpected; returns the exit code."""
     if isinstance(error, HydraException | OmegaConfBaseException):
-        print(explain(error), file=sys.stderr)
+        print(wrapped(explain(error)), file=sys.stderr)
     elif isinstance(error, ConfigError):
-        print(error, file=sys.stderr)
+        print(wrapped(str(error)), file=sys.stderr)
     else:
         traceback.print_exception(error)
         return CRASHED
     return REFUSED
+
+
+def wrapped(message: str) -> str:
+    """Return at most ten lines of a message, none longer than `WIDTH`, without control characters."""
+    lines = [
+        part
+        for line in escaped(message).splitlines()
+        for part in (textwrap.wrap(line, WIDTH, subsequent_indent="  ") if len(line) > WIDTH else [line])
+    ]
+    return "\n".join(lines[:10])
 
 
 def is_first_process() -> bool:

@@ -7,8 +7,8 @@ import sys
 from functools import partial
 
 from runner.cli.composition import SweepJobs
-from runner.cli.outcome import CODES, DONE, REFUSED, STOPPED, is_first_process, report_error
-from runner.config.errors import ConfigError
+from runner.cli.outcome import CODES, DONE, REFUSED, STOPPED, WIDTH, is_first_process, report_error
+from runner.config.errors import ConfigError, escaped
 from runner.sweep.ledger import Sweep
 
 
@@ -37,10 +37,10 @@ def run_sweep_job(sweep: Sweep, jobs: SweepJobs, number: int, overrides: list[st
     """Run one job of a sweep, unless it is already done, and record its exit code in the ledger."""
     from runner.run import build_run, config_hash  # imported here: a test replaces build_run
 
-    title, record = f"\njob {number}: {' '.join(overrides)}", None
+    title, record = _title(number, overrides), None
     try:
         job = jobs.compose(number, overrides)
-        title = f"\njob {number}: {' '.join(job.overrides)}"
+        title = _title(number, job.overrides)
         directory, known = sweep.job_directory(job.config, number, job.overrides), config_hash(job.config)
         if (code := sweep.settled(directory.parent, number, known)) is not None:
             if is_first_process():
@@ -62,6 +62,11 @@ def run_sweep_job(sweep: Sweep, jobs: SweepJobs, number: int, overrides: list[st
         return code
     record(code=code)
     return code
+
+
+def _title(number: int, overrides: list[str]) -> str:
+    line = escaped(f"job {number}: {' '.join(overrides)}").replace("\n", "\\n")
+    return "\n" + (line if len(line) <= WIDTH else line[: WIDTH - 1] + "…")
 
 
 class Refusals:

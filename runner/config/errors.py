@@ -30,7 +30,14 @@ class ConfigError(Exception):
 
     def __str__(self) -> str:
         got = "" if self.got is ABSENT else f" got {_shortened(self.got)}:"
-        return f"{self.key}:{got} {self.why}\n  {self.remedy}"
+        key = self.key if len(self.key) <= _LONGEST else self.key[: _LONGEST - 1] + "…"
+        one_line = key.replace("\n", "\\n")
+        return escaped(f"{one_line}:{got} {self.why}\n  {self.remedy}")
+
+
+def escaped(text: str) -> str:
+    """Return `text` with control characters as escape sequences: printed raw, they would change the terminal."""
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 
 class _Absent(enum.Enum):  # an enum member stays a singleton when it is pickled and sent to another process
@@ -65,7 +72,9 @@ def check_range(
         ConfigError: if it is not.
     """
     value = getattr(component, key)
-    if value is None or (math.isfinite(value) and above < value < below and least <= value <= most):
+    if value is None or (
+        (isinstance(value, int) or math.isfinite(value)) and above < value < below and least <= value <= most
+    ):
         return
     bounds = (("> ", above), ("≥ ", least), ("≤ ", most), ("< ", below))
     wanted = [
@@ -113,6 +122,12 @@ def see_comments(component: object) -> str:
     return f"see the comments in {option_file(cls)}"
 
 
+_LONGEST = 80  # characters of a key or a value that a message shows
+
+
 def _shortened(value: object) -> str:
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"
+    try:
+        text = "null" if value is None else repr(value)
+    except ValueError:  # Python writes integers of at most 4300 digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "…"

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import os
+import re
 import sys
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -38,7 +40,30 @@ def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: obj
     node = dict(node)
     with errors_under(key):
         cls = load_class(node.pop("_target_", None), base)
-        return cls(**typed_values(cls, node), **{name: parts[name] for name in component_fields(cls)})
+        values = typed_values(cls, node)
+        for name, value in values.items():
+            no_user = isinstance(value, str) and os.path.expanduser(value).startswith("~")
+            check(not no_user, name, value, "there is no such user", "write out the path of the home directory")
+        component = _constructed(cls, values, {name: parts[name] for name in component_fields(cls)})
+        defaults = {field.name: field.default for field in _init_fields(cls)}
+        for name, value in values.items():
+            empty = value == "" and defaults[name] != ""
+            check(not empty, name, value, "it must be a text that is not empty", see_comments(cls))
+        return component
+
+
+def _constructed(cls: type[Component], values: dict[str, Any], parts: dict[str, object]) -> Component:
+    """Return the component, whose checks may look at files.
+
+    Raises:
+        ConfigError: if one of its values is no path that the system can look at.
+    """
+    try:
+        return cls(**values, **parts)
+    except OSError as error:
+        named = [name for name, value in values.items() if value and str(value) in str(error.filename)]
+        name = named[0] if named else "_target_"
+        raise ConfigError(name, values.get(name), f"{error.strerror}", see_comments(cls)) from None
 
 
 def component_fields(cls: type) -> list[str]:
@@ -126,10 +151,10 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
     schema = OmegaConf.structured(dataclasses.make_dataclass(cls.__name__, fields, kw_only=True))
     for name, value in node.items():  # one at a time, so that an error names a single key
         try:
-            if hints[name] is bool and not isinstance(value, str) and value not in (0, 1):
-                raise ValidationError("OmegaConf would convert any number to a bool")
+            if not _is_meant(value, hints[name]):
+                raise ValidationError("OmegaConf would convert it to another value")
             schema[name] = value
-        except OmegaConfBaseException:
+        except (OmegaConfBaseException, ValueError, OverflowError):
             raise ConfigError(name, value, f"it must be {_in_words(hints[name])}", see_comments(cls)) from None
     missing = [name for name in options if OmegaConf.is_missing(schema, name)]
     check(not missing, missing[0] if missing else "", ABSENT, "it has no value", see_comments(cls))
@@ -137,6 +162,35 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+
+
+_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
+_FLOAT = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.?inf|\.?nan")
+_TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
+
+
+def _is_meant(value: Any, hint: Any) -> bool:
+    """Return whether `value` means the same in YAML, on the command line and as `hint`; OmegaConf converts more."""
+    if value is None or (isinstance(value, str) and "${" in value):  # OmegaConf resolves the references
+        return True
+    if isinstance(value, list | tuple):
+        items = get_args(hint)[:1] if get_origin(hint) in (list, tuple) else ()
+        return all(_is_meant(item, kind) for kind in items for item in value)
+    if isinstance(value, dict) or get_origin(hint) in (list, tuple):  # refused by OmegaConf
+        return True
+    return any(_is_of(kind, value) for kind in get_args(hint) or (hint,))
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    if kind is bool:
+        return str(value).lower() in _TRUTH_VALUES
+    if kind is int or kind is float:
+        number = _INTEGER if kind is int else _FLOAT
+        is_number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        return is_number or (isinstance(value, str) and number.fullmatch(value) is not None)
+    if kind is str:  # 1.10 would become the text 1.1
+        return isinstance(value, str) or type(value) is int
+    return kind is not type(None)
 
 
 def _in_words(hint: Any) -> str:
