@@ -46,17 +46,19 @@ def parse_config(content: bytes) -> dict[str, Any]:
         config = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UnreadableConfigError(str(error).splitlines()[0]) from None
-    if not isinstance(config, dict) or not config:
-        raise UnreadableConfigError("it is empty" if not config else "it is no mapping")
+    if not isinstance(config, dict):
+        raise UnreadableConfigError("it is no mapping")
     if not all(isinstance(key, str) for key in _keys(config)):
         raise UnreadableConfigError("a key is no text")
     return with_current_names(config)
 
 
 def _check_plain(text: str) -> None:
-    """Refuse YAML with tags, anchors or aliases, which can construct objects or refer to themselves."""
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    """Refuse YAML that is no mapping, or has tags, anchors or aliases, which construct objects or refer to others."""
+    depth, events = 0, list(yaml.parse(text, Loader=yaml.SafeLoader))
+    if not any(isinstance(event, yaml.MappingStartEvent) for event in events[2:3]):  # the stream and the document start
+        raise UnreadableConfigError("it is empty" if len(events) < 3 else "it is no mapping")
+    for event in events:
         if getattr(event, "tag", None) is not None:
             raise UnreadableConfigError(f"it has the tag {event.tag}")
         if getattr(event, "anchor", None) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -12,6 +11,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from helpers.storage_work import SECOND
 
 from runner.config.errors import ConfigError
 from runner.storage import run_directory as directory
+from runner.storage.durable_write import write_json
+from runner.storage.safe_read import UnsafeFileError
 
 NAME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-[0-9a-f]{6}")
 
@@ -245,19 +247,50 @@ def test_a_free_name_is_numbered(tmp_path: Path) -> None:
 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / directory.RESULT
-    directory.write_json(path, {"grüße": 1.5})
+    path, result = tmp_path / directory.RESULT, {"status": "done", "steps": 3, "grüße": 1.5}
+    write_json(path, result)
     with pytest.raises(TypeError):
-        directory.write_json(path, {"not": {"json"}})
-    assert json.loads(path.read_text(encoding="utf-8")) == {"grüße": 1.5}
-    assert directory.read_result(tmp_path) == {"grüße": 1.5}
+        write_json(path, {"not": {"json"}})
+    assert json.loads(path.read_text(encoding="utf-8")) == result
+    assert directory.read_result(tmp_path) == result
     assert [found.name for found in tmp_path.iterdir()] == [directory.RESULT]
 
 
-def test_a_missing_or_truncated_result_is_empty(tmp_path: Path) -> None:
+def test_a_missing_result_is_empty(tmp_path: Path) -> None:
     assert directory.read_result(tmp_path) == {}
-    (tmp_path / directory.RESULT).write_text('{"status": "do')
+
+
+DAMAGED_RESULTS = [
+    *('{"status": "do', "", "[]", "1", "null", '"text"', "[" * 100_000, "{}", '{"status": 1, "steps": 1}'),
+    *('{"status": "done"}', '{"status": "done", "steps": "3"}', '{"status": "done", "steps": true}'),
+    *('{"status": "done", "steps": -1}', '{"status": "done", "steps": 1.5}', '{"status": ["done"], "steps": 1}'),
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED_RESULTS, ids=lambda text: text[:32])
+def test_a_damaged_result_is_empty(text: str, tmp_path: Path) -> None:
+    (tmp_path / directory.RESULT).write_text(text)
     assert directory.read_result(tmp_path) == {}
+
+
+@pytest.mark.parametrize("place", [directory.RESULT, "log.txt", ".lock", "checkpoints", "checkpoints/x/y"])
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("/dev/null"), os.mkfifo], ids=["link", "pipe"])
+def test_a_run_directory_has_only_regular_files(make: Callable[[Path], None], place: str, tmp_path: Path) -> None:
+    directory.check_regular(tmp_path)
+    path = tmp_path / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path)
+    with pytest.raises(UnsafeFileError) as refusal:
+        directory.check_regular(tmp_path)
+    assert refusal.value.filename == str(path)
+
+
+def test_a_lock_is_not_made_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / ".lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError):
+        directory.lock(tmp_path)
+    assert (tmp_path / "victim").read_text() == "mine"
 
 
 def test_a_directory_is_locked_until_its_process_ends_however_it_ends(tmp_path: Path) -> None:
@@ -288,16 +321,3 @@ def test_empty_directories_are_removed_up_to_where_they_began(tmp_path: Path) ->
     assert (tmp_path / "a").is_dir()
     directory.remove_empty(tmp_path / "a", end=tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_leaves_the_result_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory.write_json(tmp_path / "result.json", {"a": 1})
-
-    def full(path: Path, *_: object, **__: object) -> None:
-        path.touch()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space"):
-        directory.write_json(tmp_path / "result.json", {"a": 2})
-    assert directory.read_result(tmp_path) == {"a": 1}

@@ -1,0 +1,38 @@
+"""References to environment variables are kept in the config, and resolved in the components alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError
+
+from runner.config.resolved import resolved
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"a": 1, "b": "${a}"}, {"a": 1, "b": 1}),
+        ({"a": "${oc.env:SECRET}"}, {"a": "${oc.env:SECRET}"}),
+        ({"a": "x ${oc.env:SECRET} y"}, {"a": "x ${oc.env:SECRET} y"}),
+        ({"a": "${oc.env:NONE,7}"}, {"a": "${oc.env:NONE,7}"}),
+        ({"a": {"b": ["${oc.env:SECRET}"]}}, {"a": {"b": ["${oc.env:SECRET}"]}}),
+        ({"a": "${oc.env:SECRET}", "b": "${a}/c"}, {"a": "${oc.env:SECRET}", "b": "${oc.env:SECRET}/c"}),
+        ({"a": "${oc.decode:${oc.env:NUMBER}}"}, {"a": 3}),
+        ({"output_root": "${oc.env:NUMBER}/x", "name": "${oc.env:NUMBER}"}, {"output_root": "3/x", "name": "3"}),
+    ],
+    ids=str,
+)
+def test_references_to_the_environment_are_kept(
+    config: dict[str, Any], wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "hidden")
+    monkeypatch.setenv("NUMBER", "3")
+    assert resolved(OmegaConf.create(config)) == wanted
+
+
+def test_what_cannot_be_resolved_is_an_error() -> None:
+    with pytest.raises(InterpolationResolutionError):
+        resolved(OmegaConf.create({"a": "${oc.env:SURELY_NOT_SET}", "b": "${oc.decode:${oc.env:SURELY_NOT_SET}}"}))

@@ -1,0 +1,90 @@
+"""A saved config is data: what is written comes back as it was, and nothing in a file is more than plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.compose import FAST, composed
+
+from runner.storage.saved_config import UnreadableConfigError, config_text, parse_config
+
+STRINGS = ["1e-3", "016", "on", "null", "12:30", "a: b", "- a", "", " a ", "ü", "x\ty", "a\nb", "#a", "'", '"', "\\"]
+CONTROLS = ["\x85\u2028", "a\udcffb", "\x1b[31m", "\ufeffa", "\x00"]
+
+
+@pytest.mark.parametrize("text", [*STRINGS, *CONTROLS])
+def test_a_text_survives_its_file(text: str) -> None:
+    config = {"key": text, "node": {"list": [text, 1, None]}}
+    assert parse_config(config_text(config).encode()) == config
+
+
+@pytest.mark.parametrize("value", [0, -3, 2**63, 1e-3, 1e300, float("inf"), True, None, [], [1, [2.5]], {"a": {}}])
+def test_a_value_survives_its_file_with_its_type(value: Any) -> None:
+    saved = parse_config(config_text({"key": value}).encode())["key"]
+    assert (saved, type(saved)) == (value, type(value))
+
+
+def test_a_composed_config_survives_its_file() -> None:
+    config = composed(*FAST, "optimizer=adam", "optimizer.eps=1e-12", "max_grad_norm=1e4", "name=on")
+    assert parse_config(config_text(config).encode()) == config
+
+
+def test_an_interpolation_is_returned_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "hidden")
+    config = {"a": "${oc.env:SECRET}", "b": "${a}"}
+    text = config_text(config)
+    assert "hidden" not in text
+    assert parse_config(text.encode()) == config
+
+
+@pytest.mark.parametrize("change", [("0.2", "0.3"), ("steps: 60\n", ""), ("60", "61")])
+def test_any_change_is_found(change: tuple[str, str]) -> None:
+    text = config_text({"optimizer": {"lr": 0.2}, "steps": 60})
+    assert change[0] in text
+    with pytest.raises(UnreadableConfigError, match="SHA-256"):
+        parse_config(text.replace(*change).encode())
+
+
+def test_a_truncated_file_is_found_or_is_that_of_an_earlier_version() -> None:
+    """Only a file without any part of its last line can be taken for one that was written without a SHA-256."""
+    text = config_text({"optimizer": {"lr": 0.2}, "steps": 60})
+    body = text.index("# sha256")
+    for length in range(body + 1, len(text) - 1):
+        if text[:length].endswith(("# sha256 of the lines above: ", "above:")) or length < text.index(": ", body) + 2:
+            continue
+        with pytest.raises(UnreadableConfigError):
+            parse_config(text[:length].encode())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"# only a comment",
+        b"null",
+        b"[]",
+        b"- 1",
+        b"text",
+        b"a: [1",
+        b"a: 1\na: 2",
+        b"1: 2",
+        b"a: {2: 3}",
+        b"\xff\xfe",
+        b"a: ${",
+        b"a: !!python/object/apply:os.system [true]",
+        b"a: !!set {b}",
+        b"a: !!binary aGVsbG8=",
+        b"a: !custom 1",
+        b"a: &x [*x]",
+        b"a: &x 1\nb: *x",
+        b"---\na: 1\n---\nb: 2",
+        b"a: " + b"[" * 30 + b"]" * 30,
+        b"[" * 100_000,
+        b"a: " + b"{b: " * 5_000,
+    ],
+    ids=lambda content: content[:20].decode(errors="replace"),
+)
+def test_anything_but_plain_values_is_refused(content: bytes) -> None:
+    with pytest.raises(UnreadableConfigError):
+        parse_config(content)
