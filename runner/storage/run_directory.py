@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +20,7 @@ from runner.storage.durable_write import write_json as write_json
 from runner.storage.durable_write import write_text
 from runner.storage.safe_read import check_no_link, open_regular, read_regular
 from runner.storage.saved_config import config_text
+from runner.system.secrets import redacted_values
 
 CONFIG, OVERRIDES, ENVIRONMENT, RESULT = "config.yaml", "overrides.yaml", "environment.json", "result.json"
 LIMIT_BYTES = 1_000_000
@@ -85,9 +87,14 @@ def remove_empty(path: Path, end: Path) -> None:
             folder.rmdir()
 
 
-def job_name(number: int, overrides: list[str]) -> str:
-    """Return the directory name of a job of a sweep, `<job>-<overrides>`."""
-    labels = [re.sub(r"[^\w.=,+-]", "_", text.replace("'", "").replace('"', "")) for text in overrides]
+def job_name(number: int, overrides: list[str], swept: Collection[str] = ()) -> str:
+    """Return the directory name of a job of a sweep, `<job>-<overrides>`, without secrets.
+
+    Args:
+        swept: the keys that differ between the jobs. They come first, as a long name is cut off.
+    """
+    ordered = sorted(redacted_values(overrides), key=lambda text: text.partition("=")[0] not in swept)
+    labels = [re.sub(r"[^\w.=,+-]", "_", text.replace("'", "").replace('"', "")) for text in ordered]
     while len(labels) > 1 and len(f"{number:03d}-{','.join(labels)}".encode()) > _LONGEST:
         labels.pop()
     return f"{number:03d}-{','.join(labels)}".encode()[:_LONGEST].decode(errors="ignore").rstrip(".-")
@@ -162,11 +169,11 @@ def check_regular(directory: Path) -> None:
         UnsafeFileError: if something is a link, a pipe or a device.
     """
     check_no_link(directory)
-    for entry in os.scandir(directory):
-        if entry.is_dir(follow_symlinks=False):
-            check_regular(Path(entry.path))
-        elif not entry.is_file(follow_symlinks=False):
-            open_regular(Path(entry.path))  # raises the error that says what it is
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            check_regular(path)
+        else:
+            open_regular(path).close()
 
 
 def free_name(path: Path, suffix: str) -> Path:
