@@ -101,6 +101,13 @@ def held_in(cwd: Path) -> tuple[set[str], set[str]]:
     return sockets & listening(), {name for name in names if Path(name).exists()}
 
 
+def listening_addresses(cwd: Path) -> set[str]:
+    """The addresses, as /proc/net writes them, at which the processes in `cwd` accept TCP connections."""
+    inodes = held_in(cwd)[0]
+    lines = "".join(Path(f"/proc/net/{family}").read_text() for family in ("tcp", "tcp6")).splitlines()
+    return {line.split()[1].partition(":")[0] for line in lines if line.split()[9] in inodes}
+
+
 def listening() -> set[str]:
     """Inodes of the TCP sockets of this machine that listen."""
     lines = "".join(Path(f"/proc/net/{family}").read_text() for family in ("tcp", "tcp6")).splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 HOST = "127.0.0.1"
-"""The host of the store of processes that are started on this machine."""
+"""The host of the store of processes that are started on this machine; `::1` where there is no IPv4."""
 
 
 def create_store(port: int | None) -> TCPStore:
@@ -33,10 +34,29 @@ def create_store(port: int | None) -> TCPStore:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     try:
-        return TCPStore(HOST, port or 0, is_master=True, wait_for_workers=False)
-    except RuntimeError as error:
-        why = f"nothing can listen there ({str(error).splitlines()[0][:100]})"
+        listener = _listen_on_loopback(port or 0)
+    except OSError as error:
+        why = f"nothing can listen there ({error.strerror})"
         raise ConfigError("parallel.port", port, why, "choose another, or null for any free one") from None
+    host, listened = listener.getsockname()[:2]
+    # The store would listen on all interfaces, and anyone who connects can write to it: so it is given a socket.
+    return TCPStore(host, listened, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _listen_on_loopback(port: int) -> socket.socket:
+    """Return a socket that listens on the loopback interface, over IPv6 if this machine has no IPv4 address.
+
+    Raises:
+        OSError: if nothing can listen on `port`.
+    """
+    for family, host in ((socket.AF_INET, HOST), (socket.AF_INET6, "::1")):
+        try:
+            return socket.create_server((host, port), family=family)
+        except OSError as error:
+            unknown = error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+            if not unknown or family == socket.AF_INET6:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float, external: bool) -> None:
@@ -48,8 +68,10 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
         timeout: seconds that a collective waits for the other ranks.
         external: whether torchrun or SLURM has started the ranks.
     """
-    if interface := interface_to(rank_info.host):
+    if external and (interface := interface_to(rank_info.host)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    elif not external and (interface := _loopback()):
+        os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
     limit = timedelta(seconds=timeout)
     if external:
         store = _external_store(rank_info, limit)
@@ -66,6 +88,11 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
         timeout=limit,
     )
     _gloo_sockets[:] = _open_sockets() - before
+
+
+def _loopback() -> str | None:
+    """Return the name of the loopback interface: `lo` on Linux, `lo0` on macOS; None if it has another."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def destroy_process_group() -> None:

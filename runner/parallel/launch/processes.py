@@ -80,7 +80,7 @@ class LocalProcesses(Launcher):
     def _start(self, train_rank: Callable[[Process], Any], context: Context, directory: Path, stop: StopRequest) -> Any:
         count, shared_state = len(self.devices), self.allocate(context)
         store = process_group.create_store(self.port)
-        rank_infos = [RankInfo(rank, count, rank, count, process_group.HOST, store.port) for rank in range(count)]
+        rank_infos = [RankInfo(rank, count, rank, count, store.host, store.port) for rank in range(count)]
         arguments = [(info, device, shared_state) for info, device in zip(rank_infos, self.devices, strict=True)]
         work = partial(_run_rank, train_rank, self.collectives, self.timeout, directory)
         with Supervisor(work, arguments, self.timeout) as supervisor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 from helpers import rank_work
 from helpers.command import PATIENCE
 from helpers.ranks import Ranks
-from helpers.runs import free_port
+from helpers.runs import free_port, listening_addresses
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from runner.config.errors import ConfigError
+from runner.parallel.launch import process_group
 from runner.parallel.launch.process_group import create_store
 from runner.parallel.launch.processes import PRELOADED
 from runner.parallel.launch.supervisor import Supervisor
@@ -23,6 +26,18 @@ def test_a_store_listens_at_the_port_that_is_asked_for() -> None:
     store = create_store(port)
     assert store.port == port
     assert create_store(None).port not in (0, port)
+
+
+@pytest.mark.parametrize(("has_ipv4", "host"), [(True, "127.0.0.1"), (False, "::1")])
+def test_a_store_listens_on_loopback_alone(has_ipv4: bool, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_ipv4:
+        monkeypatch.setattr(process_group, "HOST", "192.0.2.1")  # an address that no machine has
+    before = listening_addresses(Path.cwd())
+    store = create_store(None)
+    assert store.host == host
+    assert listening_addresses(Path.cwd()) - before == {"0100007F" if has_ipv4 else "0" * 24 + "01000000"}
+    TCPStore(host, store.port).set("key", "value")
+    assert store.get("key") == b"value"
 
 
 def test_a_busy_port_is_refused() -> None:

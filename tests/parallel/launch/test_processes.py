@@ -17,7 +17,7 @@ from helpers import rank_work
 from helpers.command import PATIENCE, Command, environment, processes_in, succeed, until
 from helpers.compose import FAST, built, composed, train_in
 from helpers.ranks import Ranks
-from helpers.runs import TWO, assert_bitwise, free_port, only_run, weights
+from helpers.runs import TWO, assert_bitwise, free_port, listening_addresses, only_run, weights
 
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.launch.process_group import create_store
@@ -47,6 +47,15 @@ def test_one_run_directory_with_a_log_for_each_rank(launched: Path) -> None:
     assert len(list(launched.parent.iterdir())) == 1
     newest = launched / "checkpoints/step_00000040"
     assert {path.name for path in newest.iterdir()} >= {"rank_0.pt", "rank_1.pt"}
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hogwild", "ensemble", "pipeline"])
+def test_a_run_listens_on_loopback_alone(mode: str, tmp_path: Path) -> None:
+    """The store and gloo, which authenticate nobody."""
+    command = Command(tmp_path, *TWO, *SHORT, f"parallel={mode}", "steps=100000").saved()
+    assert listening_addresses(tmp_path) == {"0100007F"}
+    command.kill(signal.SIGKILL)
+    command.ended()
 
 
 def test_each_rank_logs_the_same_steps_in_its_own_file(launched: Path) -> None:
