@@ -73,7 +73,7 @@ def _check_hydra_key(key: str, value: str) -> None:
     if _HYDRA_KEYS.fullmatch(key) and not _ALLOWED_HYDRA_KEYS.fullmatch(key):
         part = re.split(r"[./@]", f"{key}.")[1]
         remedy = _HYDRA_REMEDIES.get(part, "of Hydra's keys only hydra.verbose and hydra.searchpath can be set")
-        raise ConfigError(key, value, "Hydra only composes the config: this would have no effect", remedy)
+        raise ConfigError(key, value or ABSENT, "Hydra only composes the config: this would have no effect", remedy)
 
 
 def _check_size(key: str, value: str) -> None:

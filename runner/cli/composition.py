@@ -6,8 +6,8 @@ import itertools
 import math
 import os
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.cli.config_source import OptionFiles
+from runner.cli.hydra_errors import blamed, config_error
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.config.options import CONF, chosen_groups
 from runner.config.resolved import resolved
@@ -115,9 +116,22 @@ class Composer:
                 self._hydra.shell_completion(self._root, overrides)
 
     def _load(self, overrides: list[str], mode: RunMode) -> DictConfig:
-        config = self._loader.load_configuration(self._root, overrides, mode)
+        try:
+            config = self._loader.load_configuration(self._root, overrides, mode)
+        except Exception as error:
+            raise self._explained(error, overrides, mode) from error
         self._check_hydra(config)
         return config
+
+    def _explained(self, error: Exception, overrides: list[str], mode: RunMode) -> Exception:
+        """Return an error that names the override without which the config can be composed, if it names none."""
+        if config_error(error) is not None:
+            return error
+        for override in overrides:
+            with suppress(Exception):
+                self._loader.load_configuration(self._root, [text for text in overrides if text != override], mode)
+                return blamed(error, override)
+        return error
 
     def _check_hydra(self, config: DictConfig) -> None:
         """Refuse options of Hydra itself in files: what they ask for would not happen."""
@@ -152,6 +166,11 @@ class SweepJobs:
             self._check_count([override for override in parsed if override.is_sweep_override()])
             self._values: dict[str, list[str]] = {o.get_key_element(): _words(o) for o in parsed}
 
+    @property
+    def swept(self) -> list[str]:
+        """The keys with several values."""
+        return [key for key, values in self._values.items() if len(values) > 1]
+
     def __len__(self) -> int:
         return math.prod(len(values) for values in self._values.values())
 
@@ -173,7 +192,7 @@ class SweepJobs:
         ]
         for values in itertools.product(*few):
             with composition_errors():
-                self._load(values)
+                self._load(list(values))
 
     def compose(self, number: int, overrides: list[str]) -> Job:
         """Compose the config of a job.
@@ -187,8 +206,11 @@ class SweepJobs:
                 config.hydra.job.id = config.hydra.job.num = number
             return _job(config)
 
-    def _load(self, overrides: Iterable[str]) -> DictConfig:
-        config = self._composer._loader.load_sweep_config(self._master, list(overrides))
+    def _load(self, overrides: list[str]) -> DictConfig:
+        try:
+            config = self._composer._loader.load_sweep_config(self._master, overrides)
+        except Exception as error:
+            raise self._composer._explained(error, overrides, RunMode.RUN) from error
         self._composer._check_hydra(config)
         return config
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -30,6 +31,9 @@ class OptionFiles(FileConfigSource):
         if not path.exists():
             raise ConfigLoadError(f"Config not found : {path}")
         content = read_config(path)
+        hydra = content.get("hydra", {})
+        why, remedy = f"it is not a mapping ({os.path.relpath(path)})", "write hydra: {sweeper: {params: …}}"
+        check(isinstance(hydra, Mapping), "hydra", hydra, why, remedy)
         with path.open(encoding="utf-8") as file:
             header = ConfigSource._get_header_dict(file.read(512))
         return ConfigResult(

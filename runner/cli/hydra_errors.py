@@ -13,10 +13,25 @@ from runner.config.options import groups, option_keys, root_keys
 
 def explain(error: Exception) -> str:
     """Return a message for `error`: that of the matching config error, else the first eight lines of its own."""
-    for translate in (_no_such_option, _no_such_key, _several_values, _as_told, _syntax_error, _unresolved):
-        if (translated := translate(error)) is not None:
-            return str(translated)
-    return "\n".join(_lines(error)[:8])
+    translated = config_error(error)
+    return "\n".join(_lines(error)[:8]) if translated is None else str(translated)
+
+
+def config_error(error: Exception) -> ConfigError | None:
+    """Return the config error that says the same as `error`; None if its kind is not known."""
+    if isinstance(error, ConfigError):
+        return error
+    translations = (_no_such_option, _no_such_key, _several_values, _as_told, _syntax_error, _unresolved)
+    return next((found for translate in translations if (found := translate(error)) is not None), None)
+
+
+def blamed(error: Exception, override: str) -> ConfigError:
+    """Return the config error for an error of unknown kind that `override` causes."""
+    key, _, value = override.partition("=")
+    why = next((line for line in _lines(error) if not line.startswith("Error merging")), "it cannot be composed")
+    return ConfigError(
+        key.lstrip("+~"), value, f"Hydra cannot use it ({why})", f"leave {key} out, or choose another value"
+    )
 
 
 def _lines(error: Exception) -> list[str]:

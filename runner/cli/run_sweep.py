@@ -21,7 +21,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str]) -> list[int]:
     if is_first_process():
         print(f"{len(jobs):,} jobs", file=sys.stderr)
     jobs.check()
-    sweep, refusals, codes = Sweep(typed), Refusals(), []
+    sweep, refusals, codes = Sweep(typed, jobs.swept), Refusals(), []
     for number, overrides in enumerate(jobs):
         codes.append(run_sweep_job(sweep, jobs, number, overrides, refusals))
         if codes[-1] == STOPPED:

@@ -15,6 +15,7 @@ from runner.config.errors import ABSENT, ConfigError, check
 
 _PLAIN_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
 _INTEGER, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_KEYS = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")
 
 
@@ -72,8 +73,8 @@ def _check(node: yaml.Node, key: str, file: str, above: tuple[yaml.Node, ...]) -
             _check(item, key, file, (*above, node))
     elif isinstance(node, yaml.MappingNode):
         for name, value in node.value:
-            if not isinstance(name, yaml.ScalarNode):
-                raise ConfigError(key or file, ABSENT, f"a key must be a text {place}", "write KEY: VALUE")
+            is_text = isinstance(name, yaml.ScalarNode) and name.tag in _KEYS and name.value != ""
+            check(is_text, key or file, ABSENT, f"a key must be a text {place}", "write KEY: VALUE")
             _check(value, f"{key}.{name.value}".lstrip("."), file, (*above, node))
 
 

@@ -1,0 +1,385 @@
+"""Generated command lines and option files: each is a config that builds, or is refused by its key within ten lines.
+
+`RUNNER_FAULTS=all` tries thousands; without it, the same few are tried each time.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import string
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+from runner.cli.main import run_command
+from runner.cli.outcome import WIDTH
+from runner.config.errors import escaped
+from runner.config.options import chosen_groups, groups, option_keys, root_keys
+from runner.run import Result
+
+ALL = os.environ.get("RUNNER_FAULTS") == "all"
+COMMANDS, FILES = (2000, 1000) if ALL else (100, 50)
+
+
+def generated(count: int) -> settings:
+    """The settings of a test with `count` examples: the same ones each time, unless all are asked for."""
+    phases = (Phase.explicit, Phase.generate, Phase.shrink) if ALL else (Phase.explicit, Phase.generate)
+    return settings(
+        max_examples=count,
+        derandomize=not ALL,
+        database=None,
+        deadline=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command, up to the run that it has built
+
+
+class Outcome(NamedTuple):
+    """How a command ended: its exit code, how many runs it built, what it printed and what it left behind."""
+
+    code: int
+    runs: int
+    out: str
+    err: str
+    left: set[str]
+
+
+def outcome(words: list[str], files: dict[str, bytes] | None = None) -> Outcome:
+    """Run the command in an empty directory, to where training would begin.
+
+    Args:
+        files: the content of files in the directory by their paths; of a directory, the path ends in `/`.
+    """
+    built: list[Any] = []
+
+    def train(run: Any, *rest: Any) -> Result:
+        built.append(run)
+        return Result("done")
+
+    out, err = io.StringIO(), io.StringIO()
+    with in_new_directory() as directory, as_before(), redirect_stdout(out), redirect_stderr(err):
+        for name, content in (files or {}).items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).mkdir() if name.endswith("/") else (directory / name).write_bytes(content)
+        before = {str(path) for path in directory.rglob("*")}
+        with (
+            mock.patch("runner.cli.run_job.run_alone", train),
+            mock.patch("runner.cli.run_job.run_in_sweep", train),
+            mock.patch.object(sys, "argv", ["runner"]),
+        ):
+            code = run_command(words)
+        left = {str(path) for path in directory.rglob("*")} - before
+    return Outcome(code, len(built), out.getvalue(), err.getvalue(), left)
+
+
+@contextmanager
+def in_new_directory() -> Iterator[Path]:
+    """Change to an empty directory, which is deleted at the end."""
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        try:
+            yield Path(directory)
+        finally:
+            os.chdir(here)
+
+
+@contextmanager
+def as_before() -> Iterator[None]:
+    """Restore logging, which `--info` and `hydra.verbose` change, and Hydra's config."""
+    root, config = logging.getLogger(), HydraConfig.instance().cfg
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:], HydraConfig.instance().cfg = handlers, config
+    root.setLevel(level)
+
+
+def assert_built_or_refused(result: Outcome, keys: set[str]) -> None:
+    """Assert that the config was built, or refused by one of `keys` in a few printable lines."""
+    assert result.left == set(), "something is left behind"
+    assert "Traceback" not in result.err, result.err
+    assert result.code in (0, 2), result.err
+    messages = result.err.split("\njob ")
+    for message in messages:
+        lines = message.strip().splitlines()
+        assert len(lines) <= 10, message
+        assert max(map(len, lines), default=0) <= WIDTH, message
+        assert all(line.isprintable() for line in lines), message
+    if result.code == 2:
+        named = {part[:60] for key in keys for part in (key, key.rpartition(".")[2]) if len(part) > 1}
+        assert any(escaped(key) in result.err for key in named or keys), f"none of {keys}: {result.err}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command lines
+
+OPTIONS = [f"{group}={option}" for group, options in groups().items() for option in options]
+ROOT_KEYS = sorted(root_keys() - chosen_groups())
+KEYS = sorted({f"{group}.{key}" for group, names in groups().items() for o in names for key in option_keys(group, o)})
+OPTION_OF = {f"{g}.{key}": f"{g}={o}" for g, names in groups().items() for o in names for key in option_keys(g, o)}
+"""For each key of an option, an option that has it."""
+
+HYDRA = [
+    *("hydra.run.dir", "hydra.sweep.dir", "hydra.output_subdir", "hydra.job.chdir", "hydra.job.env_set.X"),
+    *("hydra/launcher", "hydra/sweeper", "hydra/job_logging", "hydra", "hydra.callbacks.x", "hydra/x@y"),
+    *("hydra.verbose", "hydra.searchpath", "hydra.mode", "hydra.launcher._target_", "hydra.sweeper.max_batch_size"),
+]
+FLAGS = [
+    *("--cfg job", "--cfg=hydra", "--cfg all", "--cfg", "--info", "--info searchpath", "--resolve", "-p optimizer"),
+    *("--cfg job --resolve", "--config-dir=nowhere", "--config-dir=", "-cn x", "-cp x", "--experimental-rerun x"),
+    *("-r", "-sc query=bash", "-sc", "--nope", "-", "--", "-x=1", "--seed=1", "--cfg job -p nope", "-m -r"),
+]
+TEXTS = st.text(
+    st.one_of(
+        st.sampled_from("'\"[]{}(),:=${}\\~+@/.- \t\n\r\x00\x1b\x07\u202e#%&*!?|<>^`"),
+        st.sampled_from(string.ascii_letters + string.digits),
+        st.characters(exclude_categories=["Cs"]),
+    ),
+    max_size=12,
+)
+NUMBERS = st.one_of(
+    st.integers(-3, 100).map(str),
+    st.integers(-(10**30), 10**30).map(str),
+    st.floats().map(str),
+    st.sampled_from(
+        ["016", "12:30", "1_000", "0x10", "1e3", "1.10", "+5", "-0", ".5", "5.", "1e400", "9" * 310, "0b1"]
+    ),
+)
+CURIOUS = [
+    *("", "null", "None", "true", "'5'", '"5"', "???", "~nouser/x", "../x", "/", "x" * 300, "/x/" + "y" * 300),
+    *("${seed}", "${nope}", "${oc.env:HOME}", "${oc.env:NOPE}", "${now:%Y}", "${hydra:job.name}", "${a", "${}", "${.}"),
+    *("[]", "{}", "[16]", "[[1]]", "{a:1}", "{a: {b: 1}}", "[1,a,null]", "[" * 30, "[" * 15 + "]" * 15, "()", "a()"),
+    *(
+        "range(3)",
+        "interval(0,1)",
+        "choice(1,2)",
+        "glob(*)",
+        "shuffle(1,2)",
+        "int(3)",
+        "str(3)",
+        "tag(a,1)",
+        "sort(3,1)",
+    ),
+    *(
+        "\x1b[31mred",
+        "a\nb",
+        "a b",
+        "a,b",
+        "1,2",
+        "a=b",
+        "it's",
+        'a"b',
+        "ü",
+        "日本",
+        "\\",
+        "\\'",
+        "'a",
+        "a'",
+        "%s",
+        "{0}",
+    ),
+    *("os.system", "runner.optimizer.SGD", "torch.load", "__import__('os')", "y" * 5000),
+]
+VALUES = st.one_of(TEXTS, NUMBERS, st.sampled_from(CURIOUS))
+PREFIXES = st.sampled_from(["", "", "", "", "+", "++", "~"])
+
+
+@st.composite
+def misspelt(draw: st.DrawFn) -> str:
+    """A key with a character too many, too few, or another one."""
+    key = draw(st.sampled_from([*KEYS, *ROOT_KEYS]))
+    place, character = draw(st.integers(0, len(key))), draw(st.sampled_from("xX_.@/0é"))
+    return key[:place] + character * draw(st.integers(0, 1)) + key[place + draw(st.integers(0, 1)) :]
+
+
+@st.composite
+def command_lines(draw: st.DrawFn) -> list[str]:
+    """A few words: options and keys with all sorts of values, misspelt keys, keys of Hydra, flags."""
+    words: list[str] = []
+    for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
+        kind = draw(st.integers(0, 10))
+        if kind <= 3:
+            key = draw(st.sampled_from(KEYS))
+            if draw(st.integers(0, 3)) and not any(word.startswith(f"{key.partition('.')[0]}=") for word in words):
+                words.append(OPTION_OF[key])
+            words.append(f"{draw(PREFIXES)}{key}={draw(VALUES)}")
+        elif kind <= 5:
+            words.append(f"{draw(PREFIXES)}{draw(st.sampled_from(ROOT_KEYS))}={draw(VALUES)}")
+        elif kind == 6:
+            group = draw(st.sampled_from(sorted(groups())))
+            values = st.one_of(st.sampled_from(groups()[group]), VALUES)
+            words.append(f"{draw(PREFIXES)}{group}={draw(values)}")
+        elif kind == 7:
+            words.append(f"{draw(PREFIXES)}{draw(misspelt())}={draw(VALUES)}")
+        elif kind == 8:
+            words.append(f"{draw(PREFIXES)}{draw(st.sampled_from(HYDRA))}={draw(VALUES)}")
+        elif kind == 9:
+            words.append(draw(st.sampled_from(OPTIONS)))
+        else:
+            words += draw(st.sampled_from(FLAGS)).split(" ")
+    return ["-m", *words] if draw(st.integers(0, 4)) == 0 else words
+
+
+def keys_of(words: list[str]) -> set[str]:
+    """The keys and flags that were typed, and those that stand for them in a message."""
+    keys = {re.split("[=\n]", word)[0].lstrip("+~").partition("@")[0] for word in words}
+    return {key for key in keys if key} | {word.partition("\n")[0] for word in words}
+
+
+@generated(COMMANDS)
+@given(command_lines())
+@example(["seed=1"])
+def test_a_command_line_builds_a_run_or_is_refused_by_its_key(words: list[str]) -> None:
+    assert_built_or_refused(outcome(words), keys_of(words))
+
+
+def test_the_examples_are_of_both_kinds() -> None:
+    """What the test above relies on: a valid run is built, an invalid one is refused."""
+    assert outcome(["seed=3"])[:2] == (0, 1)
+    assert outcome(["-m", "seed=3,4"])[:2] == (0, 2)
+    assert outcome(["seed=x"])[:2] == (2, 0)
+    with pytest.raises(AssertionError):
+        assert_built_or_refused(outcome(["seed=x"]), {"steps"})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Option files
+
+SNIPPETS = [
+    *(
+        "seed: 016",
+        "seed: 12:30",
+        "seed: 1_000",
+        "seed: 0x10",
+        "name: 1.10",
+        "name: 12:30",
+        "name: yes",
+        "name: 2020-01-01",
+    ),
+    *(
+        "seed: !!set {a, b}",
+        "seed: !!binary aGk=",
+        "name: !!python/object/apply:os.system [ls]",
+        "!!set {seed}",
+        "seed: !x 1",
+    ),
+    *(
+        "seed: &a [*a]",
+        "seed: *a",
+        "seed: 1\nseed: 2",
+        "seed: [",
+        "\tseed: 1",
+        "- a",
+        "text",
+        "5",
+        "",
+        "---\n---\n",
+        "? [a]\n: 1",
+    ),
+    *(
+        "hydra:\n  launcher: {_target_: os.system}",
+        "hydra: {callbacks: {a: {_target_: os.system}}}",
+        "hydra: 3",
+        "hydra:",
+    ),
+    *(
+        "hydra: {run: {dir: x}}",
+        "hydra: {job: {env_set: {A: b}}}",
+        "hydra: {searchpath: [x]}",
+        "hydra: {verbose: true}",
+    ),
+    *(
+        "defaults:\n  - override /hydra/launcher: joblib",
+        "defaults:\n  - override /hydra/job_logging: default",
+        "defaults: 3",
+    ),
+    *(
+        "defaults: [nope]",
+        "defaults: [/model: tiny]",
+        "defaults:\n  - override /model: nope",
+        "defaults: [{a: {b: c}}]",
+    ),
+    *(
+        "optimizer: 3",
+        "optimizer: {lrr: 1}",
+        "optimizer: [1]",
+        "model: null",
+        "optimizer: {lr: {a: 1}}",
+        "1: 2",
+        "null: 1",
+    ),
+    *(
+        'name: "\\e[31m"',
+        "name: \x1b",
+        "seed: " + "[" * 2000,
+        "seed: " + "9" * 5000,
+        "data: {root: ''}",
+        "seed: ${nope}",
+    ),
+    *(
+        "seed: 1e400",
+        "seed: .inf",
+        "<<: {seed: 1}",
+        "<<: 3",
+        "a.b: 1",
+        "'': 1",
+        "seed: ${",
+        "? seed",
+        "# @package a b c d",
+    ),
+]
+PLAIN = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    TEXTS.filter(str.isprintable),
+    st.lists(st.integers(), max_size=3),
+)
+
+
+@st.composite
+def option_files(draw: st.DrawFn) -> bytes:
+    """The content of conf/local/default.yaml."""
+    if draw(st.booleans()):
+        content = draw(st.sampled_from(SNIPPETS)).encode()
+    elif draw(st.booleans()):
+        content = draw(st.binary(max_size=40))
+    else:
+        nested: dict[str, Any] = {}
+        for key in draw(st.lists(st.sampled_from([*KEYS, *ROOT_KEYS]), min_size=1, max_size=3)):
+            group, _, name = key.rpartition(".")
+            (nested.setdefault(group, {}) if group else nested)[name] = draw(PLAIN)
+        content = yaml.safe_dump(nested, allow_unicode=True).encode()
+    return b"# @package _global_\n" * draw(st.booleans()) + content
+
+
+@generated(FILES)
+@given(option_files())
+def test_an_option_file_builds_a_run_or_is_refused_by_its_key_or_name(content: bytes) -> None:
+    result = outcome(["--config-dir=mine"], {"mine/local/default.yaml": content})
+    words = re.findall(r"\w+", content.decode(errors="ignore"))
+    assert_built_or_refused(result, {"local", *words})
+
+
+def test_a_folder_in_the_place_of_an_option_file_is_refused_by_its_name() -> None:
+    result = outcome(["--config-dir=mine"], {"mine/local/default.yaml/": b""})
+    assert result.code == 2
+    assert_built_or_refused(result, {"mine/local/default.yaml"})
