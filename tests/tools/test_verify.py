@@ -1,58 +1,183 @@
-"""`runner.tools.verify`: the same where it is the same, and different where a mode is wrong."""
+"""`runner.tools.verify`: the same where it is, different where a mode is wrong, and neither where it cannot tell."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.compose import FAST
 
-from runner.batching import MicroBatch
-from runner.parallel.base import Parallel
+from runner.precision import BFloat16, Double, Precision
 from runner.tools import verify
+from runner.tools.verify_samples import first_other_samples, sample_hashes
+from runner.tools.verify_steps import Steps
+from runner.tools.verify_verdict import Pair, Verdict, compare, largest
+
+ROOT = Path(__file__).parent.parent.parent
+KINDS = ("samples", "loss per sample", "loss", "gradients", "weights", "buffers", "evaluation")
+
+
+@pytest.fixture(autouse=True)
+def _helpers_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Declare the package `helpers`, which holds modes and workloads, as one of components."""
+    info = tmp_path / "helpers-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: helpers\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[runner.components]\nhelpers = helpers.wrong_modes\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def code_of(*overrides: str) -> int:
     return verify.main([*FAST, *overrides])
 
 
+def mode(name: str) -> str:
+    return f"parallel._target_=helpers.wrong_modes.{name}"
+
+
+def workload(name: str) -> str:
+    return f"workload._target_=helpers.wrong_modes.{name}"
+
+
+def too_large(out: str) -> list[str]:
+    """The rows of the table that exceed a limit."""
+    return [kind for kind in KINDS for line in out.splitlines() if line.startswith(f"{kind}  ") and "<-" in line]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
         ["accumulation=4"],
+        ["accumulation=2", "data.crop=2", "max_grad_norm=0.1"],
         ["parallel=ddp", "accumulation=2"],
-        ["parallel=fsdp", "max_grad_norm=0.1", "optimizer=adam"],
         ["parallel=ddp", "precision=64"],
-        ["parallel=dp", "precision=16"],
+        ["parallel=ddp", "parallel.processes=3", "batch_size=48", "precision=bf16"],
+        ["parallel=fsdp", "max_grad_norm=0.1", "optimizer=adam"],
+        ["parallel=fsdp", "precision=16", "precision.growth_interval=100"],
+        ["parallel=dp", "precision=tf32"],
+        ["parallel=model"],
+        ["parallel=pipeline", "accumulation=2", "max_grad_norm=0.1"],
+        ["parallel=pipeline", "parallel.schedule=interleaved_1f1b", "model=convnet", "data.size=16", "precision=bf16"],
+        ["parallel=hogwild", "parallel.processes=1"],
+        ["model=resnet18", "data.size=16", "batch_size=8", "parallel=ddp", "parallel.sync_batch_norm=true"],
+        ["model=resnet18", "model.norm=group", "data.size=16", "batch_size=8", "accumulation=2"],
+        [mode("Replicas"), "accumulation=2"],
+        ["parallel=ddp", workload("WithRunningMean")],
+        ["workload=dqn", "model=qnet", "accumulation=2", "workload.warm_up=100"],
+    ],
+    ids=lambda overrides: " ".join(overrides).replace("helpers.wrong_modes.", ""),
+)
+def test_equivalent_modes_are_the_same(overrides: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    if overrides[0] == "workload=dqn":
+        code = verify.main(["device=cpu", "device.threads=1", *overrides])
+    else:
+        code = code_of(*overrides)
+    out = capfd.readouterr().out
+    assert code == verify.SAME, out
+    assert not too_large(out)
+    for kind in KINDS:
+        assert f"\n{kind} " in out
+    assert [line for line in out.splitlines() if line.startswith(("the same", "different", "cannot"))] == [
+        "the same: this config computes what a single device computes, up to rounding"
+    ]
+
+
+def test_options_of_a_config_directory_are_compared(tmp_path: Path) -> None:
+    option = tmp_path / "it's" / "parallel" / "replicas.yaml"
+    option.parent.mkdir(parents=True)
+    option.write_text("defaults: [_processes, _self_]\n_target_: helpers.wrong_modes.NoAllReduce\n")
+    for flag in ([f"--config-dir={option.parent.parent}"], ["-cd", str(option.parent.parent)]):
+        assert code_of(*flag, "parallel=replicas") == verify.DIFFERENT
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Different
+
+WRONG = {
+    "other samples": (["parallel=ddp", workload("OwnSeed")], "samples"),
+    "one shard twice": (["parallel=ddp", workload("SameShard")], "samples"),
+    "a sample twice and one missing": ([mode("RepeatsSample")], "loss per sample"),
+    "permuted targets": ([mode("PermutesTargets")], "loss per sample"),
+    "micro-batches without weights": ([mode("UnweightedMicroBatches")], "gradients"),
+    "mean of means": ([mode("UnequalShards")], "gradients"),
+    "no all-reduce": ([mode("NoAllReduce")], "gradients"),
+    "all-reduce once": ([mode("ReducesOnce")], "weights"),
+    "sums instead of means": ([mode("SumsMeans")], "gradients"),
+    "rounded gradients": ([mode("RoundsGradients")], "gradients"),
+    "clipping by local norms": ([mode("ClipsLocally"), "max_grad_norm=0.1"], "gradients"),
+    "own initial weights": ([mode("OwnWeights")], "loss per sample"),
+    "a micro-batch dropped": ([mode("DropsLastMicroBatch"), "accumulation=2"], "gradients"),
+    "an update skipped": ([mode("SkipsUpdate")], "weights"),
+    "buffers of rank 0": ([mode("ForgetsBuffers"), workload("WithRunningMean")], "buffers"),
+    "evaluated with own buffers": (
+        [mode("EvaluatesOwnBuffers"), workload("WithRunningMean")],
+        "evaluation",
+    ),
+    "evaluation of one shard": ([mode("EvaluatesOneShard")], "evaluation"),
+    "dropout": (["parallel=ddp", "model=convnet", "data.size=16", "model.dropout=0.5"], "loss per sample"),
+    "other samples in float32": (["parallel=ddp", workload("Float32OwnSeed")], "samples"),
+    "other samples under rounding": (
+        ["parallel=ddp", workload("Float32OwnSeed"), "+workload.scale=1e12"],
+        "samples",
+    ),
+}
+"""A row of the table in which each planted mistake shows."""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_planted_mistake_is_told_from_rounding(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    overrides, row = WRONG[name]
+    code = code_of(*overrides)
+    out = capfd.readouterr().out
+    assert code == verify.DIFFERENT, out
+    assert row in too_large(out), out
+    assert out.count("different: this config does not compute what a single device computes") == 1
+    assert "the same:" not in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model=resnet18", "data.size=16", "batch_size=8", "accumulation=2"], "Batch normalization"),
+        (["parallel=ddp", "model=convnet", "data.size=16", "model.dropout=0.5"], "dropout"),
     ],
 )
-def test_equivalent_modes_are_reported_as_the_same(overrides: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert code_of(*overrides) == verify.SAME
-    out = capfd.readouterr().out
-    assert "the same" in out
-    for row in ("loss", "gradients", "weights", "buffers"):
-        assert f"\n{row} " in out
-
-
-def test_a_gradient_with_a_wrong_weight_is_found(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_an_expected_difference_is_explained(
+    overrides: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    accumulate = Parallel.accumulate
+    assert code_of(*overrides, "--steps", "1") == verify.DIFFERENT
+    assert words in capfd.readouterr().out.partition("\ndifferent: ")[2]
 
-    def forgetting(self: Parallel, model: torch.nn.Module, batch: object, m: MicroBatch, log_due: bool) -> torch.Tensor:
-        return accumulate(self, model, batch, m._replace(weight=1), log_due)
 
-    monkeypatch.setattr(Parallel, "accumulate", forgetting)
-    assert code_of("accumulation=2") == verify.DIFFERENT
+# ---------------------------------------------------------------------------------------------------------------------
+# Neither
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel=ddp", workload("Float32")], "the loss of this workload is computed in fewer than 64 bits"),
+        (["accumulation=2", workload("Amplifies")], "on a single device alone"),
+        (["accumulation=2", "optimizer.lr=1000", "schedule=constant", "--steps=15"], "on a single device, the loss is"),
+    ],
+)
+def test_what_rounding_hides_is_not_judged(overrides: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert code_of(*overrides) == verify.UNJUDGED
     out = capfd.readouterr().out
-    assert "different" in out
-    assert [line.split()[0] for line in out.splitlines() if "too large" in line] == ["gradients", "weights"] * 2
-    assert "once more in float64" in out
+    assert words in out.partition("cannot be judged: ")[2]
+    assert "the same:" not in out
 
 
-def test_batch_normalisation_of_parts_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    small = ["model=resnet18", "data.size=16", "batch_size=8"]
-    assert code_of(*small, "accumulation=2", "--steps", "1") == verify.DIFFERENT
-    assert "batch normalization computes its statistics on each micro-batch" in capfd.readouterr().out
+def test_a_config_that_crashes_is_not_judged(capfd: pytest.CaptureFixture[str]) -> None:
+    assert code_of(mode("Crashes")) == verify.UNJUDGED
+    err = capfd.readouterr().err
+    assert "ZeroDivisionError" in err
+    assert "cannot be judged: the config crashed" in err
 
 
 @pytest.mark.parametrize(
@@ -60,28 +185,121 @@ def test_batch_normalisation_of_parts_is_named(capfd: pytest.CaptureFixture[str]
     [
         (["parallel=hogwild"], "parallel.processes: got 2:"),
         (["parallel=ensemble"], "parallel.processes: got 2:"),
+        (["workload=dqn", "parallel=ddp", "model=qnet"], "parallel: got 'several processes':"),
         (["parallel=dpd"], "did you mean dp or ddp?"),
         (["optimizer.lr=-1"], "optimizer.lr: got -1"),
+        (["env=acrobot"], "env: got 'acrobot':"),
         (["--steps", "0"], "--steps: got 0"),
+        (["--step=4"], "--step:"),
+        (["-m"], "-m: there is no such flag of this tool"),
+        (["optimizer.lr"], "optimizer.lr: it is not of the form KEY=VALUE"),
+        (["--config-dir=nowhere"], "--config-dir: got 'nowhere':"),
+        (["resume=outputs/run"], "resume: got 'outputs/run':"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(
     overrides: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert code_of(*overrides) == verify.REFUSED
-    assert words in capfd.readouterr().err
+    words_of_device = [text for text in FAST if "dqn" not in " ".join(overrides) or text.startswith("device")]
+    assert verify.main([*words_of_device, *overrides]) == verify.REFUSED
+    captured = capfd.readouterr()
+    assert words in captured.err
+    assert not captured.out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The parts
 
 
 def test_the_largest_difference_is_relative_and_named() -> None:
     theirs = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0, 1e-9]), "count": torch.tensor(3)}
     ours = {"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([0.0, 2e-9]), "count": torch.tensor(4)}
-    found = verify.largest("weights", ours, theirs)
+    found = largest(ours, theirs)
     assert found.where == "a"
     assert found.size == pytest.approx(0.1)
     ours["b"] = torch.tensor([0.0, float("nan")])
-    assert verify.largest("weights", ours, theirs).where == "b"
+    assert largest(ours, theirs).where == "b"
+    del ours["b"]
+    assert largest(ours, theirs).size == torch.inf
 
 
-def test_the_reference_differs_in_the_mode_alone() -> None:
-    typed = ["seed=3", "parallel=ddp", "parallel.processes=3", "accumulation.steps=2", "optimizer.lr=0.1"]
-    assert verify.reference_overrides(typed) == ["seed=3", "optimizer.lr=0.1", "parallel=single", "accumulation=1"]
+def test_samples_are_told_apart_by_every_bit() -> None:
+    batch = {"inputs": torch.randn(3, 2, 4, 4), "more": [torch.tensor([1, 2, 3])], "rate": torch.tensor(0.1)}
+    hashes = sample_hashes(batch, 3)
+    assert len(set(hashes)) == 3
+    parts = [{"inputs": batch["inputs"][i : i + 1], "more": [batch["more"][0][i : i + 1]]} for i in range(3)]
+    assert [sample_hashes(part, 1)[0] for part in parts] == hashes
+    in_memory = batch | {"inputs": batch["inputs"].contiguous(memory_format=torch.channels_last)}
+    assert sample_hashes(in_memory, 3) == hashes
+
+    batch["inputs"][1, 0, 0, 0] = torch.nextafter(batch["inputs"][1, 0, 0, 0], torch.tensor(9.0))
+    batch["more"][0][2] = 4
+    changed = sample_hashes(batch, 3)
+    assert [one == other for one, other in zip(hashes, changed, strict=True)] == [True, False, False]
+    assert sample_hashes(("a", torch.zeros(2)), 3) == []
+
+
+def test_samples_are_compared_step_by_step_in_any_order() -> None:
+    reference = [["a", "b"], ["c", "d"]]
+    assert first_other_samples([["a", "b"], ["c", "d"]], reference) == ""
+    assert first_other_samples([["a", "b"], ["c", "c"]], reference) == "step 2: 1 of 2 missing, 1 others or repeated"
+    assert first_other_samples([["a"], ["c", "d"]], reference).startswith("step 1: 1 of 2 missing, 0 others")
+    assert first_other_samples([["c", "d"], ["a", "b"]], reference).startswith("step 1: 2 of 2 missing")
+
+
+def steps(gradient: float, below_float64: bool = False) -> Steps:
+    kinds = ("loss per sample", "loss", "weights", "buffers", "evaluation")
+    tensors = {kind: {} for kind in kinds} | {"gradients": {"w": torch.tensor(gradient, dtype=torch.float64)}}
+    return Steps([["a"]], tensors, computes_below_float64=below_float64)
+
+
+@pytest.mark.parametrize(
+    ("own", "exact", "below_float64", "verdict"),
+    [
+        ((1 + 9e-3, 1), (1 + 9e-10, 1), False, Verdict.SAME),
+        ((1 + 2e-2, 1), (1, 1), False, Verdict.DIFFERENT),
+        ((1, 1), (1 + 2e-6, 1), False, Verdict.DIFFERENT),
+        ((1, 1), (1 + 2e-9, 1), False, Verdict.UNJUDGED),  # something computes in float32
+        ((1, 1), (1 + 2e-6, 1), True, Verdict.UNJUDGED),
+        ((1, 1), (1 + 2e-2, 1), True, Verdict.DIFFERENT),
+        ((1.57, 1), (5, 3.35), False, Verdict.UNJUDGED),  # 0.57 apart, where the reference is 2.35 from float64
+        ((1.57, 1), (1, 1), False, Verdict.DIFFERENT),
+        ((1, 1), (3.35, 3.35), False, Verdict.SAME),  # bitwise in both
+        ((float("nan"), 1), (1, 1), False, Verdict.DIFFERENT),
+        ((1 + 9e-7, 1), None, False, Verdict.SAME),  # a device without float64
+        ((1 + 9e-6, 1), None, False, Verdict.UNJUDGED),
+        ((1 + 2e-2, 1), None, False, Verdict.DIFFERENT),
+    ],
+)
+def test_limits_do_not_grow_with_rounding(
+    own: tuple[float, float], exact: tuple[float, float] | None, below_float64: bool, verdict: Verdict
+) -> None:
+    in_own = Pair(*map(steps, own))
+    in_float64 = exact and Pair(*(steps(gradient, below_float64) for gradient in exact))
+    assert compare(in_own, in_float64, Precision()).verdict == verdict
+
+
+def test_sixteen_bits_have_a_limit_of_their_own() -> None:
+    exact = Pair(steps(1), steps(1))
+    assert compare(Pair(steps(1.15), steps(1)), exact, BFloat16()).verdict == Verdict.SAME
+    assert compare(Pair(steps(1.25), steps(1)), exact, BFloat16()).verdict == Verdict.DIFFERENT
+    assert compare(None, Pair(steps(1 + 2e-9), steps(1)), Double()).verdict == Verdict.UNJUDGED
+
+
+def test_only_a_reference_that_does_not_diverge_shows_anything() -> None:
+    diverged = Steps(diverged="the loss is not finite at step 2")
+    assert compare(Pair(steps(1), diverged), None, Precision()).verdict == Verdict.UNJUDGED
+    assert compare(Pair(diverged, steps(1)), None, Precision()).verdict == Verdict.DIFFERENT
+
+
+def test_the_reference_is_plain_and_keeps_what_is_computed() -> None:
+    typed = [
+        "seed=3",
+        "parallel=ddp",
+        "parallel.processes=3",
+        "+accumulation.steps=2",
+        "compile=true",
+        "optimizer.lr=1",
+    ]
+    assert verify.replaced(typed, *verify.PLAIN) == ["seed=3", "optimizer.lr=1", *verify.PLAIN]
+    assert verify.replaced(["precision=16", "precision.init_scale=8"], "precision=64") == ["precision=64"]

@@ -1,0 +1,56 @@
+"""Hashes of the samples of a batch, whatever its format."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def sample_hashes(batch: Any, count: int) -> list[str]:
+    """Return a hash of each of the `count` samples of a batch: of its row of every tensor, bit for bit.
+
+    Args:
+        batch: tensors, nested in tuples, lists, mappings and objects. Tensors without a row per sample are left out.
+        count: the number of samples.
+
+    Returns:
+        The hashes; empty if no tensor has a row per sample.
+    """
+    hashes = [hashlib.sha256() for _ in range(count)]
+    found = False
+    for tensor in tensors_of(batch):
+        if tensor.dim() == 0 or len(tensor) != count or tensor.layout != torch.strided:
+            continue
+        found = True
+        rows = tensor.detach().cpu().reshape(count, -1).contiguous().view(torch.uint8).numpy()
+        for digest, row in zip(hashes, rows, strict=True):
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape[1:])} ".encode())
+            digest.update(row.tobytes())
+    return [digest.hexdigest() for digest in hashes] if found else []
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists, mappings and objects, in an order that their structure determines."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from tensors_of(value[key])
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for part in value:
+            yield from tensors_of(part)
+    elif hasattr(value, "__dict__"):
+        yield from tensors_of(vars(value))
+
+
+def first_other_samples(tested: list[list[str]], reference: list[list[str]]) -> str:
+    """Describe the first step whose samples are not those of the reference; empty if there is none."""
+    for step, (ours, theirs) in enumerate(zip(tested, reference, strict=True), start=1):
+        missing, added = Counter(theirs) - Counter(ours), Counter(ours) - Counter(theirs)
+        if missing or added:
+            return f"step {step}: {missing.total()} of {len(theirs)} missing, {added.total()} others or repeated"
+    return ""

@@ -1,0 +1,324 @@
+"""Trains the first steps of a run for `runner.tools.verify`, and records what they saw and computed.
+
+Nothing here needs the help of the workload or the parallel mode: samples are recorded as the workload yields them, and
+losses where a mode asks the workload for them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from runner.batching import Plan
+from runner.config.errors import ConfigError, check
+from runner.config.schema import component_fields
+from runner.data.base import shard_bounds
+from runner.parallel.collectives import Collectives
+from runner.parallel.context import Process
+from runner.parallel.full_state import full_tensor
+from runner.precision import Double
+from runner.run import Result, Run, Session, build_run
+from runner.state import State
+from runner.tools.verify_samples import sample_hashes
+from runner.tracking.metrics import DivergedError, MetricSums
+from runner.train import prepare, refused_by_torch, train_step
+from runner.workloads.base import SupervisedWorkload, Workload
+
+Tensors = dict[str, torch.Tensor]
+
+_BATCH_NORM = """Batch normalization computes its statistics on each micro-batch of a process, so this config is
+expected to differ. parallel=ddp parallel.sync_batch_norm=true without accumulation does not, nor do networks without
+batch normalization (model.norm=group)."""
+_RANDOM_NUMBERS = """The network draws random numbers in training (dropout), and processes and micro-batches draw others
+than a single device, so this config is expected to differ. Without dropout it can be compared."""
+
+
+@dataclass
+class Steps:
+    """What the first steps of a run saw and computed.
+
+    Args:
+        samples: hashes of the samples of each step, over all processes, sorted; empty if they could not be told apart.
+        tensors: tensors by name, for each kind: losses, gradients, weights, …
+        computes_below_float64: whether a loss of precision=64 was computed from tensors of fewer bits.
+        expected: why a difference is expected; empty if none is.
+        diverged: which value was not finite; empty if all were.
+    """
+
+    samples: list[list[str]] = field(default_factory=list)
+    tensors: dict[str, Tensors] = field(default_factory=dict)
+    computes_below_float64: bool = False
+    expected: str = ""
+    diverged: str = ""
+
+
+def first_steps(runs: Sequence[Run]) -> list[Steps]:
+    """Train the first steps of `runs`, which differ in their precision alone, in the same processes.
+
+    A run in float64 is left out where the device has no float64.
+
+    Raises:
+        ConfigError: if a run is refused, or a single device cannot compute the same.
+        RankError: if a process fails.
+    """
+    launcher = runs[0].parallel.launcher(runs[0].device)
+    with tempfile.TemporaryDirectory(prefix="runner-verify-") as scratch, launcher.connect() as process:
+        directory, possible = Path(scratch), [run for run in runs if _has_format(run, process.devices[0])]
+        session = possible[-1].prepare(process)  # in float64: a mode may allocate memory for a model of this size
+        check_comparable(session)
+        configs = [run.config for run in possible]
+        rank_main = partial(record_runs, configs, directory)
+        launcher.launch(partial(rank_main, process), rank_main, session.context, directory)
+        files = (directory / f"{number}.pt" for number in range(len(configs)))
+        return [Steps(**torch.load(file, weights_only=True)) for file in files]
+
+
+def _has_format(run: Run, device: torch.device) -> bool:
+    try:
+        run.precision.check_device(device)
+    except ConfigError:
+        return not isinstance(run.precision, Double)
+    return True
+
+
+def check_comparable(session: Session) -> None:
+    """Check that a single device can compute the same as this run.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    why, processes = session.context.layout.non_equivalence_reason, session.context.world_size
+    check(not why, "parallel.processes", processes, why, "parallel.processes=1 can be compared")
+    has_own_envs = "env" in component_fields(type(session.run.workload)) and session.plan.num_workers > 1
+    why = "each process trains on transitions from its own environments"
+    check(not has_own_envs, "parallel", "several processes", why, "compare accumulation or precision instead")
+
+
+def record_runs(configs: Sequence[dict[str, Any]], directory: Path, process: Process) -> Result:
+    """Train the first steps of the run of each config; rank 0 saves them in the file of its number."""
+    for number, config in enumerate(configs):
+        run = build_run(config)
+        session = run.prepare(process)
+        with run.device.settings(session.device, run.deterministic):
+            try:
+                steps = record(session, directory)
+            except DivergedError as error:  # raised on all ranks: the losses are those of all
+                steps = Steps(diverged=str(error))
+            except Exception as error:
+                if (refusal := refused_by_torch(run, error)) is not None:
+                    raise refusal from error
+                raise
+        if session.rank == 0:
+            torch.save(vars(steps), directory / f"{number}.pt")
+    return Result("done")
+
+
+def record(session: Session, directory: Path) -> Steps:
+    """Train the steps of a run; returns on rank 0 what all ranks saw and computed."""
+    run, collectives = session.run, session.collectives
+    state = prepare(session, directory)
+    recorder = Recorder(session, state)
+    batches = recorder.watched(run.workload.batches(state.model, session.plan, 0, session.device))
+    state.model.train()
+    for step in session.plan.steps(0, session.num_steps):
+        recorder.begin_step()
+        train_step(state, batches, step, log_due=True)
+    losses = state.metric_buffer.peek(collectives.all_reduce, state.step)[:, 0] / run.batch_size
+
+    tensors = {
+        "loss per sample": recorder.all_losses(),
+        "loss": _by_step(losses),
+        "gradients": recorder.all_gradients(),
+    }
+    evaluation = evaluated(session, state)
+    full, _ = run.parallel.full_state(state.model, state.optimizer)
+    names = {
+        name for of_rank in collectives.all_gather([n for n, _ in state.model.named_parameters()]) for name in of_rank
+    }
+    tensors["weights"] = {name: tensor for name, tensor in full.items() if name in names}
+    tensors["buffers"] = {name: tensor for name, tensor in full.items() if name not in names}
+    tensors["evaluation"] = evaluation
+    return Steps(recorder.all_samples(), tensors, recorder.computes_below_float64, _expected(session, state, recorder))
+
+
+def _expected(session: Session, state: State, recorder: Recorder) -> str:
+    """Return why this run is expected to differ from that of a single device; empty if it is not."""
+    num_passes = session.plan.num_workers * session.plan.accumulation
+    num_passes *= session.run.parallel.num_microbatches(session.context)
+    normalizes = num_passes > 1 and any(isinstance(module, _BatchNorm) for module in state.model.modules())
+    draws = recorder.drew_random_numbers()
+    reasons = {_BATCH_NORM: normalizes, _RANDOM_NUMBERS: draws}
+    return "\n".join(text for text, holds in reasons.items() if any(session.collectives.all_gather(holds)))
+
+
+def _by_step(values: torch.Tensor | list[torch.Tensor]) -> Tensors:
+    return {f"step {number}": value for number, value in enumerate(values, start=1)}
+
+
+class Recorder:
+    """Records the samples, the losses and the first gradients of one process.
+
+    Args:
+        session: the run in this process.
+        state: its state before the first step.
+    """
+
+    def __init__(self, session: Session, state: State):
+        self._collectives: Collectives = session.collectives
+        self._shard, self._device = session.plan.data_shard, session.device
+        self._size = session.plan.batch_size // session.plan.data_shard[1] // session.plan.accumulation
+        self._samples: list[list[str]] = []
+        self._losses: list[list[torch.Tensor]] = []
+        self._gradients: Tensors = {}
+        self._random_state = _random_state(session.device)
+        self.computes_below_float64 = False
+        self._model = state.model
+        state.optimizer.register_step_pre_hook(self._keep_first_gradients)
+        self._watch(session.run.workload, isinstance(session.run.precision, Double))
+
+    def begin_step(self) -> None:
+        """Record what follows as that of the next step."""
+        self._samples.append([])
+        self._losses.append([])
+
+    def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield micro-batches, and record their samples as they are, before a mode or a precision changes them."""
+        for batch in batches:
+            self._samples[-1] += sample_hashes(batch, self._size)
+            yield batch
+
+    def _watch(self, workload: Workload, in_float64: bool) -> None:
+        """Record the losses that a mode asks `workload` for."""
+        if isinstance(workload, SupervisedWorkload):
+            loss_of = workload.loss_of
+
+            def recording_loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                self._losses[-1] += _loss_of_each(workload, outputs, targets, self._device)
+                return loss_of(outputs, targets)
+
+            workload.loss_of = recording_loss_of
+        if in_float64:
+            loss = workload.loss
+
+            def watching_loss(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+                value, sums = loss(model, batch)
+                on_gradient(value, self._note_format)
+                return value, sums
+
+            workload.loss = watching_loss
+
+    def _note_format(self, gradient: torch.Tensor) -> None:
+        self.computes_below_float64 |= gradient.is_floating_point() and gradient.dtype != torch.float64
+
+    def _keep_first_gradients(self, *_: Any) -> None:
+        """Keep the gradients of the first step; those of later steps are of weights that may differ."""
+        if len(self._samples) == 1:
+            named = self._model.named_parameters()
+            self._gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+
+    def drew_random_numbers(self) -> bool:
+        """Return whether the steps of this process drew from torch's global random number generators."""
+        before, now = self._random_state, _random_state(self._device)
+        return any(not torch.equal(one, other) for one, other in zip(before, now, strict=True))
+
+    def all_gradients(self) -> Tensors:
+        """Return the gradients of the first step on rank 0; called on every rank."""
+        full = {name: full_tensor(gradient).cpu() for name, gradient in self._gradients.items()}
+        return self._collectives.gather_to_rank0(full)
+
+    def all_losses(self) -> Tensors:
+        """Return the sorted losses of the samples of each step over all ranks, float64 [batch_size] by step.
+
+        They are sorted as a mode may take the samples of a batch in any order. Ranks with the same shard of the data
+        are stages of one network, or compute the same, so the first with losses counts.
+        """
+        own = [torch.stack(losses).tolist() for losses in self._losses if losses]
+        shards: dict[Any, list[list[float]]] = {}
+        for shard, losses in self._collectives.all_gather((self._shard, own)):
+            if losses:
+                shards.setdefault(shard, losses)
+        steps = [sorted(chain.from_iterable(parts)) for parts in zip(*shards.values(), strict=False)]
+        return _by_step([torch.tensor(losses, dtype=torch.float64) for losses in steps])
+
+    def all_samples(self) -> list[list[str]]:
+        """Return the sorted hashes of the samples of each step over all ranks.
+
+        Ranks with the same shard of the data must see the same samples; if they do not, all are returned.
+        """
+        gathered = self._collectives.all_gather((self._shard, self._samples))
+        shards: dict[Any, list[list[list[str]]]] = {}
+        for shard, samples in gathered:
+            if samples not in shards.setdefault(shard, []):
+                shards[shard].append(samples)
+        different = [samples for of_shard in shards.values() for samples in of_shard]
+        return [sorted(chain.from_iterable(parts)) for parts in zip(*different, strict=True)]
+
+
+def _loss_of_each(
+    workload: SupervisedWorkload, outputs: torch.Tensor, targets: torch.Tensor, device: torch.device
+) -> list[torch.Tensor]:
+    """Return the loss of each sample of a micro-batch, float64 scalars on the CPU; the random state does not change."""
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        pairs = zip(outputs.detach().split(1), targets.split(1), strict=True)
+        return [workload.criterion(output, target).cpu().double() for output, target in pairs]
+
+
+def on_gradient(loss: torch.Tensor, note: Callable[[torch.Tensor], None]) -> None:
+    """Call `note` with the gradient of every tensor that `loss` is computed from, when it is differentiated."""
+
+    def note_all(gradients: tuple[torch.Tensor, ...]) -> None:
+        for gradient in gradients:
+            if gradient is not None:
+                note(gradient)
+
+    nodes, known = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in known:
+            known.add(node)
+            node.register_prehook(note_all)
+            nodes += [parent for parent, _ in node.next_functions]
+
+
+def evaluated(session: Session, state: State) -> Tensors:
+    """Evaluate the mode on the first batch of a single device, with the outputs of the network as its sums.
+
+    Returns:
+        The outputs, and nothing if the workload is not supervised.
+    """
+    run, device, model = session.run, session.device, state.model
+    workload = run.workload
+    if not isinstance(workload, SupervisedWorkload):
+        return {}
+    inputs = next(workload.batches(model, Plan(run.batch_size, seed=session.plan.seed), 0, device)).inputs
+
+    def evaluate(
+        infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
+    ) -> MetricSums:
+        start, stop = shard_bounds(len(inputs), shard)
+        own = infer(inputs[start:stop])
+        outputs = own.new_zeros(len(inputs), *own.shape[1:])
+        outputs[start:stop] = own
+        return {"outputs": outputs}
+
+    workload.evaluate, workload.summarize = evaluate, lambda sums: {}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.eval()
+    _, sums = run.parallel.evaluate(model)
+    model.train()
+    for name, buffer in model.named_buffers():  # a mode may average them, and full_state has to do so by itself
+        buffer.copy_(buffers[name])
+    return {name: tensor.cpu() for name, tensor in sums.items()}
+
+
+def _random_state(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states

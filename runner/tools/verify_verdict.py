@@ -1,0 +1,235 @@
+"""The comparison of `runner.tools.verify`: differences, their limits, the table and the verdict.
+
+The two runs must agree to 1e-9 in float64, where rounding is negligible, and about as closely in the config's own
+precision as sums in another order do. No limit grows with the rounding that is measured: where a single device alone
+rounds by more than half a limit, or something computes in float32 when float64 was asked for, the comparison shows
+nothing, and the verdict says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from runner.precision import Precision
+from runner.tools.verify_samples import first_other_samples
+from runner.tools.verify_steps import Steps, Tensors
+
+EXACT = 1e-9
+"""The limit in float64: correct modes agree to 1e-12, even on deep networks."""
+
+FLOAT32_ROUNDING = 1e-6
+"""Differences of this size in float64 may come from something that computes in float32."""
+
+KINDS = ("loss per sample", "loss", "gradients", "weights", "buffers", "evaluation")
+_OPTIONAL = ("loss per sample", "evaluation")  # a mode may compute these without the methods that are observed
+
+
+class Verdict(IntEnum):
+    """The verdicts, which are exit codes; 2 is that of a refused config."""
+
+    SAME = 0
+    DIFFERENT = 1
+    UNJUDGED = 3
+
+
+class Difference(NamedTuple):
+    """The largest relative difference between tensors of two runs, and the name of the tensor."""
+
+    size: float
+    where: str
+
+
+class Pair(NamedTuple):
+    """The steps of the config and of its reference in the same precision."""
+
+    tested: Steps
+    reference: Steps
+
+
+class Row(NamedTuple):
+    """One line of the table.
+
+    Args:
+        what: the kind of tensors.
+        exact: the difference in float64; None if the device has no float64.
+        own: the difference in the config's own precision; None if that is float64.
+        rounding: the difference between the references in the config's own precision and in float64.
+        limit: the limit of `own`.
+        tolerance: the limit of `own` where there is no float64.
+        exact_limit: the limit of `exact`.
+    """
+
+    what: str
+    exact: Difference | None
+    own: Difference | None
+    rounding: Difference
+    limit: float
+    tolerance: float
+    exact_limit: float
+
+    @property
+    def is_same(self) -> bool:
+        """Whether no difference exceeds its limit, in spite of the rounding of the reference."""
+        close = self.own is None or self.own.size <= self.tolerance
+        small = close or (self.exact is not None and self.own is not None and self.own.size <= self.limit)
+        return self._is_exact and small and (close or not self.is_noisy)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the reference rounds so much that the limit means nothing: two such runs are twice as far apart."""
+        return not 2 * self.rounding.size <= self.limit
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.exact is None or self.exact.size <= self.exact_limit
+
+    def verdict(self, computes_below_float64: bool) -> Verdict:
+        """Return the verdict on this row alone.
+
+        Args:
+            computes_below_float64: whether a loss of precision=64 was computed from tensors of fewer bits.
+        """
+        if self.is_same:
+            return Verdict.SAME
+        if self.is_noisy:
+            return Verdict.UNJUDGED
+        if self.exact is not None and not self._is_exact:
+            in_float32 = max(self.limit, 1e-2) if computes_below_float64 else FLOAT32_ROUNDING
+            return Verdict.UNJUDGED if self.exact.size <= in_float32 else Verdict.DIFFERENT
+        return Verdict.UNJUDGED if self.own is not None and self.own.size <= self.limit else Verdict.DIFFERENT
+
+
+class Outcome(NamedTuple):
+    """What a comparison found: the table as lines, the verdict, and why."""
+
+    lines: list[str]
+    verdict: Verdict
+    reason: str
+
+
+def compare(own: Pair | None, exact: Pair | None, precision: Precision) -> Outcome:
+    """Compare the steps of a config with those of its reference.
+
+    Args:
+        own: the steps in the config's own precision; None if that is float64.
+        exact: the steps in float64; None if the device has no float64.
+        precision: the config's own.
+    """
+    pairs = [pair for pair in (exact, own) if pair is not None]
+    for pair in pairs:
+        if pair.reference.diverged:
+            why = f"on a single device, {pair.reference.diverged}"
+            return Outcome([], Verdict.UNJUDGED, f"{why}. Try a smaller learning rate, or fewer --steps")
+    for pair in pairs:
+        if pair.tested.diverged:
+            return Outcome([], Verdict.DIFFERENT, f"{pair.tested.diverged}, but it is on a single device")
+    samples = [first_other_samples(pair.tested.samples, pair.reference.samples) for pair in pairs]
+    rows = [_row(kind, own, exact, precision) for kind in KINDS]
+    lines = _table(rows, next(filter(None, samples), ""), pairs[0].reference)
+    below = any(pair.reference.computes_below_float64 for pair in pairs)
+    verdict, reason = _judge(rows, any(samples), below)
+    if verdict is Verdict.DIFFERENT:
+        reason = "\n".join(filter(None, (reason, pairs[0].tested.expected)))
+    return Outcome(lines, verdict, reason)
+
+
+def _row(kind: str, own: Pair | None, exact: Pair | None, precision: Precision) -> Row:
+    limit, tolerance, exact_limit = max(1e-2, 5 * precision.tolerance), precision.tolerance, EXACT
+    if kind == "loss":  # the sums for the curves are float32 in every precision
+        exact_limit = tolerance = max(FLOAT32_ROUNDING, tolerance)
+    rounding = Difference(0.0, "")
+    if own is not None and exact is not None:
+        rounding = difference(kind, own.reference, exact.reference)
+    in_float64, as_configured = (pair and difference(kind, *pair) for pair in (exact, own))
+    return Row(kind, in_float64, as_configured, rounding, limit, tolerance, exact_limit)
+
+
+def difference(kind: str, tested: Steps, reference: Steps) -> Difference:
+    """Return the largest relative difference between the tensors of one kind."""
+    ours, theirs = tested.tensors[kind], reference.tensors[kind]
+    if kind in _OPTIONAL and not (ours and theirs):
+        return Difference(0.0, "not compared")
+    return largest(ours, theirs)
+
+
+def largest(tested: Tensors, reference: Tensors) -> Difference:
+    """Return the largest relative difference between tensors of the same name.
+
+    It is the norm of their difference, divided by the norm of the reference tensor. The divisor is at least a
+    thousandth of the norm of all reference tensors together: the gradient of a bias before batch normalization, for
+    example, is zero up to rounding errors. A tensor that is missing or has another shape differs by infinity.
+    """
+    others = [name for name in tested.keys() | reference.keys() if _shape(tested, name) != _shape(reference, name)]
+    if others:
+        return Difference(torch.inf, f"{min(others)} is missing or has another shape")
+    floats = {name: tensor.double() for name, tensor in reference.items() if tensor.is_floating_point()}
+    if not floats:
+        return Difference(0.0, "there are none")
+    least = 1e-3 * torch.stack([tensor.norm() for tensor in floats.values()]).norm()
+    sizes = {
+        name: float((tested[name].double() - tensor).norm() / torch.maximum(tensor.norm(), least).clamp_min(1e-30))
+        for name, tensor in floats.items()
+    }
+    worst = max(sizes, key=lambda name: (sizes[name] != sizes[name], sizes[name]))  # nan is the largest
+    return Difference(sizes[worst], worst)
+
+
+def _shape(tensors: Tensors, name: str) -> torch.Size | None:
+    return tensors[name].shape if name in tensors else None
+
+
+def _judge(rows: Iterable[Row], other_samples: bool, computes_below_float64: bool) -> tuple[Verdict, str]:
+    """Return the verdict on all rows, and its reason."""
+    verdicts = {row: row.verdict(computes_below_float64) for row in rows}
+    noisy = [row for row in rows if row.is_noisy and not row.is_same]
+    if other_samples:
+        return Verdict.DIFFERENT, "It trains on other samples."
+    if noisy:
+        return Verdict.UNJUDGED, _noise(max(noisy, key=lambda row: row.rounding.size))
+    if Verdict.DIFFERENT in verdicts.values():
+        return Verdict.DIFFERENT, ""
+    if Verdict.UNJUDGED not in verdicts.values():
+        return Verdict.SAME, ""
+    if all(row.exact is None for row in rows):
+        return Verdict.UNJUDGED, "this device has no float64, in which rounding could be told apart; try device=cpu"
+    who = "the loss of this workload is computed" if computes_below_float64 else "something here computes"
+    why = f"with precision=64, {who} in fewer than 64 bits, so rounding cannot be told apart from a mistake"
+    return Verdict.UNJUDGED, f"{why}. Use the dtype of the inputs in the model and the loss: x.to(other.dtype)"
+
+
+def _noise(row: Row) -> str:
+    size, half = f"{row.rounding.size:.1e}", f"{row.limit / 2:.1e}"
+    why = f"on a single device alone, the {row.what} ({row.rounding.where}) are {size} from those in float64"
+    remedy = "Compare with precision=64, fewer --steps, a smaller learning rate or a smaller network"
+    return f"{why}, more than {half}: either rounding is amplified, or float64 computes something else. {remedy}"
+
+
+def _table(rows: Iterable[Row], other_samples: str, reference: Steps) -> list[str]:
+    """Return the lines of the table."""
+    rows, total = list(rows), sum(map(len, reference.samples))
+    heads = [name for name, shown in _columns(rows[0]) if shown is not None]
+    lines = [f"{'':16}" + "".join(f"{name:>15}{'limit':>10}" for name in heads) + "   largest in"]
+    samples = other_samples and f"{other_samples}   <- different"
+    lines.append(f"{'samples':16}   {samples or (f'{total:,}, the same bit for bit' if total else 'not compared')}")
+    for row in rows:
+        shown = [(found, limit) for (_, found), limit in zip(_columns(row), _limits(row), strict=True) if found]
+        if any(found.where == "not compared" for found, _ in shown):
+            lines.append(f"{row.what:16}   not compared")
+            continue
+        sizes = "".join(f"{found.size:>15.1e}{limit:>10.1e}" for found, limit in shown)
+        beyond = [found for found, limit in shown if not found.size <= limit]
+        where = (beyond or [found for found, _ in shown])[0].where
+        lines.append(f"{row.what:16}{sizes}   {where}{'   <- too large' if beyond else ''}")
+    return lines
+
+
+def _columns(row: Row) -> list[tuple[str, Difference | None]]:
+    return [("in float64", row.exact), ("as configured", row.own)]
+
+
+def _limits(row: Row) -> list[float]:
+    return [row.exact_limit, row.limit if row.exact is not None else row.tolerance]

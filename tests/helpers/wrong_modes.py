@@ -1,0 +1,320 @@
+"""Parallel modes and workloads that do not compute what a single device computes, each in one way, and two that do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.batching import MicroBatch, Plan
+from runner.data.base import Batch
+from runner.optimizer import trainable
+from runner.parallel.base import Parallel
+from runner.parallel.context import Context, Layout
+from runner.parallel.full_state import TensorDict
+from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.multiprocess import MultiProcess, average_buffers
+from runner.tracking.metrics import MetricSums
+from runner.workloads.classifier import Classifier
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modes
+
+
+@dataclass
+class Replicas(MultiProcess):
+    """Correct: a replica per process, whose gradients are summed over the processes."""
+
+    def layout(self, rank_info: RankInfo) -> Layout:
+        return Layout.data_parallel(rank_info)
+
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+        sums = super().accumulate(model, batch, micro, log_due)
+        if micro.is_last:
+            self.reduce([p.grad for p in trainable(model) if p.grad is not None])
+        return sums
+
+    def reduce(self, gradients: list[torch.Tensor]) -> None:
+        for gradient in gradients:
+            torch.distributed.all_reduce(gradient)
+
+    def evaluate(self, model: nn.Module) -> tuple[dict[str, float], MetricSums]:
+        average_buffers(model, self._context.collectives)
+        return super().evaluate(model)
+
+    def full_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
+        average_buffers(model, self._context.collectives)
+        return super().full_state(model, optimizer)
+
+
+@dataclass
+class NoAllReduce(Replicas):
+    """Each replica trains by itself."""
+
+    def reduce(self, gradients: list[torch.Tensor]) -> None:
+        pass
+
+
+@dataclass
+class SumsMeans(Replicas):
+    """The gradients of the means over the shards are added instead of averaged."""
+
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+        weight = micro.weight * self._context.world_size
+        return super().accumulate(model, batch, micro._replace(weight=weight), log_due)
+
+
+@dataclass
+class ReducesOnce(Replicas):
+    """Gradients are all-reduced in the first step only."""
+
+    _done = False
+
+    def reduce(self, gradients: list[torch.Tensor]) -> None:
+        if not self._done:
+            super().reduce(gradients)
+        self._done = True
+
+
+@dataclass
+class ClipsLocally(Replicas):
+    """Each process clips its gradient by the norm of its own."""
+
+    def reduce(self, gradients: list[torch.Tensor]) -> None:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient *= (0.1 / (norm + 1e-6)).clamp(max=1)
+        super().reduce(gradients)
+
+    def clip_gradients(self, model: nn.Module, max_norm: float | None) -> torch.Tensor:
+        return super().clip_gradients(model, None)
+
+
+@dataclass
+class OwnWeights(Replicas):
+    """Each process initializes its weights from a seed of its own."""
+
+    def _place(self, model: nn.Module, context: Context) -> nn.Module:
+        torch.manual_seed(context.rank)
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                module.reset_parameters()
+        return super()._place(model, context)
+
+
+@dataclass
+class RoundsGradients(Replicas):
+    """Gradients are rounded to bfloat16 before they are added."""
+
+    def reduce(self, gradients: list[torch.Tensor]) -> None:
+        for gradient in gradients:
+            gradient.copy_(gradient.bfloat16())
+        super().reduce(gradients)
+
+
+@dataclass
+class ForgetsBuffers(Replicas):
+    """A checkpoint has the buffers of rank 0."""
+
+    def full_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
+        return Parallel.full_state(self, model, optimizer)
+
+
+@dataclass
+class EvaluatesOwnBuffers(Replicas):
+    """Each process evaluates with the buffers of its own shard."""
+
+    def evaluate(self, model: nn.Module) -> tuple[dict[str, float], MetricSums]:
+        return Parallel.evaluate(self, model)
+
+
+@dataclass
+class EvaluatesOneShard(Replicas):
+    """The evaluation is that of rank 0's shard."""
+
+    def evaluate(self, model: nn.Module) -> tuple[dict[str, float], MetricSums]:
+        with torch.inference_mode():
+            shard, device = self._context.layout.eval_shard, self._context.device
+            sums = self._context.workload.evaluate(model, shard, device)
+        return self._context.workload.summarize(sums), sums
+
+
+@dataclass
+class UnequalShards(Replicas):
+    """The processes take a quarter and three quarters of the batch, and average the means over them."""
+
+    def layout(self, rank_info: RankInfo) -> Layout:
+        return Layout(eval_shard=(rank_info.rank, rank_info.world_size))
+
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+        cut = len(batch.targets) // 4
+        part = slice(None, cut) if self._context.rank == 0 else slice(cut, None)
+        own = Batch(batch.inputs[part], batch.targets[part])
+        return super().accumulate(model, own, micro._replace(weight=micro.weight / 2), log_due)
+
+
+@dataclass
+class UnweightedMicroBatches(Parallel):
+    """A batch is split into a quarter and three quarters, which count the same."""
+
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+        cut, weight = len(batch.targets) // 4, micro.weight / 2
+        parts = (Batch(batch.inputs[part], batch.targets[part]) for part in (slice(None, cut), slice(cut, None)))
+        first, second = (self._accumulate(model, part, weight) for part in parts)
+        return first + second
+
+
+@dataclass
+class DropsLastMicroBatch(Parallel):
+    """The gradient of the last micro-batch of a step is not added."""
+
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+        weight = 0.0 if micro.is_last else micro.weight
+        return super().accumulate(model, batch, micro._replace(weight=weight), log_due)
+
+
+@dataclass
+class SkipsUpdate(Parallel):
+    """The optimizer has no gradients in the second step, so that its update is skipped."""
+
+    _steps = 0
+
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+        sums = super().accumulate(model, batch, micro, log_due)
+        self._steps += 1
+        if self._steps == 2:
+            model.zero_grad(set_to_none=True)
+        return sums
+
+
+@dataclass
+class PermutesTargets(Parallel):
+    """Each sample has the target of the one before it in the batch."""
+
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+        return super().accumulate(model, Batch(batch.inputs, batch.targets.roll(1)), micro, log_due)
+
+
+@dataclass
+class RepeatsSample(Parallel):
+    """The last sample of each batch is left out, and the first one counts twice."""
+
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+        inputs, targets = (torch.cat((t[:1], t[:-1])) for t in batch)
+        return super().accumulate(model, Batch(inputs, targets), micro, log_due)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Workloads
+
+
+@dataclass
+class SameShard(Classifier):
+    """Every process draws the first shard: its samples are repeated, and the others are missing."""
+
+    def batches(self, model: nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
+        first = dataclasses.replace(plan, data_shard=(0, plan.data_shard[1]))
+        return super().batches(model, first, after_step, device)
+
+
+@dataclass
+class OwnSeed(Classifier):
+    """Each process draws from an order of its own."""
+
+    def batches(self, model: nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
+        return super().batches(model, dataclasses.replace(plan, seed=plan.seed + plan.worker), after_step, device)
+
+
+class RunningMean(nn.Module):
+    """A linear classifier that subtracts the running mean of its inputs, but only in evaluations."""
+
+    def __init__(self, size: int, num_classes: int):
+        super().__init__()
+        self.linear = nn.Linear(size, num_classes)
+        self.register_buffer("mean", torch.zeros(size))
+        self.mean: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.linear(x if self.training else x - self.mean)
+
+
+@dataclass
+class WithRunningMean(Classifier):
+    """Correct: a workload whose network has a buffer that depends on the samples."""
+
+    def build_model(self) -> nn.Module:
+        channels, height, width = self.train.shape
+        return RunningMean(channels * height * width, self.train.num_classes)
+
+
+class Attention(nn.Module):
+    """Self-attention over the rows of an image, computed in float32 in every precision.
+
+    Args:
+        width: of the images.
+        num_classes: number of classes.
+        scale: size of the mask, which is added to the scores; a large one rounds them away.
+    """
+
+    def __init__(self, width: int, num_classes: int, scale: float):
+        super().__init__()
+        self.embed, self.head, self.scale = nn.Linear(width, 3 * 16), nn.Linear(16, num_classes), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(1, 2).float()
+        projected = nn.functional.linear(rows, self.embed.weight.float(), self.embed.bias.float())
+        query, key, value = projected.chunk(3, dim=-1)
+        count = rows.shape[1]
+        mask = torch.linspace(-self.scale, self.scale, count * count).view(count, count)
+        attended = (query @ key.transpose(1, 2) + mask).softmax(-1) @ value
+        return self.head(attended.mean(1).to(self.head.weight.dtype))
+
+
+@dataclass
+class Float32(Classifier):
+    """Correct, but its network computes in float32 in every precision."""
+
+    scale: float = 1.0
+
+    def build_model(self) -> nn.Module:
+        return Attention(self.train.shape[2], self.train.num_classes, self.scale)
+
+
+@dataclass
+class Float32OwnSeed(Float32, OwnSeed):
+    """Computes in float32, and each process draws from an order of its own."""
+
+
+class Chaotic(nn.Module):
+    """A network that amplifies differences in the last bit of float32 to the size of its outputs."""
+
+    def __init__(self, size: int, num_classes: int):
+        super().__init__()
+        self.linear = nn.Linear(size, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(1e9 * self.linear(x.flatten(1)))
+
+
+@dataclass
+class Amplifies(Classifier):
+    """Correct, but a single device rounds so much that nothing can be said in float32."""
+
+    def build_model(self) -> nn.Module:
+        channels, height, width = self.train.shape
+        return Chaotic(channels * height * width, self.train.num_classes)
+
+
+@dataclass
+class Crashes(Parallel):
+    """Fails in the first step."""
+
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+        raise ZeroDivisionError
