@@ -10,7 +10,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from runner.config.errors import ConfigError
+from runner.parallel.encoding import decode, encode
+from runner.parallel.launch.supervisor import LostError
 from runner.tracking.metrics import MetricSums
+
+_MOST_BYTES = 2**30
+"""Size limit of a message: what is sent this way is a config, measurements, or one sample, but no model."""
 
 T = TypeVar("T")
 
@@ -43,11 +49,15 @@ class Collectives:
         """Wait until every rank has reached this call."""
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0, and return its result or raise its exception on every rank."""
+        """Call `make` on rank 0, and return its result on every rank.
+
+        Raises:
+            Exception: that of `make` on rank 0; on other ranks a config error too, and a LostError for any other.
+        """
         return make()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, which must be picklable, in the order of the ranks."""
+        """Return the values of all ranks in the order of the ranks; see `encoding` for what can be sent."""
         return [value]
 
     def gather_to_rank0(self, tensors: dict[Any, Any]) -> dict[Any, Any]:
@@ -117,21 +127,31 @@ class ProcessGroup(Collectives):
         torch.distributed.all_reduce(torch.zeros(()))  # of a CPU tensor: over gloo, for any device
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
-        outcome: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                outcome[0] = make()
-            except Exception as error:
-                outcome[1] = error
-        torch.distributed.broadcast_object_list(outcome)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+        if self.rank > 0:
+            result, refusal, failure = decode(_broadcast(b""))
+            if refusal is not None:
+                raise refusal
+            if failure:
+                raise LostError(f"rank 0 failed: {failure}")
+            return result
+        try:
+            result = make()
+            message = encode([result, None, ""])
+        except Exception as error:
+            is_refusal = isinstance(error, ConfigError)
+            _broadcast(encode([None, error, ""] if is_refusal else [None, None, f"{type(error).__name__}: {error}"]))
+            raise
+        _broadcast(message)
+        return result
 
     def all_gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(values, value)
-        return values
+        own = _bytes_to_tensor(encode(value))
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        torch.distributed.all_gather(sizes, torch.tensor([len(own)]))
+        longest = _checked(max(int(size) for size in sizes))
+        padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        torch.distributed.all_gather(padded, torch.nn.functional.pad(own, (0, longest - len(own))))
+        return [decode(each[: int(size)].numpy().tobytes()) for each, size in zip(padded, sizes, strict=True)]
 
     def gather_to_rank0(self, tensors: dict[Any, Any]) -> dict[Any, Any]:
         described = {name: _TensorSpec.of(value) for name, value in tensors.items()}
@@ -158,3 +178,29 @@ class ProcessGroup(Collectives):
     def forget(self) -> None:
         """Drop pending operations, as they will not complete."""
         self._pending = None
+
+
+def _broadcast(message: bytes) -> bytes:
+    """Return the message of rank 0; that of other ranks is ignored. Tensors in host memory go over gloo."""
+    sent = _bytes_to_tensor(message)
+    size = torch.tensor([len(sent)])
+    torch.distributed.broadcast(size, 0)
+    if torch.distributed.get_rank() > 0:
+        sent = torch.empty(_checked(int(size)), dtype=torch.uint8)
+    torch.distributed.broadcast(sent, 0)
+    return sent.numpy().tobytes()
+
+
+def _bytes_to_tensor(message: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
+
+
+def _checked(num_bytes: int) -> int:
+    """Return the size of a message from another rank.
+
+    Raises:
+        ValueError: if it is too large; what sent it is no rank of this run.
+    """
+    if not 0 <= num_bytes <= _MOST_BYTES:
+        raise ValueError(f"a message of {num_bytes} bytes from another rank: at most {_MOST_BYTES} are read")
+    return num_bytes

@@ -12,9 +12,11 @@ import pytest
 import torch
 from helpers.ranks import Ranks
 
+from runner.config.errors import ConfigError
 from runner.parallel.collectives import Collectives
 from runner.parallel.launch.cluster import external_rank_info
 from runner.parallel.launch.processes import ExternalProcesses
+from runner.parallel.launch.supervisor import LostError
 
 Work = Callable[[Collectives], Any]
 
@@ -125,19 +127,36 @@ def raise_a_flag(collectives: Collectives) -> list[bool]:
 
 
 def test_rank_0_decides_for_all(on_three: Callable[[Work], list[Any]]) -> None:
-    assert on_three(decided) == [("by rank 0", "ValueError: no")] * 3
+    error, lost = "ValueError: no", "LostError: rank 0 failed: ValueError: no"
+    refused = "ConfigError: steps: got -1: they are counted\n  steps=1"
+    assert on_three(decided) == [(Path("by rank 0"), text, refused) for text in (error, lost, lost)]
 
 
-def decided(collectives: Collectives) -> tuple[str, str]:
-    def refuse() -> None:
-        raise ValueError("no")
+def decided(collectives: Collectives) -> tuple[Path, str, str]:
+    """What rank 0 decides, what becomes of an error of its, and of its config error."""
+    path = collectives.from_rank_0(lambda: Path(f"by rank {collectives.rank}"))
+    failures = []
+    for raised in (ValueError("no"), ConfigError("steps", -1, "they are counted", "steps=1")):
+        with pytest.raises((ValueError, LostError, ConfigError)) as caught:
+            collectives.from_rank_0(partial(raise_it, raised))
+        failures.append(f"{type(caught.value).__name__}: {caught.value}")
+    return path, *failures
 
-    text = collectives.from_rank_0(lambda: f"by rank {collectives.rank}")
-    try:
-        collectives.from_rank_0(refuse)
-    except ValueError as error:
-        return text, f"{type(error).__name__}: {error}"
-    return text, ""
+
+def raise_it(error: Exception) -> None:
+    raise error
+
+
+def test_what_cannot_be_sent_fails_on_every_rank(on_three: Callable[[Work], list[Any]]) -> None:
+    """None waits for a value that never comes."""
+    told = "a object cannot be sent to other ranks"
+    assert on_three(unsendable) == [told, *[f"rank 0 failed: TypeError: {told}"] * 2]
+
+
+def unsendable(collectives: Collectives) -> str:
+    with pytest.raises((TypeError, LostError)) as caught:
+        collectives.from_rank_0(object)
+    return str(caught.value)
 
 
 def test_all_gather_is_in_the_order_of_ranks(on_three: Callable[[Work], list[Any]]) -> None:

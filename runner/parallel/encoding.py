@@ -1,0 +1,142 @@
+"""Values as bytes, to be sent to other ranks: JSON, and not pickle, which would execute what somebody else sends.
+
+Plain values of JSON are written as they are; any other is tagged with its type: `{"$": [tag, content]}`. Pickle is left
+only where a process starts others: in the pipes of `multiprocessing`, which no other process can open.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.config.errors import ABSENT, ConfigError
+
+_TAG = "$"
+
+
+def encode(value: Any) -> bytes:
+    """Return `value` as bytes.
+
+    Args:
+        value: plain values, nested in lists, tuples and dicts; paths, dtypes, tensors, config errors, and named tuples
+            and dataclasses of this project.
+
+    Raises:
+        TypeError: for any other type.
+    """
+    return json.dumps(_to_json(value), separators=(",", ":")).encode()
+
+
+def decode(message: bytes) -> Any:
+    """Return the value that `encode` was given; tensors are on the CPU.
+
+    Raises:
+        ValueError: if `message` is not the result of `encode`.
+    """
+    return _from_json(json.loads(message))
+
+
+def _to_json(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is list:
+        return [_to_json(each) for each in value]
+    if type(value) is dict and _TAG not in value and all(type(key) is str for key in value):
+        return {key: _to_json(each) for key, each in value.items()}
+    tag, content = _tagged(value)
+    return {_TAG: [tag, content]}
+
+
+def _tagged(value: Any) -> tuple[str, Any]:
+    """Return the tag of a value that JSON does not know, and its content."""
+    if type(value) in (tuple, dict):
+        return type(value).__name__, [_to_json(each) for each in (value.items() if type(value) is dict else value)]
+    if isinstance(value, Path):
+        return "path", str(value)
+    if isinstance(value, torch.dtype):
+        return "dtype", str(value).removeprefix("torch.")
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        content = base64.b64encode(flat.numpy().tobytes()).decode()
+        return "tensor", [_tagged(value.dtype)[1], list(value.shape), content]
+    if isinstance(value, ConfigError):
+        return "config error", [_to_json(each) for each in (value.key, _sendable(value.got), value.why, value.remedy)]
+    if value is ABSENT:
+        return "absent", None
+    if (names := _fields(type(value))) is not None:
+        name = f"{type(value).__module__}:{type(value).__qualname__}"
+        return "object", [name, *(_to_json(getattr(value, each)) for each in names)]
+    raise TypeError(f"a {type(value).__name__} cannot be sent to other ranks")
+
+
+def _sendable(got: Any) -> Any:
+    """Return `got`, or its text if it cannot be sent: a config error only shows it."""
+    try:
+        _to_json(got)
+    except TypeError:
+        return repr(got)
+    return got
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: _from_json(each) for key, each in value.items()}
+    tag, content = value[_TAG]
+    return _READ[tag](content) if tag in _READ else _unknown(tag)
+
+
+def _unknown(tag: object) -> Any:
+    raise ValueError(f"{tag!r} is no tag of a value from another rank")
+
+
+def _items(content: list[Any]) -> list[Any]:
+    return [_from_json(each) for each in content]
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    return dtype if isinstance(dtype, torch.dtype) else _unknown(name)
+
+
+def _tensor(content: list[Any]) -> torch.Tensor:
+    dtype, shape, data = content
+    values = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8) if data else torch.empty(0)
+    return (values.view(_dtype(dtype)) if data else values.to(_dtype(dtype))).reshape(shape)
+
+
+def _object(content: list[Any]) -> Any:
+    name, *values = content
+    module, _, path = name.partition(":")
+    cls = getattr(sys.modules.get(module), path, None)
+    return cls(*_items(values)) if isinstance(cls, type) and _fields(cls) is not None else _unknown(name)
+
+
+def _fields(cls: type) -> list[str] | None:
+    """Return the fields of a named tuple or a dataclass of this project that only holds values; None for others."""
+    if cls.__module__.partition(".")[0] != "runner" or hasattr(cls, "__post_init__"):
+        return None
+    if dataclasses.is_dataclass(cls):
+        return [each.name for each in dataclasses.fields(cls) if each.init]
+    return list(getattr(cls, "_fields", ())) if issubclass(cls, tuple) else None
+
+
+_READ = {
+    "tuple": lambda content: tuple(_items(content)),
+    "dict": lambda content: dict(_items(content)),
+    "path": Path,
+    "dtype": _dtype,
+    "tensor": _tensor,
+    "config error": lambda content: ConfigError(*_items(content)),
+    "absent": lambda _: ABSENT,
+    "object": _object,
+}
