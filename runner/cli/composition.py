@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 from argparse import Namespace
@@ -20,7 +21,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.core.plugins import Plugins
-from hydra.core.utils import configure_log
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -81,7 +81,7 @@ class Composer:
         """
         with composition_errors():
             config = self._load(overrides, RunMode.RUN)
-            configure_log(config.hydra.hydra_logging, config.hydra.verbose)
+            _set_log_level(config)
             return _job(config)
 
     def show(self, overrides: list[str], flags: Namespace) -> None:
@@ -110,10 +110,17 @@ class Composer:
             elif flags.info is not None:
                 self._hydra.show_info(flags.info, self._root, overrides)
             else:
-                asks = "query=bash" not in overrides or "COMP_LINE" in os.environ
-                why = "a completion is asked for by the shell, which sets COMP_LINE"
-                check(asks, "--shell-completion", "query=bash", why, 'eval "$(runner -sc install=bash)" first')
-                self._hydra.shell_completion(self._root, overrides)
+                self._complete(overrides)
+
+    def _complete(self, overrides: list[str]) -> None:
+        flag, remedy = "--shell-completion", 'eval "$(runner -sc install=bash)" first'
+        asks = "query=bash" not in overrides or "COMP_LINE" in os.environ
+        check(asks, flag, "query=bash", "a completion is asked for by the shell, which sets COMP_LINE", remedy)
+        try:
+            self._hydra.shell_completion(self._root, overrides)
+        except ValueError as error:
+            why = " ".join(str(error).split())
+            raise ConfigError(flag, ABSENT, why, "for example runner -sc install=bash") from None
 
     def _load(self, overrides: list[str], mode: RunMode) -> DictConfig:
         try:
@@ -159,7 +166,7 @@ class SweepJobs:
         self._composer = composer
         with composition_errors():
             self._master = composer._load(overrides, RunMode.MULTIRUN)
-            configure_log(self._master.hydra.hydra_logging, self._master.hydra.verbose)
+            _set_log_level(self._master)
             params = (f"{key}={value}" for key, value in (self._master.hydra.sweeper.params or {}).items())
             words = [*params, *self._master.hydra.overrides.task]
             parsed = OverridesParser.create(self._composer._loader).parse_overrides(words)
@@ -223,6 +230,16 @@ class SweepJobs:
         why = f"the sweep has {math.prod(counts.values()):,} jobs, more than {MOST_JOBS:,}"
         remedy = "sweep over fewer values, or in several sweeps"
         check(math.prod(counts.values()) <= MOST_JOBS, most, ABSENT, why, remedy)
+
+
+def _set_log_level(config: DictConfig) -> None:
+    """Show debug messages as `hydra.verbose` asks: of all loggers, or of those that it names."""
+    verbose = config.hydra.verbose
+    names = list(verbose) if OmegaConf.is_list(verbose) else [verbose]
+    is_known = isinstance(verbose, bool) or all(isinstance(name, str) and name for name in names)
+    check(is_known, "hydra.verbose", verbose, "it must be true, false or names of loggers", "hydra.verbose=true")
+    for name in names if verbose is not False else []:
+        logging.getLogger(None if name is True else name).setLevel(logging.DEBUG)
 
 
 def _count(override: Override) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers.command import ROOT
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from runner.cli import arguments
 from runner.config.errors import ABSENT, ConfigError
@@ -63,16 +64,76 @@ def test_flags_may_stand_anywhere(typed: list[str], ordered: list[str]) -> None:
     assert arguments.overrides_first(typed) == ordered
 
 
-def test_what_is_given_anew_replaces_what_was_saved() -> None:
-    saved = ["seed=1", "precision=16", "++name=a", "~debug"]
-    typed = ["parallel=ddp", "parallel.processes=3", "device.threads=1"]
-    assert arguments.with_saved(typed, ["parallel=single"]) == ["device.threads=1", "parallel=single"]
-    assert arguments.with_saved(typed, ["parallel=ddp"]) == [*typed[1:], "parallel=ddp"]
-    assert arguments.with_saved(typed, ["parallel.processes=2"]) == [typed[0], typed[2], "parallel.processes=2"]
-    assert arguments.with_saved(saved, ["precision=32", "name=b"]) == ["seed=1", "~debug", "precision=32", "name=b"]
-    assert arguments.with_saved(saved, ["debug=smoke", "-m"]) == [*saved[:3], "debug=smoke", "-m"]
+def test_the_keys_that_a_command_line_overrides() -> None:
+    words = ["seed=1", "++optimizer.lr=2", "~debug", "precision=16", "-m", "--cfg", "job"]
+    assert arguments.overridden_keys(words) == {"seed", "optimizer.lr", "debug", "precision"}
     assert arguments.override_value(["resume=a", "seed=1", "resume='b c'"], "resume") == "b c"
     assert arguments.override_value(["seed=1"], "resume") is None
+
+
+@pytest.mark.parametrize("value", ["1.10", "1e-3", "016", "1_000", "0x10", "true", "False", "inf", "nan", "-0", ".5"])
+def test_a_text_keeps_exactly_what_was_typed(value: str) -> None:
+    for key in ("name", "output_root", "data.root"):
+        [override] = OverridesParser.create().parse_overrides([arguments.quoted(f"{key}={value}", sweep=False)])
+        assert (override.value(), type(override.value())) == (value, str)
+    [override] = OverridesParser.create().parse_overrides([arguments.quoted(f"name={value},x", sweep=True)])
+    assert list(override.sweep_string_iterator()) == [f"'{value}'", "x"] or value in ("016", "0x10")
+
+
+def test_null_and_references_to_other_keys_are_no_texts() -> None:
+    assert arguments.quoted("model.weights=null", sweep=False) == "model.weights=null"
+    assert arguments.quoted("name=${seed}", sweep=False) == "name=${seed}"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "model.weights=~nobody-of-this-name/x.pt",
+        "output_root=~nobody-of-this-name",
+        "model.weights=" + "x" * 300 + ".pt",
+        "data.root=/a/" + "ü" * 128,
+        "output_root=" + "a/" * 2100,
+    ],
+)
+def test_a_path_that_cannot_be_one_is_refused_by_its_key(word: str) -> None:
+    key, _, value = word.partition("=")
+    with pytest.raises(ConfigError) as refusal:
+        arguments.quoted(word, sweep=False)
+    assert (refusal.value.key, refusal.value.got) == (key, value)
+
+
+@pytest.mark.parametrize("value", ["~nobody-of-this-name", "x" * 300, "a\0b"])
+def test_a_path_to_resume_that_cannot_be_one_is_refused_by_its_key(value: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        arguments.resumed([f"resume={value}"])
+    assert (refusal.value.key, refusal.value.got) == ("resume", value)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "model.channels=" + "[" * 21 + "]" * 21,
+        "seed=" + "9" * 300,
+        "optimizer.lr=1" + "0" * 4400,
+        "model.channels=[1," + "7" * 400 + "]",
+        "foo=" + "x" * 100_001,
+        "model=../x",
+        "model=/etc/passwd",
+        "+optimizer=~/x",
+        "workload=a/../b",
+    ],
+)
+def test_a_value_that_no_option_can_have_is_refused_by_its_key(word: str) -> None:
+    key, _, value = word.partition("=")
+    with pytest.raises(ConfigError) as refusal:
+        arguments.overrides_first(["seed=1", word])
+    assert (refusal.value.key, refusal.value.got) == (key, value)
+    assert max(map(len, str(refusal.value).splitlines())) <= 200
+
+
+def test_values_near_these_limits_are_accepted() -> None:
+    words = ["model.channels=" + "[" * 20 + "]" * 20, "seed=" + "9" * 299, "name=" + "9" * 500, "model=sub/mine"]
+    assert arguments.overrides_first(words) == words
 
 
 def test_groups_are_the_folders_of_conf_and_numbers_are_in_order() -> None:
@@ -87,6 +148,7 @@ def test_groups_are_the_folders_of_conf_and_numbers_are_in_order() -> None:
         (["a=1", "--config-dir=y"], "y"),
         (["-cd", "z"], "z"),
         (["--config-dir"], None),
+        (["--config-dir=x", "-cd", "y"], "y"),
         (["config-dir=x"], None),
     ],
 )

@@ -35,7 +35,7 @@ REFUSED = {
     "+optimizer.lrr=3": ["optimizer.lrr:", "SGD has no such option", "did you mean lr?"],
     "optimizer.lr.x=3": ["optimizer.lr.x:", "did you mean optimizer.lr?"],
     "schedule.milestones=[0.5]": ["schedule.milestones:", "a key of schedule=step; another schedule is chosen"],
-    "hydra.foo=3": ["hydra.foo:", "--cfg hydra"],
+    "hydra.foo=3": ["hydra.foo: got '3'", "only composes"],
     "optimizer=sgdd": ["optimizer: got 'sgdd'", "did you mean sgd?"],
     "accumulation=3": ["accumulation: got '3'", "accumulation.steps=3"],
     "accumulation=many": ["accumulation: got 'many'", "1, 16, 2, 4, 8"],
@@ -64,6 +64,8 @@ REFUSED = {
     "model.weights=/nowhere.pt": ["model.weights: got '/nowhere.pt'", "no such file"],
     # Names and paths
     "name=": ["name: got ''", "directory's name", "letters, digits"],
+    "name=\x1b[31mred": ["name: got '\\x1b[31mred'", "directory's name"],
+    "na\x1bme=1": ["na\\x1bme=1:", "KEY=VALUE"],
     "name=../x": ["name: got '../x'", "directory's name"],
     "name=a\nb": ["name: got 'a\\nb'", "directory's name"],
     "output_root=": ["output_root: got ''", "no path", "output_root=."],
@@ -92,17 +94,47 @@ REFUSED = {
     "--optimizer.lr": ["--optimizer.lr:", "without dashes: optimizer.lr=…"],
     "--cfg": ["--cfg", "expected one argument"],
     "--cfg  jobb": ["--cfg", "'jobb'", "choose from"],
-    "--cfg  job  -p  optimzer": ["'optimzer' not found"],
-    "-m  --cfg  job": ["Only one of", "--multirun, --cfg"],
-    "--config-dir=/nowhere": ["'/nowhere' not found"],
-    "--config-name=nope": ["'nope'"],
+    "--cfg  job  -p  optimzer": ["--package: got 'optimzer'", "did you mean optimizer?"],
+    "-p  optimizer": ["--package:", "add --cfg job"],
+    "--resolve": ["--resolve:", "add --cfg job"],
+    "-m  --cfg  job": ["--multirun --cfg:", "leave all but one"],
+    "-r  -m  seed=1,2": ["--run --multirun:", "leave all but one"],
+    "-sc  query=bash": ["--shell-completion:", "COMP_LINE"],
+    "--config-dir=/nowhere": ["--config-dir: got '/nowhere'", "no such directory"],
+    "--config-dir=": ["--config-dir: got ''", "no such directory"],
+    "--config-name=nope": ["--config-name:", "conf/config.yaml"],
+    "--experimental-rerun=x": ["--experimental-rerun:", "resume=DIR"],
     # Sweeps, and what should have been one
     "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "add -m; for a list: optimizer.lr=[1,2]"],
     "precision=16,32": ["precision: got '16,32'", "for a sweep, add -m"],
     "-m  optimizer=sgd,sgdd": ["optimizer: got 'sgdd'", "did you mean sgd?"],
     "-m  optimizer.lr=[1": ["optimizer.lr=[1:", "[1"],
     "-m  schedule=onecycle,step  schedule.gamma=0.5": ["schedule.gamma:", "a key of schedule=step"],
-    "-m  optimizer.lr=interval(1,2)": ["INTERVAL_SWEEP"],
+    "-m  optimizer.lr=interval(1,2)": ["optimizer.lr: got 'interval(1,2)'", "optimizer.lr=1,2,3"],
+    "optimizer.lr=interval(1,2)": ["optimizer.lr:", "a single value", "add -m"],
+    "-m  seed=range(0,10001)": ["seed:", "10,001 jobs, more than 10,000"],
+    "-m  seed=range(0.0,1.0,0.3)": ["4 jobs", "job 0: seed=0.0", "seed: got 0.0", "3 more jobs refused", "as job 0"],
+    # What Hydra says of them names no key
+    "+seed=1": ["seed:", "without the +: seed=…"],
+    "++model=tiny": ["model:", "without the ++: model=…"],
+    "~model=qnet": ["model:", "nothing is chosen in it"],
+    "~seeed": ["seeed:", "no such key"],
+    "accumulation=[16]": ["accumulation: got '[16]'"],
+    "model.channels.optimizer.fused=1": ["model.channels.optimizer.fused: got '1'"],
+    "model=../x": ["model: got '../x'", "convnet"],
+    "model.weights=~nobody-of-this-name/x.pt": ["model.weights: got '~nobody-of-this-name/x.pt'", "no user"],
+    f"model.weights={'x' * 300}.pt": ["model.weights: got 'xxx", "255"],
+    f"model.channels={'[' * 50}{']' * 50}": ["model.channels: got '[[[", "nested"],
+    f"seed={'9' * 5000}": ["seed: got '999", "digits"],
+    f"optimizer={'x' * 3000}": ["optimizer: got 'xxx", "sgd"],
+    # Values that OmegaConf would take for others
+    "seed=016": ["seed: got '016'", "a whole number"],
+    "seed=12:30": ["seed: got '12:30'", "a whole number"],
+    "optimizer.lr=01.5": ["optimizer.lr: got '01.5'", "a number"],
+    "parallel=ddp  parallel.find_unused=016": ["parallel.find_unused: got '016'", "true or false"],
+    "parallel=ddp  parallel.sync_batch_norm='5'": ["parallel.sync_batch_norm: got '5'", "true or false"],
+    "data=imagefolder  data.root=x  data.pin_memory=-5": ["data.pin_memory: got -5", "true or false or null"],
+    "data=imagefolder  data.root=": ["data.root: got ''", "not empty"],
     "-m  seed=-1": ["job 0: seed=-1", "seed: got -1"],
 }
 
@@ -147,6 +179,50 @@ def test_a_mistake_found_in_data_or_device_leaves_nothing_either(line: str, tmp_
     told = refusal(line.split("  "), tmp_path, "torch")
     for words in REFUSED_LATER[line]:
         assert words in told
+
+
+# Content of DIR/local/default.yaml: what the answer must say.
+REFUSED_FILES = {
+    "seed: 016": ["seed: got '016'", "mine/local/default.yaml, line 2"],
+    "seed: 12:30": ["seed: got '12:30'", "mine/local/default.yaml, line 2"],
+    "name: 1.10": ["name: got 1.1", "text"],
+    "seed: !!set {a}": ["seed:", "!!set"],
+    "seed: !!binary aGk=": ["seed:", "!!binary"],
+    "name: !!python/object/apply:os.system [ls]": ["name:", "python/object/apply"],
+    "seed: [": ["mine/local/default.yaml:", "no valid YAML in line"],
+    "seed: &a [*a]": ["seed:", "contains itself"],
+    "hydra: {launcher: {_target_: os.system}}": ["hydra.launcher._target_: got 'os.system'"],
+    "defaults:\n  - override /hydra/job_logging: stdout": ["hydra.job_logging."],
+    "output_root: ~nobody-of-this-name/x\nname: ''": ["name: got ''"],
+}
+
+
+@pytest.mark.parametrize("content", REFUSED_FILES)
+def test_a_mistake_in_an_option_file_is_refused_without_torch(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine" / "local" / "default.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"# @package _global_\n{content}\n")
+    code, told = run_command("--config-dir=mine", cwd=tmp_path, kind="no-torch")
+    assert (code, "Traceback" in told) == (2, False), told
+    assert len(told.splitlines()) <= 10, told
+    assert leftovers(tmp_path) == {"mine"}
+    for words in REFUSED_FILES[content]:
+        assert words in told
+
+
+def test_a_folder_in_the_place_of_an_option_file_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "local" / "default.yaml").mkdir(parents=True)
+    code, told = run_command("--config-dir=mine", cwd=tmp_path, kind="no-torch")
+    assert code == 2
+    assert told.startswith("mine/local/default.yaml: an option is a file, this is a directory\n")
+
+
+def test_a_sweep_says_first_how_many_jobs_it_has(tmp_path: Path) -> None:
+    code, told = run_command("-m", "seed=-1,-2", "steps=1,2", cwd=tmp_path, kind="no-torch")
+    assert (code, told.splitlines()[0]) == (2, "4 jobs")
+    assert told.count("seed: got -") == 1
+    assert "seed: 3 more jobs refused for the same reason as job 0" in told
+    assert "0 of 4 jobs done" in told
 
 
 def test_the_answer_is_the_same_from_a_process_of_its_own(tmp_path: Path) -> None:

@@ -61,6 +61,22 @@ def test_the_value_got_is_shortened() -> None:
     assert "x…: why" in shown
 
 
+def test_control_characters_are_escaped_and_long_keys_shortened() -> None:
+    error = ConfigError("a\x1b[31m\nb", "c\x07\n\x9b", "d\x08 ü\u202e", "e\x00")
+    assert str(error) == "a\\x1b[31m\\nb: got 'c\\x07\\n\\x9b': d\\x08 ü\\u202e\n  e\\x00"
+    assert str(ConfigError("k" * 1000, ABSENT, "why", "do")) == f"{'k' * 79}…: why\n  do"
+
+
+def test_a_number_that_python_does_not_write_is_shown_in_words() -> None:
+    assert str(ConfigError("key", 10**5000, "why", "do")).startswith("key: got a number of thousands of digits: why")
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400)])
+def test_an_integer_beyond_all_floats_is_out_of_range(value: int) -> None:
+    with pytest.raises(ConfigError, match="≥ 1 and ≤ 3"):
+        check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", least=1, most=3)
+
+
 @pytest.mark.parametrize("value", [1, 1.0, None, 2, 3])
 def test_a_range_includes_its_ends_and_null(value: float | None) -> None:
     check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", least=1, most=3)

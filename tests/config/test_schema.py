@@ -53,6 +53,17 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "device.indices=3": ("device.indices: got 3", "list", "whole number"),
     "device.indices=[a]": ("device.indices: got ['a']", "list", "whole number"),
     "model.channels=20": ("model.channels: got 20", "list", "whole number"),
+    # What OmegaConf would take for another value
+    "seed=016": ("seed: got '016'", "whole number"),
+    "seed='1_000'": ("seed: got '1_000'", "whole number"),
+    "optimizer.lr=012.5": ("optimizer.lr: got '012.5'", "number"),
+    "optimizer.fused='5'": ("optimizer.fused: got '5'", "true or false"),
+    "optimizer.fused=01": ("optimizer.fused: got '01'", "true or false"),
+    "optimizer.fused=1.0": ("optimizer.fused: got 1.0", "true or false"),
+    "name=1.10": ("name: got 1.1", "text"),
+    "name=true": ("name: got True", "text"),
+    "model.channels=[020,20]": ("model.channels: got ['020', 20]", "list", "whole number"),
+    "model.weights=''": ("model.weights: got ''", "file name must end in"),
     # Out of range
     "optimizer.lr=-1": ("optimizer.lr: got -1.0", "> 0", "≤ 1000"),
     "optimizer.lr=0": ("optimizer.lr: got 0.0", "> 0", "≤ 1000"),

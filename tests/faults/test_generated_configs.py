@@ -123,7 +123,9 @@ def assert_built_or_refused(result: Outcome, keys: set[str]) -> None:
         assert max(map(len, lines), default=0) <= WIDTH, message
         assert all(line.isprintable() for line in lines), message
     if result.code == 2:
-        named = {part[:60] for key in keys for part in (key, key.rpartition(".")[2]) if len(part) > 1}
+        named = {
+            part[:60] for key in keys for part in (key, key.partition(".")[0], key.rpartition(".")[2]) if len(part) > 1
+        }
         assert any(escaped(key) in result.err for key in named or keys), f"none of {keys}: {result.err}"
 
 

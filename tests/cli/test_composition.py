@@ -1,0 +1,157 @@
+"""Hydra only composes: what would make it run code, or write files, is refused before anything happens."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.command import run_command
+from hydra.core.hydra_config import HydraConfig
+
+from runner.cli.arguments import overrides_first
+from runner.cli.composition import MOST_JOBS, Composer, SweepJobs
+from runner.config.errors import ConfigError
+
+FOREIGN = [
+    *("hydra.run.dir=x", "hydra.sweep.dir=x", "hydra.sweep.subdir=x", "hydra.output_subdir=x", "hydra.mode=MULTIRUN"),
+    *("hydra.job.chdir=true", "hydra.job.name=x", "hydra.job.env_copy=[NOPE]", "hydra.sweeper.max_batch_size=0"),
+    *(
+        "hydra.launcher._target_=os.system",
+        "hydra.runtime.cwd=x",
+        "hydra.hydra_logging.root=1",
+        "hydra.help.app_name=x",
+    ),
+    *("hydra/launcher=joblib", "hydra/sweeper=basic", "hydra/job_logging=default", "hydra/output=default", "hydra=x"),
+    *("hydra/hydra_logging@hydra.job_logging=default", "hydra.=1", "hydra.verbose.x=1", "hydra.searchpaths=[x]"),
+]
+ADDED = ["hydra.job.env_set.X=1", "hydra.callbacks.x._target_=os.system", "hydra.foo=3", "hydra/callbacks=x"]
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
+@pytest.mark.parametrize("word", [*FOREIGN, *ADDED])
+def test_a_key_of_hydra_is_refused_as_a_word_whatever_its_prefix(word: str, prefix: str) -> None:
+    key, _, value = f"{prefix}{word}".partition("=")
+    for words in ([f"{prefix}{word}"], ["-m", "seed=1", f"{prefix}{word}"]):
+        with pytest.raises(ConfigError) as refusal:
+            overrides_first(words)
+        assert (refusal.value.key, refusal.value.got) == (key, value)
+
+
+@pytest.mark.parametrize("word", ["~hydra/launcher", "~hydra", "~hydra.callbacks"])
+def test_a_key_of_hydra_cannot_be_deleted(word: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        overrides_first([word])
+    assert refusal.value.key == word
+
+
+@pytest.mark.parametrize("flag", ["--experimental-rerun", "--config-name", "-cn", "--config-path", "-cp"])
+def test_a_flag_that_would_run_or_compose_something_else_is_refused(flag: str) -> None:
+    for words in ([flag, "x"], [f"{flag}=x"]):
+        with pytest.raises(ConfigError) as refusal:
+            overrides_first(words)
+        assert refusal.value.key == flag
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--experimental-rerun=x.pickle"], ["hydra/launcher=joblib"], ["-m", "seed=1,2", "+hydra.job.env_set.A=b"]],
+)
+def test_the_command_refuses_them_and_writes_nothing(words: list[str], tmp_path: Path) -> None:
+    code, told = run_command(*words, cwd=tmp_path, kind="no-torch")
+    assert code == 2
+    assert len(told.splitlines()) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"console.txt", "code"}
+
+
+def options(directory: Path, name: str, text: str) -> Composer:
+    """A composer with the option file `name` in a directory like that of `--config-dir`."""
+    path = directory / f"{name}.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"# @package _global_\n{text}\n")
+    return Composer(str(directory))
+
+
+SECTIONS = {
+    "hydra: {launcher: {_target_: helpers.plugin_component.Mine}}": "hydra.launcher._target_",
+    "hydra: {callbacks: {x: {_target_: helpers.plugin_component.Mine}}}": "hydra.callbacks.x._target_",
+    "hydra: {run: {dir: x}}": "hydra.run.dir",
+    "hydra: {sweep: {subdir: x}}": "hydra.sweep.subdir",
+    "hydra: {output_subdir: x}": "hydra.output_subdir",
+    "hydra: {job: {chdir: true}}": "hydra.job.chdir",
+    "hydra: {job: {env_set: {X: y}}}": "hydra.job.env_set.X",
+    "hydra: {sweeper: {max_batch_size: 1}}": "hydra.sweeper.max_batch_size",
+    "hydra: {mode: MULTIRUN}": "hydra.mode",
+    "hydra: {job_logging: {root: {level: INFO}}}": "hydra.job_logging.root.level",
+    "defaults:\n  - override /hydra/job_logging: stdout\n  - _self_": "hydra.job_logging.",
+    "defaults:\n  - override /hydra/hydra_logging: none\n  - _self_": "hydra.hydra_logging.",
+    "defaults:\n  - override /hydra/output: 'off'\n  - _self_": "hydra.",
+}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("group", ["local", "experiment"])
+def test_a_file_that_sets_a_key_of_hydra_is_refused(section: str, group: str, tmp_path: Path) -> None:
+    composer = options(tmp_path, f"{group}/default", section)
+    words = ["experiment=default"] if group == "experiment" else []
+    with pytest.raises(ConfigError) as refusal:
+        composer.run(words)
+    assert refusal.value.key.startswith(SECTIONS[section])
+    with pytest.raises(ConfigError) as refusal:
+        SweepJobs(composer, ["seed=1,2", *words])
+    assert refusal.value.key.startswith(SECTIONS[section])
+
+
+def test_what_hydra_is_used_for_is_allowed(tmp_path: Path) -> None:
+    composer = options(tmp_path, "experiment/mine", "hydra: {verbose: false, sweeper: {params: {seed: '3,4'}}}")
+    assert composer.run(["experiment=mine", "hydra.verbose=false"]).config["seed"] == 0
+    assert [job[0] for job in SweepJobs(composer, ["experiment=mine"])] == ["seed=3", "seed=4"]
+    job = Composer().run([f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine", "name=${hydra:job.name}"])
+    assert (job.config["name"], job.overrides) == ("runner", ["experiment=mine", "name=${hydra:job.name}"])
+
+
+def test_the_jobs_of_a_sweep() -> None:
+    jobs = SweepJobs(Composer(), ["seed=range(0,3)", "optimizer=sgd,adam", "batch_size=8"])
+    jobs.check()
+    assert len(jobs) == 6
+    words = list(jobs)
+    assert words[:2] == [["seed=0", f"optimizer={name}", "batch_size=8"] for name in ("sgd", "adam")]
+    job = jobs.compose(4, words[4])
+    assert (job.config["seed"], job.config["optimizer"]["_target_"]) == (2, "runner.optimizer.SGD")
+    assert HydraConfig.get().job.num == 4
+
+
+@pytest.mark.parametrize("values", ["range(0,1000000000)", "shuffle(range(0,1000000000))", "range(0.0,1e9)"])
+def test_a_sweep_of_too_many_jobs_is_refused_without_listing_them(values: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        SweepJobs(Composer(), [f"seed={values}", "batch_size=8,16"])
+    assert refusal.value.key == "seed"
+    assert f"2,000,000,000 jobs, more than {MOST_JOBS:,}" in refusal.value.why
+
+
+@pytest.mark.parametrize("values", ["interval(0,1)", "range(0,3,0)", "range(0,inf)"])
+def test_a_sweep_without_a_list_of_values_is_refused(values: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        SweepJobs(Composer(), [f"seed={values}"])
+    assert (refusal.value.key, refusal.value.got) == ("seed", values)
+
+
+def test_an_error_of_unknown_kind_names_the_override_that_causes_it() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Composer().run(["seed=1", "accumulation=[16]", "batch_size=8"])
+    assert (refusal.value.key, refusal.value.got) == ("accumulation", "[16]")
+
+
+@pytest.mark.parametrize("name", ["", "/nowhere", "~nobody-of-this-name/x", "x" * 5000])
+def test_a_config_dir_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Composer(name)
+    assert (refusal.value.key, refusal.value.got) == ("--config-dir", name)
+
+
+def test_nothing_of_hydras_launcher_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(sys.modules)
+    monkeypatch.chdir(tmp_path)
+    Composer().run(["seed=1"])
+    assert list(tmp_path.iterdir()) == []
+    assert "hydra_plugins.hydra_joblib_launcher" not in set(sys.modules) - before

@@ -1,0 +1,108 @@
+"""Option files are read strictly: plain values, and only numbers that mean the same on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from runner.config.errors import ABSENT, ConfigError
+from runner.config.options import CONF
+from runner.config.yaml_file import read_config
+
+
+def read(directory: Path, content: str | bytes) -> dict:
+    path = directory / "mine.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return OmegaConf.to_container(read_config(path))  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", 0),
+        ("-3", -3),
+        ("1_000", 1000),
+        ("0.5", 0.5),
+        ("1e3", 1000.0),
+        ("1.5e-3", 0.0015),
+        (".inf", float("inf")),
+        ("true", True),
+        ("null", None),
+        ("'016'", "016"),
+        ("2020-01-01", "2020-01-01"),
+        ("${seed}", "${seed}"),
+        ("[1, [a, 0.5]]", [1, ["a", 0.5]]),
+        ("{a: {b: 1}}", {"a": {"b": 1}}),
+    ],
+)
+def test_plain_values_are_read_as_before(text: str, value: object, tmp_path: Path) -> None:
+    assert read(tmp_path, f"# a comment\nseed: {text}\n") == {"seed": value}
+
+
+@pytest.mark.parametrize("text", ["016", "-016", "00", "12:30", "1:30:00", "0x10", "0b11", "01.5", "1:30.5", "0_1"])
+@pytest.mark.parametrize(
+    ("layout", "key"), [("seed: {}", "seed"), ("a:\n  b: {}", "a.b"), ("a: [1, {}]", "a"), ("a: [{{b: {}}}]", "a.b")]
+)
+def test_a_number_that_yaml_reads_otherwise_is_refused_by_its_key(
+    text: str, layout: str, key: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        read(tmp_path, layout.format(text))
+    assert (refusal.value.key, refusal.value.got) == (key, text)
+    assert "mine.yaml, line " in refusal.value.why
+
+
+@pytest.mark.parametrize(
+    ("content", "key", "line"),
+    [
+        ("a: 1\nseed: !!set {x, y}", "seed", "line 2"),
+        ("seed: !!binary aGk=", "seed", "line 1"),
+        ("name: !!python/object/apply:os.system [ls]", "name", "line 1"),
+        ("name: !!python/object/apply:pathlib.Path [x]", "name", "line 1"),
+        ("a: {b: !own 1}", "a.b", "line 1"),
+        ("seed: &x [*x]", "seed", "line 1"),
+        ("a: {1: 2}", "a", "line 1"),
+        ("a: {'': 2}", "a", "line 1"),
+        ("a: {? [x] : 2}", "a", "line 1"),
+    ],
+)
+def test_what_is_no_plain_value_is_refused_by_its_key(content: str, key: str, line: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        read(tmp_path, content)
+    assert refusal.value.key == key
+    assert line in refusal.value.why
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("seed: [", "\tseed: 1", "seed: 1\nseed: 2", "a: *x", "- 1", "text", "3", "!!set {a}", "---\n---\n", "? [a]"),
+        *(b"seed: \xff", b"seed: \x00", "a: " + "[" * 3000, "a: ${", "a: ${b", "<<: 3"),
+    ],
+)
+def test_what_is_no_mapping_of_plain_yaml_is_refused_by_the_name_of_the_file(
+    content: str | bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refusal:
+        read(tmp_path, content)
+    assert (refusal.value.key, refusal.value.got) == ("mine.yaml", ABSENT)
+    assert len(str(refusal.value).splitlines()) == 2
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.yaml").mkdir()
+    for name in ("folder.yaml", "absent.yaml"):
+        with pytest.raises(ConfigError) as refusal:
+            read_config(Path(name))
+        assert refusal.value.key == name
+
+
+def test_an_empty_file_and_all_of_conf_are_read(tmp_path: Path) -> None:
+    assert read(tmp_path, "") == {}
+    assert read(tmp_path, "# nothing\n") == {}
+    for path in CONF.rglob("*.yaml"):
+        assert read_config(path) == OmegaConf.load(path), path
