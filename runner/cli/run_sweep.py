@@ -21,12 +21,13 @@ def run_sweep(jobs: SweepJobs, typed: list[str]) -> list[int]:
     if is_first_process():
         print(f"{len(jobs):,} jobs", file=sys.stderr)
     jobs.check()
-    sweep, refusals, codes = Sweep(typed, jobs.swept), Refusals(), []
-    for number, overrides in enumerate(jobs):
-        codes.append(run_sweep_job(sweep, jobs, number, overrides, refusals))
-        if codes[-1] == STOPPED:
-            raise SystemExit(STOPPED)  # the signal stops the whole sweep
-    sweep.end()
+    refusals, codes = Refusals(), []
+    with Sweep(typed, jobs.swept) as sweep:
+        for number, overrides in enumerate(jobs):
+            codes.append(run_sweep_job(sweep, jobs, number, overrides, refusals))
+            if codes[-1] == STOPPED:
+                raise SystemExit(STOPPED)  # the signal stops the whole sweep
+        sweep.end()
     if is_first_process():
         refusals.print_repeated()
         print(f"\n{codes.count(DONE)} of {len(codes)} jobs done")

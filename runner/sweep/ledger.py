@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from runner.config.errors import check
+from runner.config.errors import ConfigError, check
+from runner.parallel.launch.cluster import external_rank_info
 from runner.storage import run_directory
+from runner.storage.run_directory import StorageError
+from runner.storage.safe_read import read_regular
+from runner.sweep.ledger_file import LEDGER, read_ledger
+from runner.system.secrets import redacted, redacted_values
+from runner.system.text import printable
 
-LEDGER = "sweep.json"
 _SETTLED = (0, 3)
 """Exit codes of jobs that are not repeated: done and diverged."""
+
+
+@dataclass
+class _Opened:
+    """The ledger of a sweep that this process runs.
+
+    Args:
+        content: the overrides of the command (`typed`), whether the sweep is `complete`, and its `jobs`.
+        lock: the open lock file; None in a process that does not write, as rank 1 of those that torchrun started.
+        existing: the deepest directory that existed before the sweep; None if the sweep is resumed.
+    """
+
+    content: dict[str, Any]
+    lock: IO[str] | None = None
+    existing: Path | None = None
 
 
 class Sweep:
     """A new sweep or, with `resume=auto`, the unfinished sweep with the same overrides.
 
-    The ledger is the file `sweep.json` in its directory: the overrides of the command, and how each job ended.
+    The ledger is the file `sweep.json` in its directory: the overrides of the command, and how each job ended. One
+    process at a time runs a sweep: it holds the lock of the directory until the context manager is left.
 
     Args:
         typed: the overrides on the command line.
+        swept: the keys with several values, which come first in the names of the jobs' directories.
     """
 
-    def __init__(self, typed: Iterable[str]):
+    def __init__(self, typed: Iterable[str], swept: Iterable[str] = ()):
         ignored = ("resume=", "output_root=")  # may differ when the sweep is resumed
-        self.typed = sorted(text for text in typed if not text.startswith(ignored))
+        shown = redacted_values([text for text in typed if not text.startswith(ignored)])
+        self.typed = sorted(printable(text) for text in shown)
+        self._swept = frozenset(swept)
         self._name = run_directory.unique_name()
-        self._ledgers: dict[Path, dict[str, Any]] = {}  # by directory, as a sweep over `name` has several
+        self._ledgers: dict[Path, _Opened] = {}  # by directory, as a sweep over `name` has several
 
     def job_directory(self, config: dict[str, Any], number: int, overrides: list[str]) -> Path:
-        """Return the run directory of a job, `<sweep>/<job>-<overrides>`.
+        """Return the run directory of a job, `<sweep>/<job>-<overrides>`, in the directory of the sweep, which exists.
 
         Args:
             config: the resolved config of the job.
@@ -39,10 +66,13 @@ class Sweep:
             overrides: its overrides.
 
         Raises:
-            ConfigError: if `resume` is the directory of a run, as a sweep has several runs.
+            ConfigError: if `resume` is the directory of a run, as a sweep has several runs; if another process runs
+                this sweep; if its ledger is damaged or cannot be written.
         """
         root, name, resume = (str(config[key]) for key in ("output_root", "name", "resume"))
-        return self._directory(Path(root, "sweeps", name), resume) / run_directory.job_name(number, overrides)
+        return self._directory(Path(root, "sweeps", name), resume) / run_directory.job_name(
+            number, overrides, self._swept
+        )
 
     def _directory(self, parent: Path, resume: str) -> Path:
         """Return the directory of the sweep under `parent`, which is new unless an unfinished sweep is resumed."""
@@ -51,45 +81,141 @@ class Sweep:
         for path in self._ledgers:
             if path.parent == parent:
                 return path
-        path, ledger = self._unfinished(parent) if resume == "auto" else (None, {})
-        path = path or parent / self._name
-        self._ledgers[path] = ledger or {"typed": self.typed, "complete": False, "jobs": {}}
+        process = external_rank_info()
+        if process is not None and process.rank != 0:  # rank 0 creates the directory
+            path, content = self._unfinished(parent) if resume == "auto" else (None, {})
+            path = path or parent / self._name
+            self._ledgers[path] = _Opened(content or self._new())
+            return path
+        existing = run_directory.nearest_existing(parent)
+        with _one_at_a_time(parent):
+            path, content = self._unfinished(parent) if resume == "auto" else (None, {})
+            if path is None:
+                path, content = parent / self._name, self._new()
+                run_directory.create(parent, self._name)
+            else:
+                existing = None
+            self._ledgers[path] = _Opened(content, _locked(path), existing)
+            try:
+                self._write(path)
+            except StorageError as error:
+                why = f"{LEDGER} cannot be written there ({error.why})"
+                raise ConfigError("output_root", str(parent), why, "make room, or output_root=DIR elsewhere") from None
         return path
+
+    def _new(self) -> dict[str, Any]:
+        return {"typed": self.typed, "complete": False, "jobs": {}}
 
     def _unfinished(self, parent: Path) -> tuple[Path | None, dict[str, Any]]:
         """Return the newest incomplete sweep under `parent` with the same overrides, and its ledger."""
         for path in sorted(parent.glob("*"), reverse=True):
-            ledger = read_ledger(path)
+            ledger = read_ledger(path, self.typed)
             if ledger.get("typed") == self.typed and not ledger.get("complete"):
                 return path, ledger
         return None, {}
 
     def settled(self, path: Path, number: int, config_hash: str) -> int | None:
         """Return the exit code of a job that an earlier command has finished; None if the job has to be run."""
-        entry = self._ledgers[path]["jobs"].get(str(number), {})
+        entry = self._ledgers[path].content["jobs"].get(str(number), {})
         same = entry.get("config_hash") == config_hash and entry.get("code") in _SETTLED
         return entry["code"] if same else None
 
     def record(self, path: Path, number: int, **entry: Any) -> None:
-        """Record how job `number` ended. The ledger is not written before the first job has made the directory."""
-        ledger = self._ledgers[path]
-        ledger["jobs"][str(number)] = entry
+        """Record how job `number` ended.
+
+        Raises:
+            StorageError: if the ledger cannot be written.
+        """
+        for key, show in (("overrides", redacted_values), ("error", redacted)):
+            if key in entry:
+                entry[key] = _printable(show(entry[key]))
+        self._ledgers[path].content["jobs"][str(number)] = entry
         self._write(path)
 
     def end(self) -> None:
-        """Mark the sweep as complete if no job has to be repeated; called after the last job."""
+        """Mark the sweep as complete if no job has to be repeated; called after the last job.
+
+        Raises:
+            StorageError: if the ledger cannot be written.
+        """
         for path, ledger in self._ledgers.items():
-            ledger["complete"] = all(entry["code"] in _SETTLED for entry in ledger["jobs"].values())
+            jobs = ledger.content["jobs"].values()
+            ledger.content["complete"] = all(entry["code"] in _SETTLED for entry in jobs)
             self._write(path)
 
+    def close(self) -> None:
+        """Unlock the sweep. A new one of which no job has run leaves nothing behind."""
+        existing = [ledger.existing for ledger in self._ledgers.values() if ledger.existing is not None]
+        for path, ledger in self._ledgers.items():
+            if ledger.existing is not None:  # an earlier sweep, over another `name`, may have made some of the parents
+                above = [folder for folder in existing if folder in path.absolute().parents]
+                _remove_if_unused(path, min(above, key=lambda folder: len(folder.parts)))
+            if ledger.lock is not None:
+                ledger.lock.close()
+        self._ledgers.clear()
+
+    def __enter__(self) -> Sweep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _write(self, path: Path) -> None:
-        if path.is_dir():
-            run_directory.write_json(path / LEDGER, self._ledgers[path])
+        if self._ledgers[path].lock is None:
+            return
+        try:
+            run_directory.write_json(path / LEDGER, self._ledgers[path].content)
+        except OSError as error:
+            raise StorageError(path / LEDGER, error.strerror or str(error)) from error
 
 
-def read_ledger(path: Path) -> dict[str, Any]:
-    """Return the ledger of the sweep at `path`; empty if there is none."""
+@contextmanager
+def _one_at_a_time(parent: Path) -> Iterator[None]:
+    """Let other processes that look for their sweep under `parent` wait, so that two do not create it at once."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # not every file system locks directories; an error is reported by `create`
+            parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+def _locked(path: Path) -> IO[str]:
+    """Return the lock on the sweep at `path`, a file with the id of this process.
+
+    Raises:
+        ConfigError: if another process holds it.
+    """
     try:
-        return json.loads((path / LEDGER).read_text(encoding="utf-8"))
+        lock = run_directory.lock(path)
+    except OSError as error:
+        why = f"a file in it cannot be locked ({error.strerror})"
+        raise ConfigError("output_root", str(path), why, "choose another with output_root=DIR") from None
+    if lock is None:
+        remedy = "wait for it, or stop it; resume=never starts another sweep"
+        raise ConfigError("resume", "auto", f"{_holder(path)} runs this sweep, {path}", remedy)
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+def _holder(path: Path) -> str:
+    try:
+        return f"another process (pid {int(read_regular(path / '.lock', 100))})"
     except (OSError, ValueError):
-        return {}
+        return "another process"
+
+
+def _printable(value: Any) -> Any:
+    return [printable(text) for text in value] if isinstance(value, list) else printable(value)
+
+
+def _remove_if_unused(path: Path, existing: Path) -> None:
+    """Remove a sweep without the directory of any job, and its parents below `existing` that are empty."""
+    with suppress(OSError):  # on a disk that fails, the few files stay
+        if not any(entry.is_dir() for entry in path.iterdir()):
+            for file in (LEDGER, ".lock"):
+                (path / file).unlink(missing_ok=True)
+            run_directory.remove_empty(path, existing)

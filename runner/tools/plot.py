@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from runner.config.errors import ABSENT, ConfigError, check
+from runner.storage.run_directory import StorageError
+from runner.system.text import printable
 from runner.tools.plot_runs import Study, find_runs
 from runner.tools.plot_tables import render, write_points, write_runs
 
@@ -70,10 +72,11 @@ def plot(paths: list[Path], out: Path) -> None:
     check(bool(study.points), "PATH", names, "none of its runs is done", "see the log.txt of each run")
     try:
         written = _write(study, out)
-    except OSError as error:
-        raise ConfigError("--out", str(out), f"nothing can be written there ({error.strerror})", "--out=DIR") from None
-    print("\n".join(str(path) for path in written))
-    print(f"look: tensorboard --logdir {shlex.quote(str(out.parent))}")
+    except (OSError, StorageError) as error:
+        why = error.why if isinstance(error, StorageError) else error.strerror
+        raise ConfigError("--out", str(out), f"nothing can be written there ({why})", "--out=DIR") from None
+    print("\n".join(printable(str(path)) for path in written))
+    print(f"look: tensorboard --logdir {printable(shlex.quote(str(out.parent)))}")
 
 
 def _write(study: Study, out: Path) -> list[Path]:

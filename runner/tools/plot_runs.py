@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from runner.config.options import option_files
-from runner.storage.run_directory import read_result
-from runner.sweep.ledger import read_ledger
+from runner.storage.run_directory import ENVIRONMENT, LIMIT_BYTES, read_result
+from runner.storage.safe_read import read_regular
+from runner.storage.saved_config import UnreadableConfigError
+from runner.storage.saved_run import saved_config
+from runner.sweep.ledger_file import read_ledger
+from runner.tools.plot_checks import damage, one_line
 
 REPEATS = ("seed", "repeat")
 """Keys that distinguish repeats of one measurement."""
@@ -119,7 +121,8 @@ class Point:
     @property
     def final(self) -> Spread | None:
         """The metric of the study at the end of the runs; None if no run has it."""
-        values = [run.result["metrics"][self.metric] for run in self.runs if self.metric in run.result["metrics"]]
+        metrics = [run.result.get("metrics", {}) for run in self.runs]
+        values = [values[self.metric] for values in metrics if self.metric in values]
         return Spread.of(values) if values else None
 
 
@@ -174,22 +177,24 @@ def find_runs(paths: Iterable[Path]) -> Iterator[MeasuredRun]:
 
 def _read(directory: Path) -> MeasuredRun:
     try:
-        config: Any = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
-        labels = labels_of(config)
-    except (OSError, ValueError, AttributeError, YAMLError, OmegaConfBaseException):
+        labels = labels_of(saved_config(directory).values)
+    except UnreadableConfigError:
         return MeasuredRun(directory, {}, {"status": "its config.yaml cannot be read"}, "")
-    return MeasuredRun(directory, labels, read_result(directory), _machine(directory))
+    result = read_result(directory)
+    if why := damage(labels, result):
+        result = {"status": why}
+    return MeasuredRun(directory, labels, result, _machine(directory))
 
 
 def _machine(directory: Path) -> str:
     """Return a short description of the machine of a run."""
     try:
-        environment = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
-        cpu, devices = environment["cpu"], Counter(device["name"] for device in environment["devices"])
+        environment = json.loads(read_regular(directory / ENVIRONMENT, LIMIT_BYTES))
+        cpu, devices = environment["cpu"], Counter(str(device["name"]) for device in environment["devices"])
         names = [f"{count} × {name}" if count > 1 else name for name, count in devices.items()]
         hardware = ", ".join(names) or f"{cpu['model']}, {cpu['allowed_cores']} cores"
-        return f"{hardware}, torch {environment['versions']['torch'].partition('+')[0]}"
-    except (OSError, ValueError, KeyError, TypeError):
+        return one_line(f"{hardware}, torch {str(environment['versions']['torch']).partition('+')[0]}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "an unknown machine"
 
 
@@ -246,5 +251,7 @@ def swept_keys(runs: list[MeasuredRun]) -> list[str]:
 def _metric(runs: list[MeasuredRun]) -> str:
     """Return the tag of the metric that most runs select their best checkpoint by; else any, preferring `eval/*`."""
     best = Counter(run.result["best"]["metric"] for run in runs if run.result.get("best"))
-    tags = sorted({tag for run in runs for tag in run.result["metrics"]}, key=lambda tag: (tag[:5] != "eval/", tag))
+    tags = sorted(
+        {tag for run in runs for tag in run.result.get("metrics", {})}, key=lambda tag: (tag[:5] != "eval/", tag)
+    )
     return next(iter([*(tag for tag, _ in best.most_common(1)), *tags]), "")

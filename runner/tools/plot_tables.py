@@ -12,6 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from runner.config.errors import escaped
+from runner.system.text import printable
+from runner.tools.plot_checks import one_line
 from runner.tools.plot_runs import REPEATS, Point, Spread, Study
 
 
@@ -28,12 +31,26 @@ def render(study: Study) -> Group:
         parts.append(Text(f"measured on several machines: {'; '.join(study.machines)}", style="yellow"))
     if study.failed:
         parts.append(Text(f"{len(study.failed)} of {len(study.runs)} runs are excluded", style="bold red"))
-        parts += [Text(f"  {run.directory}: {_one_line(run.failure)}") for run in study.failed]
+        parts += [Text(f"  {_shown(run.directory)}: {one_line(run.failure)}") for run in study.failed]
     for path, ledger in study.unfinished.items():
-        parts.append(Text(f"{path} is not complete: repeat its command with resume=auto", "bold red"))
-        invalid = [job for job in ledger["jobs"].values() if job["code"] and not (path / job["directory"]).is_dir()]
-        parts += [Text(f"  {' '.join(job['overrides'])}: {_one_line(job['error'])}") for job in invalid]
+        parts.append(Text(f"{_shown(path)} is not complete: repeat its command with resume=auto", "bold red"))
+        refused = [job for job in ledger["jobs"].values() if job["code"] and not _has_directory(path, job)]
+        parts += [
+            Text(f"  {one_line(' '.join(map(str, job.get('overrides', []))))}: {one_line(job.get('error', ''))}")
+            for job in refused
+        ]
     return Group(*parts)
+
+
+def _has_directory(path: Path, job: dict[str, Any]) -> bool:
+    """Return whether a job of the sweep at `path` has begun; its ledger may be damaged."""
+    name = job.get("directory", "")
+    return any(entry.name == name and entry.is_dir() for entry in path.iterdir())
+
+
+def _shown(path: Path) -> str:
+    """Return a path for the console, without control characters."""
+    return escaped(printable(str(path)))
 
 
 def _cells(study: Study, point: Point) -> dict[str, str]:
@@ -58,11 +75,9 @@ def plus_minus(spread: Spread) -> str:
 
 def format_value(value: object) -> str:
     """Return a config value as the user types it."""
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:200]
+    return (
+        str(value).lower() if isinstance(value, bool) else "null" if value is None else escaped(printable(str(value)))
+    )
 
 
 def write_runs(study: Study, path: Path) -> None:
@@ -75,13 +90,13 @@ def write_runs(study: Study, path: Path) -> None:
         rows.append(
             [
                 *(run.labels.get(key, "") for key in (*study.keys, *repeats)),
-                "done" if counted else _one_line(run.failure),
+                "done" if counted else one_line(run.failure),
                 times.get("median", ""),
                 times.get("p90", ""),
                 run.samples_per_second if counted else "",
                 run.result.get("metrics", {}).get(study.metric, ""),
                 *(run.result.get(key, "") for key in ("peak_memory_bytes", "world_size")),
-                run.directory,
+                printable(str(run.directory)),
             ]
         )
     _write(path, rows)
@@ -99,5 +114,5 @@ def write_points(study: Study, path: Path) -> None:
 
 
 def _write(path: Path, rows: list[list[Any]]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)

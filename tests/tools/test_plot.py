@@ -7,10 +7,11 @@ import io
 import itertools
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 from rich.console import Console
 
-from runner.sweep.ledger import LEDGER
+from runner.sweep.ledger_file import LEDGER
 from runner.tools import plot
 from runner.tools.plot_pictures import pictures
 from runner.tools.plot_runs import Spread, Study, find_runs, labels_of
@@ -69,7 +70,7 @@ class Sweep:
         }
         times = {"step_seconds": {"median": seconds, "p90": 2 * seconds}}
         failed = {"metrics": {}, "best": {}, "step_seconds": {}, "error": "OutOfMemoryError: 4 GiB\nand more"}
-        return {"status": status, **(done | times if status == "done" else failed), "world_size": 2}
+        return {"status": status, "steps": 1, **(done | times if status == "done" else failed), "world_size": 2}
 
     @property
     def study(self) -> Study:
@@ -197,7 +198,9 @@ def test_a_failed_run_is_listed_and_not_counted(sweep: Sweep) -> None:
     broken = sweep.add(1.0, seed=3)
     (broken / "config.yaml").write_text("a: [1")
     half = sweep.add(1.0, seed=4)
-    (half / "result.json").write_text(json.dumps({"status": "done", "step_seconds": {}, "metrics": {}, "best": {}}))
+    (half / "result.json").write_text(
+        json.dumps({"status": "done", "steps": 1, "step_seconds": {}, "metrics": {}, "best": {}})
+    )
     study = sweep.study
     assert [run.directory for run in study.failed] == [crashed, killed, broken, half]
     assert study.points[0].seconds.mean == 4.0
@@ -209,6 +212,116 @@ def test_a_failed_run_is_listed_and_not_counted(sweep: Sweep) -> None:
     assert f"{half}: it measured no step\n" in text
 
 
+WRONG: dict[str, tuple[Any, str]] = {
+    "metrics": ([0.5], "metrics in its result.json is no mapping, but [0.5]"),
+    "metrics.eval/accuracy": ("0.5", "metrics.eval/accuracy in its result.json is no finite number, but '0.5'"),
+    "metrics.eval/loss": (None, "metrics.eval/loss in its result.json is no finite number, but null"),
+    "metrics.a": ([1], "metrics.a in its result.json is no finite number, but [1]"),
+    "metrics.b": (math.nan, "metrics.b in its result.json is no finite number, but nan"),
+    "metrics.c": (True, "metrics.c in its result.json is no finite number, but True"),
+    "metrics.d": (10**400, "metrics.d in its result.json is no finite number, but 1000"),
+    "step_seconds": ("fast", "step_seconds in its result.json is no mapping, but 'fast'"),
+    "step_seconds.median": (0, "step_seconds.median in its result.json is no duration, but 0"),
+    "step_seconds.p90": ({}, "step_seconds.p90 in its result.json is no finite number, but {}"),
+    "best": (3, "best in its result.json is no mapping, but 3"),
+    "best.metric": (["eval/loss"], "best.metric in its result.json is no tag, but ['eval/loss']"),
+    "world_size": ("2", "world_size in its result.json is no finite number, but '2'"),
+    "peak_memory_bytes": ([], "peak_memory_bytes in its result.json is no finite number, but []"),
+}
+"""A key of a result -> a value of a wrong type, and why the run is excluded."""
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_a_result_with_a_wrong_type_is_excluded_and_the_others_are_plotted(
+    key: str, sweep: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for batch_size in (60, 120):
+        sweep.add(2.0, batch_size=batch_size)
+    wrong = sweep.add(9.0, seed=5)
+    value, why = WRONG[key]
+    result = json.loads((wrong / "result.json").read_text())
+    group, _, name = key.partition(".")
+    (result[group] if name else result)[name or group] = value
+    (wrong / "result.json").write_text(json.dumps(result))
+    assert plot.main([str(sweep.path)]) == 0
+    console = capsys.readouterr().out
+    assert "1 of 3 runs are excluded" in console
+    assert why in " ".join(console.split())
+    assert [point["seconds_per_step"] for point in rows(sweep.path / "plots" / "points.csv")] == ["2.0", "2.0"]
+
+
+def write(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content)
+
+
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "nothing": write(b""),
+    "half": write(b'{"status": "done", "steps"'),
+    "bytes": write(bytes(range(256))),
+    "a list": write(b"[1, 2]"),
+    "a text": write(b'"done"'),
+    "a number": write(b"1e999"),
+    "YAML of a class": write(b"!!python/object/apply:os.system [exit]"),
+    "nested deeply": write(b"[" * 100_000),
+    "nested mappings": write(b'{"a": ' * 50_000),
+    "a key twice": write(b'{"a": 1, "a": 2}'),
+    "null": write(b"null"),
+    "a pipe": os.mkfifo,
+    "a directory": Path.mkdir,
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "large": lambda path: (path.touch(), os.truncate(path, 10**10)),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("name", ["config.yaml", "result.json", "environment.json", "../sweep.json"])
+def test_a_broken_file_of_a_run_ends_nothing(
+    name: str, kind: str, sweep: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for batch_size in (60, 120):
+        sweep.add(2.0, batch_size=batch_size)
+    broken = sweep.add(9.0, batch_size=240)
+    (broken / name).unlink(missing_ok=True)
+    BROKEN[kind](broken / name)
+    assert plot.main([str(sweep.path)]) == 0
+    console = capsys.readouterr().out
+    excluded = name in ("config.yaml", "result.json") and (name, kind) != ("config.yaml", "a directory")
+    assert ("1 of 3 runs are excluded" in console) == excluded
+    counted = 2 if name in ("config.yaml", "result.json") else 3
+    assert len(rows(sweep.path / "plots" / "points.csv")) == counted
+
+
+@pytest.mark.parametrize("value", ["many", -3, 0, 1.5, True, None, [2], 10**20])
+@pytest.mark.parametrize("key", ["batch_size", "accumulation__steps"])
+def test_a_config_with_a_wrong_type_ends_nothing(
+    key: str, value: Any, sweep: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep.add(2.0, seed=1)
+    wrong = sweep.add(2.0, parallel=PIPELINE, **{key: value})
+    assert plot.main([str(sweep.path)]) == 0
+    assert "1 of 2 runs are excluded" in capsys.readouterr().out
+    assert [run.directory for run in sweep.study.failed] == [wrong]
+    assert f"{key.replace('__', '.')} in its config.yaml is no positive integer" in sweep.study.failed[0].failure
+
+
+@pytest.mark.parametrize(
+    "name", [b"a b=c%d", b"a\nb", b"a\xffb", b"x" * 200], ids=["signs", "newline", "bytes", "long"]
+)
+def test_runs_in_a_directory_of_any_name_are_plotted(
+    name: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = Sweep(tmp_path / os.fsdecode(name))
+    for batch_size in (60, 120):
+        sweep.add(2.0, batch_size=batch_size)
+    sweep.add(2.0, status="crashed")
+    assert plot.main([str(sweep.path)]) == 0
+    console = capsys.readouterr().out
+    assert console.encode()
+    assert "1 of 3 runs are excluded" in console
+    assert len(rows(sweep.path / "plots" / "runs.csv")) == 3
+    assert (sweep.path / "plots" / "sweep.png").is_file()
+
+
 def test_a_sweep_that_is_not_complete_says_what_is_missing(sweep: Sweep) -> None:
     sweep.add(1.0, seed=1)
     sweep.add(2.0, seed=2)
@@ -216,6 +329,8 @@ def test_a_sweep_that_is_not_complete_says_what_is_missing(sweep: Sweep) -> None
         "0": {"overrides": ["seed=1"], "directory": "000-job", "code": 0, "error": ""},
         "1": {"overrides": ["seed=x"], "directory": "001-refused", "code": 2, "error": "seed: got x\nchoose a number"},
     }
+    for job in jobs.values():
+        job["config_hash"] = "a"
     ledger = {"typed": ["seed=1,x,2"], "complete": False, "jobs": jobs}
     (sweep.path / LEDGER).write_text(json.dumps(ledger))
     text = told(sweep.study)

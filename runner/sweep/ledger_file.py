@@ -1,0 +1,74 @@
+"""Reads the ledger of a sweep, the file `sweep.json`, which may be damaged or written by somebody else."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from runner.config.errors import ConfigError
+from runner.storage.safe_read import read_regular
+from runner.system.text import printable
+
+log = logging.getLogger(__name__)
+
+LEDGER = "sweep.json"
+_LIMIT_BYTES = 64_000_000
+"""Size limit; a job takes a few hundred bytes."""
+_ENTRY = {"code": int, "config_hash": str, "directory": str, "error": str, "overrides": list}
+"""The type of each value of a job's entry; the first two are required."""
+
+
+def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
+    """Return the ledger of the sweep at `path`; empty if there is none, or, with a warning, if it is damaged.
+
+    Args:
+        typed: the overrides of the sweep that is to be resumed.
+
+    Raises:
+        ConfigError: if the ledger of the sweep with these overrides is damaged.
+    """
+    ledger = None
+    try:
+        ledger = json.loads(read_regular(path / LEDGER, _LIMIT_BYTES), object_pairs_hook=_unique)
+        _check(ledger)
+        return ledger
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except RecursionError:
+        why = "it is nested too deeply"
+    except (OSError, ValueError) as error:
+        why = printable(getattr(error, "strerror", None) or str(error))
+    if typed is not None and isinstance(ledger, dict) and ledger.get("typed") == typed:
+        remedy = "repair or remove the file, or start another sweep with resume=never"
+        raise ConfigError("resume", "auto", f"{printable(str(path / LEDGER))} is damaged: {why}", remedy)
+    log.warning("%s is ignored: %s", printable(str(path / LEDGER)), why)
+    return {}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build the dict of a JSON object, in which a key must not occur twice."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return value
+
+
+def _check(ledger: Any) -> None:
+    """Raise ValueError unless `ledger` is one."""
+    if not isinstance(ledger, dict):
+        raise ValueError("it is not a JSON object")
+    typed, jobs = ledger.get("typed"), ledger.get("jobs")
+    if not isinstance(typed, list) or not all(isinstance(text, str) for text in typed):
+        raise ValueError("its overrides are not a list of strings")
+    if not isinstance(ledger.get("complete"), bool):
+        raise ValueError("it does not say whether the sweep is complete")
+    if not isinstance(jobs, dict):
+        raise ValueError("its jobs are not a JSON object")
+    for number, entry in jobs.items():
+        if not isinstance(entry, dict) or not {"code", "config_hash"} <= entry.keys():
+            raise ValueError(f"job {number[:20]} has no exit code or no hash")
+        for key, expected in _ENTRY.items():
+            if key in entry and type(entry[key]) is not expected:
+                raise ValueError(f"{key} of job {number[:20]} is not of type {expected.__name__}")

@@ -1,0 +1,59 @@
+"""Checks what is plotted: the files of a run may be damaged, or written by somebody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from runner.config.errors import escaped
+from runner.system.text import printable
+
+_COUNTS = ("batch_size", "accumulation.steps")
+_COUNTS_OR_WORDS = ("parallel.split_size", "parallel.num_micro_batches", "parallel.stages")
+"""Keys of a config that are computed with; a word of the second is not, as `auto`."""
+
+
+def damage(labels: dict[str, Any], result: dict[str, Any]) -> str:
+    """Return what is wrong with the files of a run, so that it is not plotted; empty if nothing is.
+
+    Args:
+        labels: the leaves of its config by dotted key.
+        result: its `result.json`.
+    """
+    return next(_damages(labels, result), "")
+
+
+def _damages(labels: dict[str, Any], result: dict[str, Any]) -> Iterator[str]:
+    for key in (*_COUNTS, *_COUNTS_OR_WORDS):
+        value = labels.get(key, 1 if key != "batch_size" else None)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**12
+        if not is_count and (key in _COUNTS or isinstance(value, int | float)):
+            yield f"{key} in its config.yaml is no positive integer, but {_shown(value)}"
+    for key in ("metrics", "best", "step_seconds"):
+        if not isinstance(result.get(key, {}), dict):
+            yield f"{key} in its result.json is no mapping, but {_shown(result[key])}"
+            return
+    times, metrics = result.get("step_seconds", {}), result.get("metrics", {})
+    numbers = {f"step_seconds.{name}": number for name, number in times.items()}
+    numbers |= {f"metrics.{tag}": number for tag, number in metrics.items()}
+    numbers |= {key: result[key] for key in ("peak_memory_bytes", "world_size") if key in result}
+    for key, number in numbers.items():
+        if not _is_number(number):
+            yield f"{key} in its result.json is no finite number, but {_shown(number)}"
+    if times and not (_is_number(times.get("median")) and times["median"] > 1e-12):
+        yield f"step_seconds.median in its result.json is no duration, but {_shown(times.get('median'))}"
+    if result.get("best") and not isinstance(result["best"].get("metric"), str):
+        yield f"best.metric in its result.json is no tag, but {_shown(result['best'].get('metric'))}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # not if nan
+
+
+def _shown(value: object) -> str:
+    return one_line("null" if value is None else repr(value)[:200])[:60]
+
+
+def one_line(text: str) -> str:
+    """Return at most 200 characters of a text that may contain anything, on one line."""
+    return escaped(printable(" ".join(text.split())[:200]))
