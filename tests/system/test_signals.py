@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import re
 import shlex
 import signal
+import termios
 import threading
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +20,13 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
-from helpers.command import Command, run_command, until
+from helpers.command import PATIENCE, Command, run_command, start_fresh, until
 from helpers.compose import FAST
 
 from runner.storage.checkpoint import load
-from runner.system.signals import StopRequest
+from runner.system.signals import STOP_SIGNALS, CommandSignals, StopRequest, before_training
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -54,6 +59,90 @@ def test_signals_of_a_scheduler_may_be_sent_twice() -> None:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert stop.received == "SIGTERM"
+
+
+def test_a_hangup_stays_ignored() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.received == ""
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_forked_process_leaves_signals_to_its_parent() -> None:
+    with StopRequest() as stop:
+        if (child := os.fork()) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(bool(stop.received))
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_the_third_ctrl_c_leaves_without_a_traceback() -> None:
+    """While the second is served, which raised an exception."""
+    if (child := os.fork()) == 0:
+        with suppress(KeyboardInterrupt), StopRequest():
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+        with StopRequest() as stop:
+            stop._interrupted = True
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command, before and after training
+
+
+@pytest.mark.parametrize("number", [number for number in SIGNALS if number != signal.SIGINT])
+def test_a_signal_before_training_ends_the_command(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    with CommandSignals(), pytest.raises(SystemExit) as end:
+        os.kill(os.getpid(), number)
+    assert end.value.code == 75
+    assert capfd.readouterr().err == f"\n{number.name}: stopped before the first step\n"
+
+
+def test_a_ctrl_c_before_training_interrupts_the_command() -> None:
+    with CommandSignals(), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signal_after_training_ends_a_sweep_before_its_next_job() -> None:
+    """And does not end the command before it has written the result."""
+    with CommandSignals():
+        with StopRequest() as stop:
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received == ""
+        with pytest.raises(SystemExit):
+            before_training()
+
+
+def test_a_signal_of_the_last_step_is_remembered() -> None:
+    with CommandSignals():
+        with StopRequest():
+            os.kill(os.getpid(), signal.SIGUSR2)
+        with StopRequest() as next_job:
+            assert next_job.received == "SIGUSR2"
+
+
+def test_an_exception_that_cannot_be_raised_ends_the_command() -> None:
+    """In a destructor, Python would print and forget it."""
+
+    class Destroyed:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    if (child := os.fork()) == 0:
+        with CommandSignals():
+            Destroyed()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
 
 
 def test_handlers_are_restored() -> None:
@@ -182,7 +271,49 @@ def test_a_signal_ends_a_sweep(number: signal.Signals, tmp_path: Path) -> None:
     assert yaml.safe_load((run / "config.yaml").read_text())["seed"] == 1
 
 
-def test_a_ctrl_c_before_the_first_step_leaves_at_once(tmp_path: Path) -> None:
+def catches(pid: int) -> bool:
+    """Whether a process has handlers for all stop signals."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(re.findall(r"SigCgt:\s+(\w+)", status)[0], 16)
+    return all(caught >> (number - 1) & 1 for number in STOP_SIGNALS)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
+def test_a_signal_during_the_imports_ends_the_command(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    process = start_fresh(*FAST, cwd=tmp_path)
+    until(lambda: catches(process.pid))
+    process.send_signal(number)
+    out, err = process.communicate()
+    assert (process.returncode, out) == (code, "")
+    assert "Traceback" not in err
+    assert ("interrupted" if code == 130 else f"{number.name}: stopped before the first step") in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_closed_terminal_stops_the_run(tmp_path: Path) -> None:
+    """Everything that is written from then on is an error."""
+    ours, terminal = pty.openpty()
+    own = partial(fcntl.ioctl, terminal, termios.TIOCSCTTY, 0)
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    process = start_fresh(*LONG, "steps=1000000", cwd=tmp_path, **streams, start_new_session=True, preexec_fn=own)
+    os.close(terminal)
+    os.set_blocking(ours, False)
+
+    def saved() -> bool:
+        with suppress(BlockingIOError):
+            os.read(ours, 65536)  # or the terminal would be full
+        return bool(list(tmp_path.glob("outputs/*/*/checkpoints/step_*"))) or process.poll() is not None
+
+    until(saved)
+    os.close(ours)
+    assert process.wait(PATIENCE) == 75
+    [run] = tmp_path.glob("outputs/*/*")
+    assert whole(run)["result"]["status"] == "stopped"
+    assert "SIGHUP" in (run / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_before_the_first_step_leaves_at_once(number: signal.Signals, expected: int, tmp_path: Path) -> None:
     """While the run directory is written, held there by a git that does not answer."""
     started, git = tmp_path / "started", tmp_path / "bin" / "git"
     git.parent.mkdir()
@@ -191,9 +322,10 @@ def test_a_ctrl_c_before_the_first_step_leaves_at_once(tmp_path: Path) -> None:
     path = f"{git.parent}:{os.environ['PATH']}"
     command = Command(tmp_path / "run", *FAST, "-m", kind="torch", PATH=path)
     until(lambda: command.code is not None or started.exists())
-    command.kill(signal.SIGINT)
+    command.kill(number)
     code, told = command.ended()
-    assert (code, "interrupted" in told.splitlines()) == (130, True), told
+    word = "interrupted" if expected == 130 else "SIGTERM: stopped before the first step"
+    assert (code, word in told.splitlines()) == (expected, True), told
     assert "job 0" in told
     assert "KeyboardInterrupt" not in told, "a traceback; Python may only warn of the git that it leaves unreaped"
     assert not list(tmp_path.glob("run/outputs/**/result.json"))
