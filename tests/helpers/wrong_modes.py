@@ -313,6 +313,14 @@ class Amplifies(Classifier):
 
 
 @dataclass
+class Diverges(Classifier):
+    """Its loss is infinite."""
+
+    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return super().criterion(outputs, targets) / 0
+
+
+@dataclass
 class Crashes(Parallel):
     """Fails in the first step."""
 
