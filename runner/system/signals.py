@@ -68,7 +68,7 @@ class StopRequest:
     def _install(self) -> None:
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._handle)
+                self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL  # None: not of Python
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
