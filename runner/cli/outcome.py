@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.cli.hydra_errors import explain
 from runner.config.errors import ConfigError, escaped
 from runner.parallel.launch.cluster import external_rank_info
+from runner.system.secrets import redacted
 
 DONE, CRASHED, REFUSED, DIVERGED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 CODES = {"done": DONE, "crashed": CRASHED, "diverged": DIVERGED, "stopped": STOPPED}
@@ -28,16 +29,16 @@ def report_error(error: Exception) -> int:
     elif isinstance(error, ConfigError):
         print(wrapped(str(error)), file=sys.stderr)
     else:
-        traceback.print_exception(error)
+        print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         return CRASHED
     return REFUSED
 
 
 def wrapped(message: str) -> str:
-    """Return at most ten lines of a message, none longer than `WIDTH`, without control characters."""
+    """Return at most ten lines of a message, none longer than `WIDTH`, without control characters or secrets."""
     lines = [
         part
-        for line in escaped(message).splitlines()
+        for line in escaped(redacted(message)).splitlines()
         for part in (textwrap.wrap(line, WIDTH, subsequent_indent="  ") if len(line) > WIDTH else [line])
     ]
     return "\n".join(lines[:10])

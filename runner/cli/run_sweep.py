@@ -10,6 +10,7 @@ from runner.cli.composition import SweepJobs
 from runner.cli.outcome import CODES, DONE, REFUSED, STOPPED, WIDTH, is_first_process, report_error
 from runner.config.errors import ConfigError, escaped
 from runner.sweep.ledger import Sweep
+from runner.system.secrets import redacted_values
 
 
 def run_sweep(jobs: SweepJobs, typed: list[str]) -> list[int]:
@@ -66,7 +67,7 @@ def run_sweep_job(sweep: Sweep, jobs: SweepJobs, number: int, overrides: list[st
 
 
 def _title(number: int, overrides: list[str]) -> str:
-    line = escaped(f"job {number}: {' '.join(overrides)}").replace("\n", "\\n")
+    line = escaped(f"job {number}: {' '.join(redacted_values(overrides))}").replace("\n", "\\n")
     return "\n" + (line if len(line) <= WIDTH else line[: WIDTH - 1] + "…")
 
 

@@ -19,6 +19,7 @@ from helpers.compose import FAST
 
 from runner.config.errors import ConfigError
 from runner.storage.run_directory import StorageError
+from runner.storage.saved_config import config_text, parse_config
 from runner.sweep.ledger import Sweep
 from runner.sweep.ledger_file import read_ledger
 
@@ -101,7 +102,7 @@ def test_another_config_under_the_same_name_is_set_aside(tmp_path: Path) -> None
     ledger["jobs"]["1"]["config_hash"] = "of another"
     (sweep / "sweep.json").write_text(json.dumps(ledger))
     other = jobs(sweep)["001"] / "config.yaml"
-    other.write_text(other.read_text().replace("keep: 2", "keep: 3"))
+    other.write_text(config_text(parse_config(other.read_bytes()) | {"keep": 3}))
     assert run_command(*typed, cwd=tmp_path)[0] == 0
     assert [path.name[:3] for path in sweep.iterdir() if path.name.endswith(".superseded")] == ["001"]
     assert len(list(sweep.glob("0*"))) == 3
