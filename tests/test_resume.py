@@ -31,8 +31,11 @@ from runner.parallel.collectives import ProcessGroup
 from runner.parallel.context import Process
 from runner.parallel.launch.cluster import RankInfo
 from runner.resume import check_resumable, claimed_directory
-from runner.run import CrashedError, Result, config_hash
+from runner.run import CrashedError, Result, Session, config_hash
 from runner.storage import run_directory
+from runner.storage.durable_write import write_json
+from runner.storage.saved_config import config_text
+from runner.storage.saved_run import checkpoints, saved_config
 from runner.train import prepare
 
 HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32")
@@ -298,7 +301,7 @@ def claim(cwd: Path, *overrides: str) -> Path:
 
 
 def write_result(path: Path, status: str, steps: int = 4) -> None:
-    run_directory.write_json(path / "result.json", Result(status, steps).as_dict())
+    write_json(path / "result.json", Result(status, steps).as_dict())
 
 
 def make_checkpoint(path: Path, name: str) -> None:
@@ -327,6 +330,75 @@ def test_auto_skips_runs_that_are_done_or_in_use(tmp_path: Path) -> None:
     assert claim(tmp_path, "resume=auto") == older
     write_result(older, "done")
     assert claim(tmp_path, "resume=auto") not in (older, newer)
+
+
+BROKEN = {
+    "an empty config": {"config.yaml": b""},
+    "bytes": {"config.yaml": b"\xff\xfe"},
+    "tags": {"config.yaml": b"a: !!python/object/apply:os.system [true]"},
+    "duplicate keys": {"config.yaml": b"seed: 1\nseed: 2"},
+    "no mapping": {"config.yaml": b"- 1"},
+    "deep nesting": {"config.yaml": b"[" * 100_000, "result.json": b"[" * 100_000},
+    "a result that is a list": {"config.yaml": b"seed: 5", "result.json": b"[]"},
+    "a result of other types": {"config.yaml": b"seed: 5", "result.json": b'{"status": [], "steps": "x"}'},
+    "no config": {"result.json": b"{}"},
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN.keys())
+def test_auto_survives_broken_files_of_another_run(content: dict[str, bytes], tmp_path: Path) -> None:
+    ours = claim(tmp_path)
+    for name, data in content.items():
+        (tmp_path / "test" / "9999-broken").mkdir(exist_ok=True)
+        (tmp_path / "test" / "9999-broken" / name).write_bytes(data)
+    (tmp_path / "test" / "9999-file").touch()
+    os.mkfifo(tmp_path / "test" / "9999-pipe")
+    assert claim(tmp_path, "resume=auto") == ours
+
+
+def test_auto_stops_at_checkpoints_whose_config_cannot_be_read(tmp_path: Path) -> None:
+    """They may be those of the run, which would begin anew beside them."""
+    ours = claim(tmp_path)
+    make_checkpoint(ours, "step_00000002")
+    (ours / "config.yaml").write_text("")
+    error = refusal(tmp_path, "resume=auto")
+    assert (error.key, error.got) == ("resume", "auto")
+    assert str(ours) in error.why
+    (ours / "checkpoints" / "step_00000002" / "config.yaml").write_text(config_text(composed(*FAST, "steps=4")))
+    assert claim(tmp_path, "resume=auto") == ours
+    assert saved_config(ours).unreadable == [], "it is written again"
+
+
+def test_a_refused_resume_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    path = claim(tmp_path, "optimizer.lr=0.2")
+    write_result(path, "stopped", 3)
+    for step in (1, 2, 3):
+        make_checkpoint(path, run_directory.step_name(step))
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    for source in (path, path / "checkpoints" / "step_00000001"):
+        session = prepared(built(*FAST, "steps=4", f"resume={source}", "optimizer.lr=0.3"))
+
+        def refused_later(session: Session = session) -> None:
+            with claimed_directory(session, tmp_path / "test", None, ["optimizer.lr=0.3"]) as claimed:
+                assert saved_config(claimed).values["optimizer"]["lr"] == 0.3
+                assert not (claimed / "result.json").exists()
+                raise ConfigError("resume", str(claimed), "a rank refused it", "nothing")
+
+        with pytest.raises(ConfigError):
+            refused_later()
+        assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+        assert len(checkpoints(path)) == 3
+
+
+def test_credentials_are_in_no_file_of_a_run(tmp_path: Path) -> None:
+    session = prepared(built(*FAST, "steps=4"))
+    session.run.config["model"]["weights"] = "https://me:hunter2@example.org/w.pt"
+    with claimed_directory(session, tmp_path / "test", None, ["x.token=hf_abcdefghijklmnopqrstuvwx"]) as path:
+        found = b"".join(file.read_bytes() for file in path.rglob("*") if file.is_file())
+    assert b"example.org" in found
+    assert b"hunter2" not in found
+    assert b"hf_abc" not in found
+    assert config_hash(saved_config(path).values) == config_hash(session.run.config)
 
 
 def test_runs_that_start_at_the_same_time_get_different_directories(tmp_path: Path) -> None:

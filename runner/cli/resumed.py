@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from runner.cli.arguments import overridden_keys
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, errors_under
 from runner.config.options import CONF
-from runner.config.schema import load_class, option_fields, typed_values
+from runner.config.schema import checked_schema, load_class, option_fields
 from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Run
 from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import saved_config
@@ -85,9 +85,9 @@ def _check(config: dict[str, Any], overridden: set[str]) -> None:
             check(isinstance(node, dict), key, node, "it is no component", f"choose an option: {key}=…")
             with errors_under(key):
                 cls = load_class(node.get("_target_"), _GROUPS[key])
-                typed_values(cls, _not_overridden(node, f"{key}.", overridden))
+                checked_schema(cls, _not_overridden(node, f"{key}.", overridden))
     own = {key: value for key, value in config.items() if key in options}
-    typed_values(Run, {"name": "", "batch_size": 1} | _not_overridden(own, "", overridden))
+    checked_schema(Run, _not_overridden(own, "", overridden))
 
 
 def _not_overridden(node: dict[str, Any], prefix: str, overridden: set[str]) -> dict[str, Any]:

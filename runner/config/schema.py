@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast, get_args, get_origin
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, errors_under, see_comments
@@ -141,6 +141,18 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: for an unknown key, a value of a wrong type, or a missing value.
     """
+    schema, hints, options = checked_schema(cls, node), field_types(cls), option_fields(cls)
+    missing = [name for name in options if OmegaConf.is_missing(schema, name)]
+    check(not missing, missing[0] if missing else "", ABSENT, "it has no value", see_comments(cls))
+    return {name: _resolved(schema, name, hints[name]) for name in options}
+
+
+def checked_schema(cls: type, node: Mapping[str, Any]) -> DictConfig:
+    """Return the schema that the fields of `cls` declare, with the values of `node`; other values may be missing.
+
+    Raises:
+        ConfigError: for an unknown key, or a value of a wrong type.
+    """
     hints = field_types(cls)
     options = option_fields(cls)
     for name in node:
@@ -156,9 +168,7 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
             schema[name] = value
         except (OmegaConfBaseException, ValueError, OverflowError):
             raise ConfigError(name, value, f"it must be {_in_words(hints[name])}", see_comments(cls)) from None
-    missing = [name for name in options if OmegaConf.is_missing(schema, name)]
-    check(not missing, missing[0] if missing else "", ABSENT, "it has no value", see_comments(cls))
-    return {name: _resolved(schema, name, hints[name]) for name in options}
+    return schema
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
@@ -171,7 +181,7 @@ _TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 def _is_meant(value: Any, hint: Any) -> bool:
     """Return whether `value` means the same in YAML, on the command line and as `hint`; OmegaConf converts more."""
-    if value is None or (isinstance(value, str) and "${" in value):  # OmegaConf resolves the references
+    if value in (None, "???") or (isinstance(value, str) and "${" in value):  # missing, or OmegaConf resolves it
         return True
     if isinstance(value, list | tuple):
         items = get_args(hint)[:1] if get_origin(hint) in (list, tuple) else ()
