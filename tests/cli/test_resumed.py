@@ -1,0 +1,199 @@
+"""A run that is resumed by its path: its saved config is data, and the overrides of the command are on top of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.command import run_command, succeed
+from helpers.compose import FAST, composed
+from omegaconf import OmegaConf
+
+from runner.storage.saved_config import config_text
+
+STEPS = ("steps=4", "save_every=2", "eval_every=0", "log_every=1")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of four steps with options that are not the defaults."""
+    cwd = tmp_path_factory.mktemp("trained")
+    succeed(cwd, *FAST, *STEPS, "optimizer=adam", "optimizer.lr=0.002", "name=first")
+    [path] = cwd.glob("outputs/first/*")
+    return path
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it, as somebody else might have sent it."""
+    return Path(shutil.copytree(trained, tmp_path / "theirs" / trained.name))
+
+
+def show(cwd: Path, *arguments: str, **variables: str) -> Any:
+    """The config that a command composes."""
+    code, console = run_command(*arguments, "--cfg", "job", cwd=cwd, **variables)
+    assert code == 0, console
+    return yaml.safe_load(console)
+
+
+def saved(run: Path) -> dict[str, Any]:
+    config: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    return config
+
+
+def change(run: Path, **values: Any) -> None:
+    """Write the saved config with other values, as by the project itself."""
+    (run / "config.yaml").write_text(config_text(saved(run) | values))
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    found = [file for file in path.rglob("*") if file.is_file() and file.name != ".lock"]
+    return {str(file.relative_to(path)): file.read_bytes() for file in found}
+
+
+def test_the_saved_values_are_the_defaults(run: Path, tmp_path: Path) -> None:
+    shown = show(tmp_path, f"resume={run}")
+    assert shown == saved(run) | {"resume": str(run), "experiment": None, "debug": None} or {
+        key: value for key, value in shown.items() if key in saved(run)
+    } == saved(run) | {"resume": str(run)}
+    assert (shown["optimizer"]["lr"], shown["name"], shown["steps"]) == (0.002, "first", 4)
+
+
+def test_overrides_are_on_top(run: Path, tmp_path: Path) -> None:
+    shown = show(tmp_path, f"resume={run}", "optimizer.lr=0.1", "parallel=ddp", "parallel.processes=3", "steps=9")
+    before = saved(run)
+    assert shown["optimizer"] == before["optimizer"] | {"lr": 0.1}
+    assert shown["parallel"] == composed("parallel=ddp", "parallel.processes=3")["parallel"]
+    for key in ("model", "data", "seed", "schedule", "save_every"):
+        assert shown[key] == before[key]
+    assert shown["steps"] == 9
+
+
+def test_a_config_without_a_group_has_its_default(run: Path, tmp_path: Path) -> None:
+    """That of an earlier version, which had no such group."""
+    config = saved(run)
+    del config["tracking"]
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert show(tmp_path, f"resume={run}")["tracking"] == composed()["tracking"]
+
+
+def test_the_overrides_of_all_sessions_are_shown_and_never_read(run: Path, tmp_path: Path) -> None:
+    (run / "overrides.yaml").write_text("- seed=5\n- --experimental-rerun=x\n- steps=4\n- hydra.run.dir=/nowhere\n")
+    succeed(tmp_path, f"resume={run}", "steps=5")
+    listed = ["seed=5", "--experimental-rerun=x", "hydra.run.dir=/nowhere", f"resume={run}", "steps=5"]
+    assert yaml.safe_load((run / "overrides.yaml").read_text()) == listed
+    assert saved(run)["seed"] == 0
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "hydra": {"hydra": {"run": {"dir": "elsewhere"}}},
+    "defaults": {"defaults": ["_self_"]},
+    "unknown key": {"hook": "os.system"},
+    "class": {"model": {"_target_": "os.system"}},
+    "class of another package": {"model": {"_target_": "hydra.utils.instantiate"}},
+    "class of another group": {"model": {"_target_": "runner.device.Device"}},
+    "private class": {"tracking": {"_target_": "runner.config.errors.ConfigError"}},
+    "defaults of a component": {"schedule": {"_target_": "runner.schedule.Constant", "defaults": ["/model/resnet50"]}},
+    "partial": {"schedule": {"_target_": "runner.schedule.Constant", "_partial_": True}},
+    "no component": {"model": "resnet50"},
+    "list": {"model": [1]},
+    "interpolation": {"name": "${oc.env:HOME}"},
+    "resolver": {"steps": "${oc.decode:'5'}"},
+    "reference": {"steps": "${seed}"},
+    "missing": {"steps": "???"},
+    "wrong type": {"steps": "many"},
+    "node for a value": {"steps": {"a": 1}},
+    "out of range": {"steps": -1},
+}
+
+
+@pytest.mark.parametrize("values", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_config_is_refused_and_nothing_is_written(values: dict[str, Any], run: Path, tmp_path: Path) -> None:
+    change(run, **values)
+    before = tree(tmp_path)
+    code, console = run_command(f"resume={run}", cwd=tmp_path / "cwd")
+    assert code == 2, console
+    assert next(iter(values)) in console.splitlines()[0]
+    assert "Traceback" not in console
+    after = {name: content for name, content in tree(tmp_path).items() if not name.startswith("cwd")}
+    assert after == before
+    assert {path.name for path in (tmp_path / "cwd").iterdir()} <= {"console.txt", "code"}
+
+
+def test_a_secret_in_the_environment_is_not_shown(run: Path, tmp_path: Path) -> None:
+    config = saved(run)
+    change(run, model=config["model"] | {"weights": "${oc.env:SECRET}"})
+    code, console = run_command(f"resume={run}", "steps=5", cwd=tmp_path, SECRET="hidden treasure")
+    assert code == 2
+    assert "model.weights" in console
+    assert "treasure" not in console + "".join(map(str, tree(run).values()))
+
+
+def test_a_value_that_was_not_saved_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
+    config = saved(run)
+    change(run, optimizer=config["optimizer"] | {"eps": "${oc.env:EPS}"})
+    code, console = run_command(f"resume={run}", "steps=5", cwd=tmp_path, EPS="1e-9")
+    assert (code, "optimizer.eps" in console) == (2, True)
+    succeed(tmp_path, f"resume={run}", "steps=5", "optimizer.eps=1e-9")
+    assert saved(run)["optimizer"]["eps"] == 1e-9
+
+
+def test_a_variable_of_the_environment_is_used_and_not_saved(tmp_path: Path) -> None:
+    typed = (*FAST, *STEPS, "optimizer.weight_decay=${oc.env:DECAY}")
+    code, console = run_command(*typed, cwd=tmp_path, DECAY="0.25")
+    assert code == 0, console
+    [run] = tmp_path.glob("outputs/*/*")
+    assert saved(run)["optimizer"]["weight_decay"] == "${oc.env:DECAY}"
+    assert not [name for name, content in tree(run).items() if b"0.25" in content]
+    code, console = run_command(*typed, cwd=tmp_path)
+    assert (code, "optimizer.weight_decay" in console, "DECAY" in console) == (2, True, True)
+
+
+def link_checkpoints(run: Path) -> None:
+    (run / "checkpoints").rename(run.parent / "elsewhere")
+    (run / "checkpoints").symlink_to(run.parent / "elsewhere")
+
+
+def link_log(run: Path) -> None:
+    (run.parent / "victim").write_text("mine")
+    (run / "log.txt").unlink()
+    (run / "log.txt").symlink_to(run.parent / "victim")
+
+
+def link_part(run: Path) -> None:
+    (run.parent / "victim").write_text("mine")
+    (run / ".config.yaml.part").symlink_to(run.parent / "victim")
+
+
+def link_new_directory(run: Path) -> None:
+    (run.parent / "elsewhere").mkdir()
+    (run / "profile").symlink_to(run.parent / "elsewhere")
+
+
+def pipe_result(run: Path) -> None:
+    (run / "result.json").unlink()
+    os.mkfifo(run / "result.json")
+
+
+def pipe_lock(run: Path) -> None:
+    (run / ".lock").unlink()
+    os.mkfifo(run / ".lock")
+
+
+SPOILT = [link_checkpoints, link_log, link_part, link_new_directory, pipe_result, pipe_lock]
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_a_directory_with_links_or_pipes_is_refused(spoil: Callable[[Path], None], run: Path, tmp_path: Path) -> None:
+    spoil(run)
+    before = tree(tmp_path)
+    code, console = run_command(f"resume={run}", "steps=5", cwd=tmp_path / "cwd")
+    assert code == 2, console
+    assert console.startswith("resume: got ")
+    assert "Traceback" not in console
+    assert {name: content for name, content in tree(tmp_path).items() if not name.startswith("cwd")} == before
