@@ -68,11 +68,13 @@ class SharedMemoryCollectives(ProcessGroup):
 
     def _wait_for(self, num_updates: int) -> None:
         """Wait until every worker has made `num_updates` updates."""
-        until = time.monotonic() + self.timeout
+        waited, since = 0.0, time.monotonic()
         while self.updates.min() < num_updates:
-            if time.monotonic() > until:
+            if waited > self.timeout:
                 raise LostError(f"rank {self.updates.argmin()} made no update for {self.timeout:g} s")
             time.sleep(0.0002)
+            now = time.monotonic()
+            waited, since = waited + min(now - since, 0.5), now  # capped: all workers may have been suspended together
 
 
 @dataclass

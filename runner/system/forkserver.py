@@ -8,9 +8,13 @@ imports torch once, in parallel with the main process; a child then starts in 0.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import time
+from contextlib import suppress
 
 from runner.system.signals import STOP_SIGNALS
+from runner.system.temporary import claim_directory, remove_abandoned
 
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
@@ -23,8 +27,10 @@ def start_server(*modules: str) -> None:
     """
     if METHOD != "forkserver":
         return
-    from multiprocessing import forkserver, resource_tracker
+    from multiprocessing import forkserver, resource_tracker, util
 
+    if claim_directory(util.get_temp_dir()):  # where multiprocessing has its sockets; false if it is already ours
+        remove_abandoned("pymp-")
     forkserver.set_forkserver_preload(list(modules))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -33,3 +39,22 @@ def start_server(*modules: str) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def death_of_server() -> str:
+    """Return the name of the signal that killed the server, or its exit code; empty if it runs.
+
+    Called when all of its children seem to have ended at once, as their exit codes come from it.
+    """
+    from multiprocessing import forkserver
+
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
+    until = time.monotonic() + 1.0  # the server's sockets are closed a moment before its own end can be seen
+    with suppress(ChildProcessError):  # another process has started it
+        while pid is not None and time.monotonic() < until:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # multiprocessing waits for it too
+            if ended is not None:
+                killed = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+                return signal.Signals(ended.si_status).name if killed else f"exit code {ended.si_status}"
+            time.sleep(0.01)
+    return ""

@@ -76,6 +76,12 @@ def say_nothing(pipe: Connection, _: Any) -> None:
     threading.Event().wait(LONG)
 
 
+def reports_progress(pipe: Connection, number: int) -> None:
+    """Send heartbeats with `number` as the progress, and nothing else."""
+    start_heartbeat(pipe, lambda: number)
+    hang()
+
+
 def wait_for(path: Path | None) -> None:
     """Wait until there is a file at `path`."""
     while path is not None and not path.exists():

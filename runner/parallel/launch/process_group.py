@@ -14,12 +14,17 @@ import torch
 
 from runner.config.errors import ConfigError
 from runner.parallel.launch.cluster import RankInfo, interface_to
+from runner.system import torch_private
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 HOST = "127.0.0.1"
 """The host of the store of processes that are started on this machine; `::1` where there is no IPv4."""
+
+
+_LONG = timedelta(days=30)
+"""How long gloo waits where the supervisor decides."""
 
 
 def create_store(port: int | None) -> TCPStore:
@@ -66,8 +71,11 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
         rank_info: rank of this process, and address of the store.
         device: device of this process; tensors on a GPU are sent over NCCL, those in host memory over gloo.
         timeout: seconds that a collective waits for the other ranks.
-        external: whether torchrun or SLURM has started the ranks.
+        external: whether torchrun or SLURM has started the ranks. If not, the supervisor ends a collective of gloo
+            after `timeout`, and gloo itself waits much longer: its clock would go on while all processes are suspended.
     """
+    global _progress
+    _progress = int(device.type == "cpu")
     if external and (interface := interface_to(rank_info.host)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     elif not external and (interface := _loopback()):
@@ -85,7 +93,7 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
         store=store,
         rank=rank_info.rank,
         world_size=rank_info.world_size,
-        timeout=limit,
+        timeout=limit if external or device.type != "cpu" else _LONG,
     )
     _gloo_sockets[:] = _open_sockets() - before
 
@@ -108,12 +116,30 @@ def abort_process_group() -> None:
     may hold, and has no function to close them; so they are shut down through their file descriptors. A public
     `ProcessGroupGloo.shutdown` (https://github.com/pytorch/pytorch/issues/130345) would make this unnecessary.
     """
+    fail_collectives()
+    destroy_process_group()
+
+
+def fail_collectives() -> None:
+    """Shut down gloo's connections: collectives that wait fail, on this rank and on the others."""
     for descriptor in _gloo_sockets:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.getpeername()  # raises for the listening socket: gloo would crash if it were shut down
             connection.shutdown(socket.SHUT_RDWR)
-    destroy_process_group()
 
+
+def progress() -> int:
+    """Return a number that grows when this rank begins to wait for others; called by the thread of the heartbeats.
+
+    It is always 0 on GPUs, where NCCL's own watchdog ends a collective: not all operations of NCCL are counted.
+    """
+    with suppress(RuntimeError):  # the group is just being destroyed
+        return _progress + torch_private.num_operations() if _progress else 0
+    return 0
+
+
+_progress = 0
+"""1 when this rank joins the others, and 0 before that, or on GPUs."""
 
 _gloo_sockets: list[int] = []
 """The file descriptors of the sockets that `init_process_group` has opened."""

@@ -150,7 +150,7 @@ def _run_rank(
     shared_state: Any,
 ) -> None:
     """Run a rank that was started on this machine, from its first heartbeat to its report."""
-    send = start_heartbeat(pipe)
+    send = start_heartbeat(pipe, process_group.progress, process_group.fail_collectives)
     try:
         if rank_info.rank > 0:
             _redirect_output(directory / f"log_rank_{rank_info.rank}.txt")

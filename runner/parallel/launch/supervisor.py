@@ -23,7 +23,7 @@ from runner.config.errors import ConfigError
 from runner.data.base import DataError
 from runner.storage.run_directory import StorageError
 from runner.system import torch_errors
-from runner.system.forkserver import METHOD
+from runner.system.forkserver import METHOD, death_of_server
 from runner.system.signals import StopRequest
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,12 @@ HEARTBEAT_SECONDS = 0.3
 
 START_SECONDS = 60.0
 """Additional time for the first heartbeat, as torch may be imported from a slow disk."""
+
+GIVE_UP = "give up"
+"""What the supervisor sends to the ranks when one of them has failed or hangs: others may wait for it."""
+
+_UNKNOWN_EXIT = 255
+"""The exit code that `multiprocessing` reports for every rank once the fork server, which knows them, is gone."""
 
 GRACE_SECONDS = 2.0
 """Time in which the other ranks may still report, after one has failed."""
@@ -47,6 +53,13 @@ class RankError(Exception):
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.what}"
+
+
+class ForkServerError(RankError):
+    """Raised when the process that starts the ranks was killed."""
+
+    def __str__(self) -> str:
+        return self.what
 
 
 class LostError(RuntimeError):
@@ -96,15 +109,21 @@ def report_of(error: BaseException) -> Report:
 # In each rank
 
 
-def start_heartbeat(pipe: connection.Connection) -> Callable[[Report], None]:
+def start_heartbeat(
+    pipe: connection.Connection, progress: Callable[[], int] = lambda: 0, give_up: Callable[[], None] = lambda: None
+) -> Callable[[Report], None]:
     """Send heartbeats until the process ends; if the supervisor dies, kill the other ranks and exit.
+
+    Args:
+        progress: returns a number that grows when this rank begins to wait for others; sent with each heartbeat.
+        give_up: makes this rank fail if it waits for others; called when one of them has failed or hangs.
 
     Returns:
         A function that sends the report.
     """
     sending = threading.Lock()
 
-    def send(message: Report | None) -> None:
+    def send(message: Report | int) -> None:
         with sending, suppress(ConnectionError):
             pipe.send(message)
 
@@ -112,10 +131,12 @@ def start_heartbeat(pipe: connection.Connection) -> Callable[[Report], None]:
         pids: list[int] = []
         try:
             while True:
-                if pipe.poll(HEARTBEAT_SECONDS):
-                    pids = pipe.recv()
+                if not pipe.poll(HEARTBEAT_SECONDS):
+                    send(progress())
+                elif (message := pipe.recv()) == GIVE_UP:
+                    give_up()
                 else:
-                    send(None)
+                    pids = message
         except (EOFError, OSError):
             for pid in pids:
                 if pid != os.getpid():
@@ -137,7 +158,8 @@ class Supervisor:
     Args:
         work: main function of a rank, called with its pipe (see `start_heartbeat`) and its arguments.
         arguments: arguments of each rank.
-        timeout: seconds without a heartbeat after which a rank is considered hung.
+        timeout: seconds after which a rank is considered hung that sends no heartbeat, or for which others wait. They
+            are counted here: time in which this process was itself suspended (Ctrl-Z) is nobody's silence.
     """
 
     def __init__(self, work: Callable[..., None], arguments: Sequence[tuple], timeout: float):
@@ -147,6 +169,8 @@ class Supervisor:
         self.pipes: list[connection.Connection] = []
         self.reports: list[Report | None] = [None] * len(arguments)
         self.silence = [-START_SECONDS] * len(arguments)
+        self.progress = [0] * len(arguments)
+        self.stalled = 0.0
         try:
             for rank, own in enumerate(arguments):
                 ours, theirs = context.Pipe()
@@ -157,9 +181,7 @@ class Supervisor:
                 self.processes.append(process)
             pids = [process.pid for process in self.processes]
             log.debug("the ranks' processes: %s", " ".join(map(str, pids)))
-            for pipe in self.pipes:
-                with suppress(ConnectionError):  # it has already ended, which `wait` will detect
-                    pipe.send(pids)
+            self._tell(pids)
         except BaseException:
             self.close()
             raise
@@ -207,9 +229,10 @@ class Supervisor:
         since = time.monotonic()
         open_pipes = {pipe: rank for rank, pipe in enumerate(self.pipes) if self.reports[rank] is None}
         ready = connection.wait([*open_pipes, *(self.processes[rank].sentinel for rank in open_pipes.values())], 0.2)
+        passed = min(time.monotonic() - since, 0.5)  # capped: this process may have been suspended
+        self.stalled += passed
         for pipe, rank in open_pipes.items():
-            # Capped, so that time in which this process was itself suspended (Ctrl-Z, a closed laptop) does not count.
-            self.silence[rank] += min(time.monotonic() - since, 0.5)
+            self.silence[rank] += passed
             if pipe in ready:
                 self._read_pipe(rank)
 
@@ -217,12 +240,21 @@ class Supervisor:
         """Read the heartbeats and the report of one rank."""
         with suppress(EOFError, OSError):
             while self.reports[rank] is None and self.pipes[rank].poll():
-                self.reports[rank] = self.pipes[rank].recv()
+                message = self.pipes[rank].recv()
                 self.silence[rank] = 0.0
+                if isinstance(message, Report):
+                    self.reports[rank], self.stalled = message, 0.0
+                elif message != self.progress[rank]:
+                    self.progress[rank], self.stalled = message, 0.0
 
     def _broken(self) -> bool:
         failed = any(report is not None and not report.succeeded for report in self.reports)
-        return failed or bool(self._dead()) or max(self.silence) > self.timeout
+        return failed or bool(self._dead()) or max(self.silence) > self.timeout or self._has_stalled()
+
+    def _has_stalled(self) -> bool:
+        """Return whether some ranks wait for others in a collective, and none has begun another for too long."""
+        running = [number for number, report in zip(self.progress, self.reports, strict=True) if report is None]
+        return self.stalled > self.timeout and len(set(running)) > 1
 
     def _dead(self) -> list[int]:
         """Return the ranks that have ended without a report."""
@@ -234,6 +266,7 @@ class Supervisor:
     def _first_error(self) -> Exception:
         """Return the error of the rank that failed first, after giving the other ranks time to report."""
         silent = [rank for rank, seconds in enumerate(self.silence) if seconds > self.timeout]
+        self._tell(GIVE_UP)
         until = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < until and any(
             report is None and process.is_alive() for report, process in zip(self.reports, self.processes, strict=True)
@@ -243,6 +276,10 @@ class Supervisor:
         for report in reports.values():
             if report.refused is not None:
                 return report.refused
+        if any(self.processes[rank].exitcode == _UNKNOWN_EXIT for rank in self._dead()) and (end := death_of_server()):
+            return ForkServerError(
+                0, f"the fork server, the process that starts the ranks, was killed by {_with_cause(end)}"
+            )
         first = self._first(silent, reports)
         result = self.reports[0].result if self.reports[0] else None
         return RankError(*first, result=result)
@@ -258,6 +295,7 @@ class Supervisor:
         if ordered and not reports[ordered[0]].by_others:
             return ordered[0], reports[ordered[0]].what, reports[ordered[0]].trace
         late = [rank for rank, report in enumerate(self.reports) if report is None and rank not in dead]
+        late.sort(key=lambda rank: self.progress[rank])
         for rank in (*silent, *late):
             what = "did not reach the collective that the others waited in: it is stopped, or hangs"
             return rank, f"{what} (parallel.timeout={self.timeout:g})", ""
@@ -271,11 +309,20 @@ class Supervisor:
         if code >= 0:
             return f"exited with code {code}", False
         name = signal.Signals(-code).name
-        hint = " (the kernel does that where memory runs out)" if name == "SIGKILL" else ""
-        return f"was killed by {name}{hint}", name == "SIGABRT"
+        return f"was killed by {_with_cause(name)}", name == "SIGABRT"
+
+    def _tell(self, message: Any) -> None:
+        for pipe in self.pipes:
+            with suppress(OSError):  # it has already ended, which `wait` will detect
+                pipe.send(message)
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self.processes:
             if process.is_alive():
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
+
+
+def _with_cause(name: str) -> str:
+    """Return the name of a signal, with its likely cause."""
+    return f"{name} (the kernel does that where memory runs out)" if name == "SIGKILL" else name

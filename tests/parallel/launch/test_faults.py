@@ -183,6 +183,42 @@ def test_a_stopped_rank_ends_the_run(case: str, stopped: dict[str, Command]) -> 
     assert_crashed(stopped[case], STOPS[case][1], f"{STOPPED}{TIMEOUT})")
 
 
+@pytest.fixture(scope="module")
+def paused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Any, Path]]]:
+    """For each mode its command, whose processes were all stopped for longer than the timeout, and then continued."""
+    begun: dict[str, tuple[Any, Path]] = {}
+    for mode in ("ddp", "hogwild", "pipeline"):
+        cwd = tmp_path_factory.mktemp(mode)
+        endless = ("steps=1000000", f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
+        with (cwd / "console.txt").open("w") as console:
+            process = start_fresh(*LONG, *endless, cwd=cwd, stdout=console, stderr=console, start_new_session=True)
+        begun[mode] = process, cwd
+        until(lambda cwd=cwd, process=process: steps_saved(cwd) or process.poll() is not None)
+    for process, _ in begun.values():
+        os.killpg(process.pid, signal.SIGSTOP)
+    time.sleep(TIMEOUT + 5)
+    for process, _ in begun.values():
+        os.killpg(process.pid, signal.SIGCONT)
+    yield begun
+    for process, _ in begun.values():
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def steps_saved(cwd: Path) -> int:
+    return max((int(path.name[5:]) for path in cwd.glob("outputs/*/*/checkpoints/step_????????")), default=0)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "hogwild", "pipeline"])
+def test_a_run_goes_on_after_all_its_processes_were_suspended(mode: str, paused: dict[str, tuple[Any, Path]]) -> None:
+    """By Ctrl-Z and fg: a pause that all share is nobody's silence."""
+    process, cwd = paused[mode]
+    before = steps_saved(cwd)
+    until(lambda: steps_saved(cwd) >= before + 50 or process.poll() is not None)
+    assert process.poll() is None, (cwd / "console.txt").read_text()
+
+
 def test_a_killed_parent_leaves_no_stopped_rank_behind(tmp_path: Path) -> None:
     command = Command(tmp_path, *LONG, "steps=100000").saved()
     command.kill(signal.SIGSTOP, command.ranks()[1])
@@ -250,6 +286,15 @@ def test_the_error_of_a_rank_is_printed_once_with_its_traceback(
     assert len(re.findall(rf"^{re.escape(last)}", printed, re.MULTILINE)) == 1, "its traceback"
     assert line in printed
     assert "gloo" not in printed, "what it did to the others is not printed"
+
+
+@pytest.mark.parametrize(
+    ("mode", "rank"), [("ddp", 1), ("pipeline", 0), ("hogwild", 1), pytest.param("fsdp", 0, marks=SLOW)]
+)
+def test_a_rank_that_hangs_is_named(mode: str, rank: int, failing: Callable[..., Result]) -> None:
+    """It still sends heartbeats; the others wait for it in a collective."""
+    work = changed(partial(rank_work.hang_at, rank, 13))
+    assert failing(work, f"parallel={mode}", f"parallel.timeout={TIMEOUT}").error == f"rank {rank} {STOPPED}{TIMEOUT})"
 
 
 @pytest.mark.parametrize(("rank", "num_bytes"), [(0, 20_000), (1, 1000)])

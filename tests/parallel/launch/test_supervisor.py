@@ -210,6 +210,30 @@ def test_a_pause_of_this_process_is_no_silence_of_a_rank(monkeypatch: pytest.Mon
         assert ranks.silence[0] <= 0.5
 
 
+@pytest.mark.parametrize(
+    ("progress", "reports", "seconds", "stalled"),
+    [
+        ([7, 7], [None, None], 99, False),  # both compute, for however long
+        ([7, 6], [None, None], 99, True),  # rank 0 has begun a collective that rank 1 has not
+        ([7, 6], [None, None], 4, False),
+        ([7, 6], [None, Report(value=1)], 99, False),  # rank 1 is done: nobody waits for it
+    ],
+)
+def test_ranks_that_wait_for_one_that_hangs_are_noticed(
+    progress: list[int], reports: list[Report | None], seconds: float, stalled: bool
+) -> None:
+    ranks = Supervisor(does, [], 5)
+    ranks.progress, ranks.reports, ranks.stalled = progress, reports, seconds
+    assert ranks._has_stalled() == stalled
+
+
+@hanging
+def test_the_rank_that_hangs_is_the_one_that_has_begun_the_fewest_collectives() -> None:
+    with Supervisor(work.reports_progress, [(1,), (3,), (0,)], 2) as ranks, pytest.raises(RankError) as caught:
+        ranks.wait(StopRequest())
+    assert str(caught.value) == f"rank 2 {DID_NOT_REACH} (parallel.timeout=2)"
+
+
 def test_a_signal_is_passed_on_to_all_ranks_once() -> None:
     stop = StopRequest()
     threading.Timer(0.3, setattr, (stop, "received", "SIGTERM")).start()
@@ -235,12 +259,16 @@ def test_a_rank_that_cannot_start_ends_those_before_it() -> None:
         Supervisor(does, [(hang,), (unpicklable,)], PATIENCE)
 
 
+KILLED = "was killed by SIGKILL (the kernel does that where memory runs out)"
+
+
 def test_a_dead_fork_server_is_noticed_and_replaced() -> None:
     """In a process of its own: this one's server has taken seconds to load torch."""
     words = [sys.executable, "-m", "helpers.dead_fork_server"]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PATIENCE, "check": False}
+    blamed = "the fork server, the process that starts the ranks, "
     done = subprocess.run(words, env=environment(), **options)
-    assert done.stdout.splitlines() == ["rank 0 exited with code 255", "[1, 1]"], done.stderr
+    assert done.stdout.splitlines() == [f"{blamed}{KILLED}", "[1, 1]"], done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------
