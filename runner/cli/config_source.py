@@ -16,6 +16,9 @@ from runner.config.yaml_file import read_config
 class OptionFiles(FileConfigSource):
     """A folder like conf/, whose files are read strictly (see `read_config`)."""
 
+    sets_hydra = False
+    """Whether a file that was read may set keys of Hydra: to refer to one (`${hydra:…}`) sets none."""
+
     @staticmethod
     def scheme() -> str:
         return "conf"
@@ -34,8 +37,10 @@ class OptionFiles(FileConfigSource):
         hydra = content.get("hydra", {})
         why, remedy = f"it is not a mapping ({os.path.relpath(path)})", "write hydra: {sweeper: {params: …}}"
         check(isinstance(hydra, Mapping), "hydra", hydra, why, remedy)
-        with path.open(encoding="utf-8") as file:
-            header = ConfigSource._get_header_dict(file.read(512))
+        text = path.read_text(encoding="utf-8")
+        header = ConfigSource._get_header_dict(text[:512])
+        own = text.replace("${hydra:", "")
+        self.sets_hydra |= "hydra" in own or "\\" in own  # an escape sequence may stand for any letter
         return ConfigResult(
             config=content, path=f"{self.scheme()}://{self.path}", provider=self.provider, header=header
         )

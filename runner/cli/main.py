@@ -10,20 +10,21 @@ if sys.path and sys.path[0] != ROOT and os.path.realpath(sys.path[0]) == os.path
     del sys.path[0]  # `python -m` puts the working directory first: its models.py or secrets.py would shadow others
 
 from argparse import Namespace  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
 
 from runner.system.lazy_import import import_lazily  # noqa: E402
 
 import_lazily("torch", "torchvision")
 
-from hydra._internal.utils import get_args_parser  # noqa: E402
-
 from runner import __version__  # noqa: E402
 from runner.cli import arguments as command_line  # noqa: E402
-from runner.cli.composition import Composer, Job, SweepJobs  # noqa: E402
 from runner.cli.help import help_text  # noqa: E402
 from runner.cli.outcome import CODES, DONE, INTERRUPTED, REFUSED, STOPPED, report_error  # noqa: E402
 from runner.config.errors import ABSENT, check  # noqa: E402
 from runner.system.signals import CommandSignals  # noqa: E402
+
+if TYPE_CHECKING:
+    from runner.cli.composition import Job
 
 
 def main() -> int:
@@ -73,6 +74,10 @@ def compose_and_run(arguments: list[str]) -> list[int]:
         from runner.cli.resumed import register_saved  # imported here: it needs the components
 
         config_name = register_saved(source, arguments)
+    from hydra._internal.utils import get_args_parser  # imported here: --help needs no Hydra
+
+    from runner.cli.composition import Composer, SweepJobs
+
     flags = get_args_parser().parse_args(arguments)
     check_flags(flags)
     overrides = [command_line.quoted(word, is_sweep) for word in flags.overrides]

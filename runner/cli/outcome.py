@@ -6,10 +6,6 @@ import sys
 import textwrap
 import traceback
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
-from runner.cli.hydra_errors import explain
 from runner.config.errors import ConfigError, escaped
 from runner.parallel.launch.cluster import external_rank_info
 from runner.system.secrets import redacted
@@ -24,10 +20,13 @@ WIDTH = 200
 
 def report_error(error: Exception) -> int:
     """Print an error, with its traceback if it is unexpected; returns the exit code."""
-    if isinstance(error, HydraException | OmegaConfBaseException):
+    from hydra.errors import HydraException  # imported here: --help needs no Hydra
+    from omegaconf.errors import OmegaConfBaseException
+
+    from runner.cli.hydra_errors import explain
+
+    if isinstance(error, HydraException | OmegaConfBaseException | ConfigError):
         print(wrapped(explain(error)), file=sys.stderr)
-    elif isinstance(error, ConfigError):
-        print(wrapped(str(error)), file=sys.stderr)
     else:
         print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         return CRASHED

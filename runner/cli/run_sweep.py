@@ -68,7 +68,7 @@ def run_sweep_job(sweep: Sweep, jobs: SweepJobs, number: int, overrides: list[st
 
 def _title(number: int, overrides: list[str]) -> str:
     line = escaped(f"job {number}: {' '.join(redacted_values(overrides))}").replace("\n", "\\n")
-    return "\n" + (line if len(line) <= WIDTH else line[: WIDTH - 1] + "…")
+    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"
 
 
 class Refusals:
@@ -100,4 +100,4 @@ class Refusals:
         for reason, (first, *others) in self._jobs.items():
             if others:
                 key, count = reason.partition(":")[0], f"{len(others):,} more job{'s' * (len(others) > 1)}"
-                print(f"\n{key}: {count} refused for the same reason as job {first}", file=sys.stderr)
+                print(f"{key}: {count} refused for the same reason as job {first}", file=sys.stderr)

@@ -82,10 +82,9 @@ SECTIONS = {
     "hydra: {job: {env_set: {X: y}}}": "hydra.job.env_set.X",
     "hydra: {sweeper: {max_batch_size: 1}}": "hydra.sweeper.max_batch_size",
     "hydra: {mode: MULTIRUN}": "hydra.mode",
-    "hydra: {job_logging: {root: {level: INFO}}}": "hydra.job_logging.root.level",
+    "hydra: {job_logging: {root: {level: DEBUG}}}": "hydra.job_logging.root.level",
     "defaults:\n  - override /hydra/job_logging: stdout\n  - _self_": "hydra.job_logging.",
     "defaults:\n  - override /hydra/hydra_logging: none\n  - _self_": "hydra.hydra_logging.",
-    "defaults:\n  - override /hydra/output: 'off'\n  - _self_": "hydra.",
 }
 
 
