@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
+from typing import TYPE_CHECKING
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-if sys.path and sys.path[0] != ROOT and os.path.realpath(sys.path[0]) == os.path.realpath(os.curdir):
-    del sys.path[0]  # `python -m` puts the working directory first: its models.py or secrets.py would shadow others
-
-from argparse import Namespace  # noqa: E402
-from typing import TYPE_CHECKING  # noqa: E402
-
-from runner.system.lazy_import import import_lazily  # noqa: E402
+from runner.system.lazy_import import import_lazily
 
 import_lazily("torch", "torchvision")
 

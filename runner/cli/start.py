@@ -9,7 +9,14 @@ import os
 import sys
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-if sys.path and sys.path[0] != _ROOT and os.path.realpath(sys.path[0]) == os.path.realpath(os.curdir):
+try:
+    _HERE = os.getcwd()
+except OSError as error:  # it has been deleted
+    print(
+        f"current directory: it cannot be read ({error.strerror})\n  change to one that exists: cd DIR", file=sys.stderr
+    )
+    raise SystemExit(2) from None
+if sys.path and sys.path[0] != _ROOT and os.path.realpath(sys.path[0]) == os.path.realpath(_HERE):
     del sys.path[0]
 
 from runner.system.signals import run_main  # noqa: E402

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from helpers.command import PATIENCE, run_command, run_fresh, start_fresh
+from helpers.command import PATIENCE, environment, run_command, run_fresh, start_fresh
 from helpers.compose import FAST
 
 import runner.run
@@ -179,6 +180,15 @@ def test_a_mistake_found_in_data_or_device_leaves_nothing_either(line: str, tmp_
     told = refusal(line.split("  "), tmp_path, "torch")
     for words in REFUSED_LATER[line]:
         assert words in told
+
+
+def test_a_current_directory_that_was_deleted_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    words = ["sh", "-c", 'rmdir ../gone && exec "$0" -m runner seed=1', sys.executable]
+    done = subprocess.run(words, cwd=tmp_path / "gone", env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("current directory: it cannot be read")
+    assert len(done.stderr.splitlines()) == 2
 
 
 # Content of DIR/local/default.yaml: what the answer must say.
