@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from runner.config.errors import check, check_range
+from runner.storage.template import check_count, check_like
 from runner.system.torch_private import found_inf_flags
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,11 @@ class Precision:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state dict, which a run in another precision may have saved."""
+        """Load a state dict, which a run in another precision may have saved.
+
+        Raises:
+            UnexpectedContentError: if no precision has saved it.
+        """
 
 
 @dataclass
@@ -231,8 +236,17 @@ class Float16(BFloat16):
         return {"skipped": self.num_skipped(), "scaler": scaler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._skipped = state.get("skipped", 0)
-        if self._scaler is not None and state.get("scaler"):
+        if not state:
+            return
+        check_like(state, {"skipped": int, "scaler": dict}, "precision")
+        check_count(state["skipped"], "precision, skipped")
+        self._skipped = state["skipped"]
+        if self._scaler is not None and state["scaler"]:
+            like = {"scale": float, "growth_factor": float, "backoff_factor": float}
+            counts = ("growth_interval", "_growth_tracker")
+            check_like(state["scaler"], like | dict.fromkeys(counts, int), "precision, scaler")
+            for key in counts:
+                check_count(state["scaler"][key], f"precision, scaler, {key}", most=2**31 - 1)
             self._scaler.load_state_dict(state["scaler"])
 
 

@@ -11,8 +11,11 @@ import torch
 
 from runner.run import Result, Session, config_hash
 from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.storage.manifest import untrusted
+from runner.storage.run_directory import step_name
 from runner.storage.saved_config import config_text
-from runner.system import memory
+from runner.storage.template import CONTENT_ERRORS, TensorSpec, check_count, check_like
+from runner.system import memory, torch_errors
 from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles
 
 log = logging.getLogger(__name__)
@@ -51,26 +54,44 @@ class State:
         )
 
     def resume(self) -> None:
-        """Load the newest valid checkpoint of the run directory, if there is one."""
-        run, collectives, device = self.session.run, self.session.collectives, self.session.device
+        """Load the newest valid checkpoint of the run directory, if there is one.
+
+        Raises:
+            ConfigError: if none is valid, or its content is not the state of such a run.
+        """
+        run = self.session.run
         checkpoint = self.checkpoints.latest()
         if checkpoint is None:
             if run.resume != "never":
                 log.info("there is no checkpoint to resume from: the run starts at step 1")
             return
+        try:
+            _check_shared(checkpoint, len(run.workload.metrics))
+            self._load(checkpoint)
+        except CONTENT_ERRORS as error:
+            if isinstance(error, torch.OutOfMemoryError) or torch_errors.is_lost_peer(error):
+                raise
+            log.debug("the checkpoint cannot be loaded", exc_info=error)
+            path = self.checkpoints.root / step_name(checkpoint.step)
+            raise untrusted(path, f"the hashes are correct, but the content is not: {error}") from None
+        log.info("resumed after step %d", self.step)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        run, device = self.session.run, self.session.device
         shared, local = checkpoint.state, checkpoint.local
+        if local:
+            check_like(local, {"workload": dict, "parallel": dict, "random": dict}, "the state of a rank")
         run.parallel.load_full_state(self.model, self.optimizer, checkpoint.tensors, shared["optimizer"])
         run.precision.load_state_dict(shared["precision"])
         self.step, self.metrics, self.best = checkpoint.step, shared["metrics"], shared["best"]
-        self.logged_step, rows = shared["logged"], collectives.local_share(shared["window"]).to(device)
-        self.metric_buffer = MetricBuffer(rows.new_zeros(len(run.workload.metrics)), list(rows.unbind()))
+        self.logged_step = shared["logged"]
+        self.metric_buffer.load(self.session.collectives.local_share(shared["window"]))
         run.parallel.load_local_state(self.model, self.optimizer, local.get("parallel", {}))
         if local:
             run.workload.load_state_dict(local["workload"])
             _set_random_state(local["random"], device)
         else:
             log.info("rank %d saved nothing in this checkpoint: its random numbers start anew", self.session.rank)
-        log.info("resumed after step %d", self.step)
 
     def save(self) -> None:
         """Write a checkpoint, unless a value in it is not finite.
@@ -148,6 +169,20 @@ class State:
         )
 
 
+def _check_shared(checkpoint: Checkpoint, num_metrics: int) -> None:
+    """Check the state that is the same on all ranks, before any of it is loaded."""
+    shared, step = checkpoint.state, checkpoint.step
+    like = {"optimizer": {str: dict}, "precision": dict, "window": TensorSpec(torch.float32, (None, num_metrics))}
+    like |= {"logged": int, "metrics": {str: float}, "best": dict}
+    check_like(shared, like, "the state")
+    if shared["best"]:
+        check_like(shared["best"], {"metric": str, "value": float, "step": int}, "the best evaluation")
+        check_count(shared["best"]["step"], "the best evaluation, step", most=step)
+    check_count(shared["logged"], "the last logged step", most=step)
+    num_steps = step - shared["logged"]
+    check_like(shared["window"], TensorSpec(torch.float32, (num_steps, num_metrics)), "the metric sums")
+
+
 def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dict[str, Any]]) -> str:
     """Return the name of the first tensor of the model or the optimizer state that is not finite; empty if none."""
     named = [
@@ -168,6 +203,9 @@ def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def _set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    for name, own in _random_state(device).items():
+        if name in state or name == "cpu":  # a run on another device saved no state of this one
+            check_like(state[name], own, f"the random state, {name}")
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

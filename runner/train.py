@@ -56,6 +56,8 @@ def train(session: Session, directory: Path) -> Result:
             except DivergedError as diverged:
                 status, error = "diverged", str(diverged)
                 save_diverged_batch(session, directory, diverged.step)
+            except ConfigError:
+                raise
             except Exception as error:
                 if (refusal := refused_by_torch(run, error)) is not None:
                     raise refusal from error

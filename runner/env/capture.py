@@ -55,6 +55,8 @@ def _attributes(layer: Any) -> dict[str, Any]:
 
 def _set_attributes(layer: Any, attributes: dict[str, Any]) -> None:
     for name, kept in attributes.items():
+        if name not in vars(layer):  # it would hide a method
+            raise AttributeError(f"{type(layer).__name__} has no {name}")
         if isinstance(kept, dict) and "random" in kept:
             generator = np.random.Generator(np.random.PCG64())
             generator.bit_generator.state = kept["random"]

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import FlattenObservation
 
 from runner.env import capture
 from runner.env.spaces import needs_flattening
+from runner.storage.template import UnexpectedContentError, check_like
 
 
 class EnvironmentBrokenError(Exception):
@@ -171,7 +173,16 @@ class Vector:
         return counts | {"seed": self._seed, "envs": state, "observations": capture.plain(self.observations)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the state that `state_dict` returned.
+
+        Raises:
+            UnexpectedContentError: if these environments save no such state.
+        """
+        like = {"episodes": [int], "lengths": [int], "ended": [bool], "seed": object, "envs": dict}
+        check_like(state, like | {"observations": torch.from_numpy(self.observations)}, "environments")
+        counts = {len(state[key]) for key in ("episodes", "lengths", "ended")}
+        if counts != {self.num_envs} or type(state["seed"]) not in (int, list):
+            raise UnexpectedContentError("environments: the state of other environments")
         self._seed = state["seed"]
         self._episodes, self._lengths = (np.array(state[key], np.int64) for key in ("episodes", "lengths"))
         self._ended = np.array(state["ended"], bool)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from runner.config.errors import ConfigError, check
+from runner.storage.safe_read import open_regular
+from runner.storage.torch_file import load_tensors
 
 SAVE_WEIGHTS = "save only the weights: torch.save(model.state_dict(), 'weights.pt')"
 
@@ -48,11 +50,13 @@ def _is_state_dict(content: Any) -> bool:
 def _load(path: str) -> Any:
     file = Path(path).expanduser()
     try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file  # imported here: few runs need it
+        file = file.resolve(strict=True)  # which may be a link, as in the cache of a model hub
+        if Path(path).suffix != ".safetensors":
+            return load_tensors(file)
+        from safetensors.torch import load_file  # imported here: few runs need it
 
-            return load_file(file)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        open_regular(file).close()  # load_file would wait for the writer of a pipe
+        return load_file(file)
     except Exception as error:  # a damaged file raises anything from EOFError to UnicodeDecodeError
         # Only the first sentence: the next ones of torch explain how to execute the code in the file.
         sentence = re.split(r"[.] |\n", str(error))[0]

@@ -14,6 +14,7 @@ from runner.parallel.collectives import ProcessGroup
 from runner.parallel.context import Layout
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.multiprocess import MultiProcess
+from runner.storage.template import check_count, check_like
 from runner.tracking.metrics import MetricSums
 
 
@@ -75,7 +76,9 @@ class Ensemble(MultiProcess):
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         saved, members = state.get("members", 1), self._context.world_size
+        check_count(saved, "members")
         why, remedy = f"the checkpoint holds {saved} member{'s' * (saved > 1)}", f"parallel.processes={saved}"
         check(saved == members, "parallel.processes", members, why, f"{remedy}, or start anew")
         if self._context.rank > 0:
+            check_like(state, {"members": int, "tensors": dict, "moments": dict}, "member")
             self.load_full_state(model, optimizer, state["tensors"], state["moments"])

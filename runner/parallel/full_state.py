@@ -5,9 +5,16 @@ Why this does not use `torch.distributed.checkpoint.state_dict`: see benchmarks/
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from typing import Any
 
 import torch
+
+from runner.storage.template import TensorSpec, UnexpectedContentError, check_like
+
+_PROBE = (3, 5)
+"""The shape of a parameter that no other tensor of an optimizer's state has."""
 
 TensorDict = dict[str, "torch.Tensor"]
 """Tensors of a model by name, without the prefix of a wrapper."""
@@ -42,24 +49,65 @@ def load(
     """Load full tensors into the model and its optimizer, which may be sharded.
 
     Raises:
-        RuntimeError: if names or shapes differ from those of the model.
+        UnexpectedContentError: if names, shapes or dtypes are not those of the model and the optimizer.
     """
     own = model.state_dict()
-    model.load_state_dict({name: shard_like(own[name], t) if name in own else t for name, t in tensors.items()})
+    check_like(tensors, dict(own), "the model")
+    model.load_state_dict({name: shard_like(own[name], t) for name, t in tensors.items()})
     load_optimizer(model, optimizer, optimizer_state)
 
 
 def load_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, dict[str, Any]]
 ) -> None:
-    """Load optimizer state by parameter name."""
+    """Load optimizer state by parameter name; parameters without saved state keep the state that they have.
+
+    Raises:
+        UnexpectedContentError: if names, shapes or dtypes are not those that the optimizer expects: its fused kernels
+            would read and write beyond the end of a short tensor.
+    """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     numbers = {name: number for number, name in enumerate(order)}
+    expected = _state_of_a_step(optimizer)
+    check_like(optimizer_state, {name: dict for name in order if name in optimizer_state}, "the optimizer")
     packed = optimizer.state_dict()
-    packed["state"] = {numbers[name]: _state_of(parameters[name], optimizer_state[name]) for name in optimizer_state}
+    for name, state in optimizer_state.items():
+        like = {key: parameters[name] if spec is None else spec for key, spec in expected.items()}
+        if like:  # the optimizer of the checkpoint may have had momentum when this one has none
+            check_like(state, like, f"the optimizer, {name}")
+            _check_step(name, state)
+            packed["state"][numbers[name]] = _state_of(parameters[name], state)
     optimizer.load_state_dict(packed)
+
+
+def _state_of_a_step(optimizer: torch.optim.Optimizer) -> dict[str, TensorSpec | type | None]:
+    """Return what `optimizer` keeps for each parameter after a step, by key: a tensor, or a value of a type.
+
+    None stands for a tensor like the parameter. torch documents none of this, so a copy of the optimizer makes a step
+    with a parameter of its own.
+    """
+    parameter = torch.nn.Parameter(torch.zeros(_PROBE))
+    parameter.grad = torch.zeros(_PROBE)
+    copied = copy.copy(optimizer)
+    copied.state = defaultdict(dict)
+    copied.param_groups = [{**optimizer.param_groups[0], "params": [parameter]}]
+    copied.step()
+    return {key: _form(value) for key, value in copied.state[parameter].items()}
+
+
+def _form(value: Any) -> TensorSpec | type | None:
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    # Any other shape, as in Adafactor, depends on that of the parameter in a way that only the optimizer knows.
+    return None if value.shape == _PROBE else TensorSpec(value.dtype, (None,) * value.dim())
+
+
+def _check_step(name: str, state: dict[str, Any]) -> None:
+    """Check the number of steps, which most optimizers of torch keep and compute a divisor from."""
+    if "step" in state and state["step"] < 0:
+        raise UnexpectedContentError(f"the optimizer, {name}, step: it is negative")
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,12 +132,15 @@ def _state_of(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str,
 
     The fused CPU kernels iterate in memory order: with different layouts, they would silently pair wrong elements.
     """
-    return {
-        key: _laid_out_like(parameter, shard_like(parameter, value))
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-        else value
-        for key, value in state.items()
-    }
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.shape != parameter.shape:
+            return value.clone()  # so that it is no part of the mapped file
+        return _laid_out_like(parameter, shard_like(parameter, value))
+
+    return {key: copied(value) for key, value in state.items()}
 
 
 def _laid_out_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

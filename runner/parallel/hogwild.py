@@ -20,6 +20,7 @@ from runner.parallel.launch.cluster import RankInfo, external_world_size
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import LostError
 from runner.parallel.multiprocess import MultiProcess
+from runner.storage.template import check_like
 from runner.tracking.metrics import MetricSums
 
 _CACHE_LINE = 64
@@ -193,6 +194,9 @@ class Hogwild(MultiProcess):
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         if "staleness" in state:
+            check_like(
+                state, {"moments": dict, "staleness": torch.tensor(self._staleness, dtype=torch.float64)}, "worker"
+            )
             full_state.load_optimizer(model, optimizer, state["moments"])
             self._staleness = state["staleness"].tolist()
 

@@ -33,6 +33,7 @@ from runner.storage.manifest import CONFIG, DamagedError, manifest_of, untrusted
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.run_directory import StorageError, free_name, step_name, step_of
 from runner.storage.safe_read import UnsafeFileError, check_no_link
+from runner.storage.template import check_plain
 from runner.storage.torch_file import load_tensors
 
 log = logging.getLogger(__name__)
@@ -229,8 +230,8 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
     return Checkpoint(
         step=manifest["step"],
         tensors=_loaded(path / _MODEL, safetensors.torch.load_file),
-        state=_loaded(path / _STATE, load_tensors),
-        local=_loaded(path / local, load_tensors) if local in manifest["files"] else {},
+        state=_loaded(path / _STATE, _plain),
+        local=_loaded(path / local, _plain) if local in manifest["files"] else {},
         world_size=manifest["world_size"],
     )
 
@@ -243,6 +244,12 @@ def _loaded(file: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
         raise untrusted(file.parent, f"the hashes are correct, but the content of {file.name} is not: {why}") from None
     if not isinstance(content, dict):
         raise untrusted(file.parent, f"{file.name} contains {type(content).__name__} instead of a dict")
+    return content
+
+
+def _plain(path: Path) -> Any:
+    content = load_tensors(path)
+    check_plain(content, path.name)
     return content
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -32,7 +33,8 @@ def test_a_buffer_adds_micro_batches_and_separates_steps() -> None:
 
 def test_a_buffer_continues_after_the_rows_of_a_checkpoint() -> None:
     rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    buffer = MetricBuffer(torch.zeros(2), list(rows.unbind()))
+    buffer = MetricBuffer(torch.zeros(2))
+    buffer.load(rows)
     buffer.add(torch.tensor((5.0, 6.0)))
     buffer.end_step()
     assert buffer.flush(lambda sums: sums, 9).tolist() == [[1, 2], [3, 4], [5, 6]]
@@ -140,3 +142,27 @@ def test_quantiles() -> None:
 def test_metrics_in_words() -> None:
     assert in_words({"train/loss": 0.25138777, "train/accuracy": 1.0}) == "train/loss 0.251388, train/accuracy 1"
     assert in_words({}) == ""
+
+
+@pytest.mark.parametrize("num_steps", [1, 255, 256, 257, 1000])
+def test_a_buffer_returns_the_sums_of_every_step_in_their_order(num_steps: int) -> None:
+    rows = torch.rand(num_steps, 2, generator=torch.Generator().manual_seed(0))
+    buffer = MetricBuffer(torch.zeros(2))
+    buffer.load(rows[:0])
+    for number, row in enumerate(rows, start=1):
+        buffer.add(row.clone())
+        buffer.end_step()
+        if number in (100, 300):
+            assert torch.equal(buffer.peek(lambda sums: sums, number), rows[:number])
+    assert torch.equal(buffer.flush(lambda sums: sums, num_steps), rows)
+    assert buffer.flush(lambda sums: sums, num_steps).shape == (0, 2)
+
+
+def test_a_buffer_keeps_no_tensor_for_each_step() -> None:
+    buffer = MetricBuffer(torch.zeros(2))
+    rows = [torch.rand(2) for _ in range(1000)]
+    alive = [weakref.ref(row) for row in rows]
+    while rows:
+        buffer.add(rows.pop())
+        buffer.end_step()
+    assert sum(reference() is not None for reference in alive) < 300

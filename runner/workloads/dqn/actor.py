@@ -125,5 +125,7 @@ class Actor:
             )  # a new seed, so that the first episodes are not repeated
             return
         self.vector.load_state_dict(state["environments"])
+        self.vector.step(np.zeros(self.vector.num_envs, np.int64))  # raises an error if they are in an impossible state
+        self.vector.load_state_dict(state["environments"])
         self.n_step_buffer.load_state_dict(state["windows"])
         self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"], np.int64)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from runner.batching import Plan
-from runner.config.errors import ConfigError, check, check_choice, check_range, errors_under
+from runner.config.errors import ABSENT, ConfigError, check, check_choice, check_range, errors_under
 from runner.env.base import Env, envs_per_process
 from runner.model.base import Model
 from runner.seeds import derive
+from runner.storage.template import CONTENT_ERRORS
 from runner.system.memory import host_memory
 from runner.system.section_timer import timer
 from runner.tracking.metrics import MetricSums
@@ -222,7 +223,13 @@ class DQN(Workload):
         If nothing was saved for this process, its replay buffer is filled by random actions.
         """
         if self._saved:
-            actor.load_state_dict(self._saved)
+            from runner.env.vector import EnvironmentBrokenError  # imported here: it imports gymnasium
+
+            try:
+                actor.load_state_dict(self._saved)
+            except (*CONTENT_ERRORS, EnvironmentBrokenError) as error:
+                why = f"the state of the environments in the checkpoint is not that of {self.env.id}: {error}"
+                raise ConfigError("resume", ABSENT, why, "do not trust it, and resume another checkpoint") from None
             self._saved = {}
         else:
             log.warning("no replay buffer was saved for this process: filling it with %d random steps", self.warm_up)
@@ -290,6 +297,15 @@ class DQN(Workload):
         return {} if self._actor is None else self._actor.state_dict() | {"best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check the state now, and load it when the environments have been created.
+
+        Raises:
+            UnexpectedContentError: if it is not the state of an agent in these environments.
+        """
+        from runner.workloads.dqn import saved_state  # imported here: it imports numpy
+
+        if state:
+            saved_state.check(state, math.prod(self.env.shape), self.env.num_actions, self.n_step)
         self._saved = state
         self._best = state.get("best", -math.inf)
 

@@ -1,0 +1,143 @@
+"""Checks values from a checkpoint, which somebody else may have written, before anything is computed with them."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from typing import Any, NamedTuple
+
+import torch
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+_MOST_VALUES, _DEEPEST = 10_000_000, 100
+
+_INTERCHANGEABLE = {"torch.float32", "torch.float64"}
+"""The formats of parameters: a run in one of them may be resumed in the other."""
+
+
+class UnexpectedContentError(RuntimeError):
+    """A value of a checkpoint has another type, shape or dtype than the state that it is to be loaded into."""
+
+
+CONTENT_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What loading a value raises that has another type or size than expected."""
+
+
+class TensorSpec(NamedTuple):
+    """Any dense, contiguous tensor on the CPU whose elements are finite.
+
+    Args:
+        dtype: its dtype; float32 and float64 stand for each other.
+        shape: its shape; None for a dimension of any size.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int | None, ...]
+
+
+def check_like(value: Any, like: Any, where: str) -> None:
+    """Check that a value from a checkpoint has the form of `like`.
+
+    Args:
+        value: the value; only the parts that `like` names are looked at, so a deep or cyclic value does no harm.
+        like: a tensor, for one of its shape and dtype, or a `TensorSpec`; a dict, for one with the same keys and with
+            values like its values; `{str: like}`, for one with any names; `[like]`, for a list of any length; a tuple,
+            for one of the same length; a type, for a value of this type, where `float` includes integers but not NaN,
+            and `object` is anything.
+        where: what the value is called in the error message.
+
+    Raises:
+        UnexpectedContentError: if it differs.
+    """
+    if isinstance(like, torch.Tensor):
+        like = TensorSpec(like.dtype, tuple(like.shape))
+    if isinstance(like, TensorSpec):
+        _check_tensor(value, like, where)
+    elif isinstance(like, type):
+        _check_type(value, like, where)
+    else:
+        _check_type(value, type(like), where)
+        for name, item, wanted in _items(value, like, where):
+            check_like(item, wanted, f"{where}, {name}")
+
+
+def check_plain(content: Any, where: str) -> None:
+    """Check that `content` consists of plain values and tensors, so that all of it can be looked at.
+
+    A list that contains another one many times takes little memory, but any amount of time; so may a tensor whose
+    elements share memory.
+
+    Raises:
+        UnexpectedContentError: if it does not, or if it has more values than any run saves.
+    """
+    remaining, count = [(content, 0)], 0
+    while remaining:
+        value, depth = remaining.pop()
+        count += 1
+        _require(count <= _MOST_VALUES and depth <= _DEEPEST, where, "too many nested values", "a state")
+        if isinstance(value, torch.Tensor):
+            shared = value.layout != torch.strided or value.nbytes > value.untyped_storage().nbytes()
+            _require(not shared, where, "a tensor whose elements share memory", "one with a value of its own for each")
+        elif isinstance(value, dict):
+            _require(all(type(key) in _PLAIN for key in value), where, "a key of another type", "plain keys")
+            remaining += [(item, depth + 1) for item in value.values()]
+        elif isinstance(value, list | tuple | set):
+            remaining += [(item, depth + 1) for item in value]
+        else:
+            _require(type(value) in _PLAIN, where, type(value).__name__, "a plain value")
+
+
+def check_count(value: Any, where: str, most: float = math.inf) -> None:
+    """Check that a value from a checkpoint is an integer from 0 to `most`.
+
+    Raises:
+        UnexpectedContentError: if it is not.
+    """
+    _check_type(value, int, where)
+    _require(0 <= value <= most, where, reprlib.repr(value), "a count")
+
+
+def _items(value: Any, like: Any, where: str) -> list[tuple[str, Any, Any]]:
+    """Return (name, item, what it must be like) of a dict, a list or a tuple."""
+    if isinstance(like, dict) and str in like:
+        _require(all(type(key) is str for key in value), where, "a dict with other keys", "a dict with names as keys")
+        return [(reprlib.repr(key), item, like[str]) for key, item in value.items()]
+    if isinstance(like, dict):
+        missing = [key for key in like if key not in value]
+        unknown = [key for key in value if key not in like]
+        differences = [f"without {_shown(missing)}"] * bool(missing) + [f"with {_shown(unknown)}"] * bool(unknown)
+        _require(not differences, where, " and ".join(differences), "what this run needs")
+        return [(str(key), value[key], wanted) for key, wanted in like.items()]
+    if isinstance(like, list):
+        return [(str(index), item, like[0]) for index, item in enumerate(value)]
+    _require(len(value) == len(like), where, f"{len(value)} values", str(len(like)))
+    return [(str(index), *pair) for index, pair in enumerate(zip(value, like, strict=True))]
+
+
+def _check_type(value: Any, wanted: type, where: str) -> None:
+    allowed = (float, int) if wanted is float else (wanted,)
+    _require(wanted is object or type(value) in allowed, where, type(value).__name__, wanted.__name__)
+    _require(type(value) is not float or not math.isnan(value), where, "NaN", "a number")
+
+
+def _check_tensor(value: Any, spec: TensorSpec, where: str) -> None:
+    _check_type(value, torch.Tensor, where)
+    same = value.dtype == spec.dtype or {str(value.dtype), str(spec.dtype)} <= _INTERCHANGEABLE
+    got, wanted = ((str(each.dtype).removeprefix("torch."), list(each.shape)) for each in (value, spec))
+    same = same and value.dim() == len(spec.shape)
+    same = same and all(size in (length, None) for length, size in zip(value.shape, spec.shape, strict=True))
+    _require(same, where, f"{got[0]} {reprlib.repr(got[1])}", f"{wanted[0]} {wanted[1]}")
+    plain = value.layout == torch.strided and value.device.type == "cpu" and value.is_contiguous()
+    plain = plain and not value.requires_grad and not value.is_neg() and not value.is_conj()
+    _require(plain, where, "a view", "a contiguous tensor")
+    _require(bool(value.isfinite().all()), where, "not finite", "finite")
+
+
+def _require(ok: bool, where: str, got: str, wanted: str) -> None:
+    if not ok:
+        raise UnexpectedContentError(f"{where}: {got} instead of {wanted}")
+
+
+def _shown(keys: list[Any]) -> str:
+    return ", ".join(reprlib.repr(key) for key in keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")

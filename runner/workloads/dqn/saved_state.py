@@ -1,0 +1,53 @@
+"""The form of the state that an agent saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from runner.storage.template import TensorSpec, UnexpectedContentError, check_count, check_like
+from runner.workloads.dqn.replay import row_width
+
+
+def check(state: dict[str, Any], observation_size: int, num_actions: int, n_step: int) -> None:
+    """Check what `Actor.state_dict` returned, and the best return; the environments are checked when it is loaded.
+
+    Raises:
+        UnexpectedContentError: if an agent in these environments saves no such state.
+    """
+    width = row_width(observation_size)
+    replay = {"rows": TensorSpec(torch.float32, (None, width)), "cursor": int}
+    windows = {
+        "time": int,
+        "rows": TensorSpec(torch.float32, (n_step, None, width)),
+        "returns": TensorSpec(torch.float64, (n_step, None)),
+        "open": TensorSpec(torch.bool, (n_step, None)),
+    }
+    like = {
+        "replay": replay,
+        "num_episodes": int,
+        "random": {"bit_generator": str, "state": {"state": int, "inc": int}, "has_uint32": int, "uinteger": int},
+        "environments": object,
+        "windows": windows,
+        "returns": [float],
+        "lengths": [int],
+        "ended": [(float, int)],
+        "best": float,
+    }
+    check_like(state, like, "the agent")
+    rows, windows = state["replay"]["rows"], state["windows"]
+    check_count(state["num_episodes"], "the agent, num_episodes")
+    check_count(windows["time"], "the agent, windows, time")
+    check_count(state["replay"]["cursor"], "the agent, replay, cursor", most=len(rows))
+    sizes = {
+        len(state["returns"]),
+        len(state["lengths"]),
+        *(windows[key].shape[1] for key in ("rows", "returns", "open")),
+    }
+    if len(rows) == 0 or len(sizes) > 1:
+        raise UnexpectedContentError("the agent: an empty replay buffer, or different numbers of environments")
+    for name, packed in (("replay", rows), ("windows", windows["rows"])):
+        actions = packed[..., -3]
+        if not ((actions >= 0) & (actions < num_actions) & (actions == actions.floor())).all():
+            raise UnexpectedContentError(f"the agent, {name}: an action is not from 0 to {num_actions - 1}")

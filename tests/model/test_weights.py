@@ -1,0 +1,72 @@
+"""Files of initial weights, which somebody else may have written."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runner.config.errors import ConfigError
+from runner.model.weights import read_weights
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
+def test_a_link_to_a_file_is_followed(tmp_path: Path, name: str) -> None:
+    """The cache of a model hub consists of links."""
+    tensors, blob = {"w": torch.arange(3.0)}, tmp_path / "blob"
+    save_file(tensors, blob) if name.endswith("safetensors") else torch.save(tensors, blob)
+    (tmp_path / name).symlink_to(blob)
+    assert read_weights(str(tmp_path / name))["w"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
+@pytest.mark.parametrize("kind", ["a pipe", "a link to a device", "a link to itself", "empty"])
+def test_anything_but_a_file_of_weights_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / name
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "empty":
+        path.touch()
+    else:
+        path.symlink_to("/dev/zero" if kind == "a link to a device" else name)
+    with pytest.raises(ConfigError) as refused:
+        read_weights(str(path))
+    assert (refused.value.key, refused.value.got) == ("weights", str(path))
+
+
+def test_a_compressed_file_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(10_000_000)}, tmp_path / "plain.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt") as plain,
+        zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as bomb,
+    ):
+        for entry in plain.infolist():
+            bomb.writestr(entry.filename, plain.read(entry))
+    with pytest.raises(ConfigError, match="compressed"):
+        read_weights(str(tmp_path / "bomb.pt"))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"w":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4]}}',
+        b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+        b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}',
+        b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"v":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        b'{"w":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}',
+        b"[" * 10_000,
+    ],
+    ids=["a large shape", "more than the file", "reversed", "twice the same bytes", "negative", "deep"],
+)
+def test_a_safetensors_file_cannot_claim_more_than_it_has(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ConfigError):
+        read_weights(str(path))
+    path.write_bytes((2**60).to_bytes(8, "little") + header)
+    with pytest.raises(ConfigError):
+        read_weights(str(path))

@@ -1,0 +1,104 @@
+"""Values of a checkpoint are compared with the state that they are loaded into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from runner.storage.template import TensorSpec, UnexpectedContentError, check_count, check_like, check_plain
+
+ROWS = TensorSpec(torch.float32, (None, 2))
+
+GOOD: list[tuple[Any, Any]] = [
+    (1, int),
+    (1, float),
+    (float("-inf"), float),
+    ("a", str),
+    ([], object),
+    ({}, {str: int}),
+    ({"a": 1, "b": 2}, {str: int}),
+    ({"a": 1}, {"a": int}),
+    ([], [int]),
+    ([1, 2], [int]),
+    ([(1.0, 2)], [(float, int)]),
+    (torch.zeros(0, 2), ROWS),
+    (torch.zeros(3, 2).double(), ROWS),
+    (torch.zeros(3, dtype=torch.uint8), torch.ones(3, dtype=torch.uint8)),
+]
+
+BAD: list[tuple[Any, Any]] = [
+    (True, int),
+    (1.0, int),
+    (float("nan"), float),
+    (True, float),
+    (None, str),
+    ({1: 1}, {str: int}),
+    ({"a": "b"}, {str: int}),
+    ({}, {"a": int}),
+    ({"a": 1, "b": 1}, {"a": int}),
+    ([], {"a": int}),
+    ((1,), [int]),
+    ([1, "a"], [int]),
+    ((1.0,), (float, int)),
+    ([1.0], torch.zeros(1)),
+    (torch.zeros(2), ROWS),
+    (torch.zeros(2, 3), ROWS),
+    (torch.zeros(2, 2).half(), ROWS),
+    (torch.zeros(2, 2, dtype=torch.int32), ROWS),
+    (torch.zeros(2, 2).T[:, :1].expand(2, 2), ROWS),
+    (torch.full((1, 2), float("nan")), ROWS),
+    (torch.zeros(1, 2, device="meta"), ROWS),
+    (torch.zeros(1, 2).requires_grad_(), ROWS),
+    (torch.nn.Parameter(torch.zeros(1, 2)), ROWS),
+    (torch.zeros(1, 2).to_sparse(), ROWS),
+    (torch.ones(2, 2, dtype=torch.complex64).conj().imag, ROWS),
+]
+
+
+@pytest.mark.parametrize(("value", "like"), GOOD, ids=range(len(GOOD)))
+def test_a_value_of_the_same_form_is_valid(value: Any, like: Any) -> None:
+    check_like(value, like, "it")
+
+
+@pytest.mark.parametrize(("value", "like"), BAD, ids=range(len(BAD)))
+def test_a_value_of_another_form_is_refused(value: Any, like: Any) -> None:
+    with pytest.raises(UnexpectedContentError, match=r"^it"):
+        check_like(value, like, "it")
+
+
+def test_the_message_says_where_and_what() -> None:
+    with pytest.raises(UnexpectedContentError, match=r"^state, 'w', step: float32 \[2\] instead of float32 \[\]$"):
+        check_like({"w": {"step": torch.zeros(2)}}, {str: {"step": torch.zeros(())}}, "state")
+    with pytest.raises(UnexpectedContentError, match=r"without 'a', 'b', 'c' and 1 more and with 'x'"):
+        check_like({"x": 1}, dict.fromkeys("abcd", int), "state")
+
+
+def test_a_count_is_an_integer_in_its_range() -> None:
+    check_count(0, "it")
+    check_count(3, "it", most=3)
+    for value in (-1, 4, 1.0, True, "1", None, 10**5000):
+        with pytest.raises(UnexpectedContentError):
+            check_count(value, "it", most=3)
+
+
+def nested(depth: int, width: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value] * width
+    return value
+
+
+def test_plain_content_is_valid() -> None:
+    check_plain({"a": [1, 2.5, None, "b", (True, {3})], "c": {"d": torch.zeros(2, 3).T}}, "it")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [nested(60, 2), nested(10_000, 1), [object()], [b"bytes"], {(1, 2): 3}, [torch.zeros(1).expand(10**12)]],
+    ids=["doubled 60 times", "deep", "an object", "bytes", "a tuple as key", "shared elements"],
+)
+def test_other_content_is_refused(content: Any) -> None:
+    with pytest.raises(UnexpectedContentError):
+        check_plain([content], "it")

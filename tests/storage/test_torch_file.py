@@ -1,0 +1,97 @@
+"""Files of `torch.save`: nothing in them runs, or takes more memory than the file does."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner.storage.torch_file import UnusualFileError, load_tensors
+
+NUMEL = b"K\x04tq\x07Q"
+"""The end of the pickle's description of a storage of four elements."""
+
+
+def rewritten(source: Path, target: Path, change: Callable[[str, bytes], bytes], compression: int = 0) -> None:
+    """Write the entries of the archive `source`, changed, to the archive `target`."""
+    with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w", compression) as out:
+        for entry in archive.infolist():
+            out.writestr(entry.filename, change(entry.filename, archive.read(entry)))
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    torch.save({"a": torch.arange(4.0)}, tmp_path / "plain.pt")
+    return tmp_path / "plain.pt"
+
+
+def test_tensors_and_plain_values_are_loaded(tmp_path: Path) -> None:
+    content = {"a": torch.arange(4.0), "b": [1, 2.5, "c", None, True, {1, 2}], "d": {"e": (1 + 2j,)}}
+    torch.save(content, tmp_path / "file.pt")
+    loaded = load_tensors(tmp_path / "file.pt")
+    assert torch.equal(loaded.pop("a"), content.pop("a"))
+    assert loaded == content
+
+
+def test_the_format_before_pytorch_1_6_is_loaded(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(4.0)}, tmp_path / "file.pt", _use_new_zipfile_serialization=False)
+    assert load_tensors(tmp_path / "file.pt")["a"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(10_000_000)}, tmp_path / "large.pt")
+    rewritten(tmp_path / "large.pt", tmp_path / "bomb.pt", lambda _, data: data, zipfile.ZIP_DEFLATED)
+    assert (tmp_path / "bomb.pt").stat().st_size < 100_000
+    with pytest.raises(UnusualFileError, match="compressed"):
+        load_tensors(tmp_path / "bomb.pt")
+
+
+def test_entries_that_share_their_bytes_are_refused(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of the archive says that each of its entries is as large as the file."""
+    size, original = plain.stat().st_size, zipfile.ZipFile.infolist
+
+    def overlapping(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+        entries = original(archive)
+        for entry in entries:
+            entry.file_size = size
+        return entries
+
+    monkeypatch.setattr(zipfile.ZipFile, "infolist", overlapping)
+    with pytest.raises(UnusualFileError, match="larger"):
+        load_tensors(plain)
+
+
+@pytest.mark.parametrize("claim", [b"J\xff\xff\xff\x0f", b"K\x05", b"K\x03", b"K\x00", b"J\xff\xff\xff\xff"])
+def test_a_storage_cannot_claim_other_sizes_than_it_has(plain: Path, tmp_path: Path, claim: bytes) -> None:
+    forged = tmp_path / "forged.pt"
+    rewritten(plain, forged, lambda _, data: data.replace(NUMEL, claim + NUMEL[2:]))
+    assert claim + NUMEL[2:] in forged.read_bytes()
+    try:
+        loaded = load_tensors(forged)["a"]
+    except (RuntimeError, ValueError, UnusualFileError):
+        return
+    assert loaded.tolist() == [0, 1, 2, 3], "no more than there is"
+
+
+@pytest.mark.parametrize("name", ["builtins\nbytearray", "__builtin__\nbytearray", "_codecs\nencode", "posix\nsystem"])
+def test_a_pickle_names_only_tensors(plain: Path, tmp_path: Path, name: str) -> None:
+    bomb = b"\x80\x02c" + name.encode() + b"\nJ\x00\x00\x00\x70\x85R."
+    for entry in ("data.pkl", "DATA.PKL"):
+        forged = tmp_path / "forged.pt"
+        with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(forged, "w") as out:
+            for info in archive.infolist():
+                is_pickle = info.filename.endswith("data.pkl")
+                new_name = info.filename.replace("data.pkl", entry)
+                out.writestr(new_name, bomb if is_pickle else archive.read(info))
+        with pytest.raises(UnusualFileError, match=name.partition("\n")[2]):
+            load_tensors(forged)
+
+
+def test_a_bare_pickle_runs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file.pt").write_bytes(pickle.dumps(Path("x"), protocol=2))
+    with pytest.raises(pickle.UnpicklingError):
+        load_tensors(tmp_path / "file.pt")
