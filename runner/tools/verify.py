@@ -49,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = verify(*parsed(arguments))
     except Exception as error:
         if isinstance(error, RankError):
-            print(error.trace, file=sys.stderr)
-        if report_error(error) == REFUSED:
+            print(f"{error.trace}{error}", file=sys.stderr)
+        elif report_error(error) == REFUSED:
             return REFUSED
         print(f"{_HEADLINES[UNJUDGED]}: the config crashed", file=sys.stderr)
         return UNJUDGED

@@ -292,13 +292,16 @@ def evaluated(session: Session, state: State) -> Tensors:
     """Evaluate the mode on the first batch of a single device, with the outputs of the network as its sums.
 
     Returns:
-        The outputs, and nothing if the workload is not supervised.
+        The outputs, and nothing if the workload is not supervised or its batches have no inputs.
     """
     run, device, model = session.run, session.device, state.model
     workload = run.workload
     if not isinstance(workload, SupervisedWorkload):
         return {}
-    inputs = next(workload.batches(model, Plan(run.batch_size, seed=session.plan.seed), 0, device)).inputs
+    first = next(workload.batches(model, Plan(run.batch_size, seed=session.plan.seed), 0, device))
+    inputs = getattr(first, "inputs", None)  # a workload may have batches, and a loss, of its own
+    if not isinstance(inputs, torch.Tensor):
+        return {}
 
     def evaluate(
         infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device

@@ -132,8 +132,8 @@ def compare(own: Pair | None, exact: Pair | None, precision: Precision) -> Outco
     lines = _table(rows, next(filter(None, samples), ""), pairs[0].reference)
     below = any(pair.reference.computes_below_float64 for pair in pairs)
     verdict, reason = _judge(rows, any(samples), below)
-    if verdict is Verdict.DIFFERENT:
-        reason = "\n".join(filter(None, (reason, pairs[0].tested.expected)))
+    if verdict is Verdict.DIFFERENT and not any(samples):
+        reason = pairs[0].tested.expected
     return Outcome(lines, verdict, reason)
 
 

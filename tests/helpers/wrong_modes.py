@@ -312,6 +312,28 @@ class Amplifies(Classifier):
         return Chaotic(channels * height * width, self.train.num_classes)
 
 
+class Sealed:
+    """A batch that nothing but its workload can read."""
+
+    __slots__ = ("batch",)
+
+    def __init__(self, batch: Batch):
+        self.batch = batch
+
+
+@dataclass
+class SealedOwnSeed(OwnSeed):
+    """Each process draws from an order of its own; neither its batches nor its losses per sample can be observed."""
+
+    def batches(self, model: nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Any]:
+        return map(Sealed, super().batches(model, plan, after_step, device))
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, targets = model(batch.batch.inputs), batch.batch.targets
+        loss = self.criterion(outputs, targets)
+        return loss, self.metric_sums(outputs, targets, loss)
+
+
 @dataclass
 class Diverges(Classifier):
     """Its loss is infinite."""

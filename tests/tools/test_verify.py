@@ -107,6 +107,7 @@ def test_options_of_a_config_directory_are_compared(tmp_path: Path) -> None:
 
 WRONG = {
     "other samples": (["parallel=ddp", workload("OwnSeed")], "samples"),
+    "other samples that cannot be read": (["parallel=ddp", workload("SealedOwnSeed")], "gradients"),
     "one shard twice": (["parallel=ddp", workload("SameShard")], "samples"),
     "a sample twice and one missing": ([mode("RepeatsSample")], "loss per sample"),
     "permuted targets": ([mode("PermutesTargets")], "loss per sample"),
