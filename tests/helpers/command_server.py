@@ -4,6 +4,7 @@
 
 - `torch`: everything that a run of one process imports is imported;
 - `ranks`: a fork server for ranks is started too, which all commands share;
+- `faults`: as `ranks`, with the points at which faults can be planted (see `fault_points`);
 - `no-torch`: torch and numpy cannot be imported at all.
 
 Each line of standard input is a command as JSON: [directory, environment variables, argument, …]. The process id of its
@@ -12,11 +13,14 @@ child is written to standard output; in its directory are then `console.txt` and
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import sys
 from typing import Any
+
+FAULT_POINTS = "helpers.fault_points_installed"
 
 
 def main() -> None:
@@ -28,8 +32,10 @@ def main() -> None:
         import_everything()
     answers, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # what rank 0 prints in the fork server's children
-    if kind == "ranks":
-        share_fork_server()
+    if kind == "faults":
+        importlib.import_module(FAULT_POINTS)
+    if kind in ("ranks", "faults"):
+        share_fork_server(*[FAULT_POINTS] * (kind == "faults"))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         cwd, variables, *arguments = json.loads(line)
@@ -46,14 +52,14 @@ def import_everything() -> None:
     torch.use_deterministic_algorithms(False)  # imports torch's compiler, as every optimizer does: two seconds
 
 
-def share_fork_server() -> None:
-    """Start the fork server, and keep every command from starting its own."""
+def share_fork_server(*modules: str) -> None:
+    """Start the fork server, which imports `modules` too, and keep every command from starting its own."""
     import multiprocessing.forkserver as server
 
     from runner.parallel.launch.processes import PRELOADED
     from runner.system.forkserver import start_server
 
-    start_server(*PRELOADED)
+    start_server(*PRELOADED, *modules)
     nothing: Any = lambda: None  # noqa: E731
     server.ensure_running = server._forkserver.ensure_running = nothing  # type: ignore[attr-defined]
 

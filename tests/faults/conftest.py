@@ -1,0 +1,90 @@
+"""Fixtures of the scenarios of faults, and the table of what was tried.
+
+`make test` tries a fixed selection; `make faults` (RUNNER_FAULTS=all) tries everything, with random moments drawn from
+RUNNER_FAULTS_SEED, which is printed. How a scenario is declared: tests/helpers/faults.py. What it is judged by:
+tests/helpers/oracle.py.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.faults import ALL, Reference, Tally, undisturbed
+
+SEED = int(os.environ.get("RUNNER_FAULTS_SEED") or (random.randrange(10**6) if ALL else 0))
+TABLE = Path(__file__).parent.parent.parent / "outputs" / "faults.md"
+
+
+def pytest_configure() -> None:
+    os.environ["RUNNER_FAULTS_SEED"] = str(SEED)  # for the processes of pytest-xdist
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Random numbers of this test: the same ones for the same seed, whatever tests are run with it."""
+    return random.Random(f"{SEED} {request.node.nodeid}")
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """`reference("ddp")`: the undisturbed run of that name in `helpers.faults.RUNS`, done when first asked for."""
+    done: dict[str, Reference] = {}
+
+    def get(run: str) -> Reference:
+        if run not in done:
+            done[run] = undisturbed(tmp_path_factory.mktemp(run.replace(" ", "_")), run)
+        return done[run]
+
+    return get
+
+
+@pytest.fixture
+def tally(request: pytest.FixtureRequest) -> Tally:
+    """`with tally("a killed rank"): …` counts one fault of that kind as tried; and as passed, if nothing is raised.
+
+    It gives a function to call where the fault did not happen: then it does not count.
+    """
+
+    @contextmanager
+    def count(kind: str) -> Iterator[Callable[[], None]]:
+        entry, counted = [kind, False], request.node.user_properties
+        counted.append(("fault", entry))
+        yield lambda: counted.remove(("fault", entry))
+        entry[1] = True
+
+    return count
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """For each kind of fault, how many were tried and how many passed; tests that count none count as one each."""
+    tried: dict[str, list[bool]] = defaultdict(list)
+    for outcome in ("passed", "failed", "error"):
+        for report in terminalreporter.stats.get(outcome, []):
+            path = Path(report.nodeid.partition("::")[0])
+            if path.parent.name != "faults" or report.when != ("setup" if outcome == "error" else "call"):
+                continue
+            faults = [entry for name, entry in report.user_properties if name == "fault"]
+            for kind, passed in faults or [(path.stem.removeprefix("test_").replace("_", " "), outcome == "passed")]:
+                tried[kind].append(passed)
+    if not tried:
+        return
+    lines = ["| fault | tried | passed |", "|---|---|---|"]
+    lines += [f"| {kind} | {len(each)} | {sum(each)} |" for kind, each in sorted(tried.items())]
+    terminalreporter.section("faults")
+    terminalreporter.write_line(f"seed {SEED}: RUNNER_FAULTS=all RUNNER_FAULTS_SEED={SEED} draws the same moments")
+    for line in lines:
+        terminalreporter.write_line(line)
+    if ALL:
+        TABLE.parent.mkdir(exist_ok=True)
+        TABLE.write_text("\n".join([f"Seed {SEED}.", "", *lines, ""]))
