@@ -115,7 +115,7 @@ def _begin_session(path: Path, session: Session, overrides: list[str], undo: Exi
         for current, aside in superseded:
             os.replace(current, aside)
             undo.callback(os.replace, aside, current)
-        run_directory.write_config(path, redacted_values(session.run.config), redacted_values([*earlier, *overrides]))
+        run_directory.write_config(path, session.run.config, redacted_values([*earlier, *overrides]))
         write_json(path / run_directory.ENVIRONMENT, environment())
     except OSError as error:
         why = f"{error.filename or path} cannot be written ({error.strerror})"

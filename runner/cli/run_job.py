@@ -16,6 +16,8 @@ from runner.parallel.launch.supervisor import RankError
 from runner.resume import claimed_directory, finished
 from runner.run import CrashedError, Result, Run, Session, check_same_config, check_used, config_hash
 from runner.storage import run_directory
+from runner.storage.checkpoint import delete_all
+from runner.storage.durable_write import write_json
 from runner.tracking.log_file import LogFile
 from runner.train import train, train_rank
 
@@ -89,7 +91,9 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
 def write_result(session: Session, directory: Path, result: Result) -> None:
     """Write `result.json`, and print the summary."""
     try:
-        run_directory.write_json(directory / run_directory.RESULT, result.as_dict())
+        write_json(directory / run_directory.RESULT, result.as_dict())
+        if result.status == "done" and session.run.keep == 0:
+            delete_all(directory)  # after the result, without which a run that is killed here would begin anew
     except OSError as error:  # on a full disk, the printed summary is all that remains
         print(f"{run_directory.RESULT} cannot be written: {error.strerror}", file=sys.stderr)
     with suppress(BrokenPipeError):

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.renamed import with_current_names
+from runner.system.secrets import redacted_values
 
 LIMIT_BYTES = 1_000_000
 _DEEPEST = 20
@@ -22,7 +23,8 @@ class UnreadableConfigError(Exception):
 
 
 def config_text(config: dict[str, Any]) -> str:
-    """Return `config` as YAML, with its SHA-256 in the last line, a comment."""
+    """Return `config` without credentials as YAML, with its SHA-256 in the last line, a comment."""
+    config = redacted_values(config)
     text = OmegaConf.to_yaml(OmegaConf.create(config))
     if not all(line.isprintable() for line in text.split("\n")):  # YAML would change these characters
         text = json.dumps(config, indent=2) + "\n"  # JSON is YAML too, and escapes them
