@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -169,7 +170,7 @@ class Supervisor:
         self.pipes: list[connection.Connection] = []
         self.reports: list[Report | None] = [None] * len(arguments)
         self.silence = [-START_SECONDS] * len(arguments)
-        self.progress = [0] * len(arguments)
+        self.progress: defaultdict[int, int] = defaultdict(int)  # by rank
         self.stalled = 0.0
         try:
             for rank, own in enumerate(arguments):
@@ -253,8 +254,8 @@ class Supervisor:
 
     def _has_stalled(self) -> bool:
         """Return whether some ranks wait for others in a collective, and none has begun another for too long."""
-        running = [number for number, report in zip(self.progress, self.reports, strict=True) if report is None]
-        return self.stalled > self.timeout and len(set(running)) > 1
+        running = {self.progress[rank] for rank, report in enumerate(self.reports) if report is None}
+        return self.stalled > self.timeout and len(running) > 1
 
     def _dead(self) -> list[int]:
         """Return the ranks that have ended without a report."""

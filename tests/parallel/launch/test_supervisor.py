@@ -223,7 +223,8 @@ def test_ranks_that_wait_for_one_that_hangs_are_noticed(
     progress: list[int], reports: list[Report | None], seconds: float, stalled: bool
 ) -> None:
     ranks = Supervisor(does, [], 5)
-    ranks.progress, ranks.reports, ranks.stalled = progress, reports, seconds
+    ranks.progress.update(enumerate(progress))
+    ranks.reports, ranks.stalled = reports, seconds
     assert ranks._has_stalled() == stalled
 
 
