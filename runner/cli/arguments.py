@@ -63,8 +63,9 @@ def _checked_override(word: str) -> str:
     _check_hydra_key(key, value)
     _check_size(key, value)
     if key.lstrip("+") in chosen_groups():
-        outside = value.startswith(("/", "~")) or ".." in value.split("/")
-        check(not outside, key, value, "an option is a file in its group", did_you_mean(value, groups().get(key, [])))
+        parts = re.split("[/,]", value)
+        no_file = value.startswith(("/", "~")) or ".." in parts or any(len(os.fsencode(part)) > 250 for part in parts)
+        check(not no_file, key, value, "an option is a file in its group", did_you_mean(value, groups().get(key, [])))
     return word
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
@@ -16,8 +17,11 @@ from runner.config.yaml_file import read_config
 class OptionFiles(FileConfigSource):
     """A folder like conf/, whose files are read strictly (see `read_config`)."""
 
-    sets_hydra = False
-    """Whether a file that was read may set keys of Hydra: to refer to one (`${hydra:…}`) sets none."""
+    sets_hydra: ClassVar[bool] = False
+    """Whether a file that any instance has read may set keys of Hydra, which copies the instances before it uses them.
+
+    To refer to a key (`${hydra:…}`) sets none.
+    """
 
     @staticmethod
     def scheme() -> str:
@@ -40,7 +44,7 @@ class OptionFiles(FileConfigSource):
         text = path.read_text(encoding="utf-8")
         header = ConfigSource._get_header_dict(text[:512])
         own = text.replace("${hydra:", "")
-        self.sets_hydra |= "hydra" in own or "\\" in own  # an escape sequence may stand for any letter
+        OptionFiles.sets_hydra |= "hydra" in own or "\\" in own  # an escape sequence may stand for any letter
         return ConfigResult(
             config=content, path=f"{self.scheme()}://{self.path}", provider=self.provider, header=header
         )

@@ -317,7 +317,7 @@ def test_a_sweep_has_a_labelled_directory_for_each_job_and_nothing_else(tmp_path
     [sweep] = tmp_path.glob("outputs/sweeps/classifier/*")
     fixed = ",".join((*FAST, "steps=1"))
     labels = [f"{i:03d}-precision={precision},{fixed}" for i, precision in enumerate(("16", "32", "bf16"))]
-    assert sorted(path.name for path in sweep.iterdir()) == [*labels, "sweep.json"]
+    assert sorted(path.name for path in sweep.iterdir()) == [".lock", *labels, "sweep.json"]
     classes = [yaml.safe_load((sweep / label / "config.yaml").read_text())["precision"]["_target_"] for label in labels]
     assert [name.rpartition(".")[2] for name in classes] == ["Float16", "Precision", "BFloat16"]
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["sweeps"]
