@@ -1,4 +1,4 @@
-"""The interface of data sets: the options of a data set load the training and the evaluation samples."""
+"""The interface of data sets: `Data` holds options and loads samples, and `Samples` yields batches of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DataError(Exception):
     """Raised when samples cannot be read during a run.
 
     Args:
-        what: a file, or the worker processes.
+        what: the file or the worker processes that failed.
         why: what went wrong.
         remedy: what the user can do about it.
     """
@@ -40,7 +40,7 @@ class DataError(Exception):
 
 
 class Samples(ABC):
-    """A map-style data set of labeled images, which also orders, augments and batches its samples."""
+    """A data set of labeled images that orders, augments and batches its own samples."""
 
     num_classes: int
     class_names: list[str]
@@ -56,23 +56,24 @@ class Samples(ABC):
 
         Args:
             micros: positions of each micro-batch in the sample stream.
-            seed: determines the order of the samples and, with epoch and sample index, their augmentation.
+            seed: determines the order of the samples; together with the epoch and the index of a sample, it also
+                determines the augmentation of the sample.
             device: device of the batches.
         """
 
     @abstractmethod
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
-        """Yield the samples of one shard in order, each once, without augmentation.
+        """Yield batches of the samples of one shard: in order, each sample once, without augmentation.
 
         Args:
             batch_size: number of samples in a batch; the last batch may be smaller.
-            shard: (index, count).
+            shard: (index of the shard, number of shards).
             device: device of the batches.
         """
 
     @abstractmethod
     def display_images(self, indices: list[int]) -> torch.Tensor:
-        """Return samples as images to look at, not normalized: uint8 [n, 1 or 3, height, width], on the CPU."""
+        """Return samples as images for display, without normalization: uint8 [n, 1 or 3, height, width] on the CPU."""
 
     def extra_results(self) -> dict[str, Any]:
         """Return entries for `result.json`, such as the number of skipped files."""
@@ -80,21 +81,28 @@ class Samples(ABC):
 
 
 def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:
-    """Return the samples [start, stop) of shard (index, count); shard sizes differ by at most one."""
+    """Return (start, stop): a shard consists of the samples from `start` up to, but not including, `stop`.
+
+    Shard sizes differ by at most one.
+
+    Args:
+        length: number of samples in all shards together.
+        shard: (index of the shard, number of shards).
+    """
     index, count = shard
     return length * index // count, length * (index + 1) // count
 
 
 @dataclass
 class Data(ABC):
-    """The options of a data set, which `load` reads."""
+    """The options of a data set; `load` loads its samples."""
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
-    """Options that may differ on resume, as they do not affect the samples."""
+    """Options that may differ on resume, because they do not affect the samples."""
 
     @abstractmethod
     def load(self) -> tuple[Samples, Samples]:
-        """Return the training samples and the held-out samples, which evaluations use.
+        """Load the training samples and, for evaluation, the held-out samples.
 
         Raises:
             ConfigError: if files are missing or damaged.

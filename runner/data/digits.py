@@ -21,8 +21,8 @@ class Digits(Data):
     Alpaydin and Kaynak, Optical Recognition of Handwritten Digits (UCI, 1998).
 
     Args:
-        size: height and width in pixels that the images are resized to; 8: the original images.
-        holdout: fraction of the samples held out for evaluation; they are the same in every run.
+        size: height and width in pixels that the images are resized to; 8 keeps the original images.
+        holdout: fraction of the samples held out for evaluation; the same samples in every run.
         crop: training images are shifted by up to this many pixels in each direction.
     """
 
@@ -54,7 +54,7 @@ class Digits(Data):
 
 
 def _table():  # no return type: annotating numpy.ndarray would require an import at the top
-    """Return an array with one row per digit: 64 pixels from 0 to 16, and the class."""
+    """Return an array with one row per digit: 64 pixels with values from 0 to 16, followed by the class."""
     import numpy  # imported here: config errors are reported before numpy is imported
 
     # Read from the files of the package: `import sklearn.datasets` takes most of a second.

@@ -1,4 +1,4 @@
-"""Samples that do not fit into memory: image files, loaded by worker processes during training."""
+"""Samples that do not fit into memory: image files that worker processes load during training."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ _MOST_NAMED = 20
 
 
 class Reader(Protocol):
-    """Reads one sample. It is sent to worker processes, so it must be picklable."""
+    """A function that reads one sample. It must be picklable, because it is sent to worker processes."""
 
     num_draws: int
-    """Number of random numbers that an augmentation needs."""
+    """Number of random numbers that the augmentation of one sample needs."""
 
     def __call__(self, path: str, draws: list[float] | None) -> torch.Tensor:
         """Return the sample at `path`, uint8 [channels, height, width].
 
         Args:
             path: path of the file.
-            draws: `num_draws` uniform random numbers in [0, 1) for the augmentation; None: no augmentation.
+            draws: `num_draws` uniform random numbers in [0, 1) for the augmentation; None for no augmentation.
         """
         ...
 
 
 class Job(NamedTuple):
-    """The samples of one batch."""
+    """A batch to load: the index, path and target of each sample."""
 
     indices: list[int]
     paths: list[str]
     targets: list[int]
     epochs: list[int] | None
-    """The epoch of each sample, for its augmentation; None: no augmentation."""
+    """The epoch of each sample, on which its augmentation depends; None for no augmentation."""
 
 
 class Loaded(NamedTuple):
-    """A batch that a worker loaded. Failures are returned: the main process raises an error or skips the files."""
+    """A loaded batch, with the failures: the main process decides whether to raise an error or to skip the files."""
 
     job: Job
     images: torch.Tensor
@@ -59,7 +59,7 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class Fetch:
-    """Loads the batch of a job, in a worker or in the main process."""
+    """Loads the batch that a job describes, either in a worker process or in the main process."""
 
     read: Reader
     shape: tuple[int, int, int]
@@ -76,7 +76,10 @@ class Fetch:
         return Loaded(job, images, torch.tensor(job.targets), failures)
 
     def _draws(self, job: Job) -> list[Any]:
-        """Return the random numbers for the augmentation: hashes of (seed, epoch, sample), the same in any process."""
+        """Return the random numbers for the augmentation of each sample; None for each if there is no augmentation.
+
+        They are hashes of (seed, epoch, sample index), so they are the same in every process.
+        """
         if job.epochs is None:
             return [None] * len(job.paths)
         return uniforms(self.seed, torch.tensor(job.epochs), torch.tensor(job.indices), self.read.num_draws).tolist()
@@ -94,10 +97,10 @@ class Unreadable:
         self.files: dict[str, str] = {}
 
     def add(self, path: str, why: str) -> None:
-        """Record a file.
+        """Record that the file `path` could not be read, with a warning the first time.
 
         Raises:
-            DataError: if files are not to be skipped.
+            DataError: if `skip` is False.
         """
         if not self.skip:
             raise DataError(printable(path), f"it cannot be read ({why})", "data.on_error=skip skips such files")
@@ -115,11 +118,11 @@ class FileSamples(Samples):
         class_names: the name of each class.
         shape: (channels, height, width) of one input.
         read: reads a file as an image of `shape`.
-        mean: of each channel, for pixels in [0, 1]; subtracted from the inputs.
-        std: of each channel, for pixels in [0, 1]; inputs are divided by it.
+        mean: mean of each channel, for pixels in [0, 1]; it is subtracted from the inputs.
+        std: standard deviation of each channel, for pixels in [0, 1]; the inputs are divided by it.
         workers: the processes that load batches.
-        pin_memory: load batches into page-locked memory; None: if the device is a CUDA device.
-        unreadable: records files that cannot be read; may be shared with other samples.
+        pin_memory: load batches into page-locked memory; None does so only for CUDA devices.
+        unreadable: records files that cannot be read; may be shared with another `FileSamples`.
     """
 
     def __init__(
@@ -186,7 +189,7 @@ class FileSamples(Samples):
     def _read(
         self, fetch: Fetch, jobs: Iterable[Job], device: torch.device, max_workers: int = 256
     ) -> Iterator[Loaded]:
-        """Load the batches of `jobs` with at most `max_workers` workers."""
+        """Yield the loaded batch of each job, using at most `max_workers` workers."""
         pin = device.type == "cuda" if self.pin_memory is None else self.pin_memory
         if pin and device.type != "cuda":
             log.warning("data.pin_memory=true has no effect on device type %s", device.type)
@@ -199,7 +202,7 @@ class FileSamples(Samples):
         return Job(indices, [self.paths[i] for i in indices], [self.targets[i] for i in indices], epochs)
 
     def _readable(self, loaded: Loaded) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the images and targets of the rows that could be read, and record the others."""
+        """Return the images and targets of the rows that could be read; record the files of the other rows."""
         if not loaded.failures:
             return loaded.images, loaded.targets
         for row, why in loaded.failures:
@@ -209,9 +212,10 @@ class FileSamples(Samples):
         return loaded.images[rows], loaded.targets[rows]
 
     def _replace(self, fetch: Fetch, loaded: Loaded) -> None:
-        """Replace each sample that could not be read by the next readable one, so that batches keep their size.
+        """Replace each sample that could not be read with the next readable sample, so that batches keep their size.
 
-        This is done in the main process: the batch does not depend on the worker, and workers need not know all paths.
+        The main process does this, so that workers need not know all paths, and the batch is the same whichever
+        worker loads it.
         """
         epochs = loaded.job.epochs
         assert epochs is not None
@@ -219,7 +223,7 @@ class FileSamples(Samples):
             self.unreadable.add(loaded.job.paths[row], why)
             index = loaded.job.indices[row]
             for other in ((index + step) % len(self) for step in range(1, len(self))):
-                # Use the random numbers of the unreadable sample, as the replacement may be in this batch twice.
+                # Use the random numbers of the unreadable sample, because the replacement may be in this batch twice.
                 replacement = fetch[Job([index], [self.paths[other]], [self.targets[other]], [epochs[row]])]
                 if not replacement.failures:
                     loaded.images[row], loaded.targets[row] = replacement.images[0], replacement.targets[0]
@@ -237,7 +241,7 @@ class FileSamples(Samples):
     def _normalized(
         self, batches: Generator[tuple[torch.Tensor, torch.Tensor]], device: torch.device
     ) -> Iterator[Batch]:
-        """Copy batches to the device and normalize them there: uint8 copies are a quarter of the size of float32."""
+        """Copy batches to the device as uint8, a quarter of the size of float32, and normalize them there."""
         mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (self.mean, self.std))
         for images, targets in to_device(batches, device):
             yield Batch(images.to(torch.float32).div_(255).sub_(mean).div_(std), targets)

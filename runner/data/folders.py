@@ -1,4 +1,7 @@
-"""Find the images of each class in a directory, and split them into training and held-out images, by name only."""
+"""Find the images of each class in a directory, and split them into training and held-out images.
+
+Images are recognized by their file names; no file is opened.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,12 @@ def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
     """Return the training images and the held-out images below `root`.
 
     Args:
-        root: contains `train` and one of `HELD_OUT`, each with one directory per class; or the class directories.
-        holdout: fraction of each class that is held out in the second case.
+        root: a directory that contains either `train` and one of `HELD_OUT`, each with one directory per class, or the
+            class directories themselves.
+        holdout: fraction of each class that is held out if `root` contains the class directories.
 
     Raises:
-        ConfigError: with the key `root`, if `root` has neither layout.
+        ConfigError: with the key `root`, if `root` has neither layout or a class has too few images.
     """
     remedy = "give a directory that contains one directory of images per class"
     check(root.exists(), "root", str(root), "there is no such directory", remedy)
@@ -58,7 +62,7 @@ def _same_classes(train: Files, held_out: Files, root: Path, name: str) -> tuple
 
 
 def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
-    """Hold out the images of each class with the smallest hashes: the same ones in every run."""
+    """Hold out the images of each class whose paths have the smallest hashes: the same images in every run."""
     small = [name for name, paths in classes.items() if len(paths) < 2]
     why = f"these classes have only one image, but one must be held out: {_first_five(small)}"
     check(not small, "root", str(root), why, "add images to these classes, or remove their directories")
@@ -71,7 +75,7 @@ def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
 
 
 def _classes(folder: Path) -> Files:
-    """Return the images in each subdirectory of `folder`, at any depth."""
+    """Return the images of each class: all images at any depth below the subdirectory of `folder` for this class."""
     names = _folders(folder)
     why = f"{folder} contains {len(names)} class directories, and classification needs at least two"
     check(len(names) > 1, "root", str(folder), why, "put the images of each class into a separate directory")
@@ -94,7 +98,7 @@ def _folders(path: Path) -> list[str]:
 
 
 def _images(path: Path, others: Counter[str]) -> list[str]:
-    """Return the images below `path`, and count all other files in `others` by extension, or as hidden."""
+    """Return the images below `path`; count all other files in `others`, by extension or as hidden files."""
     images: list[str] = []
     seen = {str(parent) for parent in Path(os.path.realpath(path)).parents}  # they hold images of other classes
     for where, folders, names in os.walk(path, followlinks=True, onerror=_cannot_read):

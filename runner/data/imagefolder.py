@@ -19,31 +19,32 @@ from runner.system.text import printable
 class ImageFolder(Data):
     """Images of any size, loaded from files during training.
 
-    BMP, GIF, JPEG, PNG, PPM, TIFF and WebP; regular files, or links to them, of at most 256 MiB and 89,478,485 pixels.
-    A file that is anything else cannot be read.
+    The formats are BMP, GIF, JPEG, PNG, PPM, TIFF and WebP. A file must be a regular file, or a link to one, of at most
+    256 MiB and 89,478,485 pixels; any other file counts as unreadable.
 
     Args:
-        root: a directory that contains `train` and one of `val`, `valid`, `validation` and `test`, each with one
-            directory per class; or the class directories, in which case `holdout` of the images are held out.
+        root: a directory that contains either `train` and one of `val`, `valid`, `validation` and `test`, each with one
+            directory per class, or the class directories themselves, of which the fraction `holdout` is held out.
         size: height and width of the network's inputs, in pixels.
         holdout: fraction of each class's images that is held out; the same images in every run.
         augment: transforms of training images: `crop` (random resized crop and random flip), `flip` (random flip) or
             `none`.
         crop_area: the smallest fraction of the image area that a random crop covers.
-        centre: side of the center crop, which is used without a random crop, as a fraction of the image's shorter side.
-        mean: of red, green and blue, for pixels in [0, 1]; subtracted from the inputs.
-        std: of red, green and blue, for pixels in [0, 1]; inputs are divided by it.
+        centre: side of the center crop, as a fraction of the image's shorter side; images are cropped to their center
+            where no random crop is used.
+        mean: mean of red, green and blue, for pixels in [0, 1]; it is subtracted from the inputs.
+        std: standard deviation of red, green and blue, for pixels in [0, 1]; the inputs are divided by it.
         on_error: if a file cannot be read, `raise` an error or `skip` the file with a warning.
         workers: number of data loading processes; 0: load in the main process; null: one less than the number of
             cores, at most eight.
         prefetch: number of batches that each worker loads in advance.
         timeout: seconds without a batch after which the run ends with an error.
         pin_memory: load batches into page-locked memory, from which they are copied to CUDA devices asynchronously;
-            null: if the device is a CUDA device.
+            null: only if the device is a CUDA device.
     """
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("on_error", "workers", "prefetch", "timeout", "pin_memory")
-    """Options that may differ on resume, as they do not affect the samples."""
+    """Options that may differ on resume, because they do not affect the samples."""
 
     root: str
     size: int = 224

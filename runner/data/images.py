@@ -2,7 +2,7 @@
 
 Images are decoded by Pillow, which supports more formats than torchvision and detects damaged files (the decoders of
 torchvision are slightly faster for JPEG, but deprecated). They are resized by torch, whose uint8 kernels are three
-times as fast as those of Pillow.
+times as fast as Pillow's.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Box = tuple[int, int, int, int]
 """Left, top, right and bottom in pixels; right and bottom are exclusive."""
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""The formats that Pillow may decode, whatever the name of the file: an EPS file would start Ghostscript."""
+"""The formats that Pillow may decode, whatever the file's name. For an EPS file, Pillow would start Ghostscript."""
 
 LIMIT_BYTES = 256 * 2**20
-"""Size limit of a file. Pillow limits the number of pixels, to 89,478,485, against files that expand to gigabytes."""
+"""Size limit of a file. Pillow itself limits the pixels to 89,478,485, so that no small file expands to gigabytes."""
 
-_ORIENTATION, _SWAPPED = 0x0112, (5, 6, 7, 8)  # EXIF tag, and its values with which width and height are swapped
+_ORIENTATION, _SWAPPED = 0x0112, (5, 6, 7, 8)  # EXIF tag, and its values that swap width and height
 _ATTEMPTS = 10
 _LOG_RATIO = math.log(4 / 3)
 
@@ -43,7 +43,8 @@ class ImageReader:
         augment: transforms of training images: `crop` (random resized crop and random flip), `flip` (random flip) or
             `none`.
         least_area: the smallest fraction of the image area that a random crop covers.
-        centre: side of the center crop, which is used without a random crop, as a fraction of the image's shorter side.
+        centre: side of the center crop, as a fraction of the image's shorter side; images are cropped to their center
+            where no random crop is used.
     """
 
     size: int
@@ -57,10 +58,10 @@ class ImageReader:
         """Return the image at `path`.
 
         Args:
-            draws: `num_draws` uniform random numbers in [0, 1) for the augmentation; None: no augmentation.
+            draws: `num_draws` uniform random numbers in [0, 1) for the augmentation; None for no augmentation.
 
         Raises:
-            Exception: of many types, if the file cannot be read.
+            Exception: if the file cannot be read; the exception may be of many types.
         """
         # imported here: config errors are reported before Pillow is imported
         from PIL import Image, UnidentifiedImageError
@@ -77,7 +78,7 @@ class ImageReader:
         return square.flip(2) if draws is not None and self.augment != "none" and draws[-1] < 0.5 else square
 
     def _scaled(self, image: Image, draws: list[float] | None) -> torch.Tensor:
-        """Crop `image` and resize it to a square."""
+        """Crop `image` and resize it to a square. The crop is random if `draws` is given, and central otherwise."""
         orientation = image.getexif().get(_ORIENTATION, 1)
         width, height = image.size[::-1] if orientation in _SWAPPED else image.size
         if draws is None:
@@ -90,7 +91,7 @@ class ImageReader:
 
 
 def central_box(width: int, height: int, share: float) -> Box:
-    """Return the central square whose side is `share` of the shorter side."""
+    """Return the central square of an image whose side is `share` times the shorter side of the image."""
     side = max(1, round(share * min(width, height)))
     left, top = (width - side) // 2, (height - side) // 2
     return left, top, left + side, top + side
@@ -99,15 +100,15 @@ def central_box(width: int, height: int, share: float) -> Box:
 def random_box(width: int, height: int, draws: list[float], least_area: float) -> Box:
     """Return a box of random area, aspect ratio and position (Szegedy et al., Going Deeper with Convolutions, 2015).
 
-    The distribution is that of torchvision's `RandomResizedCrop`: area uniform in [least_area, 1], aspect ratio
-    log-uniform in [3/4, 4/3], ten attempts to find a box that fits, otherwise the largest central box with an allowed
-    ratio. In contrast to torchvision, the result is a function of `draws`.
+    Boxes are distributed as in torchvision's `RandomResizedCrop`: the area is uniform in [least_area, 1], and the
+    aspect ratio is log-uniform in [3/4, 4/3]. If none of ten attempts gives a box that fits, the largest central box
+    with an allowed aspect ratio is returned. Unlike in torchvision, the box is a function of `draws`.
 
     Args:
         width: width of the image in pixels.
         height: height of the image in pixels.
         draws: `ImageReader.num_draws` uniform random numbers in [0, 1).
-        least_area: the smallest area as a fraction of the image's.
+        least_area: the smallest area of the box, as a fraction of the image's area.
     """
     for share, ratio in zip(draws[0 : 2 * _ATTEMPTS : 2], draws[1 : 2 * _ATTEMPTS : 2], strict=True):
         area = width * height * (least_area + (1 - least_area) * share)
@@ -122,13 +123,13 @@ def random_box(width: int, height: int, draws: list[float], least_area: float) -
 
 
 def _pixels(image: Image, orientation: int, box: Box, width: int, size: int) -> torch.Tensor:
-    """Decode the pixels in `box`, at a lower resolution if that is still at least twice `size`.
+    """Decode the pixels in `box`, at a lower resolution if the box then still has at least twice the final size.
 
     Args:
         orientation: EXIF orientation of the image.
         box: the crop, in pixels of the full-resolution image after EXIF rotation.
         width: width of the full-resolution image after EXIF rotation.
-        size: height and width that the crop is resized to.
+        size: the final size: height and width that the crop is resized to.
 
     Returns:
         uint8 [3, height, width].

@@ -15,12 +15,12 @@ class TensorSamples(Samples):
     """Labeled images in two tensors.
 
     Args:
-        inputs: [n, channels, height, width]; float32 and normalized, or uint8 (a quarter of the memory), in which case
-            batches are normalized.
+        inputs: [n, channels, height, width]: either float32 and already normalized, or uint8, which takes a quarter of
+            the memory; each batch is then normalized.
         targets: class indices, int64 [n].
         class_names: the name of each class.
-        mean: of each channel, for pixels in [0, 1]; subtracted in normalization.
-        std: of each channel, for pixels in [0, 1]; inputs are divided by it in normalization.
+        mean: mean of each channel, for pixels in [0, 1]; normalization subtracts it.
+        std: standard deviation of each channel, for pixels in [0, 1]; normalization divides by it.
         flip: mirror each training image with probability 1/2.
         crop: shift training images by up to this many pixels in each direction; the border is filled with black.
     """
@@ -69,7 +69,7 @@ class TensorSamples(Samples):
         return ((images * std + mean).clamp(0, 1) * 255).round().to(torch.uint8)
 
     def _move(self, device: torch.device) -> None:
-        """Move the samples to `device`, once."""
+        """Move the samples to `device`, unless they are already there."""
         if self.inputs.device != device:
             self.inputs, self.targets = self.inputs.to(device), self.targets.to(device)
         self._mean, self._std = (torch.tensor(v, device=device)[:, None, None] for v in (self.mean, self.std))
@@ -84,16 +84,16 @@ class TensorSamples(Samples):
 def _shift_and_flip(
     images: torch.Tensor, draws: torch.Tensor, crop: int, flip: bool, black: torch.Tensor
 ) -> torch.Tensor:
-    """Shift each image by up to `crop` whole pixels in each direction and mirror it with probability 1/2.
+    """Shift each image by up to `crop` whole pixels in each direction; if `flip`, mirror it with probability 1/2.
 
-    The whole batch is transformed by one gather, as a Python loop over samples would be slow.
+    The whole batch is transformed by one gather, because a Python loop over samples would be slow.
 
     Args:
         images: [n, channels, height, width].
         draws: uniform random numbers in [0, 1), [n, 3]: shift down, shift right, mirror.
         crop: the largest shift in pixels.
-        flip: mirror images.
-        black: fills the border, [channels, 1, 1].
+        flip: whether to mirror images.
+        black: the value of each channel that fills the border, [channels, 1, 1].
 
     Returns:
         [n, channels, height, width].

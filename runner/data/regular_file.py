@@ -1,4 +1,4 @@
-"""Reading the files of a data set, which somebody else may have made."""
+"""Safe reading of data set files, which may come from somebody else."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import stat
 
 
 def read_regular_file(path: str, limit_bytes: int) -> bytes:
-    """Return the content of a file. Unlike in a run directory, links are followed: data sets are often made of them.
+    """Return the content of the file `path`.
+
+    Symbolic links are followed, because data sets often consist of links. (In a run directory, they are not.)
 
     Args:
+        path: path of the file.
         limit_bytes: maximum size of the file.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is a pipe, a device or a directory, or too large.
+        OSError: if the file cannot be read.
+        ValueError: if the file is a pipe, a device or a directory, or too large.
     """
-    _check_regular(os.stat(path))  # before opening, as the driver of a device may act on that
+    _check_regular(os.stat(path))  # before opening, because that alone may make the driver of a device act
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not wait for the writer of a pipe
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)  # another process may have replaced it in between

@@ -19,7 +19,8 @@ _MOST_BYTES = 4 << 30
 class Synthetic(Data):
     """A data set of uniform noise, generated once on the device.
 
-    Pixels are hashes of their position, independent of the run's seed: the same on every device and in every run.
+    Each pixel is a hash of its position, without the run's seed, so the images are the same on every device and in
+    every run.
 
     Args:
         num_samples: number of training images.
@@ -27,7 +28,7 @@ class Synthetic(Data):
         size: height and width in pixels.
         channels: 1 (grayscale) or 3 (RGB).
         num_classes: number of classes, from which labels are drawn uniformly.
-        learnable: average each image with a fixed pattern of its class; otherwise labels are independent of images.
+        learnable: average each image with a fixed pattern of its class; if False, labels are independent of images.
     """
 
     num_samples: int = 1024
@@ -61,8 +62,8 @@ class Noise(TensorSamples):
     """Random images, generated on the device that first uses them; until then they take no memory.
 
     Args:
-        options: shape and number of classes.
-        split: `train` or `holdout`, the name of the random number stream.
+        options: the options of the data set.
+        split: `train` or `holdout`; also the name of the random number stream.
         count: number of images.
     """
 

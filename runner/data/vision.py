@@ -35,7 +35,7 @@ _DAMAGED = (OSError, EOFError, ValueError, RuntimeError, zlib.error, struct.erro
 """The exceptions that reading a damaged file may raise."""
 
 _LIMIT_BYTES = 64 * 2**20
-"""Size limit of a file after decompression; the largest is Fashion-MNIST's, with 47,040,016 bytes."""
+"""Size limit of a file after decompression; the largest file, of Fashion-MNIST, has 47,040,016 bytes."""
 
 LabeledImages = tuple["torch.Tensor", "torch.Tensor"]
 """Images, uint8 [n, channels, height, width], and class indices, int64 [n]."""
@@ -47,13 +47,13 @@ class Downloadable(Data):
 
     Args:
         root: the directory in which torchvision creates the directory of the data set.
-        download: download missing files; nothing else is written outside of the run directory.
+        download: download missing files to `root`; nothing else is written outside of the run directory.
         flip: mirror each training image with probability 1/2.
         crop: shift training images by up to this many pixels in each direction.
     """
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("root", "download")
-    """Options that may differ on resume, as they do not affect the samples."""
+    """Options that may differ on resume, because they do not affect the samples."""
 
     dataset: ClassVar[str]
     """The name of the class in `torchvision.datasets`."""
@@ -86,7 +86,7 @@ class Downloadable(Data):
 
     @abstractmethod
     def _split(self, train: bool) -> LabeledImages:
-        """Read the training or the test images."""
+        """Read the images and labels of the training set, or of the test set if `train` is False."""
 
     @abstractmethod
     def _files(self) -> list[str]:
@@ -134,7 +134,7 @@ class Mnist(Downloadable):
         return [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 
     def _path(self, name: str) -> Path:
-        """Return the path of the file or, if only that exists, of the compressed file as it is distributed."""
+        """Return the path of the file `name`, or of its compressed original (`.gz`) if only that exists."""
         path = super()._path(name)
         compressed = path.with_name(f"{name}.gz")
         return compressed if compressed.is_file() and not path.is_file() else path
@@ -153,10 +153,10 @@ class Mnist(Downloadable):
         return images[:, None], targets
 
     def _read(self, path: Path, dims: int) -> torch.Tensor:
-        """Read an IDX file of uint8.
+        """Read an IDX file of uint8 values with `dims` dimensions.
 
-        It starts with two zero bytes, the data type (8: uint8), the number of dimensions and the shape in big-endian
-        int32.
+        The file starts with two zero bytes, the data type (8 for uint8), the number of dimensions, and the shape as
+        big-endian 32-bit integers.
         """
         try:
             with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -231,7 +231,7 @@ def _locked(root: Path) -> Iterator[None]:
 
 @contextmanager
 def _socket_timeout() -> Iterator[None]:
-    """Set a socket timeout: torchvision sets none, and the default of the operating system is minutes."""
+    """Set a socket timeout, because torchvision sets none and the default of the operating system is minutes."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_PATIENCE)
     try:

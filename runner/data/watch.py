@@ -1,4 +1,4 @@
-"""A watchdog for data loading workers: a worker that dies or hangs ends the run with an error."""
+"""A watchdog for data loading workers: if a worker dies or hangs, the run ends with an error."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 from runner.data.base import DataError
 
 POLL = 0.5
-"""Seconds between two checks of the workers: as children of the fork server they send this process no SIGCHLD."""
+"""Seconds between two checks of the workers: they are children of the fork server, so their end sends no SIGCHLD."""
 
 _CAUSES = {
     9: (", perhaps because memory ran out", "reduce data.workers or data.prefetch; "),
     7: (", most likely because shared memory ran out", "enlarge /dev/shm (docker run --shm-size=8g); "),
 }
-"""The likely reason for a signal (SIGKILL, SIGBUS) from the operating system, and the remedy."""
+"""For each signal (9 is SIGKILL, 7 is SIGBUS): why the operating system probably sent it to a worker, and a remedy."""
 
 
 class Watch:
     """Receives batches from DataLoader workers, and kills the workers if a batch takes too long.
 
-    The timeout of DataLoader is not enough: it covers only the message that a batch is ready. The file descriptor of
-    the batch's shared memory is then requested over a connection without a timeout, which blocks if the worker is
-    stopped. Killing the worker closes that connection.
+    The timeout of DataLoader is not enough, because it covers only the message that a batch is ready. DataLoader then
+    requests the file descriptor of the batch's shared memory over a connection without a timeout, and this request
+    blocks if the worker is stopped. Killing the worker closes the connection.
 
     Args:
         workers: the worker processes; empty if the main process loads the data.
@@ -69,11 +69,11 @@ class Watch:
             self._waiting, self._received = False, self._received + 1
 
     def end(self) -> None:
-        """Stop watching."""
+        """Stop watching the workers."""
         self._ended.set()
 
     def kill(self) -> None:
-        """Kill the workers with SIGKILL: SIGTERM would not end one that is suspended or blocked in a read."""
+        """Kill the workers with SIGKILL, because a worker that is suspended or blocked in a read ignores SIGTERM."""
         for worker in self.workers:
             if worker.is_alive():
                 worker.kill()
@@ -92,7 +92,10 @@ class Watch:
                 return
 
     def _problem(self, grace_period: float) -> DataError | None:
-        """Return an error if the workers timed out, or if one has died or dies within `grace_period` seconds."""
+        """Return an error if the workers timed out, or if one has died or dies within `grace_period` seconds.
+
+        Return None otherwise.
+        """
         if self._timed_out:
             pids = ", ".join(str(worker.pid) for worker in self.workers)
             why = f"no batch arrived within {self.timeout:g} s: a worker is stopped, or its disk does not respond"

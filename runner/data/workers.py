@@ -1,6 +1,6 @@
 """Data loading in worker processes: DataLoader with a watchdog.
 
-Workers are forked from the fork server, for each evaluation again: starting one takes 0.1 s and 17 MB.
+Workers are forked from the fork server. Each evaluation starts new workers; starting one takes 0.1 s and 17 MB.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from runner.system.forkserver import METHOD, start_server
 
 
 class Fetch(Protocol):
-    """Loads the batch that a job describes; it is sent to each worker once and called there."""
+    """An object for which `fetch[job]` loads the batch that `job` describes.
+
+    The object is sent to each worker once; the workers then load the batches.
+    """
 
     def __getitem__(self, job: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Workers:
-    """How batches are loaded.
+    """Settings of the worker processes, and `read`, which loads batches in them.
 
     Args:
         count: number of worker processes; 0: load in this process.
@@ -44,7 +47,7 @@ class Workers:
     pin_memory: bool = False
 
     def read(self, fetch: Fetch, jobs: Iterable[Any]) -> Generator[Any]:
-        """Yield `fetch[job]` for every job, in order for any number of workers.
+        """Yield `fetch[job]` for every job, in the order of the jobs for any number of workers.
 
         Raises:
             DataError: if a worker died, or no batch arrived in time.
@@ -80,7 +83,7 @@ class Workers:
 
 
 def default_count() -> int:
-    """Return one less than the number of CPU cores of this process, at most eight: one core is left for training."""
+    """Return the default number of workers: one per CPU core of this process except one for training, at most eight."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of a distributed run share the cores
     return max(0, min(8, allowed_cores() // processes - 1))
 
@@ -88,7 +91,8 @@ def default_count() -> int:
 def _exit_with_parent(_: int) -> None:
     """Exit the worker when the run's process ends, even by SIGKILL.
 
-    The watchdog of DataLoader checks the worker's parent process, which is the fork server and outlives the run.
+    DataLoader's own watchdog does not help: it checks the worker's parent process, which is the fork server and
+    outlives the run.
     """
     run = multiprocessing.parent_process()
     assert run is not None
