@@ -73,7 +73,7 @@ class Watch:
         self._ended.set()
 
     def kill(self) -> None:
-        """Kill the workers with SIGKILL, because a worker that is suspended or blocked in a read ignores SIGTERM."""
+        """Kill the workers with SIGKILL; SIGTERM would not end a worker that is suspended or blocked in a read."""
         for worker in self.workers:
             if worker.is_alive():
                 worker.kill()

@@ -1,4 +1,4 @@
-"""The options of the environments that an agent acts in. Gymnasium is imported when one is created."""
+"""The options of the environments that an agent acts in. Gymnasium is imported only when an environment is created."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _MAX_ENVS = 4096  # a larger number is most likely a typing error
 _MAX_PROCESSES = 128  # thousands of processes would overload a machine before any limit of the system is reached
 _EXTRAS = {"box2d": "box2d", "classic_control": "classic-control"}
-"""The extra of gymnasium with the dependencies of each family of environments."""
+"""For each family of environments: the pip extra of gymnasium that installs its dependencies."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Env:
 
     Args:
         id: the name in gymnasium's registry; `module:Name-v0` first imports the module that registers it.
-        num_envs: number of environments that are stepped together, over all processes.
+        num_envs: number of environments that are stepped together, summed over all processes.
         vectorization: `auto` (gymnasium's vectorized implementation if there is one, else `sync`), `sync` (one after
             another) or `async` (one process each, for slow environments).
         max_episode_steps: truncate episodes after this many steps; null: the limit that the environment is registered
@@ -46,10 +46,10 @@ class Env:
         check_range(self, "max_episode_steps", least=1)
 
     def prepare(self) -> None:
-        """Create one environment to find out `shape`, `num_actions` and `longest`, the maximum length of an episode.
+        """Create one environment, and read from it `shape`, `num_actions` and `longest`, the maximum episode length.
 
         Raises:
-            ConfigError: if there is no environment of this name, it cannot be created, or its spaces are not supported.
+            ConfigError: if the environment does not exist, cannot be created, or has spaces that are not supported.
         """
         from runner.env.spaces import shape_and_actions  # imported here: it imports gymnasium and numpy
 
@@ -70,7 +70,7 @@ class Env:
                 vector.reset(0)
 
     def vector(self, num_envs: int, in_process: bool = False, render: bool = False) -> Vector:
-        """Create environments that are stepped together, in a context manager that closes them.
+        """Create environments that are stepped together. The result is a context manager that closes them at its end.
 
         Args:
             num_envs: number of environments.
@@ -78,7 +78,7 @@ class Env:
             render: enable rendering.
 
         Raises:
-            ConfigError: if they cannot be started.
+            ConfigError: if the environments cannot be started.
         """
         from runner.env.vector import Vector, make  # imported here: it imports gymnasium and numpy
 
@@ -106,7 +106,7 @@ class Env:
         return options | ({"max_episode_steps": self.max_episode_steps} if self.max_episode_steps else {})
 
     def _spec(self) -> EnvSpec:
-        """Return the entry in gymnasium's registry."""
+        """Return the entry for `id` in gymnasium's registry."""
         import gymnasium  # imported here: it takes 0.1 s to import
 
         module, _, name = self.id.rpartition(":")
@@ -121,7 +121,7 @@ class Env:
             raise ConfigError("id", self.id, "gymnasium has no such environment", remedy) from None
 
     def _make_one(self, spec: EnvSpec) -> Any:
-        """Create a single environment, whose spaces are inspected."""
+        """Create a single environment, so that its spaces can be inspected."""
         import gymnasium
 
         try:
@@ -137,7 +137,7 @@ class Env:
 
 
 def envs_per_process(num_envs: int, count: int) -> int:
-    """Return the number of environments per process, of `num_envs` environments and `count` processes.
+    """Return the number of environments of each process if `num_envs` environments are divided among `count` processes.
 
     Raises:
         ConfigError: if `num_envs` is not divisible by `count`.

@@ -26,7 +26,7 @@ def state_of(envs: VectorEnv) -> dict[str, Any] | None:
 
 
 def restore(envs: VectorEnv, state: dict[str, Any]) -> None:
-    """Restore the state that `state_of` returned for environments of the same kind and number."""
+    """Restore the state that `state_of` returned for the same kind and number of environments."""
     _set_attributes(envs, state["vector"])
     if isinstance(envs, SyncVectorEnv):
         for env, layers in zip(envs.envs, state["layers"], strict=True):
@@ -39,7 +39,10 @@ def _is_supported(env: object) -> bool:
 
 
 def _layers(env: Any) -> list[Any]:
-    """Return the wrappers of `env` from the outside in, then the environment: TimeLimit counts steps in a wrapper."""
+    """Return the wrappers of `env`, outermost first, and the environment itself.
+
+    The wrappers also have state: for example, TimeLimit counts the steps of an episode.
+    """
     layers = [env]
     while layers[-1] is not env.unwrapped:
         layers.append(layers[-1].env)
@@ -47,7 +50,10 @@ def _layers(env: Any) -> list[Any]:
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
-    """Return the attributes with plain values; others, such as spaces and functions, do not change."""
+    """Return the attributes of `layer` that have plain values, and the state of its random number generator.
+
+    Other attributes, such as spaces and functions, do not change.
+    """
     kept = {name: plain(value) for name, value in vars(layer).items() if _is_plain(value)}
     generator = vars(layer).get("_np_random")
     return kept if generator is None else kept | {"_np_random": {"random": generator.bit_generator.state}}
@@ -73,7 +79,7 @@ def _is_plain(kept: Any) -> bool:
 
 
 def plain(kept: Any) -> Any:
-    """Convert a value for a checkpoint: arrays to tensors, and numpy scalars to {"number": tensor}."""
+    """Convert a value for a checkpoint: numpy arrays to tensors, and numpy scalars to {"number": tensor}."""
     if isinstance(kept, np.ndarray):
         return torch.from_numpy(kept.copy())
     if isinstance(kept, str):
@@ -84,7 +90,7 @@ def plain(kept: Any) -> Any:
 
 
 def value(kept: Any) -> Any:
-    """Convert a value back that `plain` returned."""
+    """Convert a result of `plain` back to the original value."""
     if isinstance(kept, torch.Tensor):
         return kept.numpy().copy()
     if isinstance(kept, dict):

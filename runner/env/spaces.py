@@ -9,7 +9,13 @@ from runner.config.errors import check
 
 
 def shape_and_actions(name: str, env: gymnasium.Env) -> tuple[tuple[int, ...], int]:
-    """Return the shape of observations, flattened if they are no arrays, and the number of actions; close `env`.
+    """Return the shape of the observations of `env` and its number of actions, and close `env`.
+
+    If observations are not arrays, it is the shape of the vector to which they are flattened.
+
+    Args:
+        name: the name of the environment, for error messages.
+        env: the environment.
 
     Raises:
         ConfigError: if actions are not discrete, or observations cannot be flattened to a fixed number of values.
@@ -26,7 +32,10 @@ def shape_and_actions(name: str, env: gymnasium.Env) -> tuple[tuple[int, ...], i
 
 
 def needs_flattening(space: spaces.Space) -> bool:
-    """Return whether observations are not arrays: Discrete spaces become one-hot vectors, tuples are concatenated."""
+    """Return whether observations from `space` must be flattened to vectors, because they are not arrays.
+
+    Flattening turns a discrete value into a one-hot vector, and concatenates the items of a tuple.
+    """
     return not isinstance(space, spaces.Box)
 
 

@@ -1,4 +1,4 @@
-"""Vectorized environments whose steps are distinguished from resets."""
+"""Vectorized environments that report which of their steps were resets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Steps(NamedTuple):
     """The results of one step in each of n environments."""
 
     observations: np.ndarray
-    """float32 [n, …]: the observations after the step; at the end of an episode, its last observation."""
+    """float32 [n, …]: the observations after the step; where an episode ended, the last observation of this episode."""
     rewards: np.ndarray
     """float [n]."""
     terminated: np.ndarray
@@ -39,17 +39,17 @@ class Steps(NamedTuple):
     truncated: np.ndarray
     """bool [n]: whether the episode was truncated."""
     taken: np.ndarray
-    """bool [n]: False where the environment was reset, after the end of an episode; the action is then ignored."""
+    """bool [n]: False where the action was ignored and the environment was reset, because its episode had ended."""
 
 
 def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, Any]) -> VectorEnv:
-    """Create vectorized environments that are reset in the step after the end of an episode.
+    """Create vectorized environments, each of which is reset in the step after the end of its episode.
 
     Args:
         spec: the entry in gymnasium's registry.
         num_envs: number of environments.
         vectorization: `auto`, `sync` or `async`.
-        options: arguments of the environment.
+        options: keyword arguments of the environment.
     """
     if vectorization == "auto" and spec.vector_entry_point is not None:
         envs = gymnasium.make_vec(spec, num_envs, "vector_entry_point", **options)
@@ -66,9 +66,9 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
 
 
 def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
-    """Restore default signal handlers in the process of `env`, unless it is `parent`.
+    """Let SIGTERM end the process of `env`, unless this is the process `parent`, and return `env`.
 
-    The process is forked from the run, whose handlers only record a signal: SIGTERM would not end the environment.
+    The process of an environment is forked from the run and inherits signal handlers that only record a signal.
     """
     if os.getpid() != parent:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -78,7 +78,7 @@ def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
 
 
 class Vector:
-    """Vectorized environments, in a context manager that closes them.
+    """A context manager that steps vectorized environments and closes them at the end.
 
     Args:
         envs: the environments.
@@ -102,7 +102,7 @@ class Vector:
         """Reset all environments.
 
         Args:
-            seed: one seed; or one seed per environment, unless they share a random number generator.
+            seed: one seed, or one seed per environment if each environment has its own random number generator.
         """
         self._seed = seed
         self._episodes = np.zeros(self.num_envs, np.int64)
@@ -156,7 +156,7 @@ class Vector:
         return f"{self.name} {what}; {one_of}{'; '.join(places)}{more}"
 
     def render(self) -> np.ndarray:
-        """Render the first environment: uint8 [height, width, 3]."""
+        """Return a picture of the first environment: uint8 [height, width, 3]."""
         frames = self.envs.render()
         assert frames is not None
         return np.asarray(frames[0])
@@ -176,7 +176,7 @@ class Vector:
         """Restore the state that `state_dict` returned.
 
         Raises:
-            UnexpectedContentError: if these environments save no such state.
+            UnexpectedContentError: if `state` cannot have been saved by environments like these.
         """
         like = {"episodes": [int], "lengths": [int], "ended": [bool], "seed": object, "envs": dict}
         check_like(state, like | {"observations": torch.from_numpy(self.observations)}, "environments")

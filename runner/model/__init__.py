@@ -1,1 +1,1 @@
-"""Options and initial weights of networks; their layers are defined in `models/`."""
+"""Options and initial weights of networks. The layers of networks are defined in `models/`."""

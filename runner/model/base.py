@@ -1,4 +1,4 @@
-"""The base class of the options of networks; their layers are defined in `models/`."""
+"""The base class for the options of a network. The layers of networks are defined in `models/`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from runner.model.weights import SAVE_WEIGHTS, load_weights
 
 @dataclass
 class Model(ABC):
-    """The options of a network, which `build` creates.
+    """The options of a network; `build` creates the network.
 
     Args:
         checkpoint_activations: store only the inputs of the network's blocks and recompute other activations in the
             backward pass (Chen et al., 2016): less memory, more time, the same results.
         weights: a file to load initial weights from (`.safetensors`, or a `state_dict` in `.pt`/`.pth`); null: random
             initialization.
-        reset_head: load all weights except the last layer's, for a different number of classes.
+        reset_head: load all weights except the last layer's, which is needed if the number of classes differs.
     """
 
     checkpoint_activations: bool = False
@@ -30,10 +30,10 @@ class Model(ABC):
     reset_head: bool = False
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("checkpoint_activations", "weights", "reset_head")
-    """Options that may differ on resume: they do not affect the results, or only the initial weights."""
+    """Options that may differ on resume, because they affect nothing in the results or only the initial weights."""
 
     num_dims: ClassVar[int | None] = 3
-    """Number of dimensions of one input: 3 for images; None: any, as the network flattens its inputs."""
+    """Number of dimensions of one input: 3 for images; None if the network flattens inputs of any shape."""
 
     def __post_init__(self) -> None:
         if self.weights is None:
@@ -47,14 +47,14 @@ class Model(ABC):
         check(path.is_file(), "weights", self.weights, f"there is no such file in {path.parent.absolute()}", remedy)
 
     def build(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Create the network and initialize it randomly, from PyTorch's global generator, or from `weights`.
+        """Create the network with the weights in the file `weights`, or with random ones from the global generator.
 
         Args:
             shape: shape of one input; (channels, height, width) for images.
             num_classes: number of outputs.
 
         Raises:
-            ConfigError: if the network cannot process inputs of this shape, or `weights` is not a file of this network.
+            ConfigError: if the network cannot process inputs of this shape, or the file has weights of another network.
         """
         model = self.network(shape, num_classes)
         if self.weights is not None:

@@ -14,11 +14,11 @@ from runner.model.base import Model
 
 @dataclass
 class QNet(Model):
-    """A multi-layer perceptron of action values, or a classifier of flattened images (`models.qnet.QNet`).
+    """A multi-layer perceptron that computes action values, or classifies flattened images (`models.qnet.QNet`).
 
     Args:
         hidden: units of each hidden layer.
-        duelling: separate heads for the state value and the advantages (Wang et al., 2016).
+        duelling: use separate heads for the state value and the advantages (Wang et al., 2016).
     """
 
     hidden: tuple[int, ...] = (128, 128)

@@ -16,8 +16,8 @@ class ResNet(Model):
 
     Args:
         depth: 18, 34, 50, 101 or 152.
-        stem: `imagenet`, or `cifar` for inputs of about 32×32, which it does not downsample.
-        norm: `batch`, or `group`, which is computed per sample: the results do not depend on how a batch is split.
+        stem: `imagenet`, or `cifar`, which does not downsample its inputs and suits images of about 32×32 pixels.
+        norm: `batch`, or `group`, which is computed per sample, so that results do not depend on how a batch is split.
     """
 
     depth: int = 50

@@ -1,4 +1,4 @@
-"""Initial weights from files: safetensors, or a `state_dict` saved by `torch.save`; no code in a file is executed."""
+"""Load initial weights from a safetensors file or a saved `state_dict`, without executing code in the file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SAVE_WEIGHTS = "save only the weights: torch.save(model.state_dict(), 'weights.p
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """Return the tensors in a file of weights by name, on the CPU.
+    """Return the tensors of a weights file by name, on the CPU.
 
     The prefixes that wrappers add to the names are removed: `module.` (DataParallel and DistributedDataParallel) and
     `_orig_mod.` (torch.compile).
 
     Args:
-        path: a `.safetensors` file, or a file that `torch.save` wrote and that contains a `state_dict`, or a dictionary
-            with one under the key `state_dict`, `model_state_dict` or `model`.
+        path: a `.safetensors` file, or a file written by `torch.save` that contains either a `state_dict`, or a
+            dictionary that holds a `state_dict` under the key `state_dict`, `model_state_dict` or `model`.
 
     Raises:
         ConfigError: if the file cannot be read or contains anything else.
@@ -50,7 +50,7 @@ def _is_state_dict(content: Any) -> bool:
 def _load(path: str) -> Any:
     file = Path(path).expanduser()
     try:
-        file = file.resolve(strict=True)  # which may be a link, as in the cache of a model hub
+        file = file.resolve(strict=True)  # the path may be a link, as in the cache of a model hub
         if Path(path).suffix != ".safetensors":
             return load_tensors(file)
         from safetensors.torch import load_file  # imported here: few runs need it
@@ -68,10 +68,12 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
     """Load the weights in the file `path` into `model`.
 
     Args:
+        model: the network, whose weights are replaced.
+        path: a file as described in `read_weights`.
         reset_head: keep the current weights of the last block.
 
     Raises:
-        ConfigError: if names or shapes of the tensors differ from the model's.
+        ConfigError: if the names or shapes of the tensors differ from the model's, or the last block is not known.
     """
     own, tensors, head = model.state_dict(), read_weights(path), _head(model)
     if reset_head:
@@ -101,7 +103,7 @@ _OTHER_NETWORK = "choose the model that the weights belong to, or weights of thi
 
 
 def _head(model: torch.nn.Module) -> set[str]:
-    """Return the names of the parameters of the last block; empty if the network has no `blocks()`."""
+    """Return the names of the parameters of the last block; an empty set if the network has no `blocks()`."""
     blocks: Any = getattr(model, "blocks", None)
     last = {id(parameter) for parameter in blocks()[-1][1].parameters()} if blocks else set()
     return {name for name, parameter in model.named_parameters() if id(parameter) in last}
