@@ -1,1 +1,1 @@
-"""What is trained: a model, its batches, its loss and its evaluation. `base.py` is the contract."""
+"""Workloads: the model that is trained, its batches, loss and evaluation. `base.py` defines the interface."""

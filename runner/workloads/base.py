@@ -31,7 +31,7 @@ class Workload(ABC):
     """The evaluation metric that selects the best checkpoint, and whether its `min` or `max` is best."""
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
-    """Options that may differ on resume, as they do not affect what is computed."""
+    """Options that may differ on resume, because they do not affect what is computed."""
 
     def prepare(self) -> None:
         """Load the data, or check that it exists.
@@ -59,23 +59,23 @@ class Workload(ABC):
         Args:
             model: the model that is trained, for workloads whose data depends on it.
             plan: how batches are split.
-            after_step: the last optimizer step that is done; 0 at the start of a run.
+            after_step: the last optimizer step that has been done; 0 at the start of a run.
             device: device of the batches.
         """
 
     @abstractmethod
     def loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean loss of a micro-batch, a scalar, and its metric sums: float32 [len(metrics)], detached."""
+        """Return the mean loss of a micro-batch, a scalar, and its metric sums, a detached float32 [len(metrics)]."""
 
     @abstractmethod
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
     ) -> MetricSums:
-        """Return metric sums over one shard of the evaluation data, each sample counted once.
+        """Return metric sums over one shard of the evaluation data, in which each sample counts once.
 
         Args:
             infer: returns the outputs of the model for inputs on the device.
-            shard: (index, count).
+            shard: (index of the shard, number of shards).
             device: device of the model.
         """
 
@@ -84,11 +84,11 @@ class Workload(ABC):
         """Return the evaluation metrics, given the sums over all ranks."""
 
     def vote(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Combine the outputs of several models, [num_models, n, …], to [n, …]."""
+        """Combine the outputs of several models, [num_models, n, …], into one output per sample, [n, …]."""
         return outputs.mean(0)
 
     def images(self, sums: MetricSums) -> dict[str, torch.Tensor]:
-        """Return images of the last evaluation by TensorBoard tag.
+        """Return images and videos of the last evaluation, by TensorBoard tag.
 
         Args:
             sums: the metric sums over all ranks.
@@ -99,17 +99,17 @@ class Workload(ABC):
         return {}
 
     def check_plan(self, plan: Plan) -> None:
-        """Check that this workload can be split as `plan` says.
+        """Check that the batches of this workload can be split according to `plan`.
 
         Raises:
-            ConfigError: with the full key, if it cannot.
+            ConfigError: with the full key, if the batches cannot be split in this way.
         """
 
     def after_step(self, model: torch.nn.Module, step: int) -> None:
-        """Called after each optimizer step of this process, for example to update a target network."""
+        """Do what has to follow each optimizer step of this process, for example update a target network."""
 
     def describe(self) -> dict[str, str]:
-        """Describe the data for the first lines of a run: {"data": "Digits, 1,438 training samples, …"}."""
+        """Return descriptions of the data to show at the start: {"data": "Digits, 1,438 training samples, …"}."""
         return {}
 
     def scalars(self) -> dict[str, float]:
@@ -121,11 +121,11 @@ class Workload(ABC):
         return {}
 
     def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor] | None:
-        """Reload this process's batch of `step`, to be saved after divergence; None if it is not available."""
+        """Return this process's batch of `step`, to be saved after divergence; None if it cannot be loaded again."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to be saved besides the model, as plain values and tensors."""
+        """Return the state to be saved in addition to the model's, as plain values and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -141,11 +141,11 @@ class SupervisedWorkload(Workload):
 
     @abstractmethod
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of outputs [n, …], a scalar."""
+        """Return the mean loss of the outputs, [n, …], as a scalar."""
 
     @abstractmethod
     def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """Return the metric sums of a micro-batch with mean loss `loss`: float32 [len(metrics)], detached."""
+        """Return the metric sums of a micro-batch whose mean loss is `loss`, a detached float32 [len(metrics)]."""
 
     def loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss and the metric sums of a micro-batch, given the outputs of the network."""

@@ -78,14 +78,14 @@ class Classifier(SupervisedWorkload):
         return self.train.batches(self._positions(plan, plan.stream(after_step)), plan.seed, device)
 
     def _positions(self, plan: Plan, micros: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """Map `micros` to positions in the first `overfit_batches` batches of the stream, if the option is set."""
+        """Return `micros`, moved into the first `overfit_batches` batches of the stream if this option is not 0."""
         if not self.overfit_batches:
             return micros
         span = self.overfit_batches * plan.batch_size
         return (m._replace(start=m.start % span, stop=m.start % span + m.stop - m.start) for m in micros)
 
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy of logits [n, num_classes]."""
+        """Return the mean cross-entropy of the logits, [n, num_classes]."""
         return torch.nn.functional.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
 
     def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ class Classifier(SupervisedWorkload):
         return {"loss": float(sums["loss"]) / count, "accuracy": int(sums["correct"]) / count}
 
     def vote(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Return the logarithm of the mean of the probabilities."""
+        """Return the logarithm of the mean of the models' class probabilities, [n, num_classes]."""
         return outputs.log_softmax(-1).logsumexp(0) - math.log(len(outputs))
 
     def images(self, sums: MetricSums) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ Policy = Callable[[np.ndarray], np.ndarray]
 
 
 def greedy_policy(model: torch.nn.Module, device: torch.device) -> Policy:
-    """Return the policy that selects the action of the highest value, with the current weights of `model`."""
+    """Return a policy that selects the action to which `model`, with its current weights, gives the highest value."""
 
     def policy(observations: np.ndarray) -> np.ndarray:
         with torch.no_grad():
@@ -36,7 +36,7 @@ class Actor:
     Args:
         vector: the environments of this process.
         num_actions: number of actions.
-        n_step_buffer: combines steps to n-step transitions.
+        n_step_buffer: combines steps into n-step transitions.
         replay: stores the transitions.
         seed: the seed of environments, exploration and sampling.
     """
@@ -46,17 +46,17 @@ class Actor:
         self._random = np.random.Generator(np.random.PCG64(derive(seed, "exploration")))
         vector.reset(derive(seed, "environments"))
         self.num_steps = 0
-        """Number of steps of all environments of this process, including those that reset an environment."""
+        """Number of steps taken in all environments of this process, including steps that reset an environment."""
         self.num_episodes = 0
         self._returns, self._lengths = np.zeros(vector.num_envs), np.zeros(vector.num_envs, np.int64)
         self._ended: list[tuple[float, int]] = []
 
     def step(self, policy: Policy | None, epsilon: float) -> None:
-        """Take one ε-greedy step in each environment (Watkins, 1989), and store the transitions that it completes.
+        """Take one ε-greedy step in each environment (Watkins, 1989), and store the transitions that this step completes.
 
         Args:
-            policy: returns greedy actions; None: all actions are random.
-            epsilon: fraction of random actions.
+            policy: returns greedy actions; None if all actions are to be random.
+            epsilon: the probability with which an action is random.
         """
         vector, num_envs = self.vector, self.vector.num_envs
         previous = vector.observations
@@ -71,7 +71,7 @@ class Actor:
         self._update_episodes(rewards, terminated | truncated, taken)
 
     def _update_episodes(self, rewards: np.ndarray, ended: np.ndarray, taken: np.ndarray) -> None:
-        """Update returns and lengths of the current episodes, and record those that ended."""
+        """Update the returns and lengths of the current episodes, and record the episodes that ended."""
         self._returns += rewards
         self._lengths += taken
         if ended.any():
@@ -84,7 +84,7 @@ class Actor:
         return self.replay.at(self._random.integers(len(self.replay), size=count))
 
     def take_episodes(self) -> dict[str, float]:
-        """Return the mean return and length of the episodes that ended since the last call; empty if there are none."""
+        """Return the mean return and length of the episodes that ended since the last call; empty if none ended."""
         if not self._ended:
             return {}
         returns, lengths = zip(*self._ended, strict=True)
@@ -110,7 +110,8 @@ class Actor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
 
-        Environments whose state could not be saved start new episodes, with a warning.
+        If the state of the environments was not saved, or their number differs, they start new episodes; a warning is
+        logged.
         """
         self.replay.load_state_dict(state["replay"])
         self.num_episodes = state["num_episodes"]

@@ -21,13 +21,13 @@ def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], devi
     """Play one shard of the evaluation episodes, all at the same time, and return the sums of returns and lengths.
 
     The seeds are independent of the run's seed, so that all runs are evaluated on the same episodes. Each environment
-    plays one episode: collecting the first episodes that end, of any environment, would favor short ones.
+    plays exactly one episode; evaluating on whichever episodes end first would favor short episodes.
 
     Args:
         env: the options of the environment.
         infer: returns action values for observations on the device.
         num_episodes: number of episodes over all shards.
-        shard: (index, count).
+        shard: (index of the shard, number of shards).
         device: device of the model.
 
     Returns:
@@ -57,7 +57,7 @@ def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], devi
 
 
 def record_video(env: Env, infer: Infer, device: torch.device) -> torch.Tensor:
-    """Record every second frame of one episode at half resolution: uint8 [frames, 3, height, width], on the CPU."""
+    """Record every second frame of an episode at half resolution, as uint8 [frames, 3, height, width] on the CPU."""
     frames: list[torch.Tensor] = []
     with env.vector(1, in_process=True, render=True) as vector:
         vector.reset(derive(0, "film"))
@@ -75,7 +75,7 @@ def _greedy_actions(infer: Infer, observations: np.ndarray, device: torch.device
 
 
 def observation_statistics(env: Env, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mean and inverse standard deviation of observations over `num_steps` steps of random actions.
+    """Return the mean and the inverse standard deviation of observations during `num_steps` steps of random actions.
 
     Returns:
         Two float32 tensors [observation_size].

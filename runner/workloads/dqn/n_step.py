@@ -1,4 +1,4 @@
-"""The n-step buffer: combines the steps of vectorized environments to n-step transitions."""
+"""The n-step buffer, which combines the steps of vectorized environments into n-step transitions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from runner.workloads.dqn.replay import row_width
 
 
 class NStepBuffer:
-    """Sums up the discounted rewards of `length` steps, or fewer at the end of an episode.
+    """A buffer that sums the discounted rewards of `length` steps, or of fewer steps at the end of an episode.
 
-    n-step returns: Sutton and Barto, Reinforcement Learning (2018), chapter 7; in deep Q-learning: Hessel et al.,
-    Rainbow (2018). The value after a terminated episode is 0; a truncated episode is bootstrapped from its last
-    observation (Pardo et al., Time Limits in Reinforcement Learning, 2018).
+    For n-step returns see Sutton and Barto, Reinforcement Learning (2018), chapter 7; for their use in deep Q-learning
+    see Hessel et al., Rainbow (2018). The value after a terminated episode is 0; a truncated episode is bootstrapped
+    from its last observation (Pardo et al., Time Limits in Reinforcement Learning, 2018).
 
     Args:
         num_envs: number of environments.
@@ -45,13 +45,13 @@ class NStepBuffer:
         truncated: np.ndarray,
         taken: np.ndarray,
     ) -> np.ndarray:
-        """Add one step of each environment, and return the transitions that it completes.
+        """Add one step of each environment, and return the transitions that these steps complete.
 
         Args:
-            observations: before the step, [num_envs, observation_size].
+            observations: the observations before the step, [num_envs, observation_size].
             actions: int64 [num_envs].
             rewards: [num_envs].
-            next_observations: after the step, [num_envs, observation_size].
+            next_observations: the observations after the step, [num_envs, observation_size].
             terminated: bool [num_envs].
             truncated: bool [num_envs].
             taken: bool [num_envs]; False for resets, which are ignored.
@@ -80,7 +80,7 @@ class NStepBuffer:
     def _close(
         self, slot: int, oldest: int, ended: np.ndarray, terminated: np.ndarray, next_observations: np.ndarray
     ) -> np.ndarray:
-        """Return all transitions of the episodes that end in this step, and the oldest of the other episodes."""
+        """Return all open transitions of the episodes that end now, and the oldest one of each other episode."""
         closing = self._open & ended
         closing[oldest] |= self._open[oldest]
         self._open &= ~closing

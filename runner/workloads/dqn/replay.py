@@ -20,7 +20,7 @@ class Transitions(NamedTuple):
     next_observations: torch.Tensor
     """float32 [n, size]"""
     discounts: torch.Tensor
-    """float32 [n, 1]: the factor of the value of the next observation; 0 if the episode terminated."""
+    """float32 [n, 1]: the factors by which the values of the next observations are multiplied; 0 after termination."""
 
 
 def row_width(observation_size: int) -> int:
@@ -42,7 +42,7 @@ class Replay:
     Each transition is one row of a float32 tensor, so that no Python object per transition is needed.
 
     Args:
-        capacity: maximum number of transitions; on the CPU, the operating system commits memory as rows are filled.
+        capacity: maximum number of transitions; on the CPU, memory is committed only as rows are filled.
         observation_size: number of values in an observation.
         device: device of the transitions.
     """
@@ -73,16 +73,16 @@ class Replay:
             self.rows[start : start + len(rows)].copy_(torch.from_numpy(rows))
 
     def at(self, indices: np.ndarray) -> torch.Tensor:
-        """Return the packed transitions at row indices int64 [n]: [n, row_width]."""
+        """Return the packed transitions, [n, row_width], in the rows `indices`, int64 [n]."""
         rows = torch.from_numpy(indices)
         return self.rows.index_select(0, rows.to(self.rows.device, non_blocking=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the filled rows, on the CPU, and the position of the next one."""
+        """Return the filled rows, copied to the CPU, and the index of the row that is written next."""
         return {"rows": self.rows[: self._length].to("cpu", copy=True), "cursor": self._cursor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned; if the capacity is smaller now, the newest transitions."""
+        """Restore the state that `state_dict` returned; if not all of its rows fit, keep the newest transitions."""
         rows, cursor = state["rows"], state["cursor"]
         if len(rows) > self.capacity or (cursor != len(rows) % self.capacity and len(rows) != self.capacity):
             rows = torch.cat((rows[cursor:], rows[:cursor]))[-self.capacity :]  # oldest first

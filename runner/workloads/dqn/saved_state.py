@@ -1,4 +1,4 @@
-"""The form of the state that an agent saves."""
+"""Checks that the state in a checkpoint has the form that an agent saves."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from runner.workloads.dqn.replay import row_width
 
 
 def check(state: dict[str, Any], observation_size: int, num_actions: int, n_step: int) -> None:
-    """Check what `Actor.state_dict` returned, and the best return; the environments are checked when it is loaded.
+    """Check the saved state of an agent, except the state of the environments, which is checked when it is loaded.
+
+    Args:
+        state: what `Actor.state_dict` returned, and the `best` return.
+        observation_size: number of values in an observation.
+        num_actions: number of actions.
+        n_step: number of steps in a transition.
 
     Raises:
-        UnexpectedContentError: if an agent in these environments saves no such state.
+        UnexpectedContentError: if `state` cannot have been saved by an agent with these sizes.
     """
     width = row_width(observation_size)
     replay = {"rows": TensorSpec(torch.float32, (None, width)), "cursor": int}

@@ -1,4 +1,4 @@
-"""The workload of deep Q-learning: its batches come from acting in environments."""
+"""The deep Q-learning workload, whose batches come from acting in environments."""
 
 from __future__ import annotations
 
@@ -40,27 +40,28 @@ class DQN(Workload):
     Args:
         model: the network of action values.
         env: the environment.
-        env_steps: length of the run in environment steps, over all environments and processes.
+        env_steps: length of the run in environment steps, summed over all environments and processes.
         warm_up: environment steps with random actions before the first update.
         replay_ratio: updates per environment step after the warm-up (Fedus et al., Revisiting Fundamentals of
             Experience Replay, 2020).
-        replay_size: capacity of the replay buffer in transitions, over all processes (Lin, 1992).
+        replay_size: capacity of the replay buffer in transitions, summed over all processes (Lin, 1992).
         replay_device: device of the replay buffer: `learner`, the device of the model, or `cpu`.
         discount: γ, the discount factor of future rewards.
-        n_step: rewards that are summed before bootstrapping (Hessel et al., Rainbow, 2018).
+        n_step: number of rewards that are summed before bootstrapping (Hessel et al., Rainbow, 2018).
         double: select the next action with the online network and evaluate it with the target network (van Hasselt et
             al., 2016).
         td_loss: `huber` (which is linear for errors above 1, equivalent to the clipping of Mnih et al., 2015) or `mse`.
         target_every: optimizer steps between updates of the target network.
-        target_tau: 1 copies the online network (Mnih et al., 2015); less moves the target towards it by this fraction
-            (Lillicrap et al., Continuous Control with Deep Reinforcement Learning, 2016).
+        target_tau: 1 copies the online network to the target network (Mnih et al., 2015); a smaller value moves the
+            target network towards the online network by this fraction (Lillicrap et al., Continuous Control with Deep
+            Reinforcement Learning, 2016).
         epsilon_start: initial fraction of random actions (Watkins, 1989).
         epsilon_final: final fraction of random actions.
-        epsilon_fraction: fraction of the run over which it is annealed linearly.
-        normalize: normalize observations by their mean and standard deviation under random actions, which are measured
-            once before training, so that stored transitions stay valid.
+        epsilon_fraction: fraction of the run during which the fraction of random actions is annealed linearly.
+        normalize: normalize observations by their mean and standard deviation under random actions. Both are measured
+            once, before training, so that stored transitions stay valid.
         eval_episodes: number of greedy episodes per evaluation.
-        record_video: record an episode in each evaluation, and log that of the best policy.
+        record_video: record an episode in each evaluation, and log the video if the policy is the best so far.
     """
 
     model: Model
@@ -189,7 +190,7 @@ class DQN(Workload):
                     yield unpack(rows.to(device, non_blocking=True))
 
     def _due(self, step: int) -> float:
-        """Return the number of environment steps per process before optimizer step `step`."""
+        """Return the number of environment steps that each process must have taken before optimizer step `step`."""
         return (self.warm_up + step / self.replay_ratio - 1e-6) / self._count
 
     def epsilon(self, env_steps: int) -> float:
@@ -218,9 +219,9 @@ class DQN(Workload):
         return Actor(vector, self.env.num_actions, n_step_buffer, replay, derive(plan.seed, "agent", plan.worker))
 
     def _resume(self, actor: Actor, last_step: int) -> None:
-        """Restore the saved state of this process after optimizer step `last_step`.
+        """Restore the state that this process saved after optimizer step `last_step`.
 
-        If nothing was saved for this process, its replay buffer is filled by random actions.
+        If nothing was saved for this process, fill its replay buffer by taking random actions.
         """
         if self._saved:
             from runner.env.vector import EnvironmentBrokenError  # imported here: it imports gymnasium
@@ -297,10 +298,10 @@ class DQN(Workload):
         return {} if self._actor is None else self._actor.state_dict() | {"best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check the state now, and load it when the environments have been created.
+        """Check `state` now, and keep it until `batches` loads it into the environments and buffers that it creates.
 
         Raises:
-            UnexpectedContentError: if it is not the state of an agent in these environments.
+            UnexpectedContentError: if `state` is not the state of an agent in these environments.
         """
         from runner.workloads.dqn import saved_state  # imported here: it imports numpy
 
@@ -311,5 +312,5 @@ class DQN(Workload):
 
 
 def _training_time() -> float:
-    """Return a clock in seconds that stops during logging, evaluation and saving."""
+    """Return the time in seconds on a clock that stops during logging, evaluation and saving."""
     return time.perf_counter() - timer.paused()
