@@ -12,14 +12,14 @@ from runner.config.options import option_file
 
 
 class ConfigError(Exception):
-    """The config cannot run.
+    """Raised when a run cannot be started with its config.
 
-    A component raises it with the name of its field; `build` adds the config group as a prefix, so that the message
-    shows the key as the user types it.
+    A component raises this error with the name of one of its fields as the key; `build` adds the config group as a
+    prefix, so that the message shows the key as the user types it.
 
     Args:
         key: the config key, for example `optimizer.lr`.
-        got: its value; `ABSENT` if the message shows none.
+        got: the value of the key; `ABSENT` if the message should show no value.
         why: why the value is invalid.
         remedy: what to type instead.
     """
@@ -36,7 +36,7 @@ class ConfigError(Exception):
 
 
 def escaped(text: str) -> str:
-    """Return `text` with control characters as escape sequences: printed raw, they would change the terminal."""
+    """Return `text` with control characters as escape sequences, because a terminal would execute them if printed."""
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 
@@ -62,14 +62,18 @@ def check_range(
     most: float = math.inf,
     below: float = math.inf,
 ) -> None:
-    """Check that a number is finite, inside the open interval (`above`, `below`) and the closed [`least`, `most`].
+    """Check that an attribute is None, or a finite number inside the given bounds.
 
     Args:
-        component: the object that holds the number as an attribute; None is always valid.
+        component: the object that has the attribute.
         key: the name of the attribute.
+        above: the number must be greater.
+        least: the number must be greater or equal.
+        most: the number must be less or equal.
+        below: the number must be less.
 
     Raises:
-        ConfigError: if it is not.
+        ConfigError: if the number is not finite or out of bounds.
     """
     value = getattr(component, key)
     if value is None or (
@@ -87,7 +91,7 @@ def check_choice(component: object, key: str, choices: Iterable[str]) -> None:
     """Check that the attribute `key` of `component` is one of `choices`.
 
     Raises:
-        ConfigError: if it is not.
+        ConfigError: if the attribute has any other value.
     """
     value, choices = getattr(component, key), list(choices)
     if value not in choices:
@@ -95,9 +99,11 @@ def check_choice(component: object, key: str, choices: Iterable[str]) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
-    """Suggest the names in `known` that are spelled most like `word`, or list all of them if none is similar.
+    """Return a text that suggests the names in `known` spelled most like `word`, or lists all if none is similar.
 
     Args:
+        word: the name that was typed.
+        known: the valid names.
         before: a prefix for each suggested name.
     """
     spelled = {name.lower(): before + name for name in sorted(known)}
@@ -109,7 +115,7 @@ def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
 
 @contextmanager
 def errors_under(key: str) -> Iterator[None]:
-    """Prefix the keys of config errors raised inside with `key`, as a component does not know its config group."""
+    """Prefix the key of a `ConfigError` raised inside the context with `key`: components do not know their group."""
     try:
         yield
     except ConfigError as error:
@@ -117,7 +123,7 @@ def errors_under(key: str) -> Iterator[None]:
 
 
 def see_comments(component: object) -> str:
-    """Return a remedy that names the option file of `component` (an object or a class), whose comments explain it."""
+    """Return a remedy that refers to the comments in the option file of `component`, an object or a class."""
     cls = component if isinstance(component, type) else type(component)
     return f"see the comments in {option_file(cls)}"
 

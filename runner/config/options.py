@@ -36,7 +36,7 @@ def option_files(*more: Path) -> dict[str, dict[str, Path]]:
 
 @cache
 def chosen_groups() -> set[str]:
-    """Return the groups in the root's defaults list, also those that have no option in this project."""
+    """Return all groups in the defaults list of the root config, including groups without an option in this project."""
     # As text: every command needs them, and parsing the YAML takes 8 ms.
     return set(re.findall(r"^  - (\w+): ", (CONF / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE))
 
@@ -53,7 +53,7 @@ def option_keys(group: str, option: str) -> list[str]:
 
 
 def description(option: Path) -> str:
-    """Return the first sentence of an option file, which follows the example command."""
+    """Return the description of an option: in its file, the first line of comments that is not an example command."""
     comments = [line[1:].strip() for line in option.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     sentences = [line for line in comments if not line.startswith(("python -m", "@package"))]
     return sentences[0] if sentences else ""
@@ -62,7 +62,7 @@ def description(option: Path) -> str:
 def option_file(cls: type) -> str:
     """Return the path of the option file whose `_target_` is `cls`, for example `conf/optimizer/sgd.yaml`.
 
-    If several files name the class, it is their folder; if none does, the root config.
+    If several files name the class, return their folder; if no file does, return the path of the root config.
     """
     named = re.compile(rf"^ *_target_: {re.escape(f'{cls.__module__}.{cls.__qualname__}')}\b", re.MULTILINE)
     folder = CONF / f"{cls.__module__}.".split(".")[1]  # most groups are named after their module

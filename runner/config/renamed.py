@@ -1,4 +1,4 @@
-"""Classes that have moved, so that run directories written by an earlier version can be resumed."""
+"""New names of classes that have moved, so that run directories written by an earlier version can be resumed."""
 
 from __future__ import annotations
 

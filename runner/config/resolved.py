@@ -1,4 +1,4 @@
-"""The composed config as plain values, in which references to environment variables are kept."""
+"""Conversion of the composed config to plain values, in which references to environment variables are kept."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NEEDED = ("name", "output_root", "resume")
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
-    """Return `config` as plain values, with all interpolations resolved but those of environment variables.
+    """Return `config` as plain values, with all interpolations resolved except references to environment variables.
 
-    `${oc.env:NAME}` stays text until a component is built, and is written as such to the files of a run: environment
-    variables hold passwords and tokens.
+    The text `${oc.env:NAME}` is kept until a component is built, and is also what the files of a run contain, because
+    environment variables may hold passwords and tokens. Only in the keys `_NEEDED` are such references resolved.
 
     Raises:
         OmegaConfBaseException: if an interpolation cannot be resolved.
@@ -31,7 +31,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 
 
 def _marked(value: Any) -> Any:
-    """Replace references to environment variables, unless they are inside other interpolations."""
+    """Replace references to environment variables with marks, unless they are inside other interpolations."""
     if isinstance(value, str) and "${" not in _VARIABLE.sub("", value):
         return _VARIABLE.sub(lambda match: _MARK.format(match[1]), value)
     return _mapped(_marked, value)

@@ -32,10 +32,10 @@ def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: obj
         node: plain values by field name, and `_target_`, the class as `package.module.Class`.
         base: the base class of the config group; `_target_` must name it or a subclass.
         key: the key of the node in the config, for error messages (`optimizer`).
-        parts: components that have already been built, for the fields with these names.
+        parts: components that have already been built, by the name of the field that holds them.
 
     Raises:
-        ConfigError: with the full key, as the user types it.
+        ConfigError: if the node is invalid, with the full key as the user types it.
     """
     node = dict(node)
     with errors_under(key):
@@ -53,10 +53,10 @@ def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: obj
 
 
 def _constructed(cls: type[Component], values: dict[str, Any], parts: dict[str, object]) -> Component:
-    """Return the component, whose checks may look at files.
+    """Create the component, which may look up paths among its values to check them.
 
     Raises:
-        ConfigError: if one of its values is no path that the system can look at.
+        ConfigError: if the operating system cannot look up such a path.
     """
     try:
         return cls(**values, **parts)
@@ -67,7 +67,7 @@ def _constructed(cls: type[Component], values: dict[str, Any], parts: dict[str, 
 
 
 def component_fields(cls: type) -> list[str]:
-    """Return the fields of a component that hold other components, built from the root nodes with the same names."""
+    """Return the fields of a component that hold other components. The root node of the same name describes each."""
     hints = field_types(cls)
     return [field.name for field in _init_fields(cls) if dataclasses.is_dataclass(hints[field.name])]
 
@@ -81,7 +81,8 @@ def option_fields(cls: type) -> list[str]:
 def field_types(cls: type) -> dict[str, Any]:
     """Return the types of the fields of a component.
 
-    `typing.get_type_hints` would evaluate all annotations, including those that only a type checker can resolve.
+    `typing.get_type_hints` is not used, because it would evaluate all annotations, including annotations that only a
+    type checker can resolve.
     """
     names = {field.name for field in _init_fields(cls)}
     types = {}
@@ -96,8 +97,8 @@ def field_types(cls: type) -> dict[str, Any]:
 def load_class(target: object, base: type[Component]) -> type[Component]:
     """Import the class `target`, which must be a subclass of `base`.
 
-    Only this project and packages with an entry point in the group `runner.components` are imported: unlike
-    `hydra.utils.instantiate`, a config file cannot run arbitrary code.
+    Only this project and packages with an entry point in the group `runner.components` are imported, so that a config
+    file cannot run arbitrary code, as it could with `hydra.utils.instantiate`.
 
     Args:
         target: `package.module.Class`.
@@ -136,7 +137,7 @@ def load_class(target: object, base: type[Component]) -> type[Component]:
 
 
 def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `node` into the schema that the fields of `cls` declare, and return the values converted to their types.
+    """Merge `node` into the schema that the fields of `cls` declare, and return values of the declared types.
 
     Raises:
         ConfigError: for an unknown key, a value of a wrong type, or a missing value.
@@ -148,7 +149,7 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_schema(cls: type, node: Mapping[str, Any]) -> DictConfig:
-    """Return the schema that the fields of `cls` declare, with the values of `node`; other values may be missing.
+    """Return the schema that the fields of `cls` declare, with the values of `node`. Other fields may have no value.
 
     Raises:
         ConfigError: for an unknown key, or a value of a wrong type.
@@ -180,7 +181,10 @@ _TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 def _is_meant(value: Any, hint: Any) -> bool:
-    """Return whether `value` means the same in YAML, on the command line and as `hint`; OmegaConf converts more."""
+    """Return whether `value` clearly means a value of the type `hint`, both in YAML and on the command line.
+
+    OmegaConf would also convert other values, such as the number 1.10 to the text 1.1.
+    """
     if value in (None, "???") or (isinstance(value, str) and "${" in value):  # missing, or OmegaConf resolves it
         return True
     if isinstance(value, list | tuple):

@@ -1,4 +1,7 @@
-"""Reads YAML files of a config: plain values, and no number that YAML reads differently than the command line."""
+"""Reads the YAML files of a config.
+
+They may contain only plain values, and no number that means something else on the command line than in YAML.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ def read_config(path: Path) -> Any:
     """Return the content of a YAML file as an OmegaConf node; an empty mapping if the file is empty.
 
     Raises:
-        ConfigError: if the file cannot be read or parsed, or holds anything but plain values. The key is the one that
-            is wrong, else the path of the file.
+        ConfigError: if the file cannot be read or parsed, or holds anything but plain values. The error has the key
+            whose value is wrong; if there is no such key, the path of the file.
     """
     name = os.path.relpath(path)
     try:
@@ -51,14 +54,21 @@ _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is fast,
 
 
 class _Loader(_Parser):
-    """Resolves plain scalars as OmegaConf does, whose pattern for floats is wider than YAML's."""
+    """A loader that resolves plain scalars in the same way as OmegaConf, which reads more texts as floats than YAML."""
 
 
 _Loader.add_implicit_resolver(_FLOAT, re.compile(r"[-+]?[0-9_]+[eE][-+]?[0-9]+"), None)
 
 
 def _check(node: yaml.Node, key: str, file: str, above: tuple[yaml.Node, ...]) -> None:
-    """Check `node` and all below it; `above` are the nodes that it is in, as an alias may refer to one of them."""
+    """Check `node` and all nodes below it.
+
+    Args:
+        node: the node.
+        key: its key; empty for the root.
+        file: the path of the file, for error messages.
+        above: the nodes that contain `node`; an alias to one of them is an error.
+    """
     place = f"({file}, line {node.start_mark.line + 1})"
     short = node.tag.removeprefix("tag:yaml.org,2002:")
     if node in above:

@@ -1,1 +1,1 @@
-"""What is measured, logged and shown."""
+"""Measurement, logging and display of what happens in a run."""

@@ -12,25 +12,25 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tracker:
-    """Logs nothing (`tracking=none`). A backend overrides the methods for what it can display.
+    """A tracker that logs nothing (`tracking=none`). A backend overrides the methods for what it can display.
 
-    It is used on rank 0 only. When a method returns, what it has logged must not be lost if the process is killed.
-    A resumed run opens the tracker again with a `first_step`, from which on it logs all steps again.
+    Trackers are used on rank 0 only. Whatever a method logs must not be lost if the process is killed after the method
+    has returned. A resumed run calls `open` again, and logs all steps from `first_step` on again.
     """
 
     def open(self, directory: Path, first_step: int) -> None:
-        """Start a session.
+        """Start a session: the first one of a run, or a new one on each resume.
 
         Args:
             directory: the run directory.
-            first_step: the next optimizer step.
+            first_step: the first optimizer step of the session.
         """
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Log scalars by tag, after `step` optimizer steps."""
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        """Log by tag RGB images, uint8 [3, height, width], or animations, uint8 [frames, 3, height, width]."""
+        """Log RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag."""
 
     def texts(self, texts: dict[str, str], step: int) -> None:
         """Log preformatted texts by tag."""
@@ -39,7 +39,11 @@ class Tracker:
         """Log the config of the run, flattened to dotted keys."""
 
     def flush(self) -> None:
-        """Flush to disk; called before a checkpoint, as a run resumed from it does not log earlier steps again."""
+        """Flush everything that was logged to disk.
+
+        The trainer calls this before it saves a checkpoint, because a run that is resumed from the checkpoint does not
+        log earlier steps again.
+        """
 
     def close(self, done: bool) -> None:
         """End the session.

@@ -1,9 +1,9 @@
 """Writes TensorBoard event files synchronously.
 
-`torch.utils.tensorboard.SummaryWriter` is not used, for two reasons. Its file names do not sort by session when two
-sessions start in the same second, but TensorBoard reads files in the order of their names and drops the steps that a
-later session computes again. Its writer thread competes with the training loop for the GIL, and reports a full disk
-only at the next event.
+`torch.utils.tensorboard.SummaryWriter` is not used, for two reasons. First, TensorBoard reads files in the order of
+their names, so that a later session replaces the steps that it computes again; but the names that SummaryWriter gives
+are not in the order of the sessions if two sessions start in the same second. Second, the writer thread of
+SummaryWriter competes with the training loop for the GIL, and reports a full disk only at the next event.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -31,14 +31,14 @@ _NAME = re.compile(r"events\.out\.tfevents\.(\d+)")
 
 
 class EventFile:
-    """The event file of one session, which TensorBoard reads after those of earlier sessions.
+    """The event file of one session. TensorBoard reads it after the files of earlier sessions.
 
     Args:
         directory: the run directory.
-        first_step: the first step of the session; TensorBoard drops the points of earlier sessions from it on.
+        first_step: the first step of the session. TensorBoard drops all points of earlier sessions from this step on.
 
     Raises:
-        StorageError: if the disk is full or fails; so do `add` and `sync`. Curves are not lost without a word.
+        StorageError: if the disk is full or fails. `add` and `sync` raise it too, so that no curve is lost silently.
     """
 
     def __init__(self, directory: Path, first_step: int):
@@ -52,7 +52,7 @@ class EventFile:
         self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, summary: Summary, step: int = 0) -> None:
-        """Write a summary; after this call, it is not lost if the process is killed."""
+        """Write `summary` to the file; after this call, it is not lost if the process is killed."""
         with storage_errors(self._path):
             self._write(step=step, summary=summary)
             self._file.flush()
@@ -73,7 +73,7 @@ class EventFile:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Raise `StorageError` with `path` for errors of the operating system raised inside."""
+    """Convert an OSError that is raised inside the context into a `StorageError` for `path`."""
     try:
         yield
     except OSError as error:
@@ -86,7 +86,7 @@ def points(values: dict[str, float]) -> Summary:
 
 
 def animation(tag: str, gif: bytes, height: int, width: int) -> Summary:
-    """Return a summary with a GIF, which TensorBoard shows among the images."""
+    """Return a summary with an animated GIF, which TensorBoard shows among the images."""
     shown = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif)
     return Summary(value=[Summary.Value(tag=tag, image=shown)])
 
@@ -94,8 +94,8 @@ def animation(tag: str, gif: bytes, height: int, width: int) -> Summary:
 def row_start(values: dict[str, float | str | bool]) -> Summary:
     """Return the summary that starts a run's row in the HPARAMS tab.
 
-    Without an `Experiment` message, TensorBoard infers the columns from all runs, and shows those that differ first.
-    An `Experiment` would restrict the columns of a sweep to those of its first run.
+    No `Experiment` message is written: it would restrict the columns of a sweep to the columns of its first run.
+    Without it, TensorBoard infers the columns from all runs, and shows the columns first in which the runs differ.
 
     Args:
         values: the hyper-parameters of the run.

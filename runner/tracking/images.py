@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-# Pillow is imported inside the functions, as runs that draw nothing do not need it.
+# Pillow is imported inside the functions, because runs that draw nothing do not need it.
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
 
 GOOD, BAD, PLAIN = (20, 110, 60), (185, 35, 45), (90, 90, 90)
-"""The color of a caption's background: for a right, a wrong and an unrated image."""
+"""The background colors of captions: for right, wrong and unrated images."""
 
 _WHITE, _INK = (255, 255, 255), (40, 40, 40)
 _DARKEST = (8, 48, 107)
@@ -48,13 +48,13 @@ def gif(frames: torch.Tensor, seconds: float = 0.04) -> bytes:
 def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | None = None) -> torch.Tensor:
     """Arrange images in a square grid, each with a caption below it.
 
-    The longer side of a small image is scaled up by an integer factor to at least 64 pixels, that of a large image
-    down to 160 pixels.
+    Small images are scaled up by an integer factor, so that their longer side has at least 64 pixels; large images are
+    scaled down, so that their longer side has 160 pixels.
 
     Args:
         images: uint8 [n, 1 or 3, height, width].
         captions: n captions, truncated to the width of the image.
-        good: n flags, which color the captions green (right) or red (wrong); None: gray.
+        good: n flags: captions are green where the flag is True and red where it is False; None makes all of them gray.
 
     Returns:
         uint8 [3, height, width].
@@ -81,9 +81,9 @@ def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | N
 def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.Tensor:
     """Draw a confusion matrix: how often samples of each true class (rows) were predicted as each class (columns).
 
-    The darkness of a cell is the square root of its fraction of the row, so that rare errors are visible. Up to 20
-    classes are drawn with names and counts, more classes as a heat map of at most 1000×1000 cells, in which adjacent
-    classes are merged if there are more.
+    The darkness of a cell is the square root of its fraction of the row, so that rare errors are visible. A matrix of
+    up to 20 classes is drawn with names and counts, a larger one as a heat map. A heat map has at most 1000×1000 cells:
+    if there are more classes than that, adjacent ones are merged.
 
     Args:
         counts: int64 [classes, classes], on any device.
@@ -98,7 +98,7 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
 
 
 def shades(counts: torch.Tensor) -> torch.Tensor:
-    """Return the colors of the cells of a confusion matrix, from white (no sample of the row) to dark blue (all).
+    """Return the color of each cell of a confusion matrix, from white (no samples of its row) to dark blue (all).
 
     Args:
         counts: int64 [classes, classes].
@@ -153,13 +153,13 @@ def _heat_map(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _merged(counts: torch.Tensor, size: int) -> torch.Tensor:
-    """Sum groups of `size` adjacent rows."""
+    """Return `counts` with each group of `size` adjacent rows summed into one row."""
     padding = -len(counts) % size
     return torch.nn.functional.pad(counts, (0, 0, 0, padding)).unflatten(0, (-1, size)).sum(1)
 
 
 def _framed(canvas: Image.Image, margin: int, extent: int) -> torch.Tensor:
-    """Draw a frame around the cells, and the titles of the axes."""
+    """Draw a frame around the cells and the titles of the axes, and return the image as a tensor."""
     from PIL import ImageDraw
 
     draw = ImageDraw.Draw(canvas)
@@ -175,7 +175,7 @@ def save(picture: torch.Tensor, path: Path) -> None:
 
 
 def _draw_upwards(canvas: Image.Image, text: str, middle: int, bottom: int, size: int = _FONT) -> None:
-    """Draw vertical text, centered on the column `middle`, with its start at the row `bottom`."""
+    """Draw `text` from bottom to top, starting at the pixel row `bottom` and centered on the pixel column `middle`."""
     from PIL import Image, ImageDraw
 
     label = Image.new("RGB", (math.ceil(font(size).getlength(text)) + 2, size + 6), _WHITE)
@@ -204,7 +204,7 @@ def _truncated(text: str, width: int, size: int) -> str:
 
 
 def _drawable(text: str) -> str:
-    """Return `text` on one line without accents, as the font has only ASCII letters and draws others as boxes."""
+    """Return `text` on one line without accents, because the font draws letters other than ASCII as boxes."""
     text = unicodedata.normalize("NFKD", " ".join(text.translate(_SPELLED).split()))
     return "".join(letter for letter in text if not unicodedata.combining(letter))
 

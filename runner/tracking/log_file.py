@@ -12,16 +12,17 @@ from runner.system.text import printable
 
 
 class _Formatter(logging.Formatter):
-    """Hides secrets, also in tracebacks."""
+    """A formatter that hides secrets, including secrets in tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(redacted(super().format(record)))
 
 
 class _Console(logging.Handler):
-    """Writes to the current `sys.stderr`, which a progress bar may have replaced.
+    """A handler that writes to the current `sys.stderr`, which a progress bar may have replaced.
 
-    A console that fails, as a closed pipe or a file on a full disk, does not end the run: the log has the message.
+    If writing fails, for example because a pipe is closed or a disk is full, the run continues: the log file has the
+    message.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -29,9 +30,9 @@ class _Console(logging.Handler):
 
 
 class _File(logging.FileHandler):
-    """Writes to a file. If that fails, it says so once on the console, and the run goes on.
+    """A handler that writes to a file. If writing fails, it reports this on the console once, and the run continues.
 
-    A checkpoint that cannot be written ends the run, a line of the log does not.
+    A missing log message is no reason to end a run, unlike a checkpoint that cannot be written.
     """
 
     _failed = False
@@ -59,7 +60,7 @@ class _File(logging.FileHandler):
 
 
 class LogFile:
-    """A context manager that sends all log messages to a file and, on rank 0, those from INFO up to the console.
+    """A context manager that writes all log messages to a file and, on rank 0, level INFO and above to the console.
 
     Args:
         directory: the run directory; rank 0 writes `log.txt`, rank 1 `log_rank_1.txt`.

@@ -13,11 +13,11 @@ from runner.device import synchronize
 from runner.system.section_timer import timer
 
 MetricSums = dict[str, "torch.Tensor"]
-"""Metrics as sums and counts, which can be added over batches and ranks; dividing them gives the means."""
+"""Metrics as sums and counts, which can be added over batches and ranks; dividing a sum by a count gives a mean."""
 
 
 class DivergedError(Exception):
-    """The loss, or a value of the model or the optimizer state, is not finite.
+    """Raised when the loss, or a value of the model or the optimizer state, is not finite.
 
     Args:
         step: the optimizer step.
@@ -35,12 +35,13 @@ _STEPS_PER_BLOCK = 256
 class MetricBuffer:
     """The metric sums of each training step since the last log.
 
-    They stay on the device until a log or a checkpoint is due, so that the other steps do not wait for the device. Not
-    their total but the sums of each step are kept, as the step whose loss is not finite must be known; combined to
-    larger tensors they take a few bytes a step, where a tensor a step would take a kilobyte.
+    The sums stay on the device until a log or a checkpoint is due, so that other steps do not wait for the device. The
+    sums of each step are kept, instead of only their total, so that `peek` can find the step whose loss is not finite.
+    They are combined into tensors of many steps, which take a few bytes per step; a tensor of its own for each step
+    would take a kilobyte.
 
     Args:
-        zeros: float32 [num_metrics], on the device.
+        zeros: the sums of a step without micro-batches, float32 [num_metrics], on the device.
     """
 
     def __init__(self, zeros: torch.Tensor):
@@ -50,11 +51,11 @@ class MetricBuffer:
         self._blocks: list[torch.Tensor] = []
 
     def load(self, rows: torch.Tensor) -> None:
-        """Replace the content by metric sums from a checkpoint, float32 [num_steps, num_metrics]."""
+        """Replace the content of the buffer with metric sums from a checkpoint, float32 [num_steps, num_metrics]."""
         self._rows, self._blocks = [], [rows.to(self._zeros)]
 
     def add(self, sums: torch.Tensor) -> None:
-        """Add the sums of a micro-batch, [num_metrics]."""
+        """Add the metric sums of a micro-batch, [num_metrics], to the current step."""
         self._step = sums if self._step is None else self._step + sums
 
     def end_step(self) -> None:
@@ -65,12 +66,12 @@ class MetricBuffer:
             self._combine()
 
     def _combine(self) -> None:
-        """Combine the latest rows to one tensor."""
+        """Combine the rows of the latest steps into one tensor."""
         self._blocks.append(torch.stack(self._rows))
         self._rows = []
 
     def peek(self, all_reduce: Callable[[MetricSums], MetricSums], last_step: int) -> torch.Tensor:
-        """Return the sums over all ranks, float32 [num_steps, num_metrics] on the CPU; waits for the device.
+        """Wait for the device, and return the sums over all ranks, float32 [num_steps, num_metrics] on the CPU.
 
         Args:
             all_reduce: sums tensors over the ranks.
@@ -92,14 +93,14 @@ class MetricBuffer:
         return values
 
     def flush(self, all_reduce: Callable[[MetricSums], MetricSums], last_step: int) -> torch.Tensor:
-        """Return the same as `peek`, and empty the buffer."""
+        """Return the same tensor as `peek`, and empty the buffer."""
         values = self.peek(all_reduce, last_step)
         self._blocks = []
         return values
 
 
 class StepTimer:
-    """Measures step times, without logs, evaluations and checkpoints.
+    """A timer of training steps, which stops during logging, evaluation and the saving of checkpoints.
 
     Args:
         device: the device of the steps.
@@ -120,8 +121,8 @@ class StepTimer:
         """Record the end of a step.
 
         Args:
-            pausing: whether a log, an evaluation or a checkpoint follows. Each of them waits for the device; waiting
-                here attributes the remaining computation to the steps.
+            pausing: whether a log, an evaluation or a checkpoint follows. If so, wait here for the device, so that the
+                remaining computation of the step counts as part of the step.
         """
         if pausing:
             synchronize(self.device)
@@ -130,7 +131,7 @@ class StepTimer:
         self._started, self._pauses = now, pauses
 
     def rates(self, samples_per_round: int) -> dict[str, float]:
-        """Return throughput, step time and the fraction of time spent waiting for data since the last call, by tag.
+        """Return, by tag, the throughput, step time and fraction of time spent waiting for data since the last call.
 
         Args:
             samples_per_round: samples of all ranks in one pass of the training loop.
@@ -149,17 +150,17 @@ class StepTimer:
         return time.perf_counter() - self._began
 
     def steady(self) -> list[float]:
-        """Return the seconds of each step, without the first ten steps or the first fifth of a short run."""
+        """Return the duration of each step in seconds, without the first 10 steps (in a short run, 20 %)."""
         return list(self.seconds[min(10, len(self.seconds) // 5) :])
 
 
 def in_words(metrics: dict[str, float]) -> str:
-    """Metrics in one line: `train/loss 0.2514, train/accuracy 0.9219`."""
+    """Return metrics as one line of text: `train/loss 0.2514, train/accuracy 0.9219`."""
     return ", ".join(f"{tag} {value:.6g}" for tag, value in metrics.items())
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
-    """Return the median and the 90th percentile; empty if there are no values."""
+    """Return the median and the 90th percentile of `seconds`; an empty dictionary if `seconds` is empty."""
     if not seconds:
         return {}
     ordered = sorted(seconds)

@@ -9,12 +9,12 @@ from contextlib import suppress
 
 
 class Progress:
-    """Prints a line every `interval` seconds to standard error, for files, pipes and CI.
+    """A display that prints a line to standard error every `interval` seconds, for files, pipes and CI.
 
     Args:
         num_steps: optimizer steps of the run.
         batch_size: samples per step.
-        first_step: steps done before a resume.
+        first_step: number of steps that were done before this run was resumed; 0 if it was not.
     """
 
     interval = 5.0
@@ -36,7 +36,7 @@ class Progress:
         self._metrics.update(values)
 
     def step(self, step: int) -> None:
-        """Report that `step` is done; called after every step."""
+        """Report that `step` is done. This must be called after every step."""
         now = time.perf_counter()
         if now - self._since < self.interval and step < self.num_steps:
             return
@@ -51,7 +51,7 @@ class Progress:
         print(f"step {step}/{self.num_steps}  {self.summary(step)}", file=sys.stderr, flush=True)
 
     def summary(self, step: int) -> str:
-        """Return the metrics, the throughput and the remaining time."""
+        """Return the metrics, the throughput and the remaining time after `step`, as text."""
         parts = [
             f"{name.removeprefix('train/')} {value:.4g}" for name, value in self._metrics.items() if name.count("/") < 2
         ]
@@ -91,19 +91,19 @@ class Bar(Progress):
 
 
 class Silent(Progress):
-    """Displays nothing, for ranks other than 0."""
+    """A display that shows nothing, for ranks other than 0."""
 
     def step(self, step: int) -> None:
         pass
 
 
 def progress_for(num_steps: int, batch_size: int, first_step: int, visible: bool) -> Progress:
-    """Return a bar if standard error is a terminal, and lines otherwise or if the environment variable CI is set.
+    """Return a display: a bar on a terminal, or lines if standard error is no terminal or the variable `CI` is set.
 
     Args:
         num_steps: optimizer steps of the run.
         batch_size: samples per step.
-        first_step: steps done before a resume.
+        first_step: number of steps that were done before this run was resumed; 0 if it was not.
         visible: False for ranks other than 0.
     """
     if not visible:

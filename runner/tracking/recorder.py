@@ -18,7 +18,7 @@ class Recorder:
     Args:
         tracker: the tracker of the run.
         directory: the run directory.
-        after_step: the step that was resumed from, or 0.
+        after_step: the step from which the run was resumed, or 0.
         visible: False for ranks other than 0, which log nothing.
     """
 
@@ -61,7 +61,7 @@ class Recorder:
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of a nested config by dotted key, with lists as text and classes by their unqualified names."""
+    """Return the leaves of a nested config by dotted key. Lists become text; a class becomes its unqualified name."""
     leaves: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict):

@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class TensorBoard(Tracker):
-    """Logs scalars, images and texts, and the config to the HPARAMS tab; also writes animations as GIF files.
+    """A tracker that logs scalars, images, texts and, in the HPARAMS tab, the config to TensorBoard.
+
+    It also writes animations as GIF files.
 
     https://www.tensorflow.org/tensorboard/get_started
     """
 
     def open(self, directory: Path, first_step: int) -> None:
-        from runner.tracking.event_file import EventFile  # imported here, as it imports torch
+        from runner.tracking.event_file import EventFile  # imported here, because it imports torch
 
         self._directory, self._file = directory, EventFile(directory, first_step)
 

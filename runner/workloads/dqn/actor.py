@@ -52,7 +52,7 @@ class Actor:
         self._ended: list[tuple[float, int]] = []
 
     def step(self, policy: Policy | None, epsilon: float) -> None:
-        """Take one ε-greedy step in each environment (Watkins, 1989), and store the transitions that this step completes.
+        """Take one ε-greedy step in each environment (Watkins, 1989), and store the transitions that it completes.
 
         Args:
             policy: returns greedy actions; None if all actions are to be random.
