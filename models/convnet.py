@@ -17,16 +17,16 @@ class ConvNet(nn.Sequential):
     With the default arguments and 28×28 inputs, the first linear layer has 20·4·4 = 320 input features.
 
     Args:
-        in_channels: channels of the inputs [n, in_channels, height, width].
+        in_channels: number of channels of the inputs [n, in_channels, height, width].
         height: height of the inputs in pixels.
         width: width of the inputs in pixels.
         num_classes: number of outputs.
-        channels: output channels of each convolution.
+        channels: number of output channels of each convolution.
         kernel_size: kernel size of each convolution.
         padding: zero padding of each convolution.
         hidden: output features of the first linear layer.
         dropout: dropout probability after the first linear layer.
-        checkpoint_activations: store only the inputs of each block for the backward pass, and recompute the rest.
+        checkpoint_activations: store only each block's inputs for the backward pass, and recompute its activations.
 
     Raises:
         ValueError: if the inputs are too small for the pooling layers.
@@ -68,12 +68,12 @@ class ConvNet(nn.Sequential):
         super().__init__(blocks)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """The blocks that stages can be made of, in the order of the forward pass: conv1, conv2, …, hidden, head."""
+        """Return the blocks between which the network can be split, in forward order: conv1, conv2, …, hidden, head."""
         return list(self.named_children())
 
 
 def smallest_side(num_convolutions: int, kernel_size: int, padding: int) -> int:
-    """The smallest height and width for which one pixel is left after all convolutions and their 2×2 pooling layers."""
+    """Return the smallest height and width of inputs that leave one pixel after all convolutions and 2×2 poolings."""
     side = 1
     for _ in range(num_convolutions):
         side = 2 * side + kernel_size - 1 - 2 * padding

@@ -1,4 +1,4 @@
-"""Networks for deep Q-learning: a multi-layer perceptron of action values, and an online network with its target."""
+"""Networks for deep Q-learning: a multi-layer perceptron, and the pair of an online and a target network."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from models.recompute import recomputable
 
 
 class QNet(nn.Sequential):
-    """A multi-layer perceptron with ReLU, whose outputs are the values of all actions.
+    """A multi-layer perceptron with ReLU that returns the values of all actions.
 
     Args:
         num_inputs: size of a flattened observation; inputs [n, …] are flattened to [n, num_inputs].
         num_actions: number of actions; the outputs are [n, num_actions].
-        hidden: units of each hidden layer; if empty, the network is linear.
-        duelling: separate heads for the state value and the advantages.
-        checkpoint_activations: store only the inputs of each layer for the backward pass, and recompute the rest.
+        hidden: number of units in each hidden layer; if empty, the network is linear.
+        duelling: whether to use separate heads for the state value and the advantages.
+        checkpoint_activations: store only each layer's inputs for the backward pass, and recompute its activations.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class QNet(nn.Sequential):
         super().__init__(blocks)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """The blocks that stages can be made of, in the order of the forward pass: hidden1, hidden2, …, head."""
+        """Return the blocks between which the network can be split, in forward order: hidden1, hidden2, …, head."""
         return list(self.named_children())
 
 
 class Rectified(nn.Linear):
-    """Flatten, linear layer and ReLU in one module: module calls are a notable overhead in small networks."""
+    """Flattening, a linear layer and ReLU in one module, because each module call costs time in a small network."""
 
     def __init__(self, in_features: int, out_features: int, checkpoint_activations: bool = False):
         super().__init__(in_features, out_features)
@@ -58,7 +58,10 @@ class Rectified(nn.Linear):
 
 
 class Duelling(nn.Module):
-    """Q = V + A − mean(A) (Wang et al., Dueling Network Architectures, 2016, equation 9)."""
+    """Heads for the state value V and the advantages A, combined to the action values Q = V + A − mean(A).
+
+    Wang et al., Dueling Network Architectures (2016), equation 9.
+    """
 
     def __init__(self, width: int, num_actions: int):
         super().__init__()
@@ -94,7 +97,7 @@ class WithTarget(nn.Module):
     def forward(
         self, observations: torch.Tensor, next_observations: torch.Tensor | None = None, double: bool = True
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the values of all actions and, if `next_observations` are given, the values to bootstrap from.
+        """Return the values of all actions and, if `next_observations` is given, the value of the best next action.
 
         Args:
             observations: [n, …].
@@ -123,7 +126,7 @@ class WithTarget(nn.Module):
 
     @torch.no_grad()
     def update_target(self, tau: float) -> None:
-        """Interpolate the target network towards the online network by the fraction `tau`; 1 copies the parameters."""
+        """Move the target parameters towards the online parameters by the fraction `tau`; `tau=1` copies them."""
         target, online = (list(map(_local, net.parameters())) for net in (self.target, self.online))
         if tau == 1:
             torch._foreach_copy_(target, online)  # pyright: ignore[reportPrivateImportUsage]
@@ -132,6 +135,9 @@ class WithTarget(nn.Module):
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """The local shard of a DTensor: both networks are sharded alike, and the update is elementwise."""
+    """Return the local shard of a DTensor, or any other tensor unchanged.
+
+    Local shards suffice for the elementwise update, because both networks are sharded in the same way.
+    """
     to_local = getattr(parameter, "to_local", None)
     return parameter if to_local is None else to_local()

@@ -23,10 +23,10 @@ Forward = TypeVar("Forward", bound=Callable[..., torch.Tensor])
 
 
 def recomputable(forward: Forward) -> Forward:
-    """Decorate a module's `forward` to be recomputed in the backward pass if `checkpoint_activations` is set.
+    """Decorate a module's `forward`: the backward pass recomputes it if the module's `checkpoint_activations` is set.
 
-    The decorator is inside the module rather than a wrapper around it, so that the module behaves the same in any stage
-    of a pipeline, and so that hooks on the module (such as those of FSDP) run once.
+    The recomputation is part of the module, not a wrapper around it, so that the module behaves the same in any stage
+    of a pipeline, and so that the module's hooks (such as the hooks of FSDP) run once.
     """
 
     @functools.wraps(forward)
@@ -46,8 +46,8 @@ class Block(nn.Sequential):
     """A sequence of layers that is never split between stages.
 
     Args:
-        checkpoint_activations: store only the input for the backward pass, and recompute the rest.
-        layers: the layers by name. They may belong to another module too, which then shares its parameters.
+        checkpoint_activations: store only the input for the backward pass, and recompute the activations.
+        layers: the layers by name. A layer may also belong to another module; both modules then share its parameters.
     """
 
     def __init__(self, checkpoint_activations: bool, **layers: nn.Module):
@@ -58,11 +58,11 @@ class Block(nn.Sequential):
 
 
 class _FrozenStatistics:
-    """A context in which the batch normalization layers of `block` update temporary buffers instead of their own.
+    """A context manager in which batch normalization layers of `block` update temporary buffers, not their own.
 
-    `track_running_stats=False` would change which tensors are saved for the backward pass; a momentum of zero would
-    turn infinities into NaN and still count the batch. It is a class, not a generator, because a retained graph enters
-    the same context more than once.
+    Two simpler ways fail: `track_running_stats=False` would change which tensors are saved for the backward pass, and
+    a momentum of zero would turn infinities into NaN and still count the batch. The context manager is a class, not a
+    generator, because a retained graph enters it more than once.
     """
 
     def __init__(self, block: nn.Module):

@@ -1,4 +1,4 @@
-"""torchvision's residual networks, with blocks that stages can be made of."""
+"""torchvision's residual networks, divided into blocks between which a network can be split into stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BasicBlock(resnet.BasicBlock):
 
 
 class Bottleneck(resnet.Bottleneck):
-    """Convolutions of 1×1, 3×3 and 1×1 and a residual connection; the 3×3 one has the stride (version 1.5)."""
+    """Three convolutions (1×1, 3×3, 1×1) and a residual connection; the 3×3 one has the stride (version 1.5)."""
 
     checkpoint_activations = False
     forward = recomputable(resnet.Bottleneck.forward)
@@ -33,7 +33,7 @@ DEPTHS: dict[int, tuple[type[BasicBlock | Bottleneck], list[int]]] = {
     101: (Bottleneck, [3, 4, 23, 3]),
     152: (Bottleneck, [3, 8, 36, 3]),
 }
-"""The type of block and the number of blocks in each of the four layers, by the depth of the network."""
+"""By the depth of the network: the type of block, and the number of blocks in each of the four layers."""
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "batch": nn.BatchNorm2d,
@@ -46,18 +46,18 @@ STEMS = ("imagenet", "cifar")
 class ResNet(resnet.ResNet):
     """A residual network, version 1.5, for inputs [n, in_channels, height, width].
 
-    He et al., Deep Residual Learning for Image Recognition (2016). Parameter names and initialization are those of
-    torchvision, so that its pretrained weights can be loaded.
+    He et al., Deep Residual Learning for Image Recognition (2016). Parameter names and initialization are the same as
+    in torchvision, so that torchvision's pretrained weights can be loaded.
 
     Args:
-        depth: one of `DEPTHS`.
-        in_channels: channels of the inputs.
+        depth: number of layers, a key of `DEPTHS`.
+        in_channels: number of channels of the inputs.
         num_classes: number of outputs.
         stem: `imagenet` downsamples the inputs by 4 (7×7 convolution with stride 2, max pooling); `cifar` keeps the
             size of inputs of about 32×32 (3×3 convolution, no pooling; section 4.2 of the paper).
         norm: `batch` normalization, or `group` normalization (Wu and He, 2018; 32 groups), which is computed per
             sample, so that the results do not depend on how a batch is split.
-        checkpoint_activations: store only the inputs of each block for the backward pass, and recompute the rest.
+        checkpoint_activations: store only each block's inputs for the backward pass, and recompute its activations.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class ResNet(resnet.ResNet):
             self._replace_conv1(nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False))
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """The blocks that stages can be made of, in the order of the forward pass: stem, each residual block, head.
+        """Return the blocks between which the network can be split, in forward order: stem, residual blocks, head.
 
         Residual blocks are named as in `named_modules()`. Stem and head are created in each call, so that they contain
-        the current layers: wrappers replace some, for example by synchronized batch normalization.
+        the current layers: a wrapper may have replaced a layer, for example by synchronized batch normalization.
         """
         recompute = self.checkpoint_activations
         stem = Block(recompute, conv1=self.conv1, bn1=self.bn1, relu=self.relu, maxpool=self.maxpool)

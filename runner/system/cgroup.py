@@ -13,11 +13,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def cgroup_limits(controller: str, *names: str) -> Iterator[list[str]]:
-    """Yield the words of the files `names` for this process's control group and each of its ancestors.
+    """For this process's control group and each of its ancestors, yield the words in the files `names`.
 
     Args:
-        controller: the controller of the files, `cpu` or `memory`.
-        names: file names; groups without these files are skipped.
+        controller: the controller to which the files belong, `cpu` or `memory`.
+        names: names of the files; a control group that has none of them is skipped.
     """
     for line in read_lines(_PROC / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -25,7 +25,7 @@ def cgroup_limits(controller: str, *names: str) -> Iterator[list[str]]:
             continue
         root = _CGROUP / controller if controllers else _CGROUP  # version 1 has one hierarchy per controller
         group = root / path.lstrip("/")
-        # In a container the path may be that of the host; the group of the container is then the mounted root.
+        # In a container, the path may be the one on the host; the container's own group is then mounted as the root.
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
             words = [word for name in names for line in read_lines(folder / name) for word in line.split()]
             if words:
@@ -33,7 +33,7 @@ def cgroup_limits(controller: str, *names: str) -> Iterator[list[str]]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a file; empty if it cannot be read, as on an operating system that does not have it."""
+    """Return the lines of the file at `path`; empty if it cannot be read, or this operating system has no such file."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

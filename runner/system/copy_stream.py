@@ -17,7 +17,7 @@ class Transfer(NamedTuple):
     """Tensors that are being copied.
 
     Args:
-        source: the tensors to copy, as long as they have to be kept alive.
+        source: the tensors to copy; empty if nothing has to keep them alive until the copies are done.
         result: the copies.
         done: the `torch.cuda.Event` after the last copy; None if there is nothing to copy.
     """
@@ -28,10 +28,10 @@ class Transfer(NamedTuple):
 
 
 class NoCopy:
-    """The base class of copy streams, for a device that is both source and target: nothing is copied."""
+    """The base class of copy streams. It copies nothing, because source and target are the same device."""
 
     def send(self, tensors: Tensors) -> Transfer:
-        """Start copying `tensors` as soon as the current stream of their device has computed them."""
+        """Queue copies of `tensors`; they start once the current stream of their device has computed the tensors."""
         return Transfer(tensors, tensors, None)
 
     def receive(self, transfer: Transfer) -> Tensors:
@@ -39,11 +39,11 @@ class NoCopy:
         return transfer.result
 
     def close(self) -> None:
-        """Wait for all copies, after which the memory of their sources may be freed."""
+        """Wait for all copies; afterwards, the memory of the copied tensors may be freed."""
 
 
 class CopyStream(NoCopy):
-    """Copies from host memory to a CUDA device.
+    """A stream for copies from host memory to a CUDA device.
 
     Args:
         target: the CUDA device.
@@ -79,10 +79,10 @@ class CopyStream(NoCopy):
 
 
 class PeerCopyStream(CopyStream):
-    """Copies from one CUDA device to another.
+    """A stream for copies from one CUDA device to another.
 
-    torch makes the current streams of both devices wait for a copy between them. It therefore runs with side streams
-    as the current ones, so that the computing streams do not wait.
+    torch makes the current streams of both devices wait for a copy between them. The copy therefore runs while
+    separate streams are the current ones, so that the streams that compute do not wait.
     """
 
     def __init__(self, source: torch.device, target: torch.device, cuda: Any):
@@ -100,7 +100,7 @@ class PeerCopyStream(CopyStream):
 
 
 def copy_stream(source: torch.device, target: torch.device, cuda: Any = None) -> NoCopy:
-    """Return an object that copies tensors from `source` to `target`, two CUDA devices of this process.
+    """Return a stream for copies from the CUDA device `source` to `target`; it copies nothing if they are the same.
 
     Args:
         cuda: `torch.cuda`, or a substitute in tests.

@@ -14,12 +14,12 @@ from runner.system.cgroup import cgroup_limits, read_lines
 _PROC = Path("/proc")
 
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
-"""The instruction sets that matter for training, by the names that Linux gives them."""
+"""The instruction sets that matter for training, under their Linux names."""
 
 
 def cpu() -> dict[str, Any]:
-    """Return the model, cores and instruction sets of the CPU; None for what the operating system does not report."""
-    import psutil  # imported here, as only the environment report needs it
+    """Return the CPU's model, cores and instruction sets; None for values that the operating system does not report."""
+    import psutil  # imported here, because only the environment report needs it
 
     blocks = _cpuinfo()
     first = blocks[0] if blocks else {}
@@ -50,16 +50,16 @@ def allowed_cores() -> int:
 
 
 def usable_cores(processor: dict[str, Any]) -> float:
-    """Return how many cores this process may keep busy: its affinity mask, limited by the quota of its control group.
+    """Return how many cores this process may keep busy, given its affinity mask and its control group's CPU quota.
 
     Args:
-        processor: the result of `cpu`.
+        processor: the result of `cpu()`.
     """
     return min(processor["allowed_cores"], processor["quota_cores"] or processor["allowed_cores"])
 
 
 def _cpuinfo() -> list[dict[str, str]]:
-    """Return /proc/cpuinfo as a dictionary per logical core."""
+    """Return the content of /proc/cpuinfo, as one dictionary per logical core."""
     blocks: list[dict[str, str]] = [{}]
     for line in read_lines(_PROC / "cpuinfo"):
         name, colon, value = line.partition(":")
@@ -80,7 +80,7 @@ def _sysctl(name: str) -> str | None:
     """Return the value of a macOS system parameter; None on other operating systems."""
     if platform.system() != "Darwin":
         return None
-    import subprocess  # imported here: config errors need not wait for it
+    import subprocess  # imported here, so that config errors do not wait for it
 
     output = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False, timeout=5)
     return output.stdout.strip() or None

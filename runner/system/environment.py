@@ -1,6 +1,6 @@
 """The environment of a run as plain values: command, source, versions and machine.
 
-It is saved as `environment.json` in the run directory, and extended by `python -m runner.tools.doctor`.
+A run saves it as `environment.json` in its directory; `python -m runner.tools.doctor` prints it with more details.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROOT = Path(__file__).parent.parent.parent
 
 
 def environment() -> dict[str, Any]:
-    """Return what is needed to reproduce a run. It takes milliseconds, and contains no host or user name, no secret."""
+    """Return what is needed to reproduce a run, without host name, user name and secrets; this takes milliseconds."""
     findings: list[str] = []
     return {
         "command": command(),
@@ -49,7 +49,7 @@ def command() -> str:
     """Return the command line of this process, quoted for a shell, without secrets: `python -m runner …`."""
     program = Path(sys.argv[0])
     words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
-    typed = shlex.join([*words, *redacted_values(sys.argv[1:])])  # word by word, as a word may hold spaces
+    typed = shlex.join([*words, *redacted_values(sys.argv[1:])])  # word by word, because a word may contain spaces
     return redacted(printable(typed))
 
 
@@ -92,7 +92,7 @@ def devices(findings: list[str]) -> list[dict[str, Any]]:
     """Return the properties of the accelerators that torch finds.
 
     Args:
-        findings: errors and warnings are appended to it.
+        findings: the list to which errors and warnings are appended.
     """
     found: list[dict[str, Any]] = []
     with collect_findings(findings, "CUDA"):
@@ -107,11 +107,11 @@ def devices(findings: list[str]) -> list[dict[str, Any]]:
 
 @contextmanager
 def collect_findings(findings: list[str], what: str) -> Iterator[None]:
-    """Append errors and warnings raised inside to `findings`, so that a broken driver does not end the report.
+    """Append errors and warnings from the context to `findings`, so that a broken driver does not end the report.
 
     Args:
-        findings: the list.
-        what: a prefix for each.
+        findings: the list of findings, each of which is one line.
+        what: the prefix of each appended finding.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,8 +1,8 @@
-"""The fork server of `multiprocessing`: a single-threaded process that has imported torch, and forks the children.
+"""The fork server of `multiprocessing`: a single-threaded process that imports torch, and then forks the children.
 
-Forking the main process would copy locks that its threads hold (OpenMP, CUDA, TensorBoard) and could deadlock, of which
-Python 3.12 warns. Spawning would import torch in each child, which takes seconds and 290 MB per process. The server
-imports torch once, in parallel with the main process; a child then starts in 0.1 s.
+Forking the main process could deadlock, as Python 3.12 warns, because the child would inherit locks that threads of the
+main process hold (OpenMP, CUDA, TensorBoard). Spawning would import torch in each child, which takes seconds and 290 MB
+per process. The server imports torch once, in parallel with the main process; a child then starts in 0.1 s.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods()
 
 
 def start_server(*modules: str) -> None:
-    """Start the server, if it is not running, and let it import `modules` in the background.
+    """Start the fork server, unless it is running already, and let it import `modules` in the background.
 
     Its children start with stop signals blocked: the terminal sends Ctrl-C to the whole process group, but only the
-    main process should handle it, and stop the children.
+    main process should handle the signal, and then stop the children.
     """
     if METHOD != "forkserver":
         return
@@ -42,9 +42,10 @@ def start_server(*modules: str) -> None:
 
 
 def death_of_server() -> str:
-    """Return the name of the signal that killed the server, or its exit code; empty if it runs.
+    """Return the name of the signal that killed the fork server, or its exit code; an empty string if it is running.
 
-    Called when all of its children seem to have ended at once, as their exit codes come from it.
+    The main process learns the exit codes of the children from the server. If all children seem to have ended at once,
+    the server itself may therefore have ended.
     """
     from multiprocessing import forkserver
 

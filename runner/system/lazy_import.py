@@ -1,7 +1,7 @@
-"""Imports torch lazily, when it is first used: `--help` and config errors would otherwise wait 1 to 2 s for it.
+"""Lazy import of torch at its first use, because `--help` and config errors would otherwise wait 1 to 2 s for it.
 
-`import torch` being slow is https://github.com/pytorch/pytorch/issues/97106; the file is unnecessary once it is fast,
-or with the `lazy import` statement of Python 3.15 (PEP 810).
+The slow import is https://github.com/pytorch/pytorch/issues/97106. This file becomes unnecessary if `import torch` gets
+fast, or with the `lazy import` statement of Python 3.15 (PEP 810).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 
 class _Lazy(ModuleType):
-    """A package that is loaded by the first access to a missing attribute.
+    """A package that is loaded at the first access to an attribute that it does not have yet.
 
-    Unlike `importlib.util.LazyLoader`, which before Python 3.12 loads a module at the second `import` statement, as
-    that reads `__spec__`.
+    `importlib.util.LazyLoader` would load it too early before Python 3.12: at the second `import` statement, because
+    that statement reads `__spec__`.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -32,10 +32,10 @@ class _Lazy(ModuleType):
 
 
 class _Submodules(MetaPathFinder, Loader):
-    """Loads a lazy package when one of its submodules is imported.
+    """A finder that loads a lazy package when one of its submodules is imported.
 
-    Loading the package imports most of its submodules. This finder then returns the existing module, which the import
-    system would otherwise load a second time.
+    Loading the package usually imports that submodule too. The finder then returns the existing module, which the
+    import system would otherwise load a second time.
     """
 
     def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -46,7 +46,7 @@ class _Submodules(MetaPathFinder, Loader):
         module = sys.modules.get(name)
         if module is None:
             return PathFinder.find_spec(name, package.__path__)
-        # The import system would load the module again by its own spec, so that is replaced until `exec_module`.
+        # With its own spec, the import system would load the module again: it has another spec until `exec_module`.
         self._spec = module.__spec__
         module.__spec__ = ModuleSpec(name, self, is_package=hasattr(module, "__path__"))
         return module.__spec__
@@ -59,7 +59,7 @@ class _Submodules(MetaPathFinder, Loader):
 
 
 def import_lazily(*names: str) -> None:
-    """Defer loading the packages `names` until one of their attributes or submodules is used.
+    """Defer loading each of the packages `names` until one of its attributes or submodules is used.
 
     Packages that have been imported already, or are not installed, are ignored.
     """

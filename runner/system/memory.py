@@ -14,10 +14,10 @@ _PROC = Path("/proc/self")
 
 
 def usage(device: torch.device) -> dict[str, float]:
-    """Return memory usage in bytes, by TensorBoard tag, without waiting for the device.
+    """Return the memory usage on `device` in bytes, by TensorBoard tag, without waiting for the device.
 
-    `memory/peak` is the maximum since `reset_peak`: of the tensors in the caching allocator on CUDA, of the resident
-    set of the process on a CPU.
+    `memory/peak` is the maximum since `reset_peak`: on CUDA, of the memory that the caching allocator has allocated for
+    tensors; on a CPU, of the resident set size of the process.
     """
     if device.type == "cuda":
         return {
@@ -33,7 +33,7 @@ def usage(device: torch.device) -> dict[str, float]:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak and free cached memory, as the jobs of a sweep share a process."""
+    """Reset the peak memory usage and free cached memory, because the jobs of a sweep share a process."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -41,13 +41,13 @@ def reset_peak(device: torch.device) -> None:
     elif sys.platform == "linux":
         try:
             (_PROC / "clear_refs").write_text("5")  # proc(5): resets VmHWM
-        except OSError:  # not allowed in some containers, where the peak is that since the start of the process
+        except OSError:  # not allowed in some containers, where the peak is then counted from the process's start
             return
 
 
 def host_memory() -> dict[str, int | None]:
-    """Return the main memory in bytes: total, available, and the limit of this process's control group."""
-    import psutil  # imported here, as only the environment report needs it
+    """Return the main memory in bytes: total, available, and the limit of this process's control group (None: none)."""
+    import psutil  # imported here, because only the environment report needs it
 
     machine = psutil.virtual_memory()
     limits = [int(value) for (value,) in cgroup_limits("memory", "memory.max") if value != "max"]
@@ -61,7 +61,7 @@ def host_memory() -> dict[str, int | None]:
 
 
 def _process(field: str) -> float:
-    """Return a field of /proc/self/status in bytes; on other operating systems the peak reported by `getrusage`."""
+    """Return `field` of /proc/self/status in bytes; where there is no such file, the peak that `getrusage` reports."""
     try:
         status = (_PROC / "status").read_text()
         return 1024.0 * int(status.split(f"{field}:")[1].split()[0])

@@ -1,7 +1,7 @@
-"""Hides credentials in texts and configs before they are saved or shown.
+"""Functions that hide credentials in texts and configs before they are saved or shown.
 
-A run directory is copied to colleagues, and its curves to a server. The table names what credentials look like; what
-looks like none of them is not hidden.
+Colleagues may get a copy of a run directory, and a server may get its curves. `_TABLE` lists the forms of credentials
+that are recognized; a credential in any other form is not hidden.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import re
 from typing import Any
 
 MASK = "***"
-"""What replaces a credential. An override with it can be parsed, but has to be typed again."""
+"""The replacement of a credential. An override that contains it can be parsed, but must be typed again to be used."""
 
 _NAME = (
     r"(?P<name>passwords?|passwd|passphrase|secrets?|credentials?|authorization|connection[_-]?string"
     r"|(?:api|access|account|private|secret|signing|encryption)[_-]?key"
     r"|(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token)"
 )
-"""The end of the name of a credential. The tokens of a language model (`eos_token`, `num_tokens`) are none."""
+"""How the name of a credential ends. The tokens of a language model (`eos_token`, `num_tokens`) are not credentials."""
 
 _VALUE = r"""(?P<quote>["'])?(?P<secret>(?(quote)(?:(?!(?P=quote))[^\n])+|(?:\$\{[^{}\n]*\}|[^\s"',&)\]}]+)))"""
 
@@ -44,19 +44,19 @@ _TABLE = {
     "a JSON Web Token": r"\b(?P<secret>eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*)",
     "a private key": r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?P<secret>.*?)(?:-----END|\Z)",
 }
-"""What a credential is part of, or who issues it -> a pattern with the groups `secret` and perhaps `name`."""
+"""Patterns by the context or the issuer of a credential; the group `secret` matches it, and `name` its name."""
 
 _MARKS = (
     *("pass", "secret", "credential", "authorization", "bearer", "connection", "key", "token", "sig", "pwd", "://"),
     *("hf_", "gh", "glpat", "sk-", "akia", "asia", "aiza", "xox", "eyj"),
 )
-"""What the table describes contains one of these, in lower case: most texts need no other search."""
+"""Each match of the table contains one of these strings in lower case, so most texts need not be searched further."""
 
 _PATTERNS = tuple(re.compile(pattern, re.DOTALL) for pattern in _TABLE.values())
 _OVERRIDE = re.compile(rf"(?i:[+~]*[^\s=]{{0,200}}?{_NAME}=)(?P<secret>.+)", re.DOTALL)
 _NAMED = re.compile(rf"(?i:{_NAME})\Z")
 _NO_SECRET = re.compile(r"(?:(?i:null|none|true|false)|\?\?\?|\$\{[^{}]*\}|\*+|)(?: +#[^\n]*)?")
-"""Values that say where a secret comes from, or that there is none: `${oc.env:TOKEN}`, `null`, `true`."""
+"""Values that are not secrets, although their key names one: `${oc.env:TOKEN}`, a reference; `null`; `true`."""
 
 
 def redacted(text: str) -> str:
@@ -69,7 +69,7 @@ def redacted(text: str) -> str:
 
 
 def redacted_values(config: Any) -> Any:
-    """Return a copy of a config of plain dicts and lists, or of a list of overrides, with `***` for credentials."""
+    """Return a copy of `config`, plain dicts and lists or a list of overrides, with credentials replaced by `***`."""
     if isinstance(config, dict):
         return {key: _redacted_value(str(key), value) for key, value in config.items()}
     if isinstance(config, list | tuple):
@@ -78,13 +78,19 @@ def redacted_values(config: Any) -> Any:
 
 
 def _redacted_text(text: str) -> str:
-    """Return a string of a config with `***` for credentials; unlike in prose, the value of an override has no end."""
+    """Return `text`, a string in a config, with credentials replaced by `***`.
+
+    In an override that sets a credential, everything after the `=` is the credential.
+    """
     override = _OVERRIDE.fullmatch(text)
     return _masked(override) if override else redacted(text)
 
 
 def _redacted_value(key: str, value: Any) -> Any:
-    """Return the value of `key`; below a key that names a credential, all values are credentials."""
+    """Return the `value` of `key` with credentials replaced by `***`.
+
+    If `key` names a credential, all values in `value` are credentials.
+    """
     if isinstance(value, dict):
         hidden = _NAMED.search(key)
         return {inner: _redacted_value(key if hidden else str(inner), each) for inner, each in value.items()}
@@ -105,5 +111,8 @@ def _masked(match: re.Match[str]) -> str:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Return whether `value` is a credential: a number is the password of someone, but the token of a vocabulary."""
+    """Return whether `value`, whose key ends with `name`, is a credential.
+
+    A number may be a password, but under the name `token` it is the token ID of a language model.
+    """
     return not _NO_SECRET.fullmatch(value) and not (name.lower() == "token" and value.isdecimal())

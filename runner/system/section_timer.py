@@ -1,4 +1,4 @@
-"""A timer of named sections of the training loop, of which exactly one is active at any time."""
+"""A timer for named sections of the training loop; exactly one section is active at any time."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Section:
 
 
 class SectionTimer:
-    """Measures exclusive times of sections, which add up to the time since `reset`.
+    """A timer for sections, without the time in nested sections; their times add up to the time since `reset`.
 
-    Entering a section takes 0.5 µs, little enough for the training loop. On an accelerator it measures how long the
-    host takes to queue the work, unless `synchronize` makes each change of the section wait for the device.
+    Entering a section takes 0.5 µs, little enough for the training loop. On an accelerator, the timer measures how long
+    the host takes to queue the work, unless `synchronize` makes each switch between sections wait for the device.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class SectionTimer:
         """Set all times to zero, and make the section `other` active.
 
         Args:
-            synchronize: called at each change of the section.
+            synchronize: called at each switch between sections.
         """
         self.synchronize = synchronize
         self.calls: dict[str, int] = defaultdict(int)
@@ -46,7 +46,7 @@ class SectionTimer:
         self._current, self._since = "other", time.perf_counter()
 
     def switch(self, name: str) -> str:
-        """Make the section `name` active; returns the previous one."""
+        """Make the section `name` active, and return the name of the previous section."""
         if self.synchronize is not None:
             self.synchronize()
         now = time.perf_counter()
@@ -55,7 +55,7 @@ class SectionTimer:
         return before
 
     def section(self, name: str) -> Section:
-        """Return a context manager for a section: `with timer.section("data"): …`."""
+        """Count an entry into the section `name`, and return its context manager: `with timer.section("data"): …`."""
         self.calls[name] += 1
         section = self._sections.get(name)
         if section is None:
@@ -63,7 +63,7 @@ class SectionTimer:
         return section
 
     def spent(self, name: str) -> float:
-        """Return the seconds spent in the section `name` up to the last change of the section."""
+        """Return the seconds spent in the section `name` up to the last switch between sections."""
         return self._seconds[name]
 
     def paused(self) -> float:
@@ -71,7 +71,7 @@ class SectionTimer:
         return sum(map(self.spent, PAUSES))
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each section up to now."""
+        """Return the seconds spent in each section up to now, by name."""
         self.switch(self._current)
         return dict(self._seconds)
 

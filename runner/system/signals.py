@@ -1,7 +1,7 @@
 """Signals that request a stop: the run finishes its step and saves a checkpoint, from which it can be resumed.
 
-Ctrl-C (SIGINT), what schedulers send before they kill (SIGTERM, SIGUSR1, SIGUSR2), a closed terminal (SIGHUP), and
-Ctrl-\\ (SIGQUIT). Before training there is nothing to save: the command ends at once.
+The signals are SIGINT (Ctrl-C), SIGQUIT (Ctrl-\\), SIGHUP (the terminal was closed), and SIGTERM, SIGUSR1 and SIGUSR2,
+which schedulers send before they kill a job. Before training there is nothing to save: the command ends at once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ STOPPED, INTERRUPTED = 75, 130
 
 
 class StopRequest:
-    """A context manager in which a stop signal sets `received`, which the loop reads each step.
+    """A context manager in which a stop signal sets `received`, which the training loop reads in each step.
 
-    In the main process, the second Ctrl-C raises `KeyboardInterrupt`; child processes are stopped by the main process.
-    A child process starts with these signals blocked, and receives those that are pending on entering the context.
-    SIGHUP stays ignored if it is, as by `nohup`.
+    In the main process, Ctrl-C after an earlier stop signal raises `KeyboardInterrupt`; the main process then stops the
+    child processes. A child process starts with stop signals blocked, and receives pending signals when it enters the
+    context. If SIGHUP is ignored, for example because of `nohup`, it stays ignored.
     """
 
     before_training = False
@@ -68,7 +68,7 @@ class StopRequest:
     def _install(self) -> None:
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL  # None: not of Python
+                self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL  # None: not from Python
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -87,22 +87,23 @@ class StopRequest:
             self._interrupt()
 
     def _begin(self, number: int) -> None:
-        """Serve the first signal."""
+        """Handle the first stop signal, `number`."""
         if _is_main_process():
             _say(f"{self.received}: finishing the step, then saving; press Ctrl-C to stop at once")
 
     def _interrupt(self) -> None:
-        if self._interrupted:  # once more, while the interrupt is served: it would end in a traceback
+        if self._interrupted:  # Ctrl-C again, while the interrupt is handled: this would end in a traceback
             os._exit(INTERRUPTED)
         self._interrupted = True
         raise KeyboardInterrupt
 
 
 class CommandSignals(StopRequest):
-    """A context manager around the command: a stop signal before training ends it at once, by SystemExit.
+    """A context manager around the command: a stop signal before training ends the command at once, by an exception.
 
-    After training, a signal is only remembered: the result is written, and the next job of a sweep does not begin. In
-    between, the loop has a `StopRequest`.
+    The exception is `KeyboardInterrupt` for Ctrl-C, and `SystemExit` for other signals. During training, the signals go
+    to the `StopRequest` of the training loop. After training, a signal is only remembered: the result is still written,
+    and the next job of a sweep does not begin.
     """
 
     before_training = True
@@ -128,9 +129,10 @@ class CommandSignals(StopRequest):
 
 
 def run_main(main: Callable[[], int]) -> int:
-    """Return the exit code of `main`, which is all that this process does: no signal ends it otherwise.
+    """Run `main`, the only work of this process, with handlers for stop signals, and return its exit code.
 
-    Signals are ignored from then on, as Python restores the default handlers while it exits, which takes a second.
+    After `main`, stop signals are ignored: Python takes a second to exit, and restores default handlers meanwhile, with
+    which a signal would kill the process.
     """
     CommandSignals().__enter__()  # never left
     try:
@@ -147,7 +149,7 @@ def before_training() -> None:
     """Let stop signals end the command at once, until a `StopRequest` is entered.
 
     Raises:
-        SystemExit: if a signal has been received, in the previous job of a sweep.
+        SystemExit: if a stop signal was received during the previous job of a sweep.
     """
     command = _installed()
     if isinstance(command, CommandSignals):
@@ -158,7 +160,7 @@ def before_training() -> None:
 
 
 def _installed() -> StopRequest | None:
-    """Return the object whose handlers are installed."""
+    """Return the `StopRequest` whose signal handlers are installed; None if there is none."""
     owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return owner if isinstance(owner, StopRequest) else None
 
@@ -170,13 +172,13 @@ def _is_main_process() -> bool:
 
 
 def _say(line: str) -> None:
-    """Write to stderr by os.write: the signal may have interrupted a write of a file object, which is not reentrant."""
+    """Write `line` to stderr by `os.write`: `sys.stderr` is not reentrant, and the signal may have interrupted it."""
     with suppress(OSError):
         os.write(2, f"\n{line}\n".encode())
 
 
 def _forget_closed_terminal() -> None:
-    """Redirect output to nowhere if the terminal is closed, as every further write would raise an OSError."""
+    """Redirect output to /dev/null if the terminal is closed, because every further write would raise an OSError."""
     for stream in (1, 2):
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
@@ -186,7 +188,10 @@ def _forget_closed_terminal() -> None:
 
 
 def _leave_if_unraisable(lost: Any) -> None:
-    """Exit if a signal arrived where no exception can be raised, as in a destructor; print other exceptions."""
+    """Exit if `lost` comes from a signal that arrived where Python only prints exceptions, such as a destructor.
+
+    Any other exception is printed.
+    """
     if isinstance(lost.exc_value, KeyboardInterrupt | SystemExit):
         os._exit(STOPPED if isinstance(lost.exc_value, SystemExit) else INTERRUPTED)
     sys.__unraisablehook__(lost)

@@ -1,6 +1,6 @@
-"""Temporary directories that a process leaves behind when it is killed: the next run removes them.
+"""Removal of temporary directories that killed processes have left behind, by the next run.
 
-The process holds a lock on a file in its directory, and the kernel releases it when the process ends.
+A process holds a lock on a file in its directory; the kernel releases the lock when the process ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LOCK = "runner.lock"
 
 
 def claim_directory(path: str) -> bool:
-    """Lock the temporary directory `path` until this process ends; returns whether it was not locked before."""
+    """Lock the temporary directory `path` until this process ends, and return whether this call has locked it."""
     lock = Path(path) / _LOCK
     with suppress(OSError):  # without a lock, the directory is left behind after a kill, and nothing else
         if lock.exists():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    r"""Return `text` with `\xff` for each byte of a file name that is not UTF-8.
+    r"""Return `text` with an escape such as `\xff` for each byte that is not valid UTF-8; file names may contain them.
 
-    Python represents such bytes by surrogates, which neither UTF-8 nor JSON nor TensorBoard's events can hold.
+    Python represents such bytes by surrogates, which UTF-8, JSON and TensorBoard's event files cannot contain.
     """
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

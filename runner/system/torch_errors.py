@@ -1,7 +1,7 @@
-"""Recognizes errors of torch by their messages, where torch has no exception type for them.
+"""Functions that recognize errors of torch by their messages, where torch has no exception type for them.
 
-The messages are those of torch 2.11 to 2.14. Each function names the torch issue that would make it unnecessary; this
-is the only file that compares messages.
+The messages are those of torch 2.11 to 2.14. Each function names the torch issue that would make it unnecessary. No
+other file compares messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def nondeterministic_operation(error: BaseException) -> str:
-    """Return torch's message about an operation without a deterministic implementation; empty for any other error.
+    """Return the message if `error` is about an operation without a deterministic implementation; otherwise empty.
 
     `torch.use_deterministic_algorithms` makes such operations raise a RuntimeError. No torch issue known.
     """
@@ -33,7 +33,7 @@ def nondeterministic_operation(error: BaseException) -> str:
 
 
 def is_single_value_batch_norm(error: BaseException) -> bool:
-    """Return whether `error` is that of batch normalization for a single value per channel, which has no variance.
+    """Return whether batch normalization raised `error` because a channel has only one value, and so no variance.
 
     torch raises a ValueError. No torch issue known.
     """

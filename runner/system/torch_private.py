@@ -1,4 +1,4 @@
-"""The private names of torch that this project uses, all in this file, so that a new version of torch breaks one place.
+"""Access to torch's private state, in a single file, so that a new version of torch breaks only one place.
 
 Each function says why it is needed, and which torch issue would make it unnecessary.
 """
@@ -11,10 +11,11 @@ import torch
 
 
 def num_operations() -> int:
-    """Return how many operations of gloo this process has begun, in all of its process groups.
+    """Return how many gloo operations this process has begun, in all of its process groups.
 
-    Collectives and point-to-point operations are counted, also those of DDP, which calls them in C++. A public count,
-    or a timeout during which a suspended process group does not age, would replace it; no torch issue known.
+    The count includes collectives and point-to-point operations, and those that DDP calls in C++. A public count would
+    make this function unnecessary, and so would a timeout that does not count time in which the processes are
+    suspended; no torch issue known.
     """
     from torch.distributed import distributed_c10d
 
@@ -26,9 +27,9 @@ def num_operations() -> int:
 def found_inf_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the overflow flags that `GradScaler.unscale_` has set: a float32 scalar per device, 0 or 1.
 
-    `GradScaler.step` and `GradScaler.update` read these tensors. Where ranks hold different gradients of one model,
-    the flags have to be reduced over the ranks in between, so that all of them skip the same updates. A public way to
-    learn whether an update was skipped is requested in https://github.com/pytorch/pytorch/issues/67590; it would have
-    to give access to the flags before `step`.
+    `GradScaler.step` and `GradScaler.update` read these tensors. If ranks hold different gradients of one model, the
+    flags have to be reduced over the ranks before `step`, so that all ranks skip the same updates. A public way to
+    learn whether an update was skipped is requested in https://github.com/pytorch/pytorch/issues/67590; to be of use
+    here, it would have to give access to the flags before `step`.
     """
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
