@@ -1,4 +1,4 @@
-# make run [ARGS="precision=bf16 optimizer.lr=0.05"] · make test · make bench
+# make run [ARGS="precision=bf16 optimizer.lr=0.05"] · make test · make faults · make bench
 # Each sets up .venv by itself first: all it needs is Python 3.11+ and the package registry.
 
 PYTHON ?= python3
@@ -14,6 +14,10 @@ test: .venv/ready
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile $(ARGS)
+
+faults: .venv/ready
+	@echo "faults: all of them, an hour or so on two cores; make test tries a selection"
+	@RUNNER_FAULTS=all $(BIN)/python -m pytest --numprocesses=3 --dist=worksteal $(or $(ARGS),tests/faults)
 
 bench: .venv/bench
 	@$(BIN)/python -m benchmarks.overhead
@@ -39,4 +43,4 @@ bench: .venv/bench
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache
 
-.PHONY: run test bench clean
+.PHONY: run test faults bench clean
