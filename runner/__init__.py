@@ -1,3 +1,3 @@
-"""A declarative experiment runner: config options compose into one training loop."""
+"""A declarative experiment runner: the config selects the components of a single training loop."""
 
 __version__ = "0.1.0"

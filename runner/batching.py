@@ -1,8 +1,9 @@
 """The samples of each batch, as a pure function of (seed, step).
 
-The sample stream is the concatenation of one permutation per epoch; global batch k is `stream[k·B : (k+1)·B]`, and
-micro-batch m of rank r is a slice of it. So there is no smaller last batch, each sample is used exactly once per epoch,
-the batches are the same for any number of ranks or data workers, and a resume needs only the step.
+The sample stream is the concatenation of one permutation of the data set per epoch. With a batch size of B, global
+batch k is `stream[k·B : (k+1)·B]`, and each micro-batch of each rank is a slice of a global batch. Therefore, all
+batches have the same size, each sample is used exactly once per epoch, the batches do not depend on the number of ranks
+or data workers, and a resumed run needs only the number of the step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from runner.seeds import derive
 
 @dataclass
 class Accumulation:
-    """Gradient accumulation: each process splits its batch into `steps` micro-batches. Less memory, same gradient."""
+    """Gradient accumulation: each process splits its batch into `steps` micro-batches, to use less memory."""
 
     steps: int = 1
 
@@ -34,35 +35,35 @@ class MicroBatch(NamedTuple):
     start: int
     stop: int
     weight: float
-    """Its fraction of the global batch, by which its gradient is scaled, as losses are means."""
+    """The fraction of the global batch in this micro-batch. It scales the gradient, because losses are means."""
     is_last: bool
-    """Whether it completes the gradient of the step on this process."""
+    """Whether this micro-batch is the last one of this process before the optimizer step."""
 
 
 class Step(NamedTuple):
     """One pass of the training loop: an optimizer step, in which all processes take part.
 
-    If the processes divide the steps instead of the batches (`step_shard`), it is a round of several optimizer steps,
-    one on each process.
+    If the processes divide the steps instead of the batches (`step_shard`), one pass is a round of several optimizer
+    steps, one on each process.
     """
 
     number: int
-    """The number of the step, from 1, the same on every process; for a round, that of its last step."""
+    """The number of the step, counted from 1, or of the last step of a round. It is the same on every process."""
     own: int
     """The step whose batch this process trains on; equal to `number`, except in a round."""
     micro_batches: list[MicroBatch]
-    """The micro-batches of this process; empty if the run ends before its own step."""
+    """The micro-batches of this process; empty if the run ends before step `own`."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The batch arithmetic of a run for one process.
+    """The batch arithmetic of a run: which samples are in the micro-batches of one process.
 
     Args:
-        batch_size: samples in one optimizer step, over all processes and micro-batches.
-        accumulation: micro-batches per step and process.
+        batch_size: number of samples in one optimizer step, over all processes and micro-batches.
+        accumulation: number of micro-batches per step and process.
         data_shard: (index, count): this process trains on shard `index` of `count` of every global batch.
-        step_shard: (index, count): this process trains on every `count`-th global batch; (0, 1): on all of them.
+        step_shard: (index, count): this process trains on every `count`-th global batch, from batch `index` on.
         seed: determines the order of the samples.
 
     Raises:
@@ -91,7 +92,7 @@ class Plan:
 
     @property
     def worker(self) -> int:
-        """The index of this process among those that train on different samples; it selects the environments."""
+        """The index of this process among the processes that train on different samples; selects its environments."""
         return self.data_shard[0] * self.step_shard[1] + self.step_shard[0]
 
     @property
@@ -101,12 +102,12 @@ class Plan:
 
     @property
     def steps_per_round(self) -> int:
-        """Optimizer steps in one pass of the training loop: 1, unless the processes divide the steps."""
+        """The number of optimizer steps in one pass of the training loop: 1, unless the processes divide the steps."""
         return self.step_shard[1]
 
     @property
     def samples_per_round(self) -> int:
-        """Samples that all processes together train on in one pass of the training loop."""
+        """The number of samples in one pass of the training loop, over all processes."""
         return self.batch_size * self.steps_per_round
 
     def describe(self) -> str:
@@ -149,8 +150,8 @@ class SampleOrder:
     Args:
         num_samples: samples per epoch.
         seed: determines the permutations.
-        device: device of the indices. They are drawn on the CPU, so that they are the same for every device, and copied
-            once per epoch.
+        device: device of the indices. The permutations are drawn on the CPU, so that they are the same for every
+            device, and copied to the device once per epoch.
     """
 
     def __init__(self, num_samples: int, seed: int, device: torch.device | str = "cpu"):
@@ -158,7 +159,7 @@ class SampleOrder:
         self._permutations: dict[int, torch.Tensor] = {}
 
     def indices(self, start: int, stop: int) -> torch.Tensor:
-        """Return the samples at positions [start, stop) of the stream: int64 [stop − start], on the device."""
+        """Return the sample indices at positions [start, stop) of the stream: int64 [stop − start], on the device."""
         epoch, offset = divmod(start, self.num_samples)
         parts = []
         while (length := stop - start) > 0:
@@ -167,7 +168,7 @@ class SampleOrder:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def epochs(self, start: int, stop: int) -> torch.Tensor:
-        """Return the epoch, from 0, of each position in [start, stop): int64 [stop − start], on the device."""
+        """Return the epoch of each position in [start, stop), counted from 0: int64 [stop − start], on the device."""
         return torch.arange(start, stop, device=self.device) // self.num_samples
 
     def _permutation(self, epoch: int) -> torch.Tensor:
@@ -176,7 +177,7 @@ class SampleOrder:
             permutation = torch.randperm(self.num_samples, generator=generator)
             if self.device.type == "cuda":  # pinned, so that the copy does not block the host
                 permutation = permutation.pin_memory().to(self.device, non_blocking=True)
-            # The previous epoch is kept too, as a batch may span two epochs.
+            # The previous epoch is kept too, because a batch may span two epochs.
             self._permutations = {e: p for e, p in self._permutations.items() if e == epoch - 1}
             self._permutations[epoch] = permutation.to(self.device)
         return self._permutations[epoch]

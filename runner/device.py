@@ -15,7 +15,7 @@ from runner.system.cpu import cpu_model
 
 @dataclass
 class Device:
-    """The requested device; `resolve` returns it as a `torch.device` that is available.
+    """The requested device; `resolve` checks that it is available, and returns it as a `torch.device`.
 
     Args:
         kind: `cpu`, `cuda`, `mps`, or `auto`: the first of cuda, mps and cpu that is available.
@@ -68,20 +68,20 @@ class Device:
         return torch.device(kind)
 
     def check_unnumbered(self, kind: str) -> None:
-        """Check that no CUDA device is requested by index, for a run on a device of another `kind`.
+        """Check that no CUDA device is requested by index; called if the run uses another `kind` of device.
 
         Raises:
-            ConfigError: if one is.
+            ConfigError: if `index` or `indices` is set.
         """
         why = f"the device is the {kind}"
         check(self.index is None, "index", self.index, why, "leave device.index=null")
         check(not self.indices, "indices", self.indices, why, "leave device.indices=[]")
 
     def resolve_all(self) -> list[torch.device]:
-        """Return the CUDA devices to compute on: the one at `index`, those at `indices`, or all visible ones.
+        """Return the CUDA devices to compute on: device `index` if it is set, else devices `indices`, else all visible.
 
         Raises:
-            ConfigError: if one of them is not available.
+            ConfigError: if a requested device is not available.
         """
         first = Device("cuda", self.index).resolve()
         if self.index is not None:
@@ -93,7 +93,7 @@ class Device:
 
     @contextmanager
     def settings(self, device: torch.device, deterministic: bool) -> Iterator[None]:
-        """Set torch's global flags for one run, and restore them, as the jobs of a sweep share a process.
+        """Set torch's global flags for one run, and restore them afterwards, because jobs of a sweep share a process.
 
         Args:
             device: the device of this process.

@@ -13,7 +13,7 @@ from runner.config.errors import check, check_range
 
 @dataclass
 class Optimizer(ABC):
-    """Builds a `torch.optim.Optimizer` over a model's trainable parameters.
+    """The options from which `build` creates a `torch.optim.Optimizer` for a model's trainable parameters.
 
     Args:
         lr: the learning rate, which the schedule multiplies by a factor.
@@ -26,20 +26,20 @@ class Optimizer(ABC):
     fused: bool = True
 
     def __post_init__(self) -> None:
-        # A larger value is a typing error: every optimizer here diverges within a few steps.
+        # A larger value is a typo: with it, every optimizer here diverges within a few steps.
         check_range(self, "lr", above=0, most=1000)
         check_range(self, "weight_decay", least=0, most=1000)
 
     @abstractmethod
     def build(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """Return an optimizer of the parameters of `model` that require gradients."""
+        """Return an optimizer for the parameters of `model` that require gradients."""
 
     def _shared(self) -> dict[str, Any]:
         return {"lr": self.lr, "weight_decay": self.weight_decay, "fused": self.fused}
 
 
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters that require gradients, which excludes those of a frozen submodule (a target network)."""
+    """Return the parameters of `model` that require gradients; a frozen submodule (a target network) has none."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -75,7 +75,7 @@ class SGD(Optimizer):
 
 
 def _is_dtensor(parameter: torch.Tensor) -> bool:
-    """Whether `parameter` is a `DTensor`, without the slow import of `torch.distributed.tensor`."""
+    """Return whether `parameter` is a `DTensor`, without the slow import of `torch.distributed.tensor`."""
     return hasattr(parameter, "device_mesh")
 
 
@@ -85,7 +85,7 @@ class Adam(Optimizer):
 
     Args:
         beta1: decay rate of the running average of the gradient.
-        beta2: decay rate of the running average of its square.
+        beta2: decay rate of the running average of the squared gradient.
         eps: term added to the denominator for numerical stability.
     """
 

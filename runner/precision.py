@@ -1,4 +1,4 @@
-"""Precision: the floating point formats of the forward pass, the gradients and the update."""
+"""Precisions: the floating-point formats of the forward pass, the gradients and the update."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Precision:
     description: ClassVar[str] = "float32"
 
     tolerance: ClassVar[float] = 1e-6
-    """Relative difference from a single device that weights and gradients may have after a few steps.
+    """The largest relative error of a parallel mode's weights and gradients after a few steps, against a single device.
 
-    The modes sum in different orders, so they round differently.
+    Parallel modes sum in different orders, so they round differently.
     """
 
     def check_device(self, device: torch.device) -> None:
         """Check that `device` supports this precision.
 
         Raises:
-            ConfigError: if it does not.
+            ConfigError: if `device` does not support it.
         """
 
     def prepare(self, device: torch.device) -> None:
-        """Set torch's global flags; called once per run."""
+        """Set torch's global flags for `device`; called once per run."""
         _allow_tf32(False)
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -50,7 +50,7 @@ class Precision:
         return model
 
     def compute_dtype(self, device: torch.device) -> torch.dtype | None:
-        """Return the 16-bit dtype of the forward pass on `device`; None if it is that of the parameters."""
+        """Return the 16-bit dtype of the forward pass on `device`; None if it uses the dtype of the parameters."""
         return None
 
     def autocast(self) -> AbstractContextManager:
@@ -75,7 +75,7 @@ class Precision:
 
         Args:
             clip: clips the gradients and returns their norm before clipping; None to do neither.
-            combine_overflow: replaces an overflow flag, in place, by its maximum over the ranks that hold different
+            combine_overflow: sets an overflow flag, in place, to its maximum over the ranks that hold different
                 gradients of one model.
 
         Returns:
@@ -95,14 +95,14 @@ class Precision:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scaling."""
+        """Return the state of the loss scaling; empty if the precision has none."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state dict, which a run in another precision may have saved.
+        """Load `state`, which a run in this precision or another has saved.
 
         Raises:
-            UnexpectedContentError: if no precision has saved it.
+            UnexpectedContentError: if `state` does not have the form of any precision's state.
         """
 
 
@@ -161,12 +161,12 @@ class BFloat16(Precision):
 class Float16(BFloat16):
     """float16 autocast with loss scaling on CUDA (Micikevicius et al., Mixed Precision Training, 2018).
 
-    On a CPU, where float16 convolutions are about 50 times slower, and on Metal, it falls back to bfloat16 with a
+    On a CPU, where float16 convolutions are about 50 times slower, and on Metal, autocast uses bfloat16 instead, with a
     warning. An update whose gradients overflow is skipped, and the schedule does not advance.
 
     Args:
         init_scale: the initial loss scale.
-        growth_interval: steps without overflow after which the scale is doubled.
+        growth_interval: number of steps without overflow after which the scale is doubled.
     """
 
     description: ClassVar[str] = "float16 autocast with loss scaling on CUDA, bfloat16 elsewhere; float32 weights"
@@ -260,11 +260,11 @@ def _inputs_to_double(_: torch.nn.Module, inputs: tuple) -> tuple:
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Record an event on the current stream of `device`; None if the device is not asynchronous."""
+    """Record an event on the current stream of `device`, and return it; None if `device` is not a CUDA device."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))  # the default stream would be that of the current device
+    event.record(torch.cuda.current_stream(device))  # by default, it would be a stream of the current device
     return event
 
 

@@ -34,20 +34,20 @@ class Profiler:
 
         Args:
             directory: the run directory.
-            device: the device of the steps.
+            device: the device on which the steps are computed.
         """
         yield
 
     def after_step(self, step: int) -> None:
-        """Called after each optimizer step."""
+        """Note the end of optimizer step `step`; called by the training loop."""
 
 
 @dataclass
 class Simple(Profiler):
-    """Time spent in each section of the training loop, in seconds; exactly one section is active at any time.
+    """The seconds spent in each section of the training loop; exactly one section is active at any time.
 
-    On an accelerator, every switch to another section first waits for the device, so that its time is attributed to the
-    section that queued the work. This makes the run slower.
+    On an accelerator, every switch to another section first waits for the device, so that the device's time is
+    attributed to the section that queued the work. This makes the run slower.
     """
 
     def __post_init__(self) -> None:
@@ -72,12 +72,12 @@ class Simple(Profiler):
 
 
 def section_table(seconds: dict[str, float], calls: dict[str, int], num_steps: int) -> str:
-    """Format the seconds as a table: one line per section, in decreasing order, and the total.
+    """Return a table: one line per section, in decreasing order of `seconds`, and the total.
 
     Args:
         seconds: seconds by section; `other` is the time outside all sections.
         calls: how often each section was entered.
-        num_steps: optimizer steps in that time.
+        num_steps: number of optimizer steps in the total time.
     """
     total = sum(seconds.values())
     lines = [f"{'section':<12}{'calls':>9}{'seconds':>12}{'share':>9}{'ms/call':>12}"]
@@ -94,10 +94,11 @@ def section_table(seconds: dict[str, float], calls: dict[str, int], num_steps: i
 class Advanced(Profiler):
     """Python's profiler (`cProfile`): time by function, in the main thread.
 
-    It slows down Python calls but not native code: its seconds rank functions, but are not the run time without it.
+    Profiling slows down Python calls but not native code: the times can rank functions, but without the profiler the
+    functions are faster.
 
     Args:
-        top: number of functions in each of the two tables, by cumulative time and by time without callees.
+        top: number of functions in each of the two tables (by cumulative time, by time without callees).
     """
 
     top: int = 30
@@ -107,7 +108,7 @@ class Advanced(Profiler):
 
     @contextmanager
     def profile(self, directory: Path, device: torch.device) -> Iterator[None]:
-        import cProfile  # imported here, as most runs do not use it
+        import cProfile  # imported here, because most runs do not use it
 
         profile = cProfile.Profile()
         profile.enable()
@@ -122,7 +123,7 @@ class Advanced(Profiler):
 
 
 def function_tables(path: Path, top: int) -> str:
-    """Return the `top` functions of a `.prof` file by cumulative time, then by time without callees."""
+    """Return two tables of the `top` functions in a `.prof` file: by cumulative time, and by time without callees."""
     import pstats
 
     text = io.StringIO()
@@ -139,9 +140,9 @@ class Trace(Profiler):
     A cycle has `wait` + `warmup` + `active` steps, of which the last `active` are recorded.
 
     Args:
-        wait: steps to skip first, as a run reaches its full speed only after some steps.
-        warmup: steps that are profiled but discarded, as starting the profiler distorts them.
-        active: steps to record; each takes a few megabytes for a large network.
+        wait: number of steps to skip first, because a run reaches its full speed only after some steps.
+        warmup: number of steps to profile but discard, because the start of the profiler distorts them.
+        active: number of steps to record; each takes a few megabytes for a large network.
         repeat: number of cycles; each is written to separate files.
         record_shapes: whether to record the shapes of operator inputs, and group the table by them.
         profile_memory: whether to record the memory that each operation allocates and frees.
@@ -208,7 +209,7 @@ class Trace(Profiler):
 
 
 def _folder(directory: Path) -> Path:
-    """Return the directory of this process's profile: `profile/` for rank 0, a subdirectory for each other rank."""
+    """Create and return the directory of this process's profile: `profile/` on rank 0, else a subdirectory of it."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if distributed else 0
     folder = directory / "profile" / (f"rank_{rank}" if rank else "")

@@ -44,9 +44,9 @@ CONFIG_GROUPS: dict[str, type] = {
 """The config groups of every run, with the base class of each."""
 
 WORKLOAD_INPUTS: dict[str, type] = {"model": Model, "data": Data, "env": Env}
-"""The config groups that a workload is built from, if it has a field of that name."""
+"""The config groups that a workload takes as arguments, if it has a field of the same name, with their base classes."""
 
-_LARGEST = 2**31 - 1  # more steps, or samples per step, are a typing error
+_LARGEST = 2**31 - 1  # more steps, or more samples per step, are a typo
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Run:
     channels_last: bool = True
     output_root: str = "outputs"
     config: dict[str, Any] = field(default_factory=dict, init=False)
-    """The config that it was built from, as plain values."""
+    """The config from which the run was built, as plain values."""
 
     def __post_init__(self) -> None:
         plain = self.name.isprintable() and self.name.strip() not in ("", ".", "..") and not set(self.name) & set("/\\")
@@ -103,7 +103,7 @@ class Run:
         Plan(self.batch_size, self.accumulation.steps)  # raises ConfigError if the batch is not divisible
 
     def prepare(self, process: Process) -> Session:
-        """Load the data, and run the checks that need the device or the data.
+        """Load the data, run the checks that need the device or the data, and return the session in `process`.
 
         Raises:
             ConfigError: if a check fails; nothing has been written yet.
@@ -138,7 +138,7 @@ class Run:
         return Context(process, layout, plan, self.workload, self.precision, self.channels_last, self.compile)
 
     def _num_steps(self, epoch: float | None) -> int:
-        """Return the optimizer steps of the run; `epoch` is the steps per epoch, None if there are no epochs."""
+        """Return the number of optimizer steps; `epoch` is the number per epoch, None if there are no epochs."""
         if self.steps is not None:
             return self.steps
         own = self.workload.num_steps(self.batch_size)
@@ -158,10 +158,10 @@ class Session:
     Args:
         run: the options.
         context: this process, its share of the work, and the batch arithmetic.
-        seed: seed of this process's model: that of the run, except for the members of an ensemble.
-        num_steps: optimizer steps of the whole run.
-        eval_every: steps between evaluations; 0: only at the end.
-        save_every: steps between checkpoints; 0: only at the end.
+        seed: seed of this process's model: the seed of the run, except for the members of an ensemble.
+        num_steps: number of optimizer steps of the whole run.
+        eval_every: number of steps between evaluations; 0: only at the end.
+        save_every: number of steps between checkpoints; 0: only at the end.
     """
 
     run: Run
@@ -215,10 +215,11 @@ class Session:
     def is_due(self, every: int, step: int) -> bool:
         """Return whether a periodic action, such as an evaluation, is due after `step`.
 
-        If a pass of the training loop is a round of several steps, the action is due after the round of its step.
+        If a pass of the training loop is a round of several steps, the action is due after the round that contains its
+        step.
 
         Args:
-            every: steps between two actions; 0: only at the end.
+            every: number of steps between two actions; 0: only at the end.
             step: the last step of the pass.
         """
         return step == self.num_steps or (bool(every) and step % every < self.plan.steps_per_round)
@@ -230,11 +231,11 @@ class Result:
 
     Args:
         status: `done`, `stopped` (by a signal, after saving), `diverged` or `crashed`.
-        steps: optimizer steps done, including those before a resume.
+        steps: number of completed optimizer steps, including the steps before a resume.
         best: the best evaluation: metric, value, step.
-        seconds: time from the first step of this session to its end.
+        seconds: time from the first step of this session to the end of the session.
         samples_per_second: training throughput, without evaluations and checkpoints.
-        step_seconds: median and 90th percentile, without the warm-up.
+        step_seconds: median and 90th percentile of the step times, without the warm-up.
         peak_memory_bytes: peak memory usage of rank 0.
         notes: extra results of the workload on rank 0, such as the number of skipped files.
     """
@@ -253,15 +254,15 @@ class Result:
     error: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
+        """Return the result as plain values, for JSON."""
         return asdict(self)
 
 
 def build_run(config: Mapping[str, Any]) -> Run:
-    """Build the run that `config`, composed and resolved, describes.
+    """Build the run from `config`, which is composed and resolved.
 
     Raises:
-        ConfigError: if an option is unknown or invalid; its key is the one that the user would type.
+        ConfigError: if an option is unknown or invalid; the error names the key as the user would type it.
     """
     scalars = [name for name in option_fields(Run) if name not in CONFIG_GROUPS]
     known = [*scalars, *CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload"]
@@ -279,13 +280,14 @@ def build_run(config: Mapping[str, Any]) -> Run:
 
 
 def check_used(run: Run, overrides: Iterable[str]) -> None:
-    """Refuse overrides of config groups that the workload does not use.
+    """Check that the workload of `run` uses the config groups that the user has overridden.
 
     Args:
-        overrides: as typed: `env=acrobot`, `data.size=32`.
+        run: the run.
+        overrides: the overrides as typed: `env=acrobot`, `data.size=32`.
 
     Raises:
-        ConfigError: if there is one, as the run would not train what the user meant.
+        ConfigError: if an overridden config group is not used, because the run would not train what the user meant.
     """
     used = component_fields(type(run.workload))
     for text in overrides:
@@ -298,10 +300,10 @@ def check_used(run: Run, overrides: Iterable[str]) -> None:
 
 
 def check_same_config(config: dict[str, Any], collectives: Collectives) -> None:
-    """Refuse processes that were started with different configs; called on every rank.
+    """Check that all processes were started with the same `config`; called on every rank.
 
     Raises:
-        ConfigError: if the configs differ; it names the first key that does.
+        ConfigError: if the configs differ; the error names the first key whose values differ.
     """
     ours, *others = collectives.all_gather(config)
     for rank, other in enumerate(others, start=1):
@@ -311,7 +313,7 @@ def check_same_config(config: dict[str, Any], collectives: Collectives) -> None:
 
 
 def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any]:
-    """Return (key, value in `one`, value in `other`) of the first difference of two configs; an empty key if none."""
+    """Return (key, value in `one`, value in `other`) for the first key whose values differ; an empty key if none do."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in (*one, *(key for key in other if key not in one)):
             found = first_difference(one.get(key), other.get(key), f"{path}.{key}" if path else key)
@@ -329,14 +331,14 @@ def _node(config: Mapping[str, Any], group: str) -> Mapping[str, Any]:
 
 
 def describe_model(model: torch.nn.Module) -> str:
-    """Return a description of a model: `ConvNet, 26,650 trainable parameters, 0.11 MB`."""
+    """Return a description of `model`: `ConvNet, 26,650 trainable parameters, 0.11 MB`."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     return f"{type(model).__name__}, {trained:,} trainable parameters, {size / 1e6:,.2f} MB"
 
 
 class CrashedError(Exception):
-    """Raised when an error, its `__cause__`, ends a run; `result` is the result up to that step."""
+    """Raised when an error, which is the `__cause__`, has ended a run; `result` is the run's result up to that step."""
 
     def __init__(self, result: Result):
         super().__init__(result)
@@ -347,9 +349,9 @@ _NOT_HASHED = ("name", "output_root", "resume", "tracking")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Return a hash of `config`, 12 hexadecimal digits, which ignores where the run is written and tracked.
+    """Return a hash of `config`, 12 hexadecimal digits, that ignores where the run is written and tracked.
 
-    It also ignores credentials, so that it is that of the saved config too.
+    The hash also ignores credentials, so that the saved config, which lacks them, has the same hash.
     """
     hashed = redacted_values({key: value for key, value in config.items() if key not in _NOT_HASHED})
     return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()[:12]

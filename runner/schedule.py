@@ -1,6 +1,6 @@
-"""Learning rate schedules: a factor for the optimizer's learning rate, as a pure function of the update.
+"""Learning rate schedules: a factor for the optimizer's learning rate, as a pure function of the number of updates.
 
-A pure function has no state to save: a resumed run, and a run whose loss scaling has skipped a step, need only the
+A pure function has no state to save: a resumed run, or a run whose loss scaling has skipped a step, needs only the
 number of updates.
 """
 
@@ -28,18 +28,18 @@ class Schedule:
         check_range(self, "warmup", least=0, most=1)
 
     def factor(self, update: int, num_updates: int) -> float:
-        """Return the factor of the learning rate at `update`, counted from 0, of `num_updates`."""
+        """Return the factor for `update`, counted from 0, in a run of `num_updates` updates."""
         warmup = round(self.warmup * num_updates)
         if update < warmup:
             return (update + 1) / warmup
         return self.after_warmup(update - warmup, max(num_updates - warmup, 1))
 
     def after_warmup(self, update: int, num_updates: int) -> float:
-        """Return the factor after the warm-up; `update` is counted from the end of the warm-up."""
+        """Return the factor after the warm-up; `update` and `num_updates` are counted from the end of the warm-up."""
         return 1.0
 
     def set_lr(self, optimizer: torch.optim.Optimizer, update: int, num_updates: int) -> None:
-        """Set the learning rate of `optimizer` for `update`."""
+        """Set the learning rate of `optimizer` for `update`, counted from 0, of `num_updates`."""
         factor = self.factor(update, num_updates)
         for group in optimizer.param_groups:
             group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
@@ -47,7 +47,7 @@ class Schedule:
 
 @dataclass
 class Cosine(Schedule):
-    """Cosine annealing from 1 to `final` (Loshchilov and Hutter, SGDR, 2017), without restarts."""
+    """Cosine annealing of the factor from 1 to `final` (Loshchilov and Hutter, SGDR, 2017), without restarts."""
 
     final: float = 0.0
 
@@ -61,15 +61,15 @@ class Cosine(Schedule):
 
 @dataclass
 class OneCycle(Schedule):
-    """The one-cycle policy: a cosine from 1/`start_div` up to 1, then down to 1/(`start_div`·`final_div`).
+    """The one-cycle policy: the factor follows a cosine from 1/`start_div` to 1, then to 1/(`start_div`·`final_div`).
 
     Smith and Topin, Super-Convergence (2018), as in `torch.optim.lr_scheduler.OneCycleLR`, but without a cycle of the
-    momentum. `optimizer.lr` is the maximum.
+    momentum. `optimizer.lr` is the maximum learning rate.
 
     Args:
-        rise: fraction of the run, after the warm-up, until the maximum.
+        rise: fraction of the updates after the warm-up until the learning rate is at its maximum.
         start_div: the maximum divided by the initial learning rate.
-        final_div: the initial learning rate divided by the final one.
+        final_div: the initial divided by the final learning rate.
     """
 
     rise: float = 0.3
@@ -92,11 +92,11 @@ class OneCycle(Schedule):
 
 @dataclass
 class Step(Schedule):
-    """Multiplies the factor by `gamma` at each milestone (`torch.optim.lr_scheduler.MultiStepLR`).
+    """Step decay: the factor is multiplied by `gamma` at each milestone (`torch.optim.lr_scheduler.MultiStepLR`).
 
     Args:
-        milestones: fractions of the run after the warm-up, in increasing order.
-        gamma: the factor of one decay.
+        milestones: fractions of the updates after the warm-up, in increasing order.
+        gamma: multiplier at each milestone.
     """
 
     milestones: tuple[float, ...] = (0.5, 0.75)

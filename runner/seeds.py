@@ -1,7 +1,7 @@
-"""Random number streams derived from one root seed by name, so that they do not depend on the order of draws.
+"""Random number streams, each seeded by one root seed and a name, so that they do not depend on the order of draws.
 
-Weights are initialized from the root seed alone, so that every rank builds the same model; exploration, dropout and
-environments are seeded by (root, rank), and augmentation by (root, epoch, sample).
+Weights are initialized from the root seed alone, so that every rank builds the same model. Exploration, dropout and
+environments are seeded by (root seed, rank), and augmentation by (root seed, epoch, sample).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import torch
 
 # The constants of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) in
-# two's complement, as torch's int64 arithmetic wraps around.
+# two's complement, because torch's int64 arithmetic wraps around.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -26,12 +26,14 @@ def derive(seed: int, *path: int | str) -> int:
 def uniforms(seed: int, epochs: torch.Tensor, samples: torch.Tensor, count: int) -> torch.Tensor:
     """Return `count` uniform random numbers in [0, 1) for each pair (epoch, sample).
 
-    They are the same on every device and in every batch. The generator is counter-based: it hashes epoch, sample and
-    index, and has no state to save.
+    The numbers are the same on every device and in every batch. The generator is counter-based: it hashes epoch, sample
+    and index, and has no state to save.
 
     Args:
+        seed: the root seed.
         epochs: the epoch of each sample, int64 [n].
         samples: the index of each sample in the data set, int64 [n].
+        count: numbers per sample.
 
     Returns:
         float32 [n, count], on the device of `samples`.
@@ -42,7 +44,7 @@ def uniforms(seed: int, epochs: torch.Tensor, samples: torch.Tensor, count: int)
 
 
 def random_bytes(seed: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return `count` uniform random bytes, generated on `device` by hashing their indices; the same on every device.
+    """Return `count` uniform random bytes, which are the same on every device: `device` hashes their indices.
 
     Returns:
         uint8 [count].
@@ -65,5 +67,5 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift; `>>` on int64 is an arithmetic shift, which copies the sign bit."""
+    """Shift `x` right, filling with zero bits; `>>` on int64 is an arithmetic shift, which copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

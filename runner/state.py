@@ -1,4 +1,4 @@
-"""The state of a run that changes during training, and its checkpoints."""
+"""The state that changes during training, which checkpoints save and restore."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class State:
     """The training state of a run.
 
     Args:
-        session: what does not change during training.
+        session: the options and the process, which do not change during training.
         directory: the run directory.
         model: the model, as returned by the parallel mode's `place`.
-        optimizer: optimizer of its parameters.
+        optimizer: optimizer of the model's parameters.
         model_description: description of the model, for the first lines of the log.
     """
 
@@ -57,7 +57,7 @@ class State:
         """Load the newest valid checkpoint of the run directory, if there is one.
 
         Raises:
-            ConfigError: if none is valid, or its content is not the state of such a run.
+            ConfigError: if all checkpoints are invalid, or the content of the newest valid one does not fit this run.
         """
         run = self.session.run
         checkpoint = self.checkpoints.latest()
@@ -94,17 +94,17 @@ class State:
             log.info("rank %d saved nothing in this checkpoint: its random numbers start anew", self.session.rank)
 
     def save(self) -> None:
-        """Write a checkpoint, unless a value in it is not finite.
+        """Write a checkpoint, after checking that all of its values are finite.
 
         Raises:
-            DivergedError: if a value is not finite; earlier checkpoints are kept.
+            DivergedError: if a value is not finite; nothing is written, and earlier checkpoints are kept.
         """
         run, collectives, device = self.session.run, self.session.collectives, self.session.device
         rows = self.metric_buffer.peek(collectives.all_reduce, self.step)
         tensors, optimizer_state = run.parallel.full_state(self.model, self.optimizer)
         broken = _not_finite(tensors, optimizer_state)
         totals = collectives.all_reduce({"broken": torch.tensor(float(bool(broken)), device=device)})
-        if totals["broken"]:  # all-reduced, as not every rank has every tensor
+        if totals["broken"]:  # all-reduced, because not every rank has every tensor
             raise DivergedError(self.step, broken or "the state")
         shared = {
             "optimizer": optimizer_state,
@@ -131,7 +131,7 @@ class State:
         return {f"train/{name}": float(value) for name, value in zip(names, means, strict=True)}
 
     def record_evaluation(self, metrics: dict[str, float]) -> bool:
-        """Record the `metrics` of an evaluation, by tag; returns whether it is the best so far.
+        """Record the `metrics` of an evaluation, by tag, and return whether the evaluation is the best so far.
 
         Raises:
             DivergedError: if a metric is not finite.
@@ -150,7 +150,7 @@ class State:
         return True
 
     def result(self, status: str, error: str) -> Result:
-        """Return the result of the run up to the current step."""
+        """Return the result of the run up to the current step, with the given `status` and `error`."""
         session, step_timer = self.session, self.step_timer
         samples, training = len(step_timer.seconds) * session.plan.samples_per_round, sum(step_timer.seconds)
         return Result(
@@ -170,7 +170,7 @@ class State:
 
 
 def _check_shared(checkpoint: Checkpoint, num_metrics: int) -> None:
-    """Check the state that is the same on all ranks, before any of it is loaded."""
+    """Check the part of `checkpoint` that all ranks share, before any of it is loaded."""
     shared, step = checkpoint.state, checkpoint.step
     like = {"optimizer": {str: dict}, "precision": dict, "window": TensorSpec(torch.float32, (None, num_metrics))}
     like |= {"logged": int, "metrics": {str: float}, "best": dict}
@@ -184,7 +184,7 @@ def _check_shared(checkpoint: Checkpoint, num_metrics: int) -> None:
 
 
 def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dict[str, Any]]) -> str:
-    """Return the name of the first tensor of the model or the optimizer state that is not finite; empty if none."""
+    """Return the name of the first tensor of the model or the optimizer state that is not finite; empty if all are."""
     named = [
         *tensors.items(),
         *((f"{key} of {name}", t) for name, state in optimizer_state.items() for key, t in state.items()),
@@ -193,7 +193,7 @@ def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dic
 
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the states of the default generators, which dropout and exploration use."""
+    """Return the states of the default random number generators, which dropout and exploration use."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -204,7 +204,7 @@ def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 def _set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
     for name, own in _random_state(device).items():
-        if name in state or name == "cpu":  # a run on another device saved no state of this one
+        if name in state or name == "cpu":  # a run on another type of device saved no state for this one
             check_like(state[name], own, f"the random state, {name}")
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
