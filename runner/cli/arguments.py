@@ -37,7 +37,7 @@ _MOST_NESTED, _MOST_DIGITS, _MOST_CHARACTERS = 20, 300, 100_000
 
 
 def overrides_first(arguments: Iterable[str]) -> list[str]:
-    """Return `arguments` with the overrides first: Hydra's parser requires them to be contiguous.
+    """Return `arguments` with all overrides before all flags, because Hydra's parser requires contiguous overrides.
 
     Raises:
         ConfigError: for an unknown flag, and for a word that is not an override.
@@ -70,7 +70,7 @@ def _checked_override(word: str) -> str:
 
 
 def _check_hydra_key(key: str, value: str) -> None:
-    """Refuse keys of Hydra itself: of Hydra, only the composition of the config is used."""
+    """Refuse keys of Hydra that would have no effect, because Hydra is used only to compose configs."""
     if _HYDRA_KEYS.fullmatch(key) and not _ALLOWED_HYDRA_KEYS.fullmatch(key):
         part = re.split(r"[./@]", f"{key}.")[1]
         remedy = _HYDRA_REMEDIES.get(part, "of Hydra's keys only hydra.verbose and hydra.searchpath can be set")
@@ -78,7 +78,7 @@ def _check_hydra_key(key: str, value: str) -> None:
 
 
 def _check_size(key: str, value: str) -> None:
-    """Refuse values that would take Hydra's parser minutes, or more memory than there is."""
+    """Refuse values that Hydra's parser could not parse within seconds or within the memory of the machine."""
     depth = deepest = 0
     for character in value:
         depth += (character in "[{(") - (character in "]})")
@@ -103,11 +103,13 @@ def _checked_flag(word: str) -> str:
 
 
 def quoted(argument: str, sweep: bool) -> str:
-    """Quote the value of an override for Hydra's grammar.
+    """Return an override with its value quoted wherever Hydra's grammar would misread it.
 
-    In `precision=16` the number is the name of an option, and a path may contain any character.
+    For example, the 16 in `precision=16` is the name of an option instead of a number, and a path may contain any
+    character.
 
     Args:
+        argument: the override; anything else is returned as it is.
         sweep: whether a comma separates the values of a sweep.
     """
     match = _OVERRIDE.fullmatch(argument)
@@ -118,7 +120,7 @@ def quoted(argument: str, sweep: bool) -> str:
     if name in chosen_groups():
         if value == "null":
             return f"~{name}"  # Hydra's syntax for a group without an option
-        return f"{key}={','.join(_quote(part) if _NUMBER.fullmatch(part) else part for part in value.split(','))}"
+        return f"{key}={','.join(_quote(part) if _NUMBER.fullmatch(part) or _is_literal(part) else part for part in value.split(','))}"
     if value[:1] in "'\"[{":
         return argument
     parts = value.split(",") if sweep else [value]
@@ -126,7 +128,7 @@ def quoted(argument: str, sweep: bool) -> str:
 
 
 def _text(key: str, value: str) -> str:
-    """Quote one value of `key`, which is not a config group, if Hydra's grammar does not allow its characters."""
+    """Return one value of `key`, which is not a config group, quoted if Hydra's grammar would misread or reject it."""
     if key in _PATHS:
         value = _checked_path(key, value)
     is_text = key in _TEXTS and (_is_literal(value) or not re.fullmatch(r"[\w./${}:-]*", value))
@@ -134,10 +136,10 @@ def _text(key: str, value: str) -> str:
 
 
 def _checked_path(key: str, value: str) -> str:
-    """Return a path with the home directory for `~`, which the shell does not expand after the `=`.
+    """Return the path `value` with `~` replaced by the home directory, because the shell expands no `~` after a `=`.
 
     Raises:
-        ConfigError: if it begins with the name of a user who does not exist, or a part of it is no file's name.
+        ConfigError: if the user after the `~` does not exist, or the path or one of its parts is too long.
     """
     path = os.path.expanduser(value)
     user = value.partition("/")[0]
@@ -150,7 +152,7 @@ def _checked_path(key: str, value: str) -> str:
 
 
 def _is_literal(value: str) -> bool:
-    """Return whether Hydra would take `value` for a number or a truth value, and not keep what was typed."""
+    """Return whether Hydra would convert the text `value` to a number or a boolean."""
     try:
         float(value)
     except ValueError:
@@ -163,13 +165,13 @@ def _quote(value: str) -> str:
 
 
 def override_value(arguments: Iterable[str], key: str) -> str | None:
-    """Return the unquoted value of `key` in `arguments`; None if it is not overridden."""
+    """Return the unquoted value of `key` in `arguments`; None if `key` is not overridden."""
     matches = [match for argument in arguments if (match := _OVERRIDE.fullmatch(argument)) and match["key"] == key]
     return matches[-1]["value"].strip("'\"") if matches else None
 
 
 def flag_value(arguments: list[str], *names: str) -> str | None:
-    """Return the last value of a flag, given as `--flag VALUE` or `--flag=VALUE`; None if it is not given."""
+    """Return the last value of a flag, typed as `--flag VALUE` or `--flag=VALUE`; None if the flag is not typed."""
     found = None
     for i, word in enumerate(arguments):
         flag, equals, value = word.partition("=")
@@ -182,7 +184,7 @@ def resumed(arguments: Iterable[str]) -> Path | None:
     """Return the path given as `resume=PATH`, a run directory or a checkpoint; None for `auto`, `never` or no value.
 
     Raises:
-        ConfigError: if there is no such directory.
+        ConfigError: if the directory does not exist.
     """
     source = override_value(arguments, "resume")
     if source in (None, "auto", "never"):

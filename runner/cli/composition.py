@@ -1,4 +1,4 @@
-"""Composes configs with Hydra, of which nothing else is used: no launcher, sweeper, callback, logging or directory."""
+"""Composes configs with Hydra. No other part of Hydra is used: no launcher, sweeper, callback, logging or directory."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from runner.cli.config_source import OptionFiles
 from runner.cli.hydra_errors import blamed, config_error
@@ -33,15 +34,15 @@ from runner.config.options import CONF, chosen_groups
 from runner.config.resolved import resolved
 
 MOST_JOBS = 10_000
-"""A sweep of more jobs is refused: it is a typing error, or work for several sweeps."""
+"""The largest number of jobs in a sweep. A larger sweep is a typing error, or should be divided into several."""
 
 _JOB_KEYS = ("job.name", "job.override_dirname", "job.config_name")
 _OWN_KEYS = ("verbose", "searchpath", "sweeper.params", "overrides", "runtime", *_JOB_KEYS)
-"""Keys of Hydra's node that users set, or that Hydra fills in from the command line."""
+"""Keys of Hydra's node that users may set, or that Hydra fills in from the command line."""
 
 
 class Job(NamedTuple):
-    """A composed config as plain values, and the overrides that it was composed with."""
+    """A composed config as plain values, and the overrides from which it was composed."""
 
     config: dict[str, Any]
     overrides: list[str]
@@ -51,11 +52,11 @@ class Composer:
     """Composes configs from conf/ and the directory of `--config-dir`.
 
     Args:
-        config_dir: the directory, which has the structure of conf/; None: there is none.
+        config_dir: a directory with the structure of conf/; None to compose from conf/ only.
         root: the name of the root config.
 
     Raises:
-        ConfigError: if there is no such directory.
+        ConfigError: if `config_dir` does not exist.
     """
 
     def __init__(self, config_dir: str | None = None, root: str = "config"):
@@ -77,7 +78,7 @@ class Composer:
         """Compose the config of a single run.
 
         Raises:
-            ConfigError, HydraException, OmegaConfBaseException: if it cannot be composed.
+            ConfigError, HydraException, OmegaConfBaseException: if the config cannot be composed.
         """
         with composition_errors():
             config = self._load(overrides, RunMode.RUN)
@@ -85,7 +86,7 @@ class Composer:
             return _job(config)
 
     def show(self, overrides: list[str], flags: Namespace) -> None:
-        """Print the composed config, as `--cfg` asks."""
+        """Print the composed config in the form that `--cfg`, `--package` and `--resolve` select."""
         with composition_errors():
             config = self._load(overrides, RunMode.RUN)
             HydraConfig.instance().set_config(config)
@@ -103,7 +104,7 @@ class Composer:
             print(f"# @package {package}\n" if package else "", OmegaConf.to_yaml(shown), sep="", end="")
 
     def answer(self, overrides: list[str], flags: Namespace) -> None:
-        """Answer `--info`, `--hydra-help` or `--shell-completion`."""
+        """Print what `--info`, `--hydra-help` or `--shell-completion` asks for."""
         flags.overrides = overrides
         with composition_errors():
             if flags.hydra_help:
@@ -119,7 +120,7 @@ class Composer:
         check(asks, flag, "query=bash", "a completion is asked for by the shell, which sets COMP_LINE", remedy)
         try:
             self._hydra.shell_completion(self._root, overrides)
-        except ValueError as error:
+        except (ValueError, YAMLError, OmegaConfBaseException) as error:
             why = " ".join(str(error).split())
             raise ConfigError(flag, ABSENT, why, "for example runner -sc install=bash") from None
 
@@ -132,17 +133,26 @@ class Composer:
         return config
 
     def _explained(self, error: Exception, overrides: list[str], mode: RunMode) -> Exception:
-        """Return an error that names the override without which the config can be composed, if it names none."""
+        """Return an error that names the override to blame: the config can be composed without it.
+
+        Return `error` itself if it can be explained without this search, or if no single override is to blame.
+        """
         if config_error(error) is not None:
             return error
         for override in overrides:
             with suppress(Exception):
                 self._loader.load_configuration(self._root, [text for text in overrides if text != override], mode)
                 return blamed(error, override)
+        for count, override in enumerate(overrides, start=1):  # if there are several mistakes
+            try:
+                self._loader.load_configuration(self._root, overrides[:count], mode)
+            except Exception as first:
+                if str(first) == str(error):
+                    return blamed(error, override)
         return error
 
     def _check_hydra(self, config: DictConfig) -> None:
-        """Refuse options of Hydra itself in files: what they ask for would not happen."""
+        """Refuse option files that set keys of Hydra which would have no effect."""
         words: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
         typed = "hydra" in str([*words["task"], *words["hydra"]])
         if not typed and not OptionFiles.sets_hydra:
@@ -157,14 +167,14 @@ class Composer:
 
 
 class SweepJobs:
-    """The jobs of a sweep: every combination of the values that its overrides separate by commas.
+    """The jobs of a sweep: one for each combination of the values that the overrides list.
 
     Args:
         composer: composes the config of each job.
-        overrides: those of the command line; `hydra.sweeper.params` of an experiment are added to them.
+        overrides: the overrides on the command line; `hydra.sweeper.params` of an experiment are added to them.
 
     Raises:
-        ConfigError: if there are more than `MOST_JOBS`, or a value is an interval.
+        ConfigError: if there are more than `MOST_JOBS` jobs, or an override is an interval instead of a list.
     """
 
     def __init__(self, composer: Composer, overrides: list[str]):
@@ -173,14 +183,15 @@ class SweepJobs:
             self._master = composer._load(overrides, RunMode.MULTIRUN)
             _set_log_level(self._master)
             params = (f"{key}={value}" for key, value in (self._master.hydra.sweeper.params or {}).items())
-            words = [*params, *self._master.hydra.overrides.task]
+            typed: Any = OmegaConf.to_container(self._master.hydra.overrides, resolve=False)  # each job resolves them
+            words = [*params, *typed["task"]]
             parsed = OverridesParser.create(self._composer._loader).parse_overrides(words)
             self._check_count([override for override in parsed if override.is_sweep_override()])
             self._values: dict[str, list[str]] = {o.get_key_element(): _words(o) for o in parsed}
 
     @property
     def swept(self) -> list[str]:
-        """The keys with several values."""
+        """The keys that have several values."""
         return [key for key, values in self._values.items() if len(values) > 1]
 
     def __len__(self) -> int:
@@ -192,10 +203,10 @@ class SweepJobs:
             yield list(values)
 
     def check(self) -> None:
-        """Compose a job for each combination of options of config groups, which decide which keys there are.
+        """Compose one job for each combination of options of config groups: the options decide which keys exist.
 
         Raises:
-            ConfigError, HydraException, OmegaConfBaseException: if one cannot be composed.
+            ConfigError, HydraException, OmegaConfBaseException: if a job cannot be composed.
         """
         groups = chosen_groups()
         few = [
@@ -210,7 +221,8 @@ class SweepJobs:
         """Compose the config of a job.
 
         Args:
-            number: its number, from 0.
+            number: the number of the job, from 0.
+            overrides: the overrides of the job.
         """
         with composition_errors():
             config = self._load(overrides)
@@ -238,7 +250,7 @@ class SweepJobs:
 
 
 def _set_log_level(config: DictConfig) -> None:
-    """Show debug messages as `hydra.verbose` asks: of all loggers, or of those that it names."""
+    """Show the debug messages of the loggers that `hydra.verbose` names, or of all loggers if it is true."""
     verbose = config.hydra.verbose
     names = list(verbose) if OmegaConf.is_list(verbose) else [verbose]
     is_known = isinstance(verbose, bool) or all(isinstance(name, str) and name for name in names)
@@ -248,7 +260,7 @@ def _set_log_level(config: DictConfig) -> None:
 
 
 def _count(override: Override) -> int:
-    """Return the number of values of a swept override, without listing a range."""
+    """Return the number of values of a swept override, without listing the values of a range."""
     swept = override.value()
     if not isinstance(swept, RangeSweep):
         return len(list(override.sweep_string_iterator()))
@@ -260,7 +272,7 @@ def _count(override: Override) -> int:
 
 
 def _words(override: Override) -> list[str]:
-    """Return the overrides of the single values of an override."""
+    """Return one override for each value of `override`, which has several values if it is swept."""
     key = override.get_key_element()
     if override.is_sweep_override():
         return [f"{key}={value}" for value in override.sweep_string_iterator()]
@@ -277,13 +289,13 @@ def _job(config: DictConfig) -> Job:
 
 @cache
 def _hydra_without_options() -> dict[str, Any]:
-    """Return the keys of Hydra's node in a config without any option of ours."""
+    """Return the values of Hydra's node, by dotted key, in a config without any option of this project."""
     loader = ConfigLoaderImpl(create_config_search_path(None))
     return _flat(loader.load_configuration(None, [], RunMode.RUN).hydra)
 
 
 def _flat(node: DictConfig) -> dict[str, Any]:
-    """Return the values of a node by their keys, joined with dots."""
+    """Return the values of `node` and of the nodes in it by dotted key."""
     found: dict[str, Any] = {}
 
     def add(value: Any, key: str) -> None:
@@ -299,7 +311,10 @@ def _flat(node: DictConfig) -> dict[str, Any]:
 
 @contextmanager
 def composition_errors() -> Iterator[None]:
-    """Raise all errors of a composition, which only reads the config, as errors that are explained."""
+    """Convert any other error raised inside the context into a `ConfigError` or a `HydraException`.
+
+    The context only composes a config, so the error is about the config, and no traceback should be shown.
+    """
     try:
         yield
     except (ConfigError, HydraException, OmegaConfBaseException, BrokenPipeError):

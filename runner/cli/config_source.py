@@ -18,9 +18,9 @@ class OptionFiles(FileConfigSource):
     """A folder like conf/, whose files are read strictly (see `read_config`)."""
 
     sets_hydra: ClassVar[bool] = False
-    """Whether a file that any instance has read may set keys of Hydra, which copies the instances before it uses them.
+    """Whether any file that was read may set keys of Hydra. References to such keys (`${hydra:…}`) do not count.
 
-    To refer to a key (`${hydra:…}`) sets none.
+    This is an attribute of the class, because Hydra copies the instances before it uses them.
     """
 
     @staticmethod
@@ -31,8 +31,8 @@ class OptionFiles(FileConfigSource):
         """Return the content of an option file.
 
         Raises:
-            ConfigError: if it cannot be read, or is not plain YAML.
-            ConfigLoadError: if there is none.
+            ConfigError: if the file cannot be read, or is not plain YAML.
+            ConfigLoadError: if the file does not exist.
         """
         path = self._path(config_path)
         if not path.exists():
@@ -50,10 +50,10 @@ class OptionFiles(FileConfigSource):
         )
 
     def is_config(self, config_path: str) -> bool:
-        """Return whether there is such a file.
+        """Return whether the option file exists.
 
         Raises:
-            ConfigError: if it is a directory, which Hydra would pass over in silence.
+            ConfigError: if it is a directory, which Hydra would ignore silently.
         """
         path = self._path(config_path)
         remedy = "remove it, or give it another name"

@@ -12,13 +12,13 @@ from runner.config.options import groups, option_keys, root_keys
 
 
 def explain(error: Exception) -> str:
-    """Return a message for `error`: that of the matching config error, else the first eight lines of its own."""
+    """Return the message of the config error that matches `error`, or the first eight lines of `error` if none does."""
     translated = config_error(error)
     return "\n".join(_lines(error)[:8]) if translated is None else str(translated)
 
 
 def config_error(error: Exception) -> ConfigError | None:
-    """Return the config error that says the same as `error`; None if its kind is not known."""
+    """Return a config error that says the same as `error`; None if errors of this kind cannot be translated."""
     if isinstance(error, ConfigError):
         return error
     translations = (_no_such_option, _no_such_key, _several_values, _as_told, _syntax_error, _unresolved)
@@ -26,7 +26,7 @@ def config_error(error: Exception) -> ConfigError | None:
 
 
 def blamed(error: Exception, override: str) -> ConfigError:
-    """Return the config error for an error of unknown kind that `override` causes."""
+    """Return a config error that names `override` as the cause of an error of unknown kind."""
     key, _, value = override.partition("=")
     why = next((line for line in _lines(error) if not line.startswith("Error merging")), "it cannot be composed")
     return ConfigError(
@@ -89,7 +89,7 @@ _TOLD = {
     r"delete from config\. The value of '([^']+)'": ("it has another value", "~{} removes it whatever it is"),
     r"but config group '([^']+)' does not exist": ("there is no such config group;", "--help lists all groups"),
 }
-"""What is wrong and what to do about it, by a pattern of Hydra's message that names the key."""
+"""Patterns of Hydra's messages, whose group 1 is the key, and for each: what is wrong, and what to type instead."""
 
 
 def _as_told(error: Exception) -> ConfigError | None:

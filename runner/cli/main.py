@@ -1,4 +1,4 @@
-"""The command: composes the config with Hydra, builds one run or those of a sweep, and launches them."""
+"""The command: it composes the config with Hydra, builds one run or the runs of a sweep, and launches them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     code = DONE
     with CommandSignals():
         try:
@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run the command with `arguments`; returns the exit code.
+    """Run the command with `arguments`, and return the exit code.
 
     Raises:
         BrokenPipeError: if standard output is closed.
@@ -61,7 +61,10 @@ def run_command(arguments: list[str]) -> int:
 
 
 def compose_and_run(arguments: list[str]) -> list[int]:
-    """Compose the config of a run, or of each job of a sweep, and run it; returns the exit codes."""
+    """Compose and run a single run or each job of a sweep, and return the exit codes.
+
+    If a flag only asks for information, print it and return an empty list.
+    """
     arguments = command_line.overrides_first(arguments)
     is_sweep = bool({"-m", "--multirun"} & set(arguments))
     config_name = "config"
@@ -91,10 +94,10 @@ def compose_and_run(arguments: list[str]) -> list[int]:
 
 
 def check_flags(flags: Namespace) -> None:
-    """Refuse flags that contradict each other.
+    """Check that the flags can be used together.
 
     Raises:
-        ConfigError: if there are any.
+        ConfigError: if two flags ask for different things, or a flag has no effect without another one.
     """
     what = {
         "--run": flags.run,
@@ -113,7 +116,7 @@ def check_flags(flags: Namespace) -> None:
 
 
 def run_single(job: Job) -> int:
-    """Run a single run; returns its exit code."""
+    """Run `job` as a single run, and return its exit code."""
     from runner.run import build_run  # imported here: --help and Hydra's own flags need no components
 
     run = build_run(job.config)

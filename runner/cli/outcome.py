@@ -1,4 +1,4 @@
-"""How the command ends: its exit code, and the message of an error."""
+"""The exit codes of the command, and its error messages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CODES = {"done": DONE, "crashed": CRASHED, "diverged": DIVERGED, "stopped": STOP
 """The exit code for each status of a result."""
 
 WIDTH = 200
-"""The longest line of a message, in characters."""
+"""The maximum length of a line of a message, in characters."""
 
 
 def report_error(error: Exception) -> int:
-    """Print an error, with its traceback if it is unexpected; returns the exit code."""
+    """Print an error, with its traceback if it is unexpected, and return the exit code."""
     from hydra.errors import HydraException  # imported here: --help needs no Hydra
     from omegaconf.errors import OmegaConfBaseException
 
@@ -34,7 +34,7 @@ def report_error(error: Exception) -> int:
 
 
 def wrapped(message: str) -> str:
-    """Return at most ten lines of a message, none longer than `WIDTH`, without control characters or secrets."""
+    """Return the first ten lines of `message`, wrapped at `WIDTH` characters, without control characters or secrets."""
     lines = [
         part
         for line in escaped(redacted(message)).splitlines()
@@ -44,6 +44,6 @@ def wrapped(message: str) -> str:
 
 
 def is_first_process() -> bool:
-    """Return whether this process prints: of those that torchrun or SLURM started, only rank 0 does."""
+    """Return whether this process prints messages: if torchrun or SLURM started several, only rank 0 does."""
     rank_info = external_rank_info()
     return rank_info is None or rank_info.rank == 0

@@ -1,7 +1,7 @@
-"""Composes the config of a run that is resumed by its path: the saved one, with the overrides of the command on top.
+"""Registers the saved config of a run that is resumed by its path, so that Hydra applies the typed overrides to it.
 
-A saved config may come from somebody else. It is data: its values are checked like those that are typed, but nothing in
-it is resolved or composed by Hydra, and it cannot change how Hydra works.
+A saved config may come from somebody else, so it is treated as data: its values are checked like typed values, but
+Hydra resolves no interpolation and composes no option in it, and it cannot change how Hydra works.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def register_saved(source: Path, arguments: Iterable[str]) -> str:
 
 
 def _plain(value: Any, key: str, overridden: set[str]) -> Any:
-    """Return a saved value with null for the options that are overridden.
+    """Return the saved value of `key`, in which overridden options are replaced with null.
 
     Raises:
-        ConfigError: if it has a text that only the person who resumes the run can complete.
+        ConfigError: if a text is a reference, a missing value or a hidden credential, which has to be typed again.
     """
     if key in overridden:
         return None
@@ -76,7 +76,7 @@ def _plain(value: Any, key: str, overridden: set[str]) -> Any:
 
 
 def _check(config: dict[str, Any], overridden: set[str]) -> None:
-    """Check that every key is an option of the run or its components, and that it has a value of its type."""
+    """Check that every key is an option of the run or of a component, and that its value has the right type."""
     options = [name for name in option_fields(Run) if name not in CONFIG_GROUPS]
     known = [*options, *_GROUPS]
     for key, node in config.items():
@@ -95,7 +95,7 @@ def _not_overridden(node: dict[str, Any], prefix: str, overridden: set[str]) -> 
 
 
 def _store(config: dict[str, Any], overridden: set[str]) -> None:
-    """Store the root keys as a root config, and each component as an option of its group that is chosen by default."""
+    """Store each component as an option of its group, and the root keys as a root config that chooses these options."""
     root: Any = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"), resolve=False)
     chosen = {group: _NAME for group in _GROUPS if config.get(group) is not None}
     absent: dict[str, str | None] = dict.fromkeys({*WORKLOAD_INPUTS} - {*chosen, *overridden})
@@ -108,7 +108,7 @@ def _store(config: dict[str, Any], overridden: set[str]) -> None:
 
 
 def _default(entry: Any, chosen: dict[str, str | None]) -> Any:
-    """Return an entry of the root's defaults list with the saved option of its group."""
+    """Return an entry of the root's defaults list, changed so that it chooses the saved option of its group."""
     if isinstance(entry, str):
         return entry
     ((group, option),) = entry.items()

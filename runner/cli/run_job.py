@@ -1,4 +1,4 @@
-"""A run of the command, from its config to its result and the last lines on the console."""
+"""One run, from its config to its result and the last lines on the console."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def run_alone(run: Run, overrides: list[str]) -> Result:
-    """Run a single run in a new directory, or in the one that `resume` names.
+    """Run a run that is not part of a sweep, in a new directory or in the directory that `resume` names.
 
     Raises:
-        ConfigError: if the config cannot run; nothing is left behind.
+        ConfigError: if the config cannot run; no files are left behind.
     """
     return run_one(run, overrides, Path(run.output_root) / run.name)
 
@@ -37,13 +37,13 @@ def run_in_sweep(run: Run, overrides: list[str], directory: Path) -> Result:
     """Run a job of a sweep in its own `directory`.
 
     Raises:
-        ConfigError: if the config cannot run; nothing is left behind.
+        ConfigError: if the config cannot run; no files are left behind.
     """
     return run_one(run, overrides, directory.parent, directory.name)
 
 
 def run_one(run: Run, overrides: list[str], parent: Path, name: str | None = None) -> Result:
-    """Check and train a run in the directory `name` under `parent`, and print where its result is."""
+    """Check a run, train it in the directory `name` under `parent`, and print where its result is."""
     check_used(run, overrides)
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as process, ExitStack() as claims:
@@ -59,7 +59,7 @@ def run_one(run: Run, overrides: list[str], parent: Path, name: str | None = Non
 
 
 def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
-    """Train, and return the result, also if training crashed.
+    """Train a run unless it is already done, and return its result, even if training crashed.
 
     Raises:
         ConfigError: if torch or a rank rejects the config.
@@ -82,18 +82,18 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
         result, error = crash.result, crash.__cause__
     except Exception as early:  # before the first step
         result, error = Result("crashed", config_hash=known, error=f"{type(early).__name__}: {early}"), early
-    print(trace, end="", file=sys.stderr)  # the traceback of another process; that of this one is in the log
+    print(trace, end="", file=sys.stderr)  # the traceback of another process; this one's traceback is in the log
     log.debug("crashed", exc_info=error)
     log.error("%s", result.error)
     return result
 
 
 def write_result(session: Session, directory: Path, result: Result) -> None:
-    """Write `result.json`, and print the summary."""
+    """Write `result.json`, delete the checkpoints if the run is done and `keep=0`, and print the summary."""
     try:
         write_json(directory / run_directory.RESULT, result.as_dict())
         if result.status == "done" and session.run.keep == 0:
-            delete_all(directory)  # after the result, without which a run that is killed here would begin anew
+            delete_all(directory)  # after writing the result: a run killed in between must not begin anew
     except OSError as error:  # on a full disk, the printed summary is all that remains
         print(f"{run_directory.RESULT} cannot be written: {error.strerror}", file=sys.stderr)
     with suppress(BrokenPipeError):

@@ -14,9 +14,10 @@ from runner.system.secrets import redacted_values
 
 
 def run_sweep(jobs: SweepJobs, typed: list[str]) -> list[int]:
-    """Run the jobs of a sweep one after another; returns their exit codes.
+    """Run the jobs of a sweep one after another, and return their exit codes.
 
     Args:
+        jobs: the jobs of the sweep.
         typed: the overrides of the command line.
     """
     if is_first_process():
@@ -36,7 +37,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str]) -> list[int]:
 
 
 def run_sweep_job(sweep: Sweep, jobs: SweepJobs, number: int, overrides: list[str], refusals: Refusals) -> int:
-    """Run one job of a sweep, unless it is already done, and record its exit code in the ledger."""
+    """Run one job of a sweep unless it is already done, record its exit code in the ledger, and return the code."""
     from runner.run import build_run, config_hash  # imported here: a test replaces build_run
 
     title, record = _title(number, overrides), None
@@ -72,16 +73,18 @@ def _title(number: int, overrides: list[str]) -> str:
 
 
 class Refusals:
-    """The reasons for which jobs were refused, so that each is printed once."""
+    """A record of why jobs were refused, so that each reason is printed only once."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, list[int]] = {}
 
     def report(self, number: int, title: str, error: Exception) -> int:
-        """Print the error of job `number`, unless an earlier job had the same; returns the exit code.
+        """Print the error of job `number` unless an earlier job was refused for the same reason; return the exit code.
 
         Args:
-            title: the line above the error; empty if it has been printed.
+            number: the number of the job.
+            title: the line above the error; empty if this line has already been printed.
+            error: why the job failed.
         """
         if not isinstance(error, ConfigError):
             print(title, file=sys.stderr)
@@ -96,7 +99,7 @@ class Refusals:
         return REFUSED
 
     def print_repeated(self) -> None:
-        """Print how many jobs were refused for a reason that was printed once."""
+        """Print for each reason how many jobs were refused for it after the job with which it was printed."""
         for reason, (first, *others) in self._jobs.items():
             if others:
                 key, count = reason.partition(":")[0], f"{len(others):,} more job{'s' * (len(others) > 1)}"

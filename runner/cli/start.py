@@ -1,6 +1,7 @@
-"""The first import of the command: the import path, then the handlers of stop signals, as other imports take a second.
+"""The first module that the command imports. It installs the handlers of stop signals before slow imports.
 
-`python -m` puts the working directory first, whose models.py or secrets.py would shadow other modules.
+It also removes the working directory from the import path. `python -m` puts the working directory first, so that a
+models.py or secrets.py in it would shadow other modules.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from runner.system.signals import run_main  # noqa: E402
 
 
 def main() -> int:
-    """Run the command; returns its exit code."""
+    """Run the command, and return its exit code."""
 
     def command() -> int:
         from runner.cli.main import main  # pyright: ignore  # imported here: signals are handled by now

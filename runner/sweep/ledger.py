@@ -29,7 +29,7 @@ class _Opened:
 
     Args:
         content: the overrides of the command (`typed`), whether the sweep is `complete`, and its `jobs`.
-        lock: the open lock file; None in a process that does not write, as rank 1 of those that torchrun started.
+        lock: the open lock file; None in a process that does not write the ledger, such as rank 1 under torchrun.
         existing: the deepest directory that existed before the sweep; None if the sweep is resumed.
     """
 
@@ -41,12 +41,13 @@ class _Opened:
 class Sweep:
     """A new sweep or, with `resume=auto`, the unfinished sweep with the same overrides.
 
-    The ledger is the file `sweep.json` in its directory: the overrides of the command, and how each job ended. One
-    process at a time runs a sweep: it holds the lock of the directory until the context manager is left.
+    The ledger is the file `sweep.json` in the directory of the sweep. It contains the overrides of the command, and how
+    each job ended. Only one process at a time can run a sweep: it holds a lock on the directory until it leaves the
+    context manager.
 
     Args:
         typed: the overrides on the command line.
-        swept: the keys with several values, which come first in the names of the jobs' directories.
+        swept: the keys that have several values. They come first in the names of the jobs' directories.
     """
 
     def __init__(self, typed: Iterable[str], swept: Iterable[str] = ()):
@@ -58,16 +59,16 @@ class Sweep:
         self._ledgers: dict[Path, _Opened] = {}  # by directory, as a sweep over `name` has several
 
     def job_directory(self, config: dict[str, Any], number: int, overrides: list[str]) -> Path:
-        """Return the run directory of a job, `<sweep>/<job>-<overrides>`, in the directory of the sweep, which exists.
+        """Return the path of a job's run directory, `<sweep>/<job>-<overrides>`; create `<sweep>` if it is new.
 
         Args:
             config: the resolved config of the job.
-            number: its number, from 0.
-            overrides: its overrides.
+            number: the number of the job, from 0.
+            overrides: the overrides of the job.
 
         Raises:
-            ConfigError: if `resume` is the directory of a run, as a sweep has several runs; if another process runs
-                this sweep; if its ledger is damaged or cannot be written.
+            ConfigError: if `resume` names the directory of a single run, another process runs this sweep, or the ledger
+                is damaged or cannot be written.
         """
         root, name, resume = (str(config[key]) for key in ("output_root", "name", "resume"))
         return self._directory(Path(root, "sweeps", name), resume) / run_directory.job_name(
@@ -75,7 +76,7 @@ class Sweep:
         )
 
     def _directory(self, parent: Path, resume: str) -> Path:
-        """Return the directory of the sweep under `parent`, which is new unless an unfinished sweep is resumed."""
+        """Return the directory, under `parent`, of the unfinished sweep to resume or else of a new sweep."""
         remedy = "resume=auto resumes the unfinished sweep with the same overrides"
         check(resume in ("auto", "never"), "resume", resume, "a sweep cannot be resumed in one run's directory", remedy)
         for path in self._ledgers:
@@ -107,7 +108,7 @@ class Sweep:
         return {"typed": self.typed, "complete": False, "jobs": {}}
 
     def _unfinished(self, parent: Path) -> tuple[Path | None, dict[str, Any]]:
-        """Return the newest incomplete sweep under `parent` with the same overrides, and its ledger."""
+        """Return the newest incomplete sweep under `parent` with the same overrides, and its ledger; None if none."""
         for path in sorted(parent.glob("*"), reverse=True):
             ledger = read_ledger(path, self.typed)
             if ledger.get("typed") == self.typed and not ledger.get("complete"):
@@ -115,13 +116,13 @@ class Sweep:
         return None, {}
 
     def settled(self, path: Path, number: int, config_hash: str) -> int | None:
-        """Return the exit code of a job that an earlier command has finished; None if the job has to be run."""
+        """Return the exit code of job `number` if an earlier command finished it; None if the job has to be run."""
         entry = self._ledgers[path].content["jobs"].get(str(number), {})
         same = entry.get("config_hash") == config_hash and entry.get("code") in _SETTLED
         return entry["code"] if same else None
 
     def record(self, path: Path, number: int, **entry: Any) -> None:
-        """Record how job `number` ended.
+        """Write how job `number` ended to the ledger of the sweep at `path`.
 
         Raises:
             StorageError: if the ledger cannot be written.
@@ -133,7 +134,7 @@ class Sweep:
         self._write(path)
 
     def end(self) -> None:
-        """Mark the sweep as complete if no job has to be repeated; called after the last job.
+        """Mark the sweep as complete if no job has to be repeated. This must be called after the last job.
 
         Raises:
             StorageError: if the ledger cannot be written.
@@ -144,7 +145,7 @@ class Sweep:
             self._write(path)
 
     def close(self) -> None:
-        """Unlock the sweep. A new one of which no job has run leaves nothing behind."""
+        """Unlock the sweep. If the sweep is new and none of its jobs has run, remove its files and directories."""
         existing = [ledger.existing for ledger in self._ledgers.values() if ledger.existing is not None]
         for path, ledger in self._ledgers.items():
             if ledger.existing is not None:  # an earlier sweep, over another `name`, may have made some of the parents
@@ -171,7 +172,7 @@ class Sweep:
 
 @contextmanager
 def _one_at_a_time(parent: Path) -> Iterator[None]:
-    """Let other processes that look for their sweep under `parent` wait, so that two do not create it at once."""
+    """Make other processes wait before they look for a sweep under `parent`, so that no two create the same sweep."""
     with ExitStack() as stack:
         with suppress(OSError):  # not every file system locks directories; an error is reported by `create`
             parent.mkdir(parents=True, exist_ok=True)
@@ -182,10 +183,10 @@ def _one_at_a_time(parent: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> IO[str]:
-    """Return the lock on the sweep at `path`, a file with the id of this process.
+    """Lock the sweep at `path`, write the id of this process to the lock file, and return the open file.
 
     Raises:
-        ConfigError: if another process holds it.
+        ConfigError: if another process holds the lock, or the file cannot be locked.
     """
     try:
         lock = run_directory.lock(path)
@@ -213,7 +214,7 @@ def _printable(value: Any) -> Any:
 
 
 def _remove_if_unused(path: Path, existing: Path) -> None:
-    """Remove a sweep without the directory of any job, and its parents below `existing` that are empty."""
+    """Remove the sweep at `path` unless it has a job's directory, and then its empty parents below `existing`."""
     with suppress(OSError):  # on a disk that fails, the few files stay
         if not any(entry.is_dir() for entry in path.iterdir()):
             for file in (LEDGER, ".lock"):

@@ -15,15 +15,18 @@ log = logging.getLogger(__name__)
 
 LEDGER = "sweep.json"
 _LIMIT_BYTES = 64_000_000
-"""Size limit; a job takes a few hundred bytes."""
+"""Size limit of a ledger; each job takes a few hundred bytes."""
 _ENTRY = {"code": int, "config_hash": str, "directory": str, "error": str, "overrides": list}
-"""The type of each value of a job's entry; the first two are required."""
+"""The type of each value in a job's entry; the first two values are required."""
 
 
 def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
-    """Return the ledger of the sweep at `path`; empty if there is none, or, with a warning, if it is damaged.
+    """Return the ledger of the sweep at `path`.
+
+    If the file does not exist, return an empty dictionary. If it is damaged, log a warning and return the same.
 
     Args:
+        path: the directory of the sweep.
         typed: the overrides of the sweep that is to be resumed.
 
     Raises:
@@ -48,7 +51,7 @@ def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build the dict of a JSON object, in which a key must not occur twice."""
+    """Build the dict of a JSON object, and raise ValueError if a key occurs twice."""
     value = dict(pairs)
     if len(value) < len(pairs):
         raise ValueError("a key occurs twice")
@@ -56,7 +59,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(ledger: Any) -> None:
-    """Raise ValueError unless `ledger` is one."""
+    """Raise ValueError unless `ledger` is a valid ledger."""
     if not isinstance(ledger, dict):
         raise ValueError("it is not a JSON object")
     typed, jobs = ledger.get("typed"), ledger.get("jobs")
