@@ -27,18 +27,19 @@ class Parallel:
     """`parallel=single`: one process, one device.
 
     A mode changes how a step is computed, not what is computed: batches, losses, tags and checkpoints are the same as
-    those of this class. Its fields are options, which never change; what it needs to know about a run is passed as a
-    `Context`. The methods are called in the order below.
+    on a single device. The fields of a mode are options, which never change; what a mode needs to know about a run is
+    passed as a `Context`. The methods are called in the order below.
     """
 
     description: ClassVar[str] = "single device"
     """The name of the mode in the first lines of the log."""
 
     def launcher(self, choice: Device) -> Launcher:
-        """Return the launcher, which starts or joins the processes of the mode, on the devices of `choice`.
+        """Return the launcher that starts or joins the processes of the mode, on the devices that `choice` selects.
 
         Raises:
-            ConfigError: if they do not fit the mode; as in all checks of a mode, the key starts at the root.
+            ConfigError: if the devices or processes do not fit the mode. As in all checks of a mode, the error names
+                the key in full, such as `parallel.processes`.
         """
         self._check_one_process()
         with errors_under("device"):
@@ -50,7 +51,7 @@ class Parallel:
         check(started == 1, "parallel.processes", started, why, "choose parallel=ddp or fsdp, or start one process")
 
     def layout(self, rank_info: RankInfo) -> Layout:
-        """Return the share of the work of the process with this rank."""
+        """Return the share of the work that the process of `rank_info` does."""
         return Layout()
 
     def check(self, context: Context) -> None:
@@ -60,7 +61,7 @@ class Parallel:
         """Run the checks that need the workload's data."""
 
     def num_microbatches(self, context: Context) -> int:
-        """Return the number of parts into which the mode itself splits a micro-batch of the plan."""
+        """Return the number of parts into which the mode itself splits each micro-batch of the plan."""
         return 1
 
     def place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
@@ -80,13 +81,13 @@ class Parallel:
         return model
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
-        """Run the forward and backward pass of a micro-batch; gradients are weighted by its share of the global batch.
+        """Run a micro-batch forward and backward; its gradients are weighted by its share of the global batch.
 
         Args:
             model: the model that `place` returned.
             batch: the micro-batch, as yielded by the workload's `batches`.
-            micro: its positions in the sample stream, and its weight.
-            log_due: whether this step is logged; a mode may then measure it.
+            micro: the micro-batch's positions in the sample stream, and its weight.
+            log_due: whether this step is logged; if so, the mode may measure it.
 
         Returns:
             The workload's metric sums over the micro-batch, float32 [num_metrics], on the device.
@@ -94,7 +95,7 @@ class Parallel:
         return self._accumulate(model, batch, micro.weight)
 
     def _accumulate(self, module: torch.nn.Module, batch: Any, weight: float) -> torch.Tensor:
-        """Run one forward and backward pass through `module`: the model, or its wrapper."""
+        """Run `batch` forward and backward through `module`, the model or its wrapper, with its loss times `weight`."""
         workload, precision = self._context.workload, self._context.precision
         with timer.section("forward"), precision.autocast():
             loss, sums = workload.loss(module, batch)
@@ -103,7 +104,7 @@ class Parallel:
         return sums
 
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
-        """Clip the gradient norm to `max_norm`; None: no clipping.
+        """Clip the gradients to the norm `max_norm`; None: do not clip.
 
         Returns:
             The gradient norm of the whole model before clipping, a scalar on the device.
@@ -119,14 +120,14 @@ class Parallel:
         """Set `found_inf`, a scalar on the device, to its maximum over the ranks that hold parts of one gradient."""
 
     def infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the forward pass of an evaluation."""
+        """Return the outputs of `model` for `inputs`, in an evaluation."""
         return model(inputs)
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         """Evaluate the model, which the caller has put into evaluation mode, on the held-out data.
 
         Returns:
-            The metrics, and the sums over all ranks that they were computed from.
+            The metrics, and the sums over all ranks from which they were computed.
         """
         context = self._context
         with torch.inference_mode(), context.precision.autocast():
@@ -135,11 +136,11 @@ class Parallel:
         return context.workload.summarize(sums), sums
 
     def scalars(self) -> dict[str, float]:
-        """Return measurements of the mode itself since the last call, by tag; called on every rank."""
+        """Return the mode's own measurements since the last call, by TensorBoard tag; called on every rank."""
         return {}
 
     def images(self, directory: Path) -> dict[str, torch.Tensor]:
-        """Return images of a step in this mode: RGB, uint8 [3, height, width], by TensorBoard tag.
+        """Return images that show a step in this mode: RGB, uint8 [3, height, width], by TensorBoard tag.
 
         Args:
             directory: the run directory, to which the mode may write files.
@@ -147,7 +148,7 @@ class Parallel:
         return {}
 
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
-        """Return the state in the format that all modes share, full tensors on the CPU; called on every rank.
+        """Return the state as full tensors on the CPU, the format that all modes share; called on every rank.
 
         Returns:
             The model's tensors by name, and the optimizer state by parameter name: `{"layer.weight":
@@ -170,11 +171,11 @@ class Parallel:
         full_state.load(model, optimizer, tensors, optimizer_state)
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the state of this rank that `full_state` does not include."""
+        """Return the part of this rank's state that `full_state` does not include."""
         return {}
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load what `local_state` returned, after the full state; `state` is empty if this rank saved nothing."""
+        """Load `state`, a result of `local_state`, after the full state; it is empty if this rank saved nothing."""
 
 
 def move(model: torch.nn.Module, device: torch.device, channels_last: bool) -> None:

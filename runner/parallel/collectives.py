@@ -1,4 +1,4 @@
-"""Collective operations of the processes of a run; in the base class, for a single process, they are no-ops.
+"""Collective operations of the processes of a run; in the base class, which is for a single process, they are no-ops.
 
 https://docs.pytorch.org/docs/stable/distributed.html#collective-functions
 """
@@ -16,33 +16,33 @@ from runner.parallel.launch.supervisor import LostError
 from runner.tracking.metrics import MetricSums
 
 _MOST_BYTES = 2**30
-"""Size limit of a message: what is sent this way is a config, measurements, or one sample, but no model."""
+"""Size limit of a message, which is a config, measurements, or one sample, but never a model."""
 
 T = TypeVar("T")
 
 
 class Collectives:
-    """The collectives of a single process. Those of several processes must be called on every rank."""
+    """The collectives of a single process. In subclasses for several processes, every rank must call them."""
 
     rank = 0
     world_size = 1
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
-        """Return the sums over all ranks, by name; with sums and counts, means over unequal shards are exact."""
+        """Return the sums over all ranks, by name. Sums divided by counts are exact means, even for unequal shards."""
         return sums
 
     def local_share(self, total: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of a result of `all_reduce`: all-reducing the shares gives that result again."""
+        """Return this rank's share of `total`, a result of `all_reduce`; an all-reduce of the shares gives `total`."""
         return total
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Set `tensor` to its elementwise maximum over all ranks, in place."""
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> None:
-        """Set `tensor` to its mean over all ranks, in place; in float64, so that equal values do not change."""
+        """Set `tensor` to its mean over all ranks, in place; float64 keeps values that are equal on all ranks."""
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether `flag` is set on any rank, the same on all ranks; this may be delayed to a later call."""
+        """Return whether any rank has set `flag`, the same on all ranks; the result may lag behind by some calls."""
         return flag
 
     def barrier(self) -> None:
@@ -52,19 +52,22 @@ class Collectives:
         """Call `make` on rank 0, and return its result on every rank.
 
         Raises:
-            Exception: that of `make` on rank 0; on other ranks a config error too, and a LostError for any other.
+            Exception: on rank 0, any that `make` raises.
+            ConfigError: on the other ranks, if `make` raised it on rank 0.
+            LostError: on the other ranks, if `make` raised any other exception on rank 0.
         """
         return make()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks in the order of the ranks; see `encoding` for what can be sent."""
+        """Return the `value` of each rank, in the order of the ranks; see `encoding` for the types that can be sent."""
         return [value]
 
     def gather_to_rank0(self, tensors: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the tensors of all ranks by name on rank 0, and nothing on other ranks.
+        """Return the tensors of all ranks, by name, on rank 0, and an empty dict on other ranks.
 
         Args:
-            tensors: this rank's tensors, on the CPU, and plain values; if several ranks have a name, the lowest counts.
+            tensors: this rank's tensors, on the CPU, or plain values, by name. If several ranks use the same name, the
+                value of the lowest rank is returned.
         """
         return tensors
 
@@ -89,7 +92,7 @@ class ProcessGroup(Collectives):
 
     Args:
         timeout: seconds that a rank waits for the others.
-        shared_state: what the launcher allocated for all processes of this machine.
+        shared_state: shared memory that the launcher has allocated for all processes of this machine.
     """
 
     def __init__(self, timeout: float, shared_state: Any = None):
@@ -115,7 +118,7 @@ class ProcessGroup(Collectives):
         tensor.copy_(total / self.world_size)
 
     def any_rank(self, flag: bool) -> bool:
-        """Return the result for the flags of the previous call, as the all-reduce overlaps with a training step."""
+        """Return whether any rank set `flag` in the previous call, whose all-reduce overlaps with a training step."""
         ours = torch.tensor(int(flag))
         work = torch.distributed.all_reduce(ours, torch.distributed.ReduceOp.MAX, async_op=True)
         (previous, previous_work), self._pending = self._pending or (torch.tensor(0), None), (ours, work)
@@ -176,12 +179,12 @@ class ProcessGroup(Collectives):
             self._pending = None
 
     def forget(self) -> None:
-        """Drop pending operations, as they will not complete."""
+        """Drop pending operations, because they will not complete."""
         self._pending = None
 
 
 def _broadcast(message: bytes) -> bytes:
-    """Return the message of rank 0; that of other ranks is ignored. Tensors in host memory go over gloo."""
+    """Broadcast the `message` of rank 0 over gloo, and return it; other ranks' arguments are ignored."""
     sent = _bytes_to_tensor(message)
     size = torch.tensor([len(sent)])
     torch.distributed.broadcast(size, 0)
@@ -196,10 +199,10 @@ def _bytes_to_tensor(message: bytes) -> torch.Tensor:
 
 
 def _checked(num_bytes: int) -> int:
-    """Return the size of a message from another rank.
+    """Return `num_bytes`, the size of a message from another rank, after a check.
 
     Raises:
-        ValueError: if it is too large; what sent it is no rank of this run.
+        ValueError: if no rank of this run would send a message of this size.
     """
     if not 0 <= num_bytes <= _MOST_BYTES:
         raise ValueError(f"a message of {num_bytes} bytes from another rank: at most {_MOST_BYTES} are read")

@@ -1,4 +1,4 @@
-"""What a parallel mode knows about a run; it does not see the run itself."""
+"""What a parallel mode knows about a run; a mode has no access to the `Run` itself."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Process(NamedTuple):
     """A process of a run.
 
     Args:
-        rank_info: its rank.
-        devices: the devices that it computes on; the first one holds its batches and its metrics.
-        collectives: its collectives with the other processes.
-        shared_state: what the launcher allocated for all processes of this machine (shared memory); None: nothing.
+        rank_info: the rank of the process.
+        devices: the devices on which the process computes; the first one holds its batches and its metrics.
+        collectives: the collectives that connect it to the other processes.
+        shared_state: shared memory that the launcher has allocated for all processes of this machine, or None.
     """
 
     rank_info: RankInfo
@@ -34,21 +34,21 @@ class Layout(NamedTuple):
     """One process's share of the work; the defaults describe a run with a single process."""
 
     data_shard: tuple[int, int] = (0, 1)
-    """(index, count): the shard of every global batch that it trains on."""
+    """(index, count): the process trains on shard `index` of `count` of every global batch."""
     step_shard: tuple[int, int] = (0, 1)
-    """(index, count): it trains on every `count`-th global batch."""
+    """(index, count): the process trains on every `count`-th global batch, from batch `index` on."""
     eval_shard: tuple[int, int] = (0, 1)
-    """(index, count): the shard of the held-out data that it evaluates."""
+    """(index, count): the process evaluates shard `index` of `count` of the held-out data."""
     seed_offset: int = 0
-    """Added to the run's seed, for processes that train different models."""
+    """A number that is added to the run's seed, if processes train different models."""
     rng_stream: int = 0
-    """Its stream of random numbers once the weights are initialized (dropout, exploration)."""
+    """The process's stream of random numbers after the weights are initialized (dropout, exploration)."""
     non_equivalence_reason: str = ""
-    """Why a single device does not compute the same; empty if it does."""
+    """Why the results differ from those of a single device; empty if they are the same up to rounding."""
 
     @staticmethod
     def data_parallel(rank_info: RankInfo) -> Layout:
-        """Return the layout in which every process trains and evaluates on its shard of the samples."""
+        """Return the layout in which every process trains and evaluates on its own shard of the samples."""
         shard = (rank_info.rank, rank_info.world_size)
         return Layout(data_shard=shard, eval_shard=shard, rng_stream=rank_info.rank)
 
@@ -59,7 +59,7 @@ class Context:
 
     Args:
         process: this process: its rank, its devices and its collectives.
-        layout: its share of the work.
+        layout: this process's share of the work.
         plan: the batch arithmetic that follows from the layout.
         workload: the workload of the run.
         precision: the precision of the run.

@@ -25,17 +25,18 @@ class DDP(MultiProcess):
     Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020). Gradients are all-reduced
     once per step, during the backward pass of the last micro-batch. Batch normalization uses the statistics of each
     process's shard, unless `sync_batch_norm` is set; the running statistics are averaged over the processes before they
-    are used. The averaged mean is that of the whole batch; the averaged variance lacks the variance between the means
-    of the shards.
+    are used. The averaged mean is the mean of the whole batch; the averaged variance lacks the variance between the
+    means of the shards.
 
     Args:
         bucket_mb: size in MiB of the buckets in which gradients are all-reduced, overlapping with the backward pass.
         static_graph: promise that every step uses the same parameters, which lets DDP skip work in each step.
         gradients_as_views: make gradients views of the buckets, which saves the memory of a copy.
-        find_unused: search for parameters that a step does not use; slower, and needed only if there are any.
+        find_unused: search for parameters that a step does not use. The search is slow, and needed only if such
+            parameters exist.
         compression: compression of the all-reduced gradients: `none`; `fp16` and `bf16` halve the bytes, but round;
-            `powersgd` sends low-rank factors (Vogels et al., 2019), whose error feedback is reset on resume.
-        powersgd_rank: rank of these factors.
+            `powersgd` sends low-rank factors (Vogels et al., 2019), and loses its error feedback on resume.
+        powersgd_rank: rank of the factors of `powersgd`.
         sync_batch_norm: compute batch normalization over the shards of all processes.
     """
 
@@ -113,6 +114,6 @@ class DDP(MultiProcess):
 
 
 def _no_buffer_broadcast() -> dict[str, Any]:
-    """Return DDP's option not to broadcast buffers, as they are averaged before use; renamed in torch 2.14."""
+    """Return DDP's option, renamed in torch 2.14, not to broadcast buffers: they are averaged before use instead."""
     options = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False}

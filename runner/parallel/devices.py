@@ -11,7 +11,7 @@ from runner.device import Device
 
 
 def devices_of_one_process(choice: Device) -> list[torch.device]:
-    """Return the GPUs in `choice.indices`, or all visible GPUs if it is empty; without CUDA, its one device.
+    """Return the GPUs that `choice` selects, by default all visible GPUs; if it selects no GPU, its device alone.
 
     Raises:
         ConfigError: if a device does not exist, or the environment hides every GPU and the CPU was not chosen.

@@ -20,11 +20,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class DP(Parallel):
-    """Each micro-batch is scattered over `device.indices`, each GPU runs a replica of the model, outputs are gathered.
+    """Each micro-batch is scattered over the GPUs, each GPU runs a replica of the model, and outputs are gathered.
 
-    torch's documentation recommends ddp instead. With a custom model, note that a replica exists for one forward pass,
-    so what `forward` writes to the module is lost, except for buffers on the first GPU; that module hooks run once per
-    GPU, and must be thread-safe; and that `pad_packed_sequence` needs `total_length`, or the outputs differ in length.
+    torch's documentation recommends ddp instead. Three notes for custom models: A replica exists for one forward pass,
+    so what `forward` writes to the module is lost, except for buffers on the first GPU. Module hooks run once per GPU,
+    and must be thread-safe. `pad_packed_sequence` needs `total_length`, or the outputs of the GPUs differ in length.
+
     Batch normalization uses the statistics of each GPU's shard, and keeps the running statistics of the first GPU.
     """
 

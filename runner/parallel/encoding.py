@@ -1,7 +1,8 @@
-"""Values as bytes, to be sent to other ranks: JSON, and not pickle, which would execute what somebody else sends.
+"""The encoding of values that are sent to other ranks: JSON, because pickle can execute code from the sender.
 
-Plain values of JSON are written as they are; any other is tagged with its type: `{"$": [tag, content]}`. Pickle is left
-only where a process starts others: in the pipes of `multiprocessing`, which no other process can open.
+Plain JSON values are written as they are; any other value is tagged with its type: `{"$": [tag, content]}`. Pickle is
+used only between a process and the processes that it starts: in pipes of `multiprocessing`, which no other process can
+open.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(message: bytes) -> Any:
-    """Return the value that `encode` was given; tensors are on the CPU.
+    """Return the value that was encoded as `message`; its tensors are on the CPU.
 
     Raises:
         ValueError: if `message` is not the result of `encode`.
@@ -54,7 +55,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _tagged(value: Any) -> tuple[str, Any]:
-    """Return the tag of a value that JSON does not know, and its content."""
+    """Return the tag and the content of a value that has no form of its own in JSON."""
     if type(value) in (tuple, dict):
         return type(value).__name__, [_to_json(each) for each in (value.items() if type(value) is dict else value)]
     if isinstance(value, Path):
@@ -76,7 +77,7 @@ def _tagged(value: Any) -> tuple[str, Any]:
 
 
 def _sendable(got: Any) -> Any:
-    """Return `got`, or its text if it cannot be sent: a config error only shows it."""
+    """Return `got`, or its `repr` if it cannot be sent: a config error only displays the value."""
     try:
         _to_json(got)
     except TypeError:
@@ -122,7 +123,7 @@ def _object(content: list[Any]) -> Any:
 
 
 def _fields(cls: type) -> list[str] | None:
-    """Return the fields of a named tuple or a dataclass of this project that only holds values; None for others."""
+    """Return the field names of `cls`, if it is a plain named tuple or dataclass of this project; otherwise None."""
     if cls.__module__.partition(".")[0] != "runner" or hasattr(cls, "__post_init__"):
         return None
     if dataclasses.is_dataclass(cls):

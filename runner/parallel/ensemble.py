@@ -1,4 +1,4 @@
-"""`parallel=ensemble`: one member per process, trained with different seeds; the members vote."""
+"""`parallel=ensemble`: each process trains one member, with a seed of its own; the members vote."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.tracking.metrics import MetricSums
 
 
 class MemberMeans(ProcessGroup):
-    """Averages metrics over the members, as each of them has seen the whole batch."""
+    """Collectives that average metrics over the members, because each member has seen the whole batch."""
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
         return {name: total / self.world_size for name, total in super().all_reduce(sums).items()}
@@ -30,13 +30,14 @@ class MemberMeans(ProcessGroup):
 
 @dataclass
 class Ensemble(MultiProcess):
-    """Each process trains one member on all of the data: member i is bitwise equal to the run with `seed` + i.
+    """Each process trains one member on all of the data: member i is bitwise equal to a run with seed `seed` + i.
 
     Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles (2017). An
     evaluation covers each member and the ensemble: `eval/accuracy` is the accuracy of the vote,
-    `eval/member_0/accuracy` that of the first member, and `eval/disagreement` the fraction of the members' predictions
-    that differ from the vote. Training curves are means over the members. The model in a checkpoint is the first
-    member, with which every other mode can resume; the other members are in the files of their ranks.
+    `eval/member_0/accuracy` is the accuracy of the first member, and `eval/disagreement` is the fraction of the
+    members' predictions that differ from the vote. Training curves are means over the members. The model in a
+    checkpoint is the first member, from which every other mode can resume; each other member is in the file of its
+    rank.
     """
 
     description: ClassVar[str] = "ensemble"
@@ -60,7 +61,13 @@ class Ensemble(MultiProcess):
         return metrics | {"disagreement": int(tally[0]) / max(1, int(tally[1]))}, sums
 
     def _vote(self, model: torch.nn.Module, tally: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the members' vote on `inputs`; add to `tally`, int64 [2], the predictions that differ, and all."""
+        """Return the members' vote on `inputs`, and count the members' predictions.
+
+        Args:
+            model: this process's member.
+            tally: int64 [2], updated in place: number of predictions that differ from the vote, and of all predictions.
+            inputs: inputs of the model.
+        """
         own = model(inputs).float().contiguous()
         outputs = [torch.empty_like(own) for _ in range(self._context.world_size)]
         torch.distributed.all_gather(outputs, own)

@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 class FSDP(MultiProcess):
     """Parameters, gradients and optimizer state are sharded over the processes; each block is gathered when it is used.
 
-    Rajbhandari et al., ZeRO (2020), stage 3; Zhao et al., PyTorch FSDP (2023). The blocks are those of the network's
-    `blocks()`. With a 16-bit precision, parameters are gathered in 16 bits, and gradients are reduced in float32. For
-    an evaluation the whole model is gathered, as processes with unequal numbers of samples could not gather it block by
-    block. `channels_last` applies to images only, as FSDP2 shards only contiguous weights. Batch normalization works as
-    in ddp.
+    Rajbhandari et al., ZeRO (2020), stage 3; Zhao et al., PyTorch FSDP (2023). The network's `blocks()` defines the
+    blocks. With a 16-bit precision, parameters are gathered in 16 bits, and gradients are reduced in float32. For an
+    evaluation, the whole model is gathered, because processes with unequal numbers of samples could not gather it block
+    by block. `channels_last` applies to images but not to weights, because FSDP2 shards only contiguous weights. Batch
+    normalization works as in ddp.
 
     Args:
         reshard_after_forward: free a block's gathered parameters after its forward pass, and gather them again for the
-            backward pass: less memory, more communication (stage 3); false: keep them until then (stage 2).
+            backward pass: less memory, more communication (stage 3); false: keep them for the backward pass (stage 2).
         offload: keep the shards in host memory, and compute on the GPU.
     """
 
@@ -85,7 +85,7 @@ class FSDP(MultiProcess):
         result = super().evaluate(model)
         for module in sharded:
             module.reshard()
-            # By default, FSDP does not reshard the root's own parameters, as the backward pass needs them first.
+            # By default, FSDP does not reshard the root's own parameters, because the backward pass needs them first.
             module.set_reshard_after_forward(self.reshard_after_forward and module is not model, recurse=False)
         return result
 
@@ -95,7 +95,7 @@ class FSDP(MultiProcess):
 
 
 def _modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the blocks that are modules of the network and have parameters; others only group several modules."""
+    """Return the blocks with parameters that are modules of `model`; other blocks only group several modules."""
     blocks: Any = getattr(model, "blocks", None)
     own = {id(module) for module in model.modules()}
     found = [block for _, block in blocks()] if blocks else []

@@ -1,6 +1,6 @@
 """The state of a model and its optimizer in the format that all parallel modes share: full tensors by parameter name.
 
-Why this does not use `torch.distributed.checkpoint.state_dict`: see benchmarks/NOTES.md.
+benchmarks/NOTES.md explains why this file does not use `torch.distributed.checkpoint.state_dict`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from runner.storage.template import TensorSpec, UnexpectedContentError, check_like
 
 _PROBE = (3, 5)
-"""The shape of a parameter that no other tensor of an optimizer's state has."""
+"""The shape of a test parameter: in an optimizer's state, only a tensor that is shaped like the parameter has it."""
 
 TensorDict = dict[str, "torch.Tensor"]
 """Tensors of a model by name, without the prefix of a wrapper."""
@@ -25,7 +25,7 @@ def collect(
 ) -> tuple[TensorDict, dict[str, dict[str, Any]]]:
     """Return copies of the model's tensors, and of the optimizer state by parameter name, on the CPU.
 
-    It must be called on every rank that holds a shard. Without `keep`, the result is empty.
+    It must be called on every rank that holds a shard. If `keep` is false, the results are empty.
     """
 
     def copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def load(
     """Load full tensors into the model and its optimizer, which may be sharded.
 
     Raises:
-        UnexpectedContentError: if names, shapes or dtypes are not those of the model and the optimizer.
+        UnexpectedContentError: if names, shapes or dtypes differ from those of the model and the optimizer.
     """
     own = model.state_dict()
     check_like(tensors, dict(own), "the model")
@@ -63,8 +63,8 @@ def load_optimizer(
     """Load optimizer state by parameter name; parameters without saved state keep the state that they have.
 
     Raises:
-        UnexpectedContentError: if names, shapes or dtypes are not those that the optimizer expects: its fused kernels
-            would read and write beyond the end of a short tensor.
+        UnexpectedContentError: if names, shapes or dtypes differ from what the optimizer expects. If a tensor is too
+            short, fused kernels would read and write beyond its end.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -83,10 +83,10 @@ def load_optimizer(
 
 
 def _state_of_a_step(optimizer: torch.optim.Optimizer) -> dict[str, TensorSpec | type | None]:
-    """Return what `optimizer` keeps for each parameter after a step, by key: a tensor, or a value of a type.
+    """Return the form of the state that `optimizer` keeps for each parameter after a step, by key.
 
-    None stands for a tensor like the parameter. torch documents none of this, so a copy of the optimizer makes a step
-    with a parameter of its own.
+    A form is None for a tensor shaped like the parameter, a spec for any other tensor, or the type of any other value.
+    torch does not document the forms, so a copy of the optimizer makes a step with a test parameter.
     """
     parameter = torch.nn.Parameter(torch.zeros(_PROBE))
     parameter.grad = torch.zeros(_PROBE)
@@ -100,24 +100,28 @@ def _state_of_a_step(optimizer: torch.optim.Optimizer) -> dict[str, TensorSpec |
 def _form(value: Any) -> TensorSpec | type | None:
     if not isinstance(value, torch.Tensor):
         return type(value)
-    # Any other shape, as in Adafactor, depends on that of the parameter in a way that only the optimizer knows.
+    # Any other shape, as in Adafactor, depends on the parameter's shape in a way that only the optimizer knows.
     return None if value.shape == _PROBE else TensorSpec(value.dtype, (None,) * value.dim())
 
 
 def _check_step(name: str, state: dict[str, Any]) -> None:
-    """Check the number of steps, which most optimizers of torch keep and compute a divisor from."""
+    """Check that the number of steps in `state`, from which most optimizers compute a divisor, is not negative.
+
+    Raises:
+        UnexpectedContentError: if it is negative.
+    """
     if "step" in state and state["step"] < 0:
         raise UnexpectedContentError(f"the optimizer, {name}, step: it is negative")
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a `DTensor`, of which each rank holds a shard, or any other tensor; a collective."""
+    """Return the full tensor of a `DTensor`, or any other tensor unchanged; called on every rank that has a shard."""
     # Not `isinstance`, which would import torch.distributed.tensor (half a second) even if there is no DTensor.
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def shard_like(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Shard the full `tensor` as `like` is sharded."""
+    """Return the full `tensor`, sharded in the same way as `like`."""
     if not hasattr(like, "device_mesh"):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -128,7 +132,7 @@ def shard_like(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _state_of(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the optimizer state of a parameter, with its tensors in the memory layout of the parameter.
+    """Return `state`, the optimizer state of `parameter`, with tensors in the memory layout of the parameter.
 
     The fused CPU kernels iterate in memory order: with different layouts, they would silently pair wrong elements.
     """
@@ -137,7 +141,7 @@ def _state_of(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str,
         if not isinstance(value, torch.Tensor):
             return value
         if value.shape != parameter.shape:
-            return value.clone()  # so that it is no part of the mapped file
+            return value.clone()  # so that it does not refer to the memory-mapped file
         return _laid_out_like(parameter, shard_like(parameter, value))
 
     return {key: copied(value) for key, value in state.items()}

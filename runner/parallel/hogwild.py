@@ -24,13 +24,13 @@ from runner.storage.template import check_like
 from runner.tracking.metrics import MetricSums
 
 _CACHE_LINE = 64
-"""Bytes. Each tensor starts on a new cache line, so that writes to neighboring tensors never share one."""
+"""Size in bytes. Each tensor starts on a new cache line, so that neighboring tensors never share a cache line."""
 
 _MAX_LEAD = 4
-"""Updates that a worker may be ahead of another, so that all can stop after the same number of updates."""
+"""How many updates a worker may be ahead of another. The limit lets all workers stop after the same update."""
 
 _MEASURE_EVERY = 16
-"""Steps of a worker between two measurements of how far the model moves, each of which copies the model."""
+"""Number of steps after which a worker measures again how far others move the model, which takes a copy of it."""
 
 
 class SharedState(NamedTuple):
@@ -40,7 +40,7 @@ class SharedState(NamedTuple):
         memory: uint8 [num_bytes]: the model's parameters and buffers.
         updates: int64 [num_workers]: the number of updates of each worker.
         stop_requested: int64 [1]: 1 if any worker was asked to stop.
-        last_update: int64 [1]: the update after which all workers stop; 0 if none was asked to stop.
+        last_update: int64 [1]: the update after which all workers stop; 0 until rank 0 has chosen it.
     """
 
     memory: torch.Tensor
@@ -50,7 +50,7 @@ class SharedState(NamedTuple):
 
 
 class SharedMemoryCollectives(ProcessGroup):
-    """Collectives that agree on when to stop through shared memory, as an all-reduce in every step would block."""
+    """Collectives that use shared memory to decide when to stop, because an all-reduce in every step would block."""
 
     def __init__(self, timeout: float, shared_state: SharedState):
         super().__init__(timeout)
@@ -58,7 +58,7 @@ class SharedMemoryCollectives(ProcessGroup):
         self.updates, self._stop_requested, self._last_update = (counts.numpy() for counts in shared_state[1:])
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether to stop after this update; rank 0 chooses one that no worker has reached yet."""
+        """Return whether to stop after this update. Rank 0 chooses a last update that no worker has reached yet."""
         own = int(self.updates[self.rank])
         if flag:  # set, never cleared: a read-modify-write could undo the write of another worker
             self._stop_requested[0] = 1
@@ -68,7 +68,11 @@ class SharedMemoryCollectives(ProcessGroup):
         return bool(self._last_update[0] == own)
 
     def _wait_for(self, num_updates: int) -> None:
-        """Wait until every worker has made `num_updates` updates."""
+        """Wait until every worker has made `num_updates` updates.
+
+        Raises:
+            LostError: if this takes longer than `timeout`.
+        """
         waited, since = 0.0, time.monotonic()
         while self.updates.min() < num_updates:
             if waited > self.timeout:
@@ -83,11 +87,11 @@ class Hogwild(MultiProcess):
     """Each worker computes gradients of the shared model and updates it, without synchronizing with the others.
 
     Niu et al., HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent (2011). The workers divide
-    the global batches, and each has its own optimizer. The number of steps is that of every other mode, but others may
-    update the weights while a gradient is computed, so no two runs are the same. A single worker is exactly
-    `parallel=single`. The workers wait for each other to log, evaluate and save. A checkpoint holds the model, and the
-    first worker's optimizer state for other modes; each worker's own is in the file of its rank. On the CPU of one
-    machine only.
+    the global batches among them, and each worker has its own optimizer. The number of steps is the same as in other
+    modes, but while a worker computes a gradient, other workers may update the weights, so no two runs are the same.
+    With one worker, a run is exactly the same as with `parallel=single`. The workers wait for each other to log,
+    evaluate and save. A checkpoint holds the model, and the first worker's optimizer state for other modes; the file of
+    each rank holds that worker's optimizer state. The mode runs on the CPU of a single machine.
     """
 
     description: ClassVar[str] = "Hogwild"
@@ -147,12 +151,18 @@ class Hogwild(MultiProcess):
         return sums
 
     def _read(self, model: torch.nn.Module) -> tuple[int, list[torch.Tensor] | None]:
-        """Return the number of updates when a step begins and, every `_MEASURE_EVERY` steps, a copy of the weights."""
+        """Return the updates so far by all workers, and a copy of the weights in every `_MEASURE_EVERY`-th step."""
         measured = self._context.world_size > 1 and self._updates[self._context.rank] % _MEASURE_EVERY == 0
         return int(self._updates.sum()), [p.detach().clone() for p in trainable(model)] if measured else None
 
     def _measure_staleness(self, model: torch.nn.Module, updates: int, weights: list[torch.Tensor] | None) -> None:
-        """Add to the staleness the updates by others since `_read`, and the distance that they moved the model."""
+        """Count the updates by other workers in this step, and measure how far they have moved the model.
+
+        Args:
+            model: the model.
+            updates: number of updates at the beginning of the step.
+            weights: weights at the beginning of the step; None if the distance is not measured in this step.
+        """
         staleness = self._staleness
         staleness[0] += int(self._updates.sum()) - updates
         staleness[1] += 1
@@ -167,7 +177,11 @@ class Hogwild(MultiProcess):
         return super().evaluate(model)
 
     def scalars(self) -> dict[str, float]:
-        """Return the updates of all workers, and the mean updates by others and mean relative distance per step."""
+        """Return measurements of all workers since the last call, by tag.
+
+        They are the number of updates; the mean number of updates by other workers during a step (staleness); and the
+        mean distance by which such updates have moved the model, relative to its norm.
+        """
         staleness = torch.tensor(self._staleness, dtype=torch.float64)
         total = self._context.collectives.all_reduce({"staleness": staleness})["staleness"]
         self._staleness = [0.0] * 4
@@ -206,5 +220,5 @@ def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _padded_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of `tensor`, rounded up to whole cache lines."""
+    """Return the size of `tensor` in bytes, rounded up to whole cache lines."""
     return -(-tensor.nbytes // _CACHE_LINE) * _CACHE_LINE

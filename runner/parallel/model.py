@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class ModelParallel(Partition, Parallel):
     """For networks too large for one GPU: activations move from device to device, and one device computes at a time.
 
-    Targets are moved to the last device. In `parallel=pipeline`, all devices compute at the same time.
+    Targets are moved to the last device. With `parallel=pipeline`, in contrast, all devices compute at the same time.
     """
 
     description: ClassVar[str] = "model split over devices"
@@ -92,7 +92,7 @@ class ModelParallel(Partition, Parallel):
 
 
 def _forward(stages: Sequence[torch.nn.Module], devices: list[torch.device], x: torch.Tensor) -> torch.Tensor:
-    """Return the network's outputs, on the last device."""
+    """Return the network's outputs for `x`, on the last device."""
     for stage, device in zip(stages, devices, strict=True):
         x = stage(x.to(device, non_blocking=True))
     return x

@@ -20,10 +20,11 @@ from runner.parallel.launch.processes import ExternalProcesses, LocalProcesses
 
 @dataclass
 class MultiProcess(Parallel, ABC):
-    """A mode with several processes; a subclass must define the `layout`, the share of the work of each process.
+    """A mode with several processes; a subclass must define `layout`, each process's share of the work.
 
     Args:
-        processes: number of processes; `auto`: one per visible GPU, two on a CPU. torchrun and SLURM determine it.
+        processes: number of processes; `auto`: one per visible GPU, or two on a CPU. Under torchrun or SLURM, `auto` is
+            the number of processes that they have started.
         timeout: seconds that a process waits for the others before the run ends with an error.
         max_restarts: how often all processes are restarted from the last checkpoint after one failed or died.
         port: port of the store through which the processes of this machine find each other; null: any free one.
@@ -73,7 +74,7 @@ class MultiProcess(Parallel, ABC):
         )
 
     def _gpus(self, choice: Device) -> list[torch.device]:
-        """Return the GPUs of this machine's processes, one each; empty on the CPU. `auto` chooses no Metal device."""
+        """Return one GPU for each process on this machine; empty on the CPU. `device=auto` never selects Metal here."""
         kind = choice.kind if choice.kind != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         why = "tensors of a Metal device cannot be sent between processes"
         check(kind != "mps", "device.kind", kind, why, "choose device=cpu, or parallel=single")
@@ -84,7 +85,7 @@ class MultiProcess(Parallel, ABC):
         return []
 
     def _num_processes(self, num_gpus: int) -> int:
-        """Return the number of processes to start when neither torchrun nor SLURM has started them."""
+        """Return the number of processes to start, given `num_gpus`, if neither torchrun nor SLURM has started them."""
         return self.processes if isinstance(self.processes, int) else num_gpus or 2
 
     def _allocate_shared_state(self, context: Context) -> Any:
@@ -95,8 +96,8 @@ class MultiProcess(Parallel, ABC):
 def average_buffers(model: torch.nn.Module, collectives: Collectives) -> None:
     """Replace the floating-point buffers on every rank by their means over all ranks.
 
-    A running mean is linear in the batch means, so its average over the ranks is that of a single process that sees all
-    shards.
+    A running mean is linear in the batch means, so its average over the ranks equals the running mean of a single
+    process that sees all shards.
     """
     for buffer in model.buffers():
         if buffer.is_floating_point():

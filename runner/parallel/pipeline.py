@@ -51,8 +51,8 @@ _PICTURE = "pipeline.png"
 class Pipeline(Partition, MultiProcess):
     """A batch passes through the stages in micro-batches, whose gradients are summed (Huang et al., GPipe, 2019).
 
-    Samples, loss and update are the same as with gradient accumulation on one device. Batch normalization uses the
-    statistics of micro-batches, as it does there.
+    Samples, loss and update are the same as with gradient accumulation on one device. In both cases, batch
+    normalization uses the statistics of micro-batches.
 
     Args:
         engine: `processes`: one process per stage, with `torch.distributed.pipelining`; `streams`: one process with
@@ -62,9 +62,9 @@ class Pipeline(Partition, MultiProcess):
             stages per process, for a smaller bubble (Narayanan et al., 2021); `zero_bubble`: the gradients of weights
             are computed later, during the bubble (Qi et al., 2023).
         split_size: samples per micro-batch.
-        num_micro_batches: number of micro-batches, instead of `split_size`; both null: about four per stage.
-        batch_norm: `micro`: running statistics of the micro-batches; `defer`: of the whole batch (GPipe, section 2.2),
-            so that the evaluated model does not depend on `split_size`.
+        num_micro_batches: number of micro-batches, as an alternative to `split_size`; both null: about four per stage.
+        batch_norm: `micro`: the running statistics are those of micro-batches; `defer`: those of the whole batch
+            (GPipe, section 2.2), so that the evaluated model does not depend on `split_size`.
     """
 
     description: ClassVar[str] = "pipeline"
@@ -184,7 +184,7 @@ class Pipeline(Partition, MultiProcess):
         return model
 
     def _profiles(self, model: torch.nn.Module, context: Context) -> tuple[torch.Tensor, list[BlockProfile]]:
-        """Return the inputs of one sample, and the profiles of the blocks for a micro-batch."""
+        """Return the inputs of one sample, and the profiles of the blocks, measured with a micro-batch."""
         inputs = first_inputs(model, context, self._size)
         return inputs[:1].cpu(), profile_blocks(model, inputs, context, timed=self.cuts == "auto")
 
@@ -195,7 +195,13 @@ class Pipeline(Partition, MultiProcess):
         activations: list[ActivationSpec],
         context: Context,
     ) -> dict[int, StageModule]:
-        """Return this process's stages, by number; the tensors of other stages are removed from `model`."""
+        """Create this process's stages and engine, and return the stages, by number.
+
+        The tensors of other processes' stages are removed from `model`.
+
+        Raises:
+            ConfigError: if two stages share a tensor, or this process has nothing to train.
+        """
         from runner.parallel.pipelining.schedules import ProcessEngine
         from runner.parallel.pipelining.stages import StageModule, keep_only, owners
 
@@ -223,7 +229,7 @@ class Pipeline(Partition, MultiProcess):
         activations: list[ActivationSpec],
         context: Context,
     ) -> dict[int, StageModule]:
-        """Return all stages, by number, each on its own device if there are several."""
+        """Create all stages and the engine, and return the stages, by number; if possible, each on its own device."""
         from runner.parallel.pipelining.stages import StageModule
         from runner.parallel.pipelining.streams import StreamEngine
 
@@ -262,7 +268,7 @@ class Pipeline(Partition, MultiProcess):
             from runner.parallel.pipelining import deferred_batch_norm
 
             deferred_batch_norm.update(model)
-        # Only the process of the last stage has sums; those over all processes are the sums of the batch.
+        # Only the process of the last stage has sums, so the sums over all processes are the sums of the batch.
         return torch.stack(sums).sum(0) if sums else torch.zeros(len(workload.metrics), device=device)
 
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:

@@ -9,9 +9,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def convert_sync_batch_norm(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Convert every batch normalization in `model` to one over all processes' shards of a micro-batch.
+    """Convert every batch normalization layer in `model` to use all processes' shards of a micro-batch; return `model`.
 
-    On CUDA this is `torch.nn.SyncBatchNorm`, which supports no other device; elsewhere, the same with all-reduces.
+    On CUDA, the layers become `torch.nn.SyncBatchNorm`, which supports no other device; elsewhere, `SyncBatchNorm` of
+    this file, which uses all-reduces.
     """
     if device.type == "cuda":
         return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -22,7 +23,7 @@ def convert_sync_batch_norm(model: torch.nn.Module, device: torch.device) -> tor
 
 
 class BatchNormOfAnyDim(_BatchNorm):
-    """Ioffe and Szegedy, Batch Normalization (2015), of [n, channels, …]; subclasses compute the statistics."""
+    """Batch normalization (Ioffe and Szegedy, 2015) of inputs [n, channels, …]; subclasses compute the statistics."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -30,7 +31,7 @@ class BatchNormOfAnyDim(_BatchNorm):
 
     @torch.no_grad()
     def update_running_stats(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Update the running statistics with those of a batch, [channels] each, as `_BatchNorm` does."""
+        """Update the running statistics with the `mean` and `variance` of a batch, [channels], as `_BatchNorm` does."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked += 1
@@ -66,7 +67,7 @@ def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """A differentiable all-reduce: the gradient of the sum is the sum of the gradients of all ranks."""
+    """A differentiable all-reduce: the backward pass sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
