@@ -39,7 +39,7 @@ class Collectives:
         """Set `tensor` to its elementwise maximum over all ranks, in place."""
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> None:
-        """Set `tensor` to its mean over all ranks, in place; float64 keeps values that are equal on all ranks."""
+        """Set `tensor` to its mean over all ranks, in place. In float64, a value equal on all ranks does not change."""
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether any rank has set `flag`, the same on all ranks; the result may lag behind by some calls."""

@@ -1,4 +1,4 @@
-"""The rank of this process under torchrun or SLURM, read from environment variables, without torch."""
+"""The rank of this process under torchrun or SLURM, read from environment variables without importing torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class RankInfo(NamedTuple):
     """The rank of a process, and the address of the store; the defaults are those of a single process.
 
     Args:
-        rank, world_size: among all processes of the run.
-        local_rank, local_world_size: among those on this machine.
-        host, port: address of the store through which they find each other (`MASTER_ADDR`, `MASTER_PORT`).
+        rank, world_size: the rank of the process, and the number of processes, in the whole run.
+        local_rank, local_world_size: the same, counting only the processes on this machine.
+        host, port: address of the store through which the processes find each other (`MASTER_ADDR`, `MASTER_PORT`).
     """
 
     rank: int = 0
@@ -63,9 +63,10 @@ def _torchrun() -> RankInfo | None:
 
 
 def _slurm() -> RankInfo | None:
-    """Read the rank that `srun` assigned; None without it, or for a single task.
+    """Read the rank that `srun` assigned; None without `srun`, or for a single task.
 
-    `SLURM_STEP_*` are set for processes that `srun` starts; a batch script, a single process, has `SLURM_NTASKS` too.
+    `srun` sets `SLURM_STEP_*` for the processes that it starts. `SLURM_NTASKS` is also set in a batch script, which is
+    a single process.
     https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
     """
     read = os.environ.get
@@ -80,7 +81,7 @@ def _slurm() -> RankInfo | None:
         local_rank=int(read("SLURM_LOCALID", "0")),
         local_world_size=counts[int(read("SLURM_NODEID", "0"))],
         host=read("MASTER_ADDR") or first_host(read("SLURM_STEP_NODELIST", "localhost")),
-        # The same for all tasks of a job, and almost always different from that of other jobs on the machine.
+        # A port that all tasks of a job compute, and that almost always differs from the ports of other jobs.
         port=int(read("MASTER_PORT") or 20000 + int(read("SLURM_JOB_ID", "0")) % 20000),
     )
 
@@ -107,7 +108,8 @@ _SIOCGIFADDR = 0x8915  # netdevice(7): get the address of an interface
 def interface_to(host: str) -> str | None:
     """Return the network interface through which this machine reaches `host`; None if unknown (Linux, IPv4 only).
 
-    By default, gloo uses the interface that the hostname of this machine resolves to, often that of 127.0.0.1.
+    By default, gloo uses the interface to which the hostname of this machine resolves, which is often the loopback
+    interface.
     """
     if sys.platform != "linux":
         return None

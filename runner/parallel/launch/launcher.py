@@ -1,4 +1,4 @@
-"""The base class of launchers, which start or join the processes of a run, for a run in this process alone."""
+"""The base class of launchers, which start or join the processes of a run. This one trains in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.system.signals import before_training
 
 
 class Launcher:
-    """Trains in this process.
+    """A launcher that trains in this process.
 
     Args:
         devices: devices of this process.
@@ -27,12 +27,12 @@ class Launcher:
 
     @contextmanager
     def connect(self) -> Iterator[Process]:
-        """Yield this process, before training; it is rank 0 if it is going to start the ranks.
+        """Yield this process before training, as rank 0 if the launcher has yet to start the ranks.
 
-        If torchrun or SLURM has started this process, it joins the process group of the others here.
+        If torchrun or SLURM has started this process, it joins the process group here.
 
         Raises:
-            SystemExit: by a stop signal, until training begins.
+            SystemExit: if a stop signal arrives before training begins.
         """
         before_training()
         yield Process(RankInfo(), self.devices, Collectives())
@@ -40,13 +40,13 @@ class Launcher:
     def launch(
         self, train: Callable[[], Any], train_rank: Callable[[Process], Any], context: Context, directory: Path
     ) -> Any:
-        """Train on every rank of the run; returns the result of rank 0.
+        """Train on every rank of the run; return the result of this rank, or of rank 0 if the ranks are started here.
 
         Args:
             train: trains in this process, if it is a rank of the run.
             train_rank: trains in a process that this launcher starts; picklable.
             context: context of this process.
-            directory: the run directory; the output of each started rank but 0 goes to `log_rank_N.txt` in it.
+            directory: the run directory; each started rank N > 0 writes its output to `log_rank_N.txt` in it.
 
         Raises:
             RankError: if one of the ranks that were started here fails, dies or hangs.

@@ -1,4 +1,4 @@
-"""The default process group of `torch.distributed`: initialized, destroyed, or aborted by a rank that has failed."""
+"""Functions to initialize and destroy the default process group of `torch.distributed`, and to abort it on failure."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 HOST = "127.0.0.1"
-"""The host of the store of processes that are started on this machine; `::1` where there is no IPv4."""
+"""The host of the store for processes that are started on this machine; `::1` if the machine has no IPv4."""
 
 
 _LONG = timedelta(days=30)
-"""How long gloo waits where the supervisor decides."""
+"""The timeout of gloo if the supervisor decides when a collective has timed out."""
 
 
 def create_store(port: int | None) -> TCPStore:
-    """Create the store through which the processes of this machine find each other, in the process that starts them.
+    """Create the store through which the processes of this machine find each other; called before they are started.
 
     Args:
         port: port on this machine; None: any free one.
@@ -44,7 +44,7 @@ def create_store(port: int | None) -> TCPStore:
         why = f"nothing can listen there ({error.strerror})"
         raise ConfigError("parallel.port", port, why, "choose another, or null for any free one") from None
     host, listened = listener.getsockname()[:2]
-    # The store would listen on all interfaces, and anyone who connects can write to it: so it is given a socket.
+    # By itself, the store would listen on all interfaces, and anyone who connects can write to it.
     return TCPStore(host, listened, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
@@ -72,7 +72,8 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
         device: device of this process; tensors on a GPU are sent over NCCL, those in host memory over gloo.
         timeout: seconds that a collective waits for the other ranks.
         external: whether torchrun or SLURM has started the ranks. If not, the supervisor ends a collective of gloo
-            after `timeout`, and gloo itself waits much longer: its clock would go on while all processes are suspended.
+            after `timeout`. Gloo's own timeout is then much longer, because it also counts time in which all processes
+            are suspended.
     """
     global _progress
     _progress = int(device.type == "cpu")
@@ -99,7 +100,7 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
 
 
 def _loopback() -> str | None:
-    """Return the name of the loopback interface: `lo` on Linux, `lo0` on macOS; None if it has another."""
+    """Return the name of the loopback interface: `lo` on Linux, `lo0` on macOS; None if it has another name."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
@@ -112,16 +113,17 @@ def destroy_process_group() -> None:
 def abort_process_group() -> None:
     """Leave the process group while the other ranks still use it: their collectives fail now, not at the timeout.
 
-    Gloo closes its connections with the last reference to the group, which a traceback, a device mesh or a DDP replica
-    may hold, and has no function to close them; so they are shut down through their file descriptors. A public
-    `ProcessGroupGloo.shutdown` (https://github.com/pytorch/pytorch/issues/130345) would make this unnecessary.
+    Gloo has no function to close its connections. It closes them when the last reference to the group is gone, but a
+    traceback, a device mesh or a DDP replica may hold a reference. Therefore, the connections are shut down through
+    their file descriptors. A public `ProcessGroupGloo.shutdown` (https://github.com/pytorch/pytorch/issues/130345)
+    would make this unnecessary.
     """
     fail_collectives()
     destroy_process_group()
 
 
 def fail_collectives() -> None:
-    """Shut down gloo's connections: collectives that wait fail, on this rank and on the others."""
+    """Shut down gloo's connections, so that waiting collectives fail, on this rank and on other ranks."""
     for descriptor in _gloo_sockets:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.getpeername()  # raises for the listening socket: gloo would crash if it were shut down
@@ -129,9 +131,10 @@ def fail_collectives() -> None:
 
 
 def progress() -> int:
-    """Return a number that grows when this rank begins to wait for others; called by the thread of the heartbeats.
+    """Return a number that grows when this rank begins to wait for others; called by the heartbeat thread.
 
-    It is always 0 on GPUs, where NCCL's own watchdog ends a collective: not all operations of NCCL are counted.
+    On GPUs, the number is always 0: not all NCCL operations are counted, and NCCL's own watchdog ends a collective that
+    has timed out.
     """
     with suppress(RuntimeError):  # the group is just being destroyed
         return _progress + torch_private.num_operations() if _progress else 0
@@ -139,14 +142,14 @@ def progress() -> int:
 
 
 _progress = 0
-"""1 when this rank joins the others, and 0 before that, or on GPUs."""
+"""1 once this rank joins the other ranks on a CPU; 0 before, and always 0 on GPUs."""
 
 _gloo_sockets: list[int] = []
 """The file descriptors of the sockets that `init_process_group` has opened."""
 
 
 def _open_sockets() -> set[int]:
-    """Return the file descriptors of all sockets of this process; empty if the system does not list them."""
+    """Return the file descriptors of all sockets of this process; empty if the operating system does not list them."""
     found = set()
     with suppress(OSError):
         for name in os.listdir("/dev/fd"):  # Linux and macOS
@@ -157,18 +160,18 @@ def _open_sockets() -> set[int]:
 
 
 def _external_store(rank_info: RankInfo, timeout: timedelta) -> Store:
-    """Return the store of processes that torchrun or SLURM started, with a new prefix for each process group."""
+    """Return the store of the processes that torchrun or SLURM has started, with a new prefix in each call."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
 
     if not _external_stores:
         os.environ.update(rank_info.variables())
         found = rendezvous("env://", rank_info.rank, rank_info.world_size, timeout=timeout)
-        _external_stores.append(next(found)[0])  # kept: the port is in use, so there cannot be a second one
+        _external_stores.append(next(found)[0])  # kept: the port is in use, so there cannot be a second store
     _external_stores.append(PrefixStore(f"group {len(_external_stores)}", _external_stores[0]))
     _external_stores[-1].set_timeout(timeout)
     return _external_stores[-1]
 
 
 _external_stores: list[Store] = []
-"""The store, then a prefixed one per process group; a sweep initializes a new group after a failed job."""
+"""The store, followed by one with a prefix for each process group; a sweep needs a new group after a failed job."""

@@ -32,7 +32,7 @@ PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "runner.train
 
 
 class LocalProcesses(Launcher):
-    """Starts one process per rank on this machine, and trains in them.
+    """A launcher that starts one process per rank on this machine, and trains in these processes.
 
     Args:
         devices: device of each rank.
@@ -40,7 +40,7 @@ class LocalProcesses(Launcher):
         max_restarts: how often all ranks are restarted after one failed or died.
         port: port of the store; None: any free one.
         collectives: class of the ranks' collectives.
-        allocate: allocates the memory that the ranks share; called before they are started.
+        allocate: allocates the memory that the ranks share; called before the ranks are started.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LocalProcesses(Launcher):
 
 
 class ExternalProcesses(Launcher):
-    """Joins the other ranks, which torchrun or SLURM has started together with this process.
+    """A launcher that joins the other ranks, which torchrun or SLURM has started together with this process.
 
     Args:
         rank_info: rank of this process.
@@ -120,7 +120,7 @@ class ExternalProcesses(Launcher):
             return train()
         except Exception as error:
             report = report_of(error)
-            if self.rank_info.rank > 0 and report.what and not report.by_others:  # the command reports that of rank 0
+            if self.rank_info.rank > 0 and report.what and not report.by_others:  # the command reports rank 0's error
                 log.critical("rank %d %s\n%s", self.rank_info.rank, report.what, report.trace)
             assert isinstance(context.collectives, ProcessGroup)
             context.collectives.forget()
@@ -167,7 +167,7 @@ def _run_rank(
 
 
 def _redirect_output(path: Path) -> None:
-    """Redirect the output of this process to a file, as only rank 0 prints to the console."""
+    """Redirect the output of this process to the file `path`, because only rank 0 prints to the console."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(file, stream)

@@ -1,7 +1,7 @@
-"""The supervisor of a run's ranks: it detects a rank that fails, dies or hangs, ends the run, and kills all ranks.
+"""The supervisor of a run's ranks: if a rank fails, dies or hangs, it ends the run and kills all ranks.
 
-Each rank has a pipe to the supervisor, over which it sends heartbeats and, at the end, a report. If the pipe breaks,
-because the supervisor was killed, the rank kills the other ranks and exits.
+Each rank has a pipe to the supervisor, over which the rank sends heartbeats and, at the end, a report. If the pipe
+breaks because the supervisor was killed, the rank kills the other ranks and exits.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ HEARTBEAT_SECONDS = 0.3
 """Time between two heartbeats, well below the shortest timeout of one second."""
 
 START_SECONDS = 60.0
-"""Additional time for the first heartbeat, as torch may be imported from a slow disk."""
+"""Additional time for the first heartbeat, because torch may be imported from a slow disk."""
 
 GIVE_UP = "give up"
-"""What the supervisor sends to the ranks when one of them has failed or hangs: others may wait for it."""
+"""The message to all ranks that a rank has failed or hangs, because other ranks may be waiting for it."""
 
 _UNKNOWN_EXIT = 255
-"""The exit code that `multiprocessing` reports for every rank once the fork server, which knows them, is gone."""
+"""The exit code that `multiprocessing` reports for every rank if the fork server, which knows the codes, is gone."""
 
 GRACE_SECONDS = 2.0
-"""Time in which the other ranks may still report, after one has failed."""
+"""Time in which the other ranks may still report, after a rank has failed."""
 
 
 class RankError(Exception):
-    """Raised when a rank failed, died or hung; `result` is the result up to then, if rank 0 could still report it."""
+    """Raised when a rank failed, died or hung; `result` is the run's result so far, if rank 0 could still report it."""
 
     def __init__(self, rank: int, what: str, trace: str = "", result: Any = None):
         super().__init__(rank, what, trace, result)
@@ -57,14 +57,14 @@ class RankError(Exception):
 
 
 class ForkServerError(RankError):
-    """Raised when the process that starts the ranks was killed."""
+    """Raised when the fork server, which starts the ranks, was killed."""
 
     def __str__(self) -> str:
         return self.what
 
 
 class LostError(RuntimeError):
-    """Raised when another rank did not reach the point where this one waited for it."""
+    """Raised when another rank did not reach the point where this rank waited for it."""
 
 
 @dataclass
@@ -73,8 +73,8 @@ class Report:
 
     Args:
         value: return value of the rank.
-        refused: the config error that ended it.
-        what: the exception that ended it, in one line; empty if it succeeded.
+        refused: the config error that ended the rank.
+        what: the exception that ended the rank, in one line; empty if the rank succeeded.
         trace: the traceback of that exception.
         result: the result of the run up to that exception.
         by_others: whether the exception only means that another rank is gone.
@@ -113,11 +113,12 @@ def report_of(error: BaseException) -> Report:
 def start_heartbeat(
     pipe: connection.Connection, progress: Callable[[], int] = lambda: 0, give_up: Callable[[], None] = lambda: None
 ) -> Callable[[Report], None]:
-    """Send heartbeats until the process ends; if the supervisor dies, kill the other ranks and exit.
+    """Start a thread that sends heartbeats; if the supervisor dies, the thread kills the other ranks and exits.
 
     Args:
+        pipe: connection to the supervisor.
         progress: returns a number that grows when this rank begins to wait for others; sent with each heartbeat.
-        give_up: makes this rank fail if it waits for others; called when one of them has failed or hangs.
+        give_up: makes this rank fail if it waits for other ranks; called when a rank has failed or hangs.
 
     Returns:
         A function that sends the report.
@@ -159,8 +160,8 @@ class Supervisor:
     Args:
         work: main function of a rank, called with its pipe (see `start_heartbeat`) and its arguments.
         arguments: arguments of each rank.
-        timeout: seconds after which a rank is considered hung that sends no heartbeat, or for which others wait. They
-            are counted here: time in which this process was itself suspended (Ctrl-Z) is nobody's silence.
+        timeout: seconds after which a rank is considered to hang, if it sends no heartbeat, or if other ranks wait for
+            it. Time in which this process itself was suspended (Ctrl-Z) does not count.
     """
 
     def __init__(self, work: Callable[..., None], arguments: Sequence[tuple], timeout: float):
@@ -194,14 +195,14 @@ class Supervisor:
         self.close()
 
     def wait(self, stop: StopRequest) -> list[Any]:
-        """Wait for all ranks; returns their return values.
+        """Wait for all ranks, and return their return values.
 
         Args:
             stop: a stop signal of this process, which is forwarded to all ranks once.
 
         Raises:
             ConfigError: if a rank raised it.
-            RankError: if a rank failed, died or hung; it names the first one.
+            RankError: if a rank failed, died or hung; the error names the first such rank.
         """
         passed_on = False
         while any(report is None for report in self.reports):
@@ -238,7 +239,7 @@ class Supervisor:
                 self._read_pipe(rank)
 
     def _read_pipe(self, rank: int) -> None:
-        """Read the heartbeats and the report of one rank."""
+        """Read the heartbeats and the report that `rank` has sent so far."""
         with suppress(EOFError, OSError):
             while self.reports[rank] is None and self.pipes[rank].poll():
                 message = self.pipes[rank].recv()
@@ -253,7 +254,7 @@ class Supervisor:
         return failed or bool(self._dead()) or max(self.silence) > self.timeout or self._has_stalled()
 
     def _has_stalled(self) -> bool:
-        """Return whether some ranks wait for others in a collective, and none has begun another for too long."""
+        """Return whether some ranks wait for others in a collective, and no rank has made progress for too long."""
         running = {self.progress[rank] for rank, report in enumerate(self.reports) if report is None}
         return self.stalled > self.timeout and len(running) > 1
 
@@ -286,7 +287,12 @@ class Supervisor:
         return RankError(*first, result=result)
 
     def _first(self, silent: list[int], reports: dict[int, Report]) -> tuple[int, str, str]:
-        """Return (rank, what, trace) of the rank that failed first, as far as the reports show."""
+        """Return (rank, what, trace) for the rank that seems to have failed first.
+
+        Args:
+            silent: the ranks that have sent no heartbeat within the timeout.
+            reports: the reports of the ranks that have failed.
+        """
         dead = {rank: self._exit_reason(rank) for rank in self._dead()}
         # NCCL's watchdog aborts a process (SIGABRT) whose collective timed out: another rank may be the cause.
         for rank, (what, by_watchdog) in dead.items():
@@ -305,7 +311,7 @@ class Supervisor:
         return ordered[0], reports[ordered[0]].what, reports[ordered[0]].trace
 
     def _exit_reason(self, rank: int) -> tuple[str, bool]:
-        """Return how a process ended that sent no report, and whether NCCL's watchdog may have aborted it."""
+        """Return how the process of `rank` ended without a report, and whether NCCL's watchdog may be the cause."""
         code = self.processes[rank].exitcode
         if code >= 0:
             return f"exited with code {code}", False
@@ -314,7 +320,7 @@ class Supervisor:
 
     def _tell(self, message: Any) -> None:
         for pipe in self.pipes:
-            with suppress(OSError):  # it has already ended, which `wait` will detect
+            with suppress(OSError):  # the rank has already ended, which `wait` will detect
                 pipe.send(message)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -325,5 +331,5 @@ class Supervisor:
 
 
 def _with_cause(name: str) -> str:
-    """Return the name of a signal, with its likely cause."""
+    """Return the `name` of a signal, followed by the likely cause if there is one."""
     return f"{name} (the kernel does that where memory runs out)" if name == "SIGKILL" else name

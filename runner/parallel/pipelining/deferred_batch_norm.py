@@ -1,8 +1,9 @@
 """Batch normalization over micro-batches, with the running statistics of the whole batch.
 
-Huang et al., GPipe (2019), section 2.2: training uses the statistics of each micro-batch, evaluation those of the whole
-batch. Kim et al., torchgpipe (2020), call it deferred batch normalization. The mean and variance of the whole batch are
-combined from those of the micro-batches (Chan, Golub and LeVeque, 1979), exactly up to rounding.
+Huang et al., GPipe (2019), section 2.2: training uses the statistics of each micro-batch, and evaluation uses running
+statistics of whole batches. Kim et al., torchgpipe (2020), call this deferred batch normalization. The mean and the
+variance of a whole batch are computed from the means and variances of its micro-batches, exactly up to rounding (Chan,
+Golub and LeVeque, 1979).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from runner.parallel.sync_batch_norm import BatchNormOfAnyDim
 
 
 def defer(model: torch.nn.Module) -> None:
-    """Convert every batch normalization in `model` to one whose running statistics do not change until `update`."""
+    """Convert the batch normalization layers in `model`: only `update` changes their running statistics from now on."""
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             module.__class__ = DeferredBatchNorm  # in place: keeps parameters, buffers and their names
@@ -27,7 +28,7 @@ def defer(model: torch.nn.Module) -> None:
 
 
 def update(model: torch.nn.Module) -> None:
-    """Update the running statistics once, with those of the global batch, after its last micro-batch."""
+    """Update the running statistics in `model` with the statistics of a batch; called after its last micro-batch."""
     for module in model.modules():
         # Stages of other processes have no statistics in this one.
         if isinstance(module, DeferredBatchNorm) and module.running_mean is not None:
@@ -37,7 +38,7 @@ def update(model: torch.nn.Module) -> None:
 class DeferredBatchNorm(BatchNormOfAnyDim):
     """Batch normalization of [n, channels, …] that defers the update of its running statistics to `update`.
 
-    Since the last update it keeps, for each channel, the count, the mean and the sum of squared deviations.
+    Its buffers hold the count, the mean and the sum of squared deviations of the values since the last update.
     """
 
     seen: torch.Tensor
@@ -57,7 +58,7 @@ class DeferredBatchNorm(BatchNormOfAnyDim):
 
     @torch.no_grad()
     def _merge(self, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
-        """Merge the mean and the sample variance of a micro-batch with `count` values per channel."""
+        """Merge the `mean` and sample `variance` of a micro-batch with `count` values per channel into the buffers."""
         total = self.seen + count
         distance = mean - self.seen_mean
         self.seen_mean += distance * (count / total)
@@ -66,7 +67,7 @@ class DeferredBatchNorm(BatchNormOfAnyDim):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the running statistics with all values since the last update, and reset the sums."""
+        """Update the running statistics with all values since the last update, and reset the buffers."""
         self.update_running_stats(self.seen_mean, self.seen_squares / (self.seen - 1).clamp(min=1))
         for buffer in (self.seen, self.seen_mean, self.seen_squares):
             buffer.zero_()

@@ -1,4 +1,4 @@
-"""Draws a Gantt chart of a pipeline's step: a row for each worker, a box for each computation."""
+"""A Gantt chart of a pipeline's step, with a row for each worker, and a box for each computation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INK, _IDLE, _LINE, _WHITE = (40, 40, 40), (235, 235, 235), (205, 205, 205), (25
 
 
 def gantt(work: Sequence[tuple[int, str, int, float, float]], workers: int, title: str) -> torch.Tensor:
-    """Draw one step.
+    """Draw a Gantt chart of one step.
 
     Args:
         work: (stage, kind, micro-batch, start, stop) of each computation, in seconds; kinds are those of `COLOURS`.
@@ -58,7 +58,7 @@ def gantt(work: Sequence[tuple[int, str, int, float, float]], workers: int, titl
 
 
 def _draw_axis(draw: ImageDraw.ImageDraw, seconds: float, scale: float, bottom: float) -> None:
-    """Draw ticks at round numbers of milliseconds."""
+    """Draw a time axis with ticks at round numbers of milliseconds."""
     step = _round_step(seconds * 1000 / 8)
     for tick in range(int(seconds * 1000 / step) + 1):
         x = _MARGIN + tick * step / 1000 * scale
@@ -68,7 +68,7 @@ def _draw_axis(draw: ImageDraw.ImageDraw, seconds: float, scale: float, bottom: 
 
 
 def _round_step(at_least: float) -> float:
-    """Return the smallest number of at least `at_least` that is 1, 2 or 5 times a power of ten."""
+    """Return the smallest number that is 1, 2 or 5 times a power of ten, and not less than `at_least`."""
     power = 10.0 ** math.floor(math.log10(max(at_least, 1e-6)))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= at_least)
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from runner.config.errors import ConfigError, check
 
 _PER_STAGE = 4
-"""Default number of micro-batches per stage: the bubble is then a fifth; smaller micro-batches are less efficient."""
+"""Default number per stage. The bubble is then at most a fifth of the time; smaller parts would be less efficient."""
 
 
 class MicrobatchConstraint(NamedTuple):
-    """What a schedule requires of the number of micro-batches."""
+    """The requirements of a schedule on the number of micro-batches."""
 
     schedule: str
     num_stages: int
@@ -42,7 +42,7 @@ def num_micro_batches(samples: int, split_size: int | None, count: int | None, c
         constraint: the requirements of the schedule.
 
     Raises:
-        ConfigError: if the request is impossible; it names the nearest possible numbers.
+        ConfigError: if the request is impossible; the error names the nearest possible numbers.
     """
     possible = [number for number in divisors(samples) if not constraint.violation(number)]
     if not possible:
@@ -70,7 +70,11 @@ def num_micro_batches(samples: int, split_size: int | None, count: int | None, c
 def _check(
     samples: int, count: float, key: str, got: int, possible: list[int], constraint: MicrobatchConstraint
 ) -> None:
-    """Refuse `got` for `key`, which makes `count` micro-batches, unless it is `possible`; name the nearest that are."""
+    """Check that `got`, the value of the option `key`, is one of the `possible` values; it makes `count` micro-batches.
+
+    Raises:
+        ConfigError: if the value is impossible; the error names the nearest possible values.
+    """
     together = f"the {samples} samples that go through together (batch_size / accumulation.steps)"
     if count < 1 or count > samples:
         why = f"there are no more than {together.removeprefix('the ')}"

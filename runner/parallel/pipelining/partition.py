@@ -1,4 +1,4 @@
-"""The partition of a network into stages: it is split between blocks, so that all stages take about the same time."""
+"""The partition of a network into stages of consecutive blocks, which should all take about the same time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.parallel.context import Context
 from runner.workloads.base import SupervisedWorkload, Workload
 
 Blocks = list[tuple[str, "torch.nn.Module"]]
-"""The blocks of a network by name, in the order of the forward pass; it can be split between any two of them."""
+"""The blocks of a network by name, in forward order; the network can be split between any two consecutive blocks."""
 
 _MIN_SECONDS, _MAX_REPEATS = 0.03, 20
 
@@ -32,9 +32,9 @@ class Partition:
     """The options of the modes that split a network.
 
     Args:
-        stages: number of stages; null: it follows from the number of processes or devices.
+        stages: number of stages; null: derived from the number of processes or devices.
         cuts: `auto` measures the blocks, and balances the stages; a list names the first block of each stage except the
-            first stage: [layer2, layer3.1]. `layer2` is the first block of that layer.
+            first stage: [layer2, layer3.1]. `layer2` stands for the first block of that layer.
     """
 
     stages: int | None = None
@@ -56,10 +56,10 @@ class Partition:
         return self.stages if self.cuts == "auto" else len(self.cuts) + 1
 
     def check_partition(self, workload: Workload, count: int) -> None:
-        """Refuse a workload or a network that cannot be split into `count` stages; allocates no weights.
+        """Check that the network of `workload` can be split into `count` stages, without allocating its weights.
 
         Raises:
-            ConfigError: if it cannot; the key starts at the root.
+            ConfigError: if it cannot be split; the error names the key in full, such as `parallel.cuts`.
         """
         names = [name for name, _ in blocks_of(_without_memory(supervised(workload)))]
         why = f"the network has {len(names)} blocks: {', '.join(names)}"
@@ -100,7 +100,7 @@ def blocks_of(model: torch.nn.Module) -> Blocks:
     """Return the blocks of `model`.
 
     Raises:
-        ConfigError: if it has no `blocks()`.
+        ConfigError: if `model` has no method `blocks()`.
     """
     blocks: Any = getattr(model, "blocks", None)
     kind = type(model).__name__
@@ -113,11 +113,11 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
     """Return the indices of the blocks named in `cuts`.
 
     Args:
-        cuts: names of blocks, or of layers for their first block, in the order of the network.
+        cuts: names of blocks, in forward order; the name of a layer stands for its first block.
         names: names of all blocks.
 
     Raises:
-        ConfigError: if the network cannot be split at one of them.
+        ConfigError: if the network cannot be split at one of the cuts.
     """
     layers = {name.rpartition(".")[0]: i for i, name in reversed(list(enumerate(names))) if "." in name}
     positions = layers | {name: i for i, name in enumerate(names)}
@@ -133,16 +133,17 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
 
 
 def balanced(seconds: Sequence[float], count: int) -> list[int]:
-    """Return the partition into `count` stages whose slowest stage takes the least time; if several, the most even one.
+    """Return the partition into `count` stages whose slowest stage takes the least time.
 
-    A pipeline is as fast as its slowest stage. Exact, by dynamic programming over (blocks, stages).
+    A pipeline is as fast as its slowest stage. If several partitions have an equally fast slowest stage, the most even
+    partition is returned. The solution is exact, by dynamic programming over (blocks, stages).
 
     Args:
         seconds: time of each block.
         count: number of stages.
 
     Returns:
-        The indices of the `count` − 1 blocks that begin a stage after the first, in increasing order.
+        The indices of the first blocks of all stages but the first, in increasing order.
     """
     assert 1 <= count <= len(seconds), f"{len(seconds)} blocks do not make {count} stages"
     sums = [0.0]
@@ -168,7 +169,7 @@ class BlockProfile(NamedTuple):
 
     Args:
         name: name of the block.
-        seconds: time of its forward and backward pass; 0.0 if it was not measured.
+        seconds: time of its forward and backward pass; 0.0 if the time was not measured.
         shape: shape of its output, without the batch dimension.
         dtype: dtype of its output.
     """
@@ -180,19 +181,20 @@ class BlockProfile(NamedTuple):
 
 
 def first_inputs(model: torch.nn.Module, context: Context, size: int | None = None) -> torch.Tensor:
-    """Return the inputs of the first micro-batch, or of its first `size` samples."""
+    """Return the inputs of the first micro-batch, or of only its first `size` samples."""
     with closing(cast(Any, context.workload.batches(model, context.plan, 0, context.device))) as batches:
         return next(batches).inputs[:size]
 
 
 def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, context: Context, timed: bool) -> list[BlockProfile]:
-    """Profile the blocks of `model` one after another, each on a copy, so that the network does not change.
+    """Profile the blocks of `model` one after another, on a copy of each block, so that the network does not change.
 
     Args:
         model: the network.
         inputs: inputs of the first block, on the device, for as many samples as a stage computes at once.
-        context: the run.
-        timed: measure the blocks in training mode; otherwise, only find the output shapes in evaluation mode.
+        context: the context of the run.
+        timed: whether to measure the times, in training mode; if not, only the outputs are profiled, in evaluation
+            mode.
     """
     kind, autocast = next(model.parameters()).dtype, context.precision.autocast
     inputs = inputs.to(kind) if inputs.is_floating_point() else inputs  # float64 under precision=64
@@ -212,7 +214,7 @@ def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, context: Contex
 def _seconds(
     block: torch.nn.Module, x: torch.Tensor, autocast: Callable[[], AbstractContextManager], requires_grad: bool
 ) -> float:
-    """Return the median time of a forward and backward pass in seconds, without the first one, the warm-up."""
+    """Return the median time of a forward and backward pass in seconds, not counting the first pass, a warm-up."""
     x = x.detach().clone().requires_grad_(requires_grad)
     times: list[float] = []
     while len(times) < 4 or (sum(times[1:]) < _MIN_SECONDS and len(times) < _MAX_REPEATS):

@@ -23,14 +23,14 @@ _SINGLE = ("gpipe", "1f1b")
 
 
 class ProcessEngine:
-    """Runs one or more stages in each process: stage i is in process i modulo the number of processes.
+    """An engine that runs one or more stages in each process: stage i in process i modulo the number of processes.
 
     Args:
         stages: stages of this process, by number.
         activations: specs of the activations before, between and after all stages.
         schedule: key of `SCHEDULES`.
         size: samples per micro-batch.
-        num_micros: micro-batches per call of `train`.
+        num_micros: number of micro-batches per call of `train`.
         device: device of this process.
         timeline: records when the stages compute.
     """
@@ -74,7 +74,7 @@ class ProcessEngine:
         Args:
             inputs: inputs of all micro-batches; used in the process of the first stage.
             targets: targets of all micro-batches; used in the process of the last stage.
-            loss: the loss to differentiate, from the outputs and the targets of a micro-batch.
+            loss: computes the loss to differentiate from the outputs and the targets of a micro-batch.
         """
         self._loss = loss
         # As in the example given to torch: inputs must be contiguous, and only the last stage takes targets.
@@ -82,7 +82,7 @@ class ProcessEngine:
         self._schedule.step(*own, target=targets if self.has_last else None)
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the network's outputs, on every rank; while a stage computes, earlier ones start the next samples."""
+        """Return the network's outputs on every rank; while a stage computes, earlier stages start the next samples."""
         sent, outputs = [], []
         for chunk in inputs.split(self.size):
             for number, stage in self.stages.items():
@@ -107,7 +107,7 @@ class ProcessEngine:
 
 
 def _example(spec: ActivationSpec, count: int, requires_grad: bool) -> torch.Tensor:
-    """Return an example of the activations between two stages, for which torch allocates its buffers once."""
+    """Return a meta tensor like the activations of `count` samples, which tells torch what buffers to allocate."""
     example = spec.empty(count, torch.device("meta"))
     return example.requires_grad_(requires_grad and example.is_floating_point())
 

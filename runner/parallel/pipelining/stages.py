@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Computes the loss of a micro-batch, a scalar to differentiate, from its outputs and targets."""
+"""A function that returns the loss of a micro-batch, a scalar to differentiate, given its outputs and targets."""
 
 
 class ActivationSpec(NamedTuple):
@@ -19,7 +19,7 @@ class ActivationSpec(NamedTuple):
     Args:
         shape: shape for one sample: (channels, height, width), or any other.
         dtype: dtype of the activations.
-        channels_last: whether they are in the NHWC memory format.
+        channels_last: whether the activations are in the NHWC memory format.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class ActivationSpec(NamedTuple):
 
     @property
     def is_permuted(self) -> bool:
-        """Whether they are sent as [n, height, width, channels], as only contiguous tensors can be sent."""
+        """Whether activations are sent as [n, height, width, channels], because only contiguous tensors can be sent."""
         return self.channels_last and len(self.shape) == 3
 
     def empty(self, count: int, device: torch.device) -> torch.Tensor:
@@ -43,12 +43,12 @@ class ActivationSpec(NamedTuple):
 
 
 class StageModule(nn.Module):
-    """Consecutive blocks of a network, which take and return activations in the format in which they are sent.
+    """Consecutive blocks of a network; inputs and outputs are in the format in which activations are sent.
 
     Args:
         blocks: modules of the network.
-        inputs: spec of the activations before the stage; None: it takes the inputs of the batch.
-        outputs: spec of the activations after the stage; None: it returns the outputs of the network.
+        inputs: spec of the activations before the stage; None: the inputs need no conversion.
+        outputs: spec of the activations after the stage; None: the outputs need no conversion.
         autocast: returns the context manager for a forward pass.
     """
 
@@ -75,7 +75,7 @@ class StageModule(nn.Module):
 
 
 class _FromSent(torch.autograd.Function):
-    """Converts received activations to the format of the blocks, and their gradient to a contiguous one to send."""
+    """Conversion of received activations to the format of the blocks, and of their gradient to the sent format."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, permuted: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -88,7 +88,7 @@ class _FromSent(torch.autograd.Function):
 
 
 class _ToSent(torch.autograd.Function):
-    """Converts activations to the format in which they are sent; a schedule may detach them in place."""
+    """Conversion of activations to the format in which they are sent; a schedule may detach the result in place."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, permuted: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -117,7 +117,7 @@ def activation_specs(
 
 
 def owners(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> dict[str, int]:
-    """Return the stage of each parameter and buffer of `model`, by name; those in no block belong to the first stage.
+    """Return the stage of each parameter and buffer of `model`, by name; a tensor in no block belongs to stage 0.
 
     Raises:
         ValueError: if two stages share a tensor; it names the tensor.
@@ -135,7 +135,7 @@ def owners(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> dict[str,
 
 
 def keep_only(model: nn.Module, names: set[str]) -> None:
-    """Remove every parameter and buffer of `model` that is not in `names`; those that remain keep their names."""
+    """Remove every parameter and buffer of `model` that is not in `names`; the remaining tensors keep their names."""
     for prefix, module in model.named_modules():
         for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if (f"{prefix}.{name}" if prefix else name) not in names:

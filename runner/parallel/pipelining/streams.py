@@ -1,7 +1,8 @@
 """The pipeline engine for one process with several CUDA devices, and copies between them on separate streams.
 
 Huang et al., GPipe (2019), as implemented in torchgpipe (Kim et al., 2020): in clock cycle k, micro-batch k − j is
-queued on stage j. The host waits for no device, so that all devices compute; copies overlap with the next micro-batch.
+queued on stage j. The host does not wait for the devices, so that all of them compute at the same time; copies overlap
+with the computation of the next micro-batch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from runner.system.copy_stream import Transfer, copy_stream
 
 
 class StreamEngine:
-    """Runs stages on consecutive devices; on a shared device, everything is computed in order.
+    """An engine that runs stages on consecutive devices; stages on the same device compute one after another.
 
     Args:
         stages: all stages, on their devices.
@@ -84,7 +85,7 @@ class StreamEngine:
 
 
 def clock(num_micros: int, num_stages: int) -> Iterator[tuple[int, int]]:
-    """Yield (micro-batch, stage) in the order in which the host queues work: at most one per stage and clock cycle."""
+    """Yield (micro-batch, stage) in the order in which the host queues them: at most one per stage and clock cycle."""
     for tick in range(num_micros + num_stages - 1):
         for stage in range(num_stages):
             if 0 <= tick - stage < num_micros:

@@ -1,4 +1,4 @@
-"""The times at which the stages of a pipeline compute, and the time in which they are idle: the bubble."""
+"""The times at which the stages of a pipeline compute, and the bubble: the time in which they are idle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.device import synchronize
 class Span(NamedTuple):
     """One computation of a stage on a micro-batch, from `start` to `stop`, in seconds since the schedule began.
 
-    `kind` is `forward`, `backward`, or `weights` if the schedule computes the gradients of the weights separately.
+    `kind` is `forward` or `backward`, or `weights` for gradients of weights that a schedule computes separately.
     """
 
     stage: int
@@ -26,10 +26,10 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Records the computations of this process's stages while `on` is true; otherwise it has no overhead.
+    """A recording of the computations of this process's stages. While `on` is false, there is no overhead.
 
-    On CUDA, times are measured by events on the streams of the devices: the host synchronizes once before a recording,
-    and once when it is read.
+    On CUDA, times are measured by events on the streams of the devices. The host synchronizes with the devices once
+    before a recording, and once when the recording is read.
 
     Args:
         devices: devices of the stages.
@@ -42,7 +42,7 @@ class Timeline:
         self._origins: dict[torch.device, Any] = {}
 
     def begin(self, barrier: Callable[[], None]) -> None:
-        """Start a new recording, whose time zero is when all processes have reached `barrier`."""
+        """Start a new recording; its time starts when all processes have reached `barrier`."""
         self._records, self.on = [], True
         for device in self.devices:
             synchronize(device)
@@ -51,7 +51,7 @@ class Timeline:
 
     @contextmanager
     def span(self, stage: int, kind: str, micro: int, device: torch.device) -> Iterator[None]:
-        """Record the enclosed computation of `stage` on `device`."""
+        """Record the enclosed computation as a `Span`, and measure its time on `device`."""
         if not self.on:
             yield
             return
@@ -64,7 +64,7 @@ class Timeline:
         self.on = False
 
     def take(self) -> list[Span]:
-        """Return the recorded spans, and clear them."""
+        """Return the recorded spans, and clear the recording."""
         if not self._records:
             return []
         for device in self.devices:
@@ -93,10 +93,11 @@ class Bubble(NamedTuple):
     """The idle time of a schedule.
 
     Args:
-        seconds: time from its first computation to its last.
+        seconds: time from the start of the first computation to the end of the last one.
         busy: seconds of computation, by worker.
         least: lower bound on the seconds of any schedule, from the measured times of these stages.
-        theory: idle fraction with equal stages: (p − 1) / (m + p − 1) (Huang et al., 2019, section 2.3).
+        theory: idle fraction if all stages are equal: (p − 1) / (m + p − 1) for p workers with m forward passes each
+            (Huang et al., 2019, section 2.3).
     """
 
     seconds: float
@@ -130,7 +131,7 @@ class Bubble(NamedTuple):
 
 
 def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
-    """Return the bubble of a schedule in which stage i is on worker i modulo `num_workers`."""
+    """Return the bubble of a schedule with the given `spans`; stage i is on worker i modulo `num_workers`."""
     num_stages = 1 + max(span.stage for span in spans)
     num_micros = 1 + max(span.micro for span in spans)
     rounds = num_stages // num_workers
@@ -143,10 +144,11 @@ def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
 
 
 def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> float:
-    """Return a lower bound on the seconds of the schedule from the computations of one worker.
+    """Return a lower bound on the seconds of the schedule, from the computations of one `worker`.
 
-    It cannot start before the earlier stages have computed the first micro-batch, and their backward passes of the
-    `last` one follow its own. The gradients of its weights may be computed after those.
+    The worker cannot start before earlier stages have computed the forward pass of the first micro-batch. After its
+    own backward pass of the micro-batch `last`, the earlier stages compute theirs; meanwhile, the worker may compute
+    gradients of weights.
     """
     before = set(range(worker))
     own = {span.stage for span in spans if span.stage % num_workers == worker}
@@ -158,7 +160,7 @@ def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> f
 def _seconds(
     spans: Sequence[Span], stages: set[int], kinds: Sequence[str] | None = None, micro: int | None = None
 ) -> float:
-    """Return the seconds that `stages` compute: all kinds, or only `kinds`; all micro-batches, or only `micro`."""
+    """Return the seconds in which `stages` compute; only computations of `kinds` and `micro` count, if given."""
     return sum(
         span.stop - span.start
         for span in spans
