@@ -3,12 +3,12 @@
 `checkpoints/step_00000100/` contains `model.safetensors` (full tensors by parameter name), `state.pt` (the optimizer
 state, the loss scaling, the metric sums since the last log, the best evaluation), `rank_0.pt` and so on (the state that
 differs between ranks), `config.yaml` (the config of the run, so that a checkpoint can be resumed by itself), and
-`manifest.json` with the SHA-256 of these files and of itself. All files are written and synced under a temporary
-directory name; renaming it commits the checkpoint, after which old ones are deleted.
+`manifest.json` with the SHA-256 of these files and of itself. All files are written to a temporary directory and synced
+to disk; renaming the directory commits the checkpoint. Old checkpoints are deleted after that.
 
-A checkpoint may come from somebody else, and correct hashes prove nothing then: links, pipes and devices are not
-opened, a pickle cannot run code or claim more memory than its file takes, and `runner.storage.template` checks what was
-loaded.
+A checkpoint may come from somebody else, and then correct hashes do not make it safe. So links, pipes and devices are
+not opened, a pickle cannot run code or claim more memory than its file takes, and `runner.storage.template` checks what
+was loaded.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Checkpoint:
         step: number of optimizer steps done.
         tensors: the full tensors of the model, by parameter or buffer name.
         state: the state that is the same on all ranks.
-        local: the state of this rank; empty if the checkpoint has none for it.
-        world_size: number of ranks that wrote it.
+        local: the state of this rank; empty if the checkpoint has no state for this rank.
+        world_size: number of ranks that wrote the checkpoint.
     """
 
     step: int
@@ -65,12 +65,13 @@ class Checkpoints:
 
     Args:
         directory: the run directory.
-        keep: how many of the newest to keep, besides the best one; 0: one until the run is done, then none.
+        keep: number of newest checkpoints to keep, in addition to the checkpoint with the best evaluation. With 0, one
+            is kept until the run is done, and none afterwards.
         rank: the rank of this process.
-        world_size: the number of ranks, which all call `save`.
+        world_size: the number of ranks, all of which must call `save`.
         barrier: waits for all ranks.
         config_hash: hash of the config, for the manifest.
-        config: the text of the config, which each checkpoint brings along; empty: none.
+        config: the text of the config, which is written to each checkpoint; empty to write no config.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ class Checkpoints:
             if self.rank == 0:
                 self._commit(checkpoint, part, final)
         except OSError as error:
-            # Frees space for the log and the result. While other ranks still write, only this rank's file: one whose
-            # directory is gone would be the first to fail, for a reason that explains nothing.
+            # Free space for the log and the result. While other ranks are still writing, delete only the file of this
+            # rank: without the directory, another rank might fail first, with an error that explains nothing.
             with suppress(OSError):
                 written.unlink() if written is own else shutil.rmtree(written)
             raise StorageError(part, error.strerror or str(error)) from error
@@ -130,7 +131,7 @@ class Checkpoints:
     def _commit(self, checkpoint: Checkpoint, part: Path, final: Path) -> None:
         _write(part / _MODEL, lambda path: safetensors.torch.save_file(checkpoint.tensors, path))
         _write(part / _STATE, lambda path: _save(checkpoint.state, path))
-        # safetensors makes its file readable by nobody else; the others have the mode that the umask says.
+        # safetensors makes its file unreadable for other users; give it the mode of the other files, from the umask.
         (part / _MODEL).chmod(stat.S_IMODE((part / _STATE).stat().st_mode))
         if self.config:
             _write(part / CONFIG, lambda path: path.write_text(self.config, encoding="utf-8"))
@@ -152,16 +153,18 @@ class Checkpoints:
         """Return the steps of the existing checkpoints in increasing order.
 
         Raises:
-            UnsafeFileError: if their directory is a link.
+            UnsafeFileError: if the directory `checkpoints` is a link.
         """
         return _steps(self.root)
 
     def latest(self) -> Checkpoint | None:
-        """Load the newest intact checkpoint; None if the run has none. Damaged checkpoints are renamed, never deleted.
+        """Return the newest intact checkpoint; None if the run has no checkpoint.
+
+        Damaged checkpoints are renamed, never deleted.
 
         Raises:
-            ConfigError: if all are damaged; or if the newest that is not was written by an incompatible version of this
-                project, or is not the work of this project.
+            ConfigError: if all checkpoints are damaged, or if the newest intact one was written by an incompatible
+                version of this project or by something else.
         """
         try:
             steps = self.steps()
@@ -185,9 +188,9 @@ class Checkpoints:
 
 
 def delete_all(directory: Path) -> None:
-    """Delete the checkpoints of the run at `directory`: with `keep=0`, once the result of the run is written.
+    """Delete all checkpoints of the run at `directory`, which is done with `keep=0` after the result is written.
 
-    What cannot be deleted is named in a warning.
+    If deleting fails, log a warning instead of raising an error.
     """
     root = directory / "checkpoints"
     try:
@@ -220,7 +223,7 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
 
     Raises:
         DamagedError: if a file is missing or its hash differs.
-        ConfigError: if it was written by an incompatible version of this project, or by something else.
+        ConfigError: if the checkpoint was written by an incompatible version of this project, or by something else.
     """
     manifest = verified_manifest(path)
     local = f"rank_{rank}.pt"

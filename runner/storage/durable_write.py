@@ -1,4 +1,4 @@
-"""Writing small files so that after a crash or a power loss either the old or the new content is there, whole."""
+"""Writing of small files: a crash or power loss leaves either the complete old content or the complete new content."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path`: to a temporary file, which is synced to disk and then renamed.
+    """Write `text` to a temporary file, sync this file to disk, and rename it to `path`.
 
     Raises:
-        OSError: if it cannot be written; the previous content is still there.
+        OSError: if the file cannot be written; `path` then keeps its previous content.
     """
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
@@ -24,16 +24,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a value as JSON, in the same way.
+    """Write `value` to `path` as JSON, in the same way as `write_text`.
 
     Raises:
-        OSError: if it cannot be written; the previous content is still there.
+        OSError: if the file cannot be written; `path` then keeps its previous content.
     """
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a directory, to disk."""
+    """Flush a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the SHA-256 of each file and of itself, verified before a file is deserialized."""
+"""The manifest of a checkpoint, with the SHA-256 of each file and of itself. They are verified before loading."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ CONFIG = "config.yaml"
 SCHEMA = 2
 
 _MOST_BYTES = 2**24
-"""Size limit of a manifest, which is that of a checkpoint of more than 100,000 ranks, and of a config."""
+"""Size limit of a manifest and of a config. A manifest of this size lists the files of more than 100,000 ranks."""
 
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
-"""Error numbers that mean a damaged checkpoint; others (missing permission or memory) do not."""
+"""Error numbers that show that a checkpoint is damaged; other errors, such as a missing permission, do not."""
 
 
 class DamagedError(Exception):
-    """A file of a checkpoint is missing, or differs from what was written."""
+    """Raised when a file of a checkpoint is missing, or differs from what was written."""
 
 
 def manifest_of(directory: Path, **facts: Any) -> str:
@@ -36,7 +36,7 @@ def manifest_of(directory: Path, **facts: Any) -> str:
 
     Args:
         directory: the checkpoint, all of whose files are hashed.
-        facts: further keys and values.
+        facts: further keys and values of the manifest.
     """
     files = {path.name: _sha256(path) for path in sorted(directory.iterdir())}
     manifest = {"schema": SCHEMA, **facts, "files": files}
@@ -48,7 +48,7 @@ def verified_manifest(directory: Path) -> dict[str, Any]:
 
     Raises:
         DamagedError: if a file is missing or its hash differs.
-        ConfigError: if it was written by an incompatible version of this project, or by something else.
+        ConfigError: if the checkpoint was written by an incompatible version of this project, or by something else.
         OSError: if a file cannot be read for another reason.
     """
     with _refusals(directory):
@@ -59,12 +59,12 @@ def verified_manifest(directory: Path) -> dict[str, Any]:
 
 
 def saved_config_text(directory: Path) -> str | None:
-    """Return the config that a checkpoint brings along; None if an earlier version wrote the checkpoint without it.
+    """Return the text of the config in a checkpoint; None if an earlier version wrote the checkpoint without a config.
 
     Only the hashes of the manifest and of the config are verified.
 
     Raises:
-        DamagedError, ConfigError, OSError: as `verified_manifest` does.
+        DamagedError, ConfigError, OSError: for the same reasons as in `verified_manifest`.
     """
     with _refusals(directory):
         sha256 = _read(directory)["files"].get(CONFIG)
@@ -79,14 +79,14 @@ def saved_config_text(directory: Path) -> str | None:
 
 
 def untrusted(directory: Path, why: str) -> ConfigError:
-    """Return the error for a checkpoint that no run has written."""
+    """Return the error for a checkpoint that cannot have been written by a run."""
     remedy = "no run writes such a checkpoint: do not trust it, and resume another one"
     return ConfigError("resume", str(directory), why, remedy)
 
 
 @contextmanager
 def _refusals(directory: Path) -> Iterator[None]:
-    """Convert the errors of reading a checkpoint."""
+    """Convert each OSError raised inside the context that shows that a checkpoint is damaged or unsafe to read."""
     try:
         yield
     except UnsafeFileError as error:
@@ -98,7 +98,7 @@ def _refusals(directory: Path) -> Iterator[None]:
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    """Read a manifest and verify its own SHA-256, which is computed in the same way in every schema."""
+    """Read a manifest, and verify the manifest's own hash, which is computed in the same way in every schema."""
     check_no_link(directory)
     path = directory / NAME
     try:
@@ -117,7 +117,7 @@ def _read(directory: Path) -> dict[str, Any]:
 
 
 def _check(manifest: dict[str, Any], directory: Path) -> None:
-    """Check the values of a manifest whose hash is correct: anybody can compute a hash."""
+    """Check the values of a manifest. Its correct hash is not enough, because anybody can compute a hash."""
     step, world_size, files = (manifest.get(key) for key in ("step", "world_size", "files"))
     valid = {
         "step": type(step) is int and step >= 0 and step_of(directory) in (step, None),
@@ -130,7 +130,7 @@ def _check(manifest: dict[str, Any], directory: Path) -> None:
 
 
 def _is_entry(entry: tuple[str, Any]) -> bool:
-    """Return whether an entry of `files` is a file name, without a directory, and a SHA-256."""
+    """Return whether an entry of `files` consists of a file name without a directory, and a text, the SHA-256."""
     name, sha256 = entry
     return bool(re.fullmatch(r"\w[\w.-]*", name, re.ASCII)) and isinstance(sha256, str)
 

@@ -1,4 +1,4 @@
-"""Reading files of a directory that somebody else may have written: no links, pipes or devices, and limited sizes."""
+"""Safe reading of files that somebody else may have written: no links, pipes or devices, and no files too large."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from pathlib import Path
 
 
 class UnsafeFileError(OSError):
-    """A path is a symbolic link, not a regular file, or larger than it may be."""
+    """Raised when a path is a symbolic link, is not a regular file, or is a file larger than allowed."""
 
 
 def read_regular(path: Path, limit_bytes: int) -> bytes:
     """Return the content of a regular file.
 
     Args:
+        path: path of the file.
         limit_bytes: maximum size of the file.
 
     Raises:
-        UnsafeFileError: if it is a link, a pipe, a socket, a device, or too large.
-        OSError: if it cannot be read, for example as it is a directory.
+        UnsafeFileError: if `path` is a link, a pipe, a socket or a device, or the file is too large.
+        OSError: if `path` cannot be read, for example because it is a directory.
     """
     with open_regular(path) as file:
         content = file.read(limit_bytes + 1)
@@ -34,10 +35,10 @@ def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading, without waiting for the writer of a pipe.
 
     Raises:
-        UnsafeFileError: if it is a link, a pipe, a socket or a device.
-        OSError: if it cannot be opened, for example as it is a directory.
+        UnsafeFileError: if `path` is a link, a pipe, a socket or a device.
+        OSError: if `path` cannot be opened, for example because it is a directory.
     """
-    _check_regular(path, os.lstat(path))  # before opening, as the driver of a device may act on that
+    _check_regular(path, os.lstat(path))  # before opening, because that alone may make the driver of a device act
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_regular(path, os.fstat(descriptor))  # another process may have replaced it in between
@@ -48,10 +49,10 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def check_no_link(directory: Path) -> None:
-    """Check that `directory` is a directory, and no symbolic link to one; one that does not exist is valid.
+    """Check that `directory` is a directory and not a symbolic link to one, or does not exist.
 
     Raises:
-        UnsafeFileError: if it is anything else.
+        UnsafeFileError: if `directory` is a link, a file or anything else.
     """
     try:
         mode = os.lstat(directory).st_mode

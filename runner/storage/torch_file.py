@@ -1,4 +1,4 @@
-"""Files of `torch.save` that somebody else may have written."""
+"""Safe loading of `torch.save` files that somebody else may have written."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _HARMLESS = ("builtins set", "__builtin__ set", "builtins complex", "__builtin__
 
 
 class UnusualFileError(Exception):
-    """`torch.save` writes no such file."""
+    """Raised for a file that `torch.save` cannot have written."""
 
 
 def load_tensors(path: Path) -> Any:
-    """Return the tensors and plain values in a file of `torch.save`, on the CPU.
+    """Return the tensors and plain values in a `torch.save` file, on the CPU.
 
-    With `weights_only`, a pickle cannot run code. A zip archive cannot take more memory than its file does. Tensors are
-    mapped to memory instead of read, so that none claims more bytes than there are.
+    With `weights_only`, a pickle cannot run code. A zip archive whose entries are larger than its file is refused.
+    Tensors are memory-mapped instead of read, so that no tensor can claim more bytes than the file has.
 
     Raises:
-        UnusualFileError: if it is a zip archive with compressed or overlapping entries, or of other objects.
-        OSError: if it cannot be read.
+        UnusualFileError: if the file is a zip archive with compressed or overlapping entries, or with other objects.
+        OSError: if the file cannot be read.
         Exception: whatever torch raises for other content.
     """
     mapped = _checked(path)
@@ -35,7 +35,7 @@ def load_tensors(path: Path) -> Any:
 
 
 def _checked(path: Path) -> bool:
-    """Check a zip archive; returns False for a file of PyTorch 1.5 or earlier, which is none."""
+    """Check a zip archive, and return True; return False for any other file, such as one of PyTorch 1.5 or earlier."""
     with open_regular(path) as file:
         if not zipfile.is_zipfile(file):
             return False
@@ -52,9 +52,9 @@ def _checked(path: Path) -> bool:
 
 
 def _check_names(pickled: bytes) -> None:
-    """Check that a pickle only names what tensors and plain values need.
+    """Check that a pickle names only classes and functions that tensors and plain values need.
 
-    torch also allows `bytearray` and encodings, which take any amount of memory.
+    `torch.load` also allows `bytearray` and encodings, which can take any amount of memory.
     """
     for opcode, argument, _ in pickletools.genops(pickled):
         if opcode.name == "GLOBAL":
