@@ -1,7 +1,7 @@
 """`python -m runner.tools.convert SOURCE DESTINATION` extracts the weights of a run, or converts a file of weights.
 
 The written weights do not depend on the parallel mode: `model.weights=DESTINATION` starts a run from them, and other
-programs can load them. Reading cannot run code, and the hashes of a checkpoint are verified first.
+programs can load them. Reading a file cannot run code in it, and the hashes of a checkpoint are verified first.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Weights(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, or 2 with the reason on standard error."""
+    """Run the command line, and return the exit code: 0, or 2 after printing the reason to standard error."""
     options = _parser().parse_args(arguments)
     destination = Path(options.destination).expanduser()
     try:
@@ -92,7 +92,8 @@ def check_destination(path: Path, force: bool) -> None:
         force: whether an existing file is replaced.
 
     Raises:
-        ConfigError: for another suffix, an existing file, a missing directory, and a file in a checkpoint.
+        ConfigError: if the suffix is not supported, the directory is missing, the file exists and is not to be
+            replaced, or DESTINATION is inside a checkpoint.
     """
     formats = "name a .safetensors file, or a state dict as .pt or .pth"
     why = f"its suffix must be one of {', '.join(_WRITERS)}"
@@ -105,14 +106,14 @@ def check_destination(path: Path, force: bool) -> None:
 
 
 def read(source: Path, best: bool = False) -> Weights:
-    """Read weights.
+    """Read the weights of a run, of a checkpoint or in a file.
 
     Args:
         source: a run directory, a checkpoint in one, or a file of weights.
-        best: whether to read the checkpoint with the best evaluation of a run, instead of the newest intact one.
+        best: whether to read a run's checkpoint with the best evaluation, instead of its newest intact checkpoint.
 
     Raises:
-        ConfigError: if there are no weights, if they are damaged, and for `best` without a run directory.
+        ConfigError: if there are no weights, they are damaged, or `best` is True and `source` is not a run directory.
     """
     others = "name a run directory, a checkpoint in one, or a file of weights"
     check(source.exists(), "SOURCE", str(source), "there is no such file or directory", others)
@@ -129,7 +130,7 @@ def read(source: Path, best: bool = False) -> Weights:
 
 
 def _newest(run: Path) -> Path:
-    """Return the newest intact checkpoint of a run. Damaged ones are not renamed, as the run may still be active."""
+    """Return the newest intact checkpoint of a run. Damaged ones are not renamed: the run may still be active."""
     found = [path for path in (run / "checkpoints").iterdir() if step_of(path) is not None]
     for path in sorted(found, key=lambda path: step_of(path) or 0, reverse=True):
         try:
@@ -142,7 +143,7 @@ def _newest(run: Path) -> Path:
 
 
 def _best(run: Path) -> Path:
-    """Return the checkpoint with the best evaluation, as recorded in the newest one."""
+    """Return the checkpoint with the best evaluation, which is recorded in the newest checkpoint."""
     newest = _newest(run)
     with _errors_as_source(newest):
         best: dict[str, Any] = load(newest).state["best"]
@@ -160,7 +161,7 @@ def _read_checkpoint(path: Path) -> Weights:
 
 @contextmanager
 def _errors_as_source(checkpoint: Path) -> Iterator[None]:
-    """Turn errors of reading `checkpoint` into config errors with the key SOURCE."""
+    """Convert errors raised while `checkpoint` is read into config errors with the key SOURCE."""
     why = ""
     try:
         yield

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         print(json.dumps(report, indent=2))
     else:
-        from rich.console import Console  # imported here, as --json does not need rich
+        from rich.console import Console  # imported here, because --json does not need rich
 
         from runner.tools.doctor_tables import render
 
@@ -76,12 +76,12 @@ def _cuda_details(index: int, count: int, findings: list[str]) -> dict[str, Any]
 
 
 def computes(device: str) -> bool:
-    """Return whether a sum on `device` is correct. A listed device may be broken, or too old for this torch."""
+    """Return whether a sum on `device` is correct. A device that torch lists may be broken, or too old for torch."""
     return torch.ones(1000, device=device).sum().item() == 1000
 
 
 def _add_clocks(devices: list[dict[str, Any]], findings: list[str]) -> str | None:
-    """Add the current clocks to `devices`, and return the driver's version; needs nvidia-ml-py."""
+    """Add the current clock rates to `devices`, and return the driver's version; None without nvidia-ml-py."""
     driver, cuda_devices = None, [device for device in devices if "uuid" in device]
     for device in cuda_devices:
         device |= {"clock_mhz": None, "memory_clock_mhz": None}
@@ -92,7 +92,7 @@ def _add_clocks(devices: list[dict[str, Any]], findings: list[str]) -> str | Non
     with collect_findings(findings if cuda_devices else [], "NVML"):  # without a CUDA device, NVML's error is expected
         pynvml.nvmlInit()
         driver = pynvml.nvmlSystemGetDriverVersion()
-        for device in cuda_devices:  # by UUID, as CUDA_VISIBLE_DEVICES changes torch's indices but not NVML's
+        for device in cuda_devices:  # by UUID, because CUDA_VISIBLE_DEVICES changes torch's indices but not NVML's
             handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{device['uuid']}")
             device["clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
             device["memory_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
@@ -116,7 +116,7 @@ def _backends(devices: list[dict[str, Any]], findings: list[str]) -> dict[str, A
 
 
 def _precisions(devices: list[dict[str, Any]], features: list[str]) -> list[dict[str, str]]:
-    """Return what each precision does on each kind of device; of several CUDA devices, on the oldest."""
+    """Return what each precision does on each kind of device. Of several CUDA devices, only the oldest counts."""
     kinds: dict[str, str | None] = {"cpu": None}
     for device in devices:
         kind, capability = device["device"].partition(":")[0], device["capability"]

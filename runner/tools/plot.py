@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, or 2 with the reason on standard error."""
+    """Run the command line, and return the exit code: 0, or 2 after printing the reason to standard error."""
     parser = argparse.ArgumentParser("python -m runner.tools.plot", description="Figures and tables of a sweep.")
     parser.add_argument("paths", metavar="PATH", nargs="+", help="a directory with runs at any depth below it")
     parser.add_argument(
@@ -80,7 +80,7 @@ def plot(paths: list[Path], out: Path) -> None:
 
 
 def _write(study: Study, out: Path) -> list[Path]:
-    from runner.tools.plot_pictures import pictures  # imported here, as it needs matplotlib
+    from runner.tools.plot_pictures import pictures  # imported here, because it needs matplotlib
 
     out.mkdir(parents=True, exist_ok=True)
     written = [out / "runs.csv", out / "points.csv"]
@@ -96,7 +96,7 @@ def _write(study: Study, out: Path) -> list[Path]:
 
 
 def _show(figures: dict[str, Figure], out: Path) -> None:
-    """Write the figures as TensorBoard images, which replace those of an earlier call."""
+    """Write the figures as TensorBoard images, which replace the images of an earlier call."""
     import torch  # imported here, so that errors are reported without waiting for it
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from torch.utils.tensorboard.summary import image

@@ -1,4 +1,4 @@
-"""Checks what is plotted: the files of a run may be damaged, or written by somebody else."""
+"""Checks the files of a run before they are plotted: they may be damaged, or written by somebody else."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from runner.system.text import printable
 
 _COUNTS = ("batch_size", "accumulation.steps")
 _COUNTS_OR_WORDS = ("parallel.split_size", "parallel.num_micro_batches", "parallel.stages")
-"""Keys of a config that are computed with; a word of the second is not, as `auto`."""
+"""Keys of a config whose values are used in computations. In `_COUNTS_OR_WORDS`, words such as `auto` are not used."""
 
 
 def damage(labels: dict[str, Any], result: dict[str, Any]) -> str:
-    """Return what is wrong with the files of a run, so that it is not plotted; empty if nothing is.
+    """Return what is wrong with the files of a run; empty if nothing is wrong, so that the run can be plotted.
 
     Args:
-        labels: the leaves of its config by dotted key.
-        result: its `result.json`.
+        labels: the leaves of the run's config by dotted key.
+        result: the content of the run's `result.json`.
     """
     return next(_damages(labels, result), "")
 
@@ -55,5 +55,5 @@ def _shown(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return at most 200 characters of a text that may contain anything, on one line."""
+    """Return the first 200 characters of any text on one line, with control characters escaped."""
     return escaped(printable(" ".join(text.split())[:200]))

@@ -1,7 +1,7 @@
 """Draws the figures of a study.
 
-A study of parallel modes has up to three: run time by mode, run time with and without a pipeline, and run time of the
-pipeline over `split_size`. Any other study has one: step time and final metric over the swept key.
+A study of parallel modes has up to three figures: run time by mode, run time with and without a pipeline, and run time
+of the pipeline over `split_size`. Any other study has one figure: step time and final metric over the swept key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_POINTS = 60
 
 
 def pictures(study: Study) -> dict[str, Figure]:
-    """Draw the figures of `study`, by name; none if it has a single point, or too many points for a figure."""
+    """Return the figures of `study` by name; none if the study has fewer than two points, or too many for a figure."""
     if not 2 <= len(study.points) <= _MOST_POINTS:
         return {}
     drawn: dict[str, Figure] = {}
@@ -39,7 +39,7 @@ def pictures(study: Study) -> dict[str, Figure]:
 
 
 def _bars(title: str, study: Study, points: list[Point]) -> Figure:
-    """Draw a bar per point: its height is seconds per step, its label throughput and speed-up."""
+    """Draw one bar per point: its height shows the seconds per step, its label the throughput and the speed-up."""
     figure, (axes,) = _canvas(title, study, width=max(5.0, 1.5 + 1.5 * len(points)))
     colors = {mode: COLORS[i % len(COLORS)] for i, mode in enumerate(dict.fromkeys(p.mode for p in points))}
     for x, point in enumerate(points):
@@ -54,7 +54,7 @@ def _bars(title: str, study: Study, points: list[Point]) -> Figure:
 
 
 def _label(point: Point) -> str:
-    """Return the mode, and a line for each other swept key."""
+    """Return the label of a point: its parallel mode, and one line for each of the other swept keys."""
     rest = {key.removeprefix("parallel."): value for key, value in point.values.items() if key != "parallel"}
     return "\n".join([point.mode, *(f"{key}={format_value(value)}" for key, value in rest.items())])
 
@@ -108,7 +108,7 @@ def _curve(axes: Axes, curve: SplitCurve, color: str) -> None:
 
 
 def _over_swept_key(study: Study) -> Figure:
-    """Draw step time and final metric over the key with the most values, one line per combination of the others."""
+    """Draw step time and final metric over the key with the most values; the other keys distinguish the lines."""
     key = max(study.keys, key=lambda key: len({repr(point.values.get(key)) for point in study.points}))
     lines: dict[str, list[Point]] = {}
     for point in study.points:
@@ -134,7 +134,7 @@ Line = tuple[str, list[tuple[Any, Spread]]]
 
 
 def _panel(axes: Axes, lines: list[Line]) -> None:
-    """Draw lines if the values of the swept key are numbers, and grouped bars otherwise."""
+    """Draw `lines` as lines if the values of the swept key are numbers, and as grouped bars otherwise."""
     values = [value for _, pairs in lines for value, _ in pairs]
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         _bars_over_names(axes, lines)
@@ -162,7 +162,7 @@ def _bars_over_names(axes: Axes, lines: list[Line]) -> None:
 
 
 def _canvas(title: str, study: Study, width: float, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a title and a caption that names the machines and the number of repeats."""
+    """Return a figure, whose caption names the machines and the number of repeats, and the axes of its panels."""
     figure = Figure(figsize=(width, 4.4), dpi=120, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     axes = [figure.add_subplot(1, panels, 1 + number) for number in range(panels)]

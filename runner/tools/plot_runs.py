@@ -32,12 +32,12 @@ _WRITTEN = ("name", "output_root", "resume")
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run directory.
+    """What is read from a run directory.
 
     Args:
-        directory: its path.
-        labels: the leaves of its config by dotted key, and the name of the chosen option of each group.
-        result: its `result.json`; empty if there is none.
+        directory: the path of the run directory.
+        labels: the leaves of the run's config by dotted key, and the name of the chosen option of each group.
+        result: the content of `result.json`; empty if the file does not exist.
         machine: a short description of the machine.
     """
 
@@ -63,7 +63,7 @@ class MeasuredRun:
 
     @property
     def failure(self) -> str:
-        """Why the run is excluded from its point; empty if it is not."""
+        """Why the run is excluded from its point; empty if it is not excluded."""
         if not self.result:
             return "no result: killed, or still running"
         if self.result.get("status") != "done":
@@ -94,8 +94,8 @@ class Point:
     """The repeats of one measurement.
 
     Args:
-        values: the values of the swept keys; without keys that the chosen options do not have.
-        runs: the runs.
+        values: the values of the swept keys, except keys that the chosen options do not have.
+        runs: the runs, one for each repeat.
         metric: the tag of the metric of the study.
     """
 
@@ -158,7 +158,7 @@ class Study:
 
 
 def other_values(point: Point) -> dict[str, Any]:
-    """Return the values of `point` without those of the parallel mode and its options."""
+    """Return the values of the swept keys of `point`, without the parallel mode and its options."""
     return {key: value for key, value in point.values.items() if key.partition(".")[0] != "parallel"}
 
 
@@ -215,7 +215,7 @@ def labels_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _option(group: str, node: dict[str, Any]) -> str:
-    """Return the name of the option that `node` was composed from: the most similar one with the same class."""
+    """Return the name of the option from which `node` was composed: the most similar option with the same class."""
     target = str(node.get("_target_"))
     candidates = [(name, values) for name, values in _options(group).items() if values.get("_target_") == target]
     if not candidates:
@@ -231,9 +231,9 @@ def _options(group: str) -> dict[str, dict[str, Any]]:
 
 
 def swept_keys(runs: list[MeasuredRun]) -> list[str]:
-    """Return the keys with several values among `runs`, without keys of repeats and keys that an option determines.
+    """Return the keys that have several values among `runs`, except `REPEATS` and keys that an option determines.
 
-    With `model=resnet18,resnet50` the swept key is `model`, which determines `model.depth`.
+    With `model=resnet18,resnet50`, for example, the swept key is `model`: it determines `model.depth`.
     """
     swept: list[str] = []
     for key in dict.fromkeys(key for run in runs for key in run.labels):
@@ -249,7 +249,10 @@ def swept_keys(runs: list[MeasuredRun]) -> list[str]:
 
 
 def _metric(runs: list[MeasuredRun]) -> str:
-    """Return the tag of the metric that most runs select their best checkpoint by; else any, preferring `eval/*`."""
+    """Return the tag of the metric by which most runs select their best checkpoint.
+
+    If no run selects one, return the tag of any metric, preferably one of `eval/*`.
+    """
     best = Counter(run.result["best"]["metric"] for run in runs if run.result.get("best"))
     tags = sorted(
         {tag for run in runs for tag in run.result.get("metrics", {})}, key=lambda tag: (tag[:5] != "eval/", tag)

@@ -15,7 +15,7 @@ class SplitCurve:
     """The points of one pipeline, by `split_size`.
 
     Args:
-        label: the values that distinguish it from other pipelines.
+        label: the values that distinguish this pipeline from other pipelines.
         points: pairs of `split_size` (samples in a micro-batch) and point, in increasing order.
         batch_size: samples that are split into micro-batches.
         stages: number of stages.
@@ -40,8 +40,8 @@ class SplitCurve:
     def seconds_without_bubble(self) -> float:
         """The step time without a bubble, estimated from the point with the least overhead.
 
-        The theory ignores the overhead of small micro-batches, so it is a lower bound. Scaled to any other point, it
-        would exceed some measurements.
+        The theoretical curve is scaled to this point, so that it is a lower bound: it ignores the overhead of small
+        micro-batches. Scaled to any other point, it would exceed some measurements.
         """
         return min(point.seconds.mean / self.slowdown(split_size) for split_size, point in self.points)
 
@@ -66,7 +66,7 @@ def split_curves(points: list[Point]) -> list[SplitCurve]:
 
 
 def split_size_of(point: Point) -> int | None:
-    """Return the samples in a micro-batch; None if the point is not a pipeline, or chooses the size automatically."""
+    """Return the number of samples in a micro-batch; None if it is chosen automatically, or there is no pipeline."""
     labels = point.runs[0].labels
     if isinstance(labels.get(_SPLIT), int):
         return labels[_SPLIT]
@@ -80,14 +80,14 @@ def _pipeline_batch_size(point: Point) -> int:
 
 
 def _stages(point: Point) -> int:
-    """Return the number of stages: that of the config, or one per process."""
+    """Return the number of stages in the config or, if the config has none, the number of processes."""
     run = point.runs[0]
     stages = run.labels.get("parallel.stages")
     return stages if isinstance(stages, int) else max(2, run.result.get("world_size", 2))
 
 
 def best_pipelines(points: list[Point]) -> list[Point]:
-    """Return the fastest pipeline of each group that differs only in the options of the pipeline."""
+    """Return the fastest pipeline of each group of pipelines that differ only in the options of the pipeline."""
     groups: dict[str, list[Point]] = {}
     for point in points:
         if is_pipeline(point):

@@ -19,7 +19,7 @@ from runner.tools.plot_runs import REPEATS, Point, Spread, Study
 
 
 def render(study: Study) -> Group:
-    """Render the points with mean ± standard deviation over their repeats, and below them the runs that failed."""
+    """Render a table of the points, with mean ± standard deviation over their repeats, and a list of failed runs."""
     table = Table(box=SIMPLE_HEAD)
     for title in (*study.keys, "runs", *_cells(study, study.points[0])) if study.points else ():
         table.add_column(title, overflow="fold")
@@ -43,7 +43,7 @@ def render(study: Study) -> Group:
 
 
 def _has_directory(path: Path, job: dict[str, Any]) -> bool:
-    """Return whether a job of the sweep at `path` has begun; its ledger may be damaged."""
+    """Return whether `job` of the sweep at `path` has a directory; its ledger entry may be damaged."""
     name = job.get("directory", "")
     return any(entry.name == name and entry.is_dir() for entry in path.iterdir())
 
@@ -65,7 +65,7 @@ def _cells(study: Study, point: Point) -> dict[str, str]:
 
 
 def plus_minus(spread: Spread) -> str:
-    """Format `mean ± deviation` with two significant digits of the deviation; a single value with four digits."""
+    """Return `mean ± deviation` with two significant digits of the deviation, or a single value with four digits."""
     if math.isnan(spread.deviation):
         return f"{spread.mean:.4g}"
     largest = max(spread.deviation, abs(spread.mean) / 1000)
@@ -103,7 +103,7 @@ def write_runs(study: Study, path: Path) -> None:
 
 
 def write_points(study: Study, path: Path) -> None:
-    """Write a CSV file with one row per point: mean and sample standard deviation, which is empty for a single run."""
+    """Write a CSV file with one row per point: means, and sample standard deviations (empty for a single run)."""
     measures = ["seconds_per_step", "samples_per_second", study.metric or "metric"]
     rows: list[list[Any]] = [[*study.keys, "runs", *(f"{name}{end}" for name in measures for end in ("", "_std"))]]
     for point in study.points:

@@ -6,10 +6,11 @@ weights, three steps by default, in float64 and in the precision of the config. 
 - the samples of each step, over all processes and micro-batches, bit for bit;
 - the loss of each sample, the loss of the curves, the gradients of the first step, weights and buffers after the last
   step, and the outputs of an evaluation. In float64 they must agree to 1e-9 (the loss of the curves, which is summed in
-  float32, to 1e-6); in the precision of the config to 1e-2, TF32 to 2.5e-2, and in 16 bits to 0.2.
+  float32, to 1e-6); in the precision of the config they must agree to 1e-2 (TF32 to 2.5e-2, 16 bits to 0.2).
 
-Where a single device alone is further than half of that from float64, or where something computes in float32 although
-float64 was asked for, rounding and mistakes cannot be told apart, and nothing is concluded.
+If the results of the reference in the precision of the config differ from its results in float64 by more than half of
+that limit, or if something computes in float32 although float64 was asked for, rounding errors cannot be told apart
+from mistakes, and the config cannot be judged.
 
 Exit codes: 0: the same. 1: different. 2: the config is refused, or cannot be the same (hogwild, ensemble). 3: cannot be
 judged, which includes a config that crashes.
@@ -44,7 +45,7 @@ _HEADLINES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare the config of the command line with its reference; returns the exit code."""
+    """Compare the config of the command line with its reference, print the result, and return the exit code."""
     try:
         outcome = verify(*parsed(arguments))
     except Exception as error:
@@ -106,7 +107,7 @@ def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = No
 
 
 def replaced(overrides: Sequence[str], *others: str) -> list[str]:
-    """Return `overrides` with `others` in the place of those of the same group or key."""
+    """Return `overrides` without the ones whose group or key is also in `others`, followed by `others`."""
     groups = {text.partition("=")[0] for text in others}
     kept = [text for text in overrides if re.split(r"[=.@]", text.lstrip("+~"))[0] not in groups]
     return [*kept, *others]
@@ -116,7 +117,7 @@ def compose_run(overrides: Sequence[str], config_dir: str | None = None) -> Run:
     """Compose the config of a command line, and build its run.
 
     Raises:
-        ConfigError, HydraException, OmegaConfBaseException: if it is refused.
+        ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
     """
     words = [cli.quoted(word, sweep=False) for word in overrides]
     return build_run(Composer(config_dir).run([*words, "name=verify"]).config)

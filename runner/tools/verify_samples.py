@@ -1,4 +1,4 @@
-"""Hashes of the samples of a batch, whatever its format."""
+"""Hashes of the samples of a batch of any format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def sample_hashes(batch: Any, count: int) -> list[str]:
-    """Return a hash of each of the `count` samples of a batch: of its row of every tensor, bit for bit.
+    """Return a hash of each of the `count` samples of a batch, computed from all bits of its row in every tensor.
 
     Args:
         batch: tensors, nested in tuples, lists, mappings and objects. Tensors without a row per sample are left out.
@@ -34,7 +34,7 @@ def sample_hashes(batch: Any, count: int) -> list[str]:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists, mappings and objects, in an order that their structure determines."""
+    """Yield the tensors in nested tuples, lists, mappings and objects; the order depends only on the structure."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -48,7 +48,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def first_other_samples(tested: list[list[str]], reference: list[list[str]]) -> str:
-    """Describe the first step whose samples are not those of the reference; empty if there is none."""
+    """Describe the first step whose samples differ from the reference's samples; return an empty text if none does."""
     for step, (ours, theirs) in enumerate(zip(tested, reference, strict=True), start=1):
         missing, added = Counter(theirs) - Counter(ours), Counter(ours) - Counter(theirs)
         if missing or added:

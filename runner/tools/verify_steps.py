@@ -1,7 +1,7 @@
-"""Trains the first steps of a run for `runner.tools.verify`, and records what they saw and computed.
+"""Trains the first steps of a run for `runner.tools.verify`, and records their samples and the tensors they compute.
 
-Nothing here needs the help of the workload or the parallel mode: samples are recorded as the workload yields them, and
-losses where a mode asks the workload for them.
+This needs no support in workloads and parallel modes: samples are recorded when the workload yields them, and losses
+when a mode calls the workload to compute them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ than a single device, so this config is expected to differ. Without dropout it c
 
 @dataclass
 class Steps:
-    """What the first steps of a run saw and computed.
+    """The samples on which the first steps of a run trained, and the tensors that the steps computed.
 
     Args:
-        samples: hashes of the samples of each step, over all processes, sorted; empty if they could not be told apart.
+        samples: sorted hashes of the samples of each step over all processes; empty if the batches have no tensor with
+            a row per sample.
         tensors: tensors by name, for each kind: losses, gradients, weights, …
         computes_below_float64: whether a loss of precision=64 was computed from tensors of fewer bits.
         expected: why a difference is expected; empty if none is.
@@ -61,9 +62,9 @@ class Steps:
 
 
 def first_steps(runs: Sequence[Run]) -> list[Steps]:
-    """Train the first steps of `runs`, which differ in their precision alone, in the same processes.
+    """Train the first steps of each run, all in the same processes, and return what was recorded.
 
-    A run in float64 is left out where the device has no float64.
+    The runs must differ only in their precision. A run in float64 is left out if the device has no float64.
 
     Raises:
         ConfigError: if a run is refused, or a single device cannot compute the same.
@@ -93,7 +94,7 @@ def check_comparable(session: Session) -> None:
     """Check that a single device can compute the same as this run.
 
     Raises:
-        ConfigError: if it cannot.
+        ConfigError: if a single device cannot compute the same.
     """
     why, processes = session.context.layout.non_equivalence_reason, session.context.world_size
     check(not why, "parallel.processes", processes, why, "parallel.processes=1 can be compared")
@@ -103,7 +104,7 @@ def check_comparable(session: Session) -> None:
 
 
 def record_runs(configs: Sequence[dict[str, Any]], directory: Path, process: Process) -> Result:
-    """Train the first steps of the run of each config; rank 0 saves them in the file of its number."""
+    """Train the first steps of a run for each config; rank 0 saves what config i recorded in the file `i.pt`."""
     for number, config in enumerate(configs):
         run = build_run(config)
         session = run.prepare(process)
@@ -122,7 +123,7 @@ def record_runs(configs: Sequence[dict[str, Any]], directory: Path, process: Pro
 
 
 def record(session: Session, directory: Path) -> Steps:
-    """Train the steps of a run; returns on rank 0 what all ranks saw and computed."""
+    """Train the steps of a run, and return what was recorded; on rank 0, this includes the records of all ranks."""
     run, collectives = session.run, session.collectives
     state = prepare(session, directory)
     recorder = Recorder(session, state)
@@ -150,7 +151,7 @@ def record(session: Session, directory: Path) -> Steps:
 
 
 def _expected(session: Session, state: State, recorder: Recorder) -> str:
-    """Return why this run is expected to differ from that of a single device; empty if it is not."""
+    """Return why this run is expected to differ from a run on a single device; empty if it is expected to agree."""
     num_passes = session.plan.num_workers * session.plan.accumulation
     num_passes *= session.run.parallel.num_microbatches(session.context)
     normalizes = num_passes > 1 and any(isinstance(module, _BatchNorm) for module in state.model.modules())
@@ -185,18 +186,18 @@ class Recorder:
         self._watch(session.run.workload, isinstance(session.run.precision, Double))
 
     def begin_step(self) -> None:
-        """Record what follows as that of the next step."""
+        """Begin the next step: everything recorded from now on belongs to it."""
         self._samples.append([])
         self._losses.append([])
 
     def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield micro-batches, and record their samples as they are, before a mode or a precision changes them."""
+        """Yield the micro-batches of `batches`, and record their samples before a mode or a precision changes them."""
         for batch in batches:
             self._samples[-1] += sample_hashes(batch, self._size)
             yield batch
 
     def _watch(self, workload: Workload, in_float64: bool) -> None:
-        """Record the losses that a mode asks `workload` for."""
+        """Replace methods of `workload`, so that losses are recorded whenever a parallel mode computes them."""
         if isinstance(workload, SupervisedWorkload):
             loss_of = workload.loss_of
 
@@ -219,7 +220,7 @@ class Recorder:
         self.computes_below_float64 |= gradient.is_floating_point() and gradient.dtype != torch.float64
 
     def _keep_first_gradients(self, *_: Any) -> None:
-        """Keep the gradients of the first step; those of later steps are of weights that may differ."""
+        """Keep the gradients of the first step only: in later steps, the weights may already differ."""
         if len(self._samples) == 1:
             named = self._model.named_parameters()
             self._gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
@@ -230,15 +231,15 @@ class Recorder:
         return any(not torch.equal(one, other) for one, other in zip(before, now, strict=True))
 
     def all_gradients(self) -> Tensors:
-        """Return the gradients of the first step on rank 0; called on every rank."""
+        """Gather the gradients of the first step on rank 0. Every rank must call this."""
         full = {name: full_tensor(gradient).cpu() for name, gradient in self._gradients.items()}
         return self._collectives.gather_to_rank0(full)
 
     def all_losses(self) -> Tensors:
         """Return the sorted losses of the samples of each step over all ranks, float64 [batch_size] by step.
 
-        They are sorted as a mode may take the samples of a batch in any order. Ranks with the same shard of the data
-        are stages of one network, or compute the same, so the first with losses counts.
+        The losses are sorted because a mode may process the samples of a batch in any order. Ranks with the same shard
+        of the data are stages of one network or compute the same losses, so only the first rank that has any counts.
         """
         own = [torch.stack(losses).tolist() for losses in self._losses if losses]
         shards: dict[Any, list[list[float]]] = {}
@@ -251,7 +252,8 @@ class Recorder:
     def all_samples(self) -> list[list[str]]:
         """Return the sorted hashes of the samples of each step over all ranks.
 
-        Ranks with the same shard of the data must see the same samples; if they do not, all are returned.
+        Ranks with the same shard of the data should see the same samples; if they do not, the samples of each of these
+        ranks are returned.
         """
         gathered = self._collectives.all_gather((self._shard, self._samples))
         shards: dict[Any, list[list[list[str]]]] = {}
@@ -265,14 +267,14 @@ class Recorder:
 def _loss_of_each(
     workload: SupervisedWorkload, outputs: torch.Tensor, targets: torch.Tensor, device: torch.device
 ) -> list[torch.Tensor]:
-    """Return the loss of each sample of a micro-batch, float64 scalars on the CPU; the random state does not change."""
+    """Return the loss of each sample as a float64 scalar on the CPU, without changing the random state."""
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         pairs = zip(outputs.detach().split(1), targets.split(1), strict=True)
         return [workload.criterion(output, target).cpu().double() for output, target in pairs]
 
 
 def on_gradient(loss: torch.Tensor, note: Callable[[torch.Tensor], None]) -> None:
-    """Call `note` with the gradient of every tensor that `loss` is computed from, when it is differentiated."""
+    """Register hooks that call `note` with the gradient of every tensor in the graph of `loss` in its backward pass."""
 
     def note_all(gradients: tuple[torch.Tensor, ...]) -> None:
         for gradient in gradients:
@@ -289,10 +291,10 @@ def on_gradient(loss: torch.Tensor, note: Callable[[torch.Tensor], None]) -> Non
 
 
 def evaluated(session: Session, state: State) -> Tensors:
-    """Evaluate the mode on the first batch of a single device, with the outputs of the network as its sums.
+    """Evaluate the network in its parallel mode, on the first batch that a single device would train on.
 
     Returns:
-        The outputs, and nothing if the workload is not supervised or its batches have no inputs.
+        The outputs of the network by name; empty if the workload is not supervised or its batches have no inputs.
     """
     run, device, model = session.run, session.device, state.model
     workload = run.workload

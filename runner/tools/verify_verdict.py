@@ -1,9 +1,9 @@
 """The comparison of `runner.tools.verify`: differences, their limits, the table and the verdict.
 
-The two runs must agree to 1e-9 in float64, where rounding is negligible, and about as closely in the config's own
-precision as sums in another order do. No limit grows with the rounding that is measured: where a single device alone
-rounds by more than half a limit, or something computes in float32 when float64 was asked for, the comparison shows
-nothing, and the verdict says so.
+In float64, where rounding is negligible, the two runs must agree to 1e-9. In the config's own precision, they must
+agree about as closely as sums that are computed in different orders. The limits do not depend on the rounding that is
+measured: if rounding on a single device alone exceeds half of a limit, or something computes in float32 when float64
+was asked for, the comparison shows nothing, and the verdict is that the config cannot be judged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OPTIONAL = ("loss per sample", "evaluation")  # a mode may compute these withou
 
 
 class Verdict(IntEnum):
-    """The verdicts, which are exit codes; 2 is that of a refused config."""
+    """The verdicts, which are also exit codes; exit code 2 means that the config is refused."""
 
     SAME = 0
     DIFFERENT = 1
@@ -44,7 +44,7 @@ class Difference(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The steps of the config and of its reference in the same precision."""
+    """The steps of the config and the steps of its reference, both in the same precision."""
 
     tested: Steps
     reference: Steps
@@ -59,7 +59,7 @@ class Row(NamedTuple):
         own: the difference in the config's own precision; None if that is float64.
         rounding: the difference between the references in the config's own precision and in float64.
         limit: the limit of `own`.
-        tolerance: the limit of `own` where there is no float64.
+        tolerance: the limit of `own` if the device has no float64 or the reference is noisy; never above `limit`.
         exact_limit: the limit of `exact`.
     """
 
@@ -73,14 +73,14 @@ class Row(NamedTuple):
 
     @property
     def is_same(self) -> bool:
-        """Whether no difference exceeds its limit, in spite of the rounding of the reference."""
+        """Whether no difference exceeds its limit. If the reference is noisy, the limit of `own` is `tolerance`."""
         close = self.own is None or self.own.size <= self.tolerance
         small = close or (self.exact is not None and self.own is not None and self.own.size <= self.limit)
         return self._is_exact and small and (close or not self.is_noisy)
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the reference rounds so much that the limit means nothing: two such runs are twice as far apart."""
+        """Whether the reference rounds so much that two runs may differ by more than `limit` through rounding alone."""
         return not 2 * self.rounding.size <= self.limit
 
     @property
@@ -104,7 +104,7 @@ class Row(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a comparison found: the table as lines, the verdict, and why."""
+    """The result of a comparison: the lines of the table, the verdict, and the reason for it."""
 
     lines: list[str]
     verdict: Verdict
@@ -117,7 +117,7 @@ def compare(own: Pair | None, exact: Pair | None, precision: Precision) -> Outco
     Args:
         own: the steps in the config's own precision; None if that is float64.
         exact: the steps in float64; None if the device has no float64.
-        precision: the config's own.
+        precision: the config's own precision.
     """
     pairs = [pair for pair in (exact, own) if pair is not None]
     for pair in pairs:
@@ -159,9 +159,10 @@ def difference(kind: str, tested: Steps, reference: Steps) -> Difference:
 def largest(tested: Tensors, reference: Tensors) -> Difference:
     """Return the largest relative difference between tensors of the same name.
 
-    It is the norm of their difference, divided by the norm of the reference tensor. The divisor is at least a
-    thousandth of the norm of all reference tensors together: the gradient of a bias before batch normalization, for
-    example, is zero up to rounding errors. A tensor that is missing or has another shape differs by infinity.
+    The relative difference of two tensors is the norm of their difference, divided by the norm of the reference tensor.
+    The divisor is at least a thousandth of the norm of all reference tensors together, because a tensor may be zero up
+    to rounding errors, for example the gradient of a bias before batch normalization. If a tensor is missing or has
+    another shape, the result is infinity.
     """
     others = [name for name in tested.keys() | reference.keys() if _shape(tested, name) != _shape(reference, name)]
     if others:
