@@ -1,1 +1,1 @@
-"""The command: arguments, help, and one run or sweep from them."""
+"""The command line: its arguments, its help, and the run or sweep that it starts."""

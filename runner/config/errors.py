@@ -49,7 +49,7 @@ ABSENT = _Absent.ABSENT
 
 
 def check(ok: bool, key: str, got: object, why: str, remedy: str) -> None:
-    """Raise `ConfigError` unless `ok`."""
+    """Raise a `ConfigError` with the other arguments unless `ok` is true."""
     if not ok:
         raise ConfigError(key, got, why, remedy)
 

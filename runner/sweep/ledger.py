@@ -56,7 +56,7 @@ class Sweep:
         self.typed = sorted(printable(text) for text in shown)
         self._swept = frozenset(swept)
         self._name = run_directory.unique_name()
-        self._ledgers: dict[Path, _Opened] = {}  # by directory, as a sweep over `name` has several
+        self._ledgers: dict[Path, _Opened] = {}  # by directory, because a sweep over `name` has several
 
     def job_directory(self, config: dict[str, Any], number: int, overrides: list[str]) -> Path:
         """Return the path of a job's run directory, `<sweep>/<job>-<overrides>`; create `<sweep>` if it is new.
@@ -108,7 +108,10 @@ class Sweep:
         return {"typed": self.typed, "complete": False, "jobs": {}}
 
     def _unfinished(self, parent: Path) -> tuple[Path | None, dict[str, Any]]:
-        """Return the newest incomplete sweep under `parent` with the same overrides, and its ledger; None if none."""
+        """Return the newest incomplete sweep under `parent` with the same overrides, and its ledger.
+
+        Return (None, {}) if there is no such sweep.
+        """
         for path in sorted(parent.glob("*"), reverse=True):
             ledger = read_ledger(path, self.typed)
             if ledger.get("typed") == self.typed and not ledger.get("complete"):

@@ -130,7 +130,7 @@ class Study:
     """The points to plot for a set of runs, and the runs that failed.
 
     Args:
-        runs: all runs, including those that failed.
+        runs: all runs, including failed runs.
     """
 
     def __init__(self, runs: list[MeasuredRun]):

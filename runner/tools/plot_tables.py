@@ -81,7 +81,7 @@ def format_value(value: object) -> str:
 
 
 def write_runs(study: Study, path: Path) -> None:
-    """Write a CSV file with one row per run, including those that failed."""
+    """Write a CSV file with one row per run, including failed runs."""
     repeats = [key for key in REPEATS if any(key in run.labels for run in study.runs)]
     titles = [*study.keys, *repeats, "status", "seconds_per_step", "p90_seconds_per_step", "samples_per_second"]
     rows: list[list[Any]] = [[*titles, study.metric or "metric", "peak_memory_bytes", "world_size", "directory"]]

@@ -111,7 +111,7 @@ def record_runs(configs: Sequence[dict[str, Any]], directory: Path, process: Pro
         with run.device.settings(session.device, run.deterministic):
             try:
                 steps = record(session, directory)
-            except DivergedError as error:  # raised on all ranks: the losses are those of all
+            except DivergedError as error:  # raised on all ranks, because the losses are reduced over all ranks
                 steps = Steps(diverged=str(error))
             except Exception as error:
                 if (refusal := refused_by_torch(run, error)) is not None:

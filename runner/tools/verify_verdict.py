@@ -112,7 +112,7 @@ class Outcome(NamedTuple):
 
 
 def compare(own: Pair | None, exact: Pair | None, precision: Precision) -> Outcome:
-    """Compare the steps of a config with those of its reference.
+    """Compare the steps of a config with the steps of its reference.
 
     Args:
         own: the steps in the config's own precision; None if that is float64.

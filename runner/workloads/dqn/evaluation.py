@@ -35,7 +35,7 @@ def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], devi
     """
     first, last = shard_bounds(num_episodes, shard)
     counted = slice(first, last)
-    if not env.shared_rng:  # each episode has a seed, so this process can skip those of other shards
+    if not env.shared_rng:  # each episode has a seed, so this process can skip the episodes of other shards
         counted = slice(0, last - first)
         num_episodes = max(last - first, 1)
     seeds = [derive(0, "evaluation", first + episode) for episode in range(num_episodes)]
