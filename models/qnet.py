@@ -58,7 +58,7 @@ class Rectified(nn.Linear):
 
 
 class Duelling(nn.Module):
-    """Heads for the state value V and the advantages A, combined to the action values Q = V + A − mean(A).
+    """Heads for the state value V and the advantages A, combined into the action values Q = V + A − mean(A).
 
     Wang et al., Dueling Network Architectures (2016), equation 9.
     """

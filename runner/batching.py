@@ -21,7 +21,7 @@ from runner.seeds import derive
 
 @dataclass
 class Accumulation:
-    """Gradient accumulation: each process splits its batch into `steps` micro-batches, to use less memory."""
+    """Gradient accumulation: each process splits its batch into `steps` micro-batches. The gradient is the same."""
 
     steps: int = 1
 
@@ -35,7 +35,7 @@ class MicroBatch(NamedTuple):
     start: int
     stop: int
     weight: float
-    """The fraction of the global batch in this micro-batch. It scales the gradient, because losses are means."""
+    """The fraction of the global batch that is in this micro-batch; scales the gradient, because losses are means."""
     is_last: bool
     """Whether this micro-batch is the last one of this process before the optimizer step."""
 

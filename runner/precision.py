@@ -29,7 +29,7 @@ class Precision:
     description: ClassVar[str] = "float32"
 
     tolerance: ClassVar[float] = 1e-6
-    """The largest relative error of a parallel mode's weights and gradients after a few steps, against a single device.
+    """The relative tolerance for weights and gradients after a few steps, between a parallel mode and a single device.
 
     Parallel modes sum in different orders, so they round differently.
     """

@@ -44,7 +44,7 @@ CONFIG_GROUPS: dict[str, type] = {
 """The config groups of every run, with the base class of each."""
 
 WORKLOAD_INPUTS: dict[str, type] = {"model": Model, "data": Data, "env": Env}
-"""The config groups that a workload takes as arguments, if it has a field of the same name, with their base classes."""
+"""The config groups, with their base classes, that a workload takes as arguments if it has fields of these names."""
 
 _LARGEST = 2**31 - 1  # more steps, or more samples per step, are a typo
 
@@ -103,7 +103,7 @@ class Run:
         Plan(self.batch_size, self.accumulation.steps)  # raises ConfigError if the batch is not divisible
 
     def prepare(self, process: Process) -> Session:
-        """Load the data, run the checks that need the device or the data, and return the session in `process`.
+        """Load the data, run the checks that need the device or the data, and return the session for `process`.
 
         Raises:
             ConfigError: if a check fails; nothing has been written yet.
@@ -351,7 +351,7 @@ _NOT_HASHED = ("name", "output_root", "resume", "tracking")
 def config_hash(config: Mapping[str, Any]) -> str:
     """Return a hash of `config`, 12 hexadecimal digits, that ignores where the run is written and tracked.
 
-    The hash also ignores credentials, so that the saved config, which lacks them, has the same hash.
+    The hash also ignores credentials, so that the saved config, in which they are hidden, has the same hash.
     """
     hashed = redacted_values({key: value for key, value in config.items() if key not in _NOT_HASHED})
     return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -95,7 +95,7 @@ class FSDP(MultiProcess):
 
 
 def _modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the blocks with parameters that are modules of `model`; other blocks only group several modules."""
+    """Return the blocks that have parameters and are modules of `model`; other blocks only group several modules."""
     blocks: Any = getattr(model, "blocks", None)
     own = {id(module) for module in model.modules()}
     found = [block for _, block in blocks()] if blocks else []

@@ -115,7 +115,7 @@ def _check_step(name: str, state: dict[str, Any]) -> None:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a `DTensor`, or any other tensor unchanged; called on every rank that has a shard."""
+    """Return the full tensor of a `DTensor`, or any other tensor unchanged; a collective, called on every rank."""
     # Not `isinstance`, which would import torch.distributed.tensor (half a second) even if there is no DTensor.
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -30,7 +30,7 @@ _MAX_LEAD = 4
 """How many updates a worker may be ahead of another. The limit lets all workers stop after the same update."""
 
 _MEASURE_EVERY = 16
-"""Number of steps after which a worker measures again how far others move the model, which takes a copy of it."""
+"""Number of steps between two measurements of how far other workers move the model; each one copies the model."""
 
 
 class SharedState(NamedTuple):
@@ -58,7 +58,7 @@ class SharedMemoryCollectives(ProcessGroup):
         self.updates, self._stop_requested, self._last_update = (counts.numpy() for counts in shared_state[1:])
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether to stop after this update. Rank 0 chooses a last update that no worker has reached yet."""
+        """Return whether to stop after this update. After a `flag`, rank 0 chooses one that no worker has reached."""
         own = int(self.updates[self.rank])
         if flag:  # set, never cleared: a read-modify-write could undo the write of another worker
             self._stop_requested[0] = 1
@@ -151,7 +151,7 @@ class Hogwild(MultiProcess):
         return sums
 
     def _read(self, model: torch.nn.Module) -> tuple[int, list[torch.Tensor] | None]:
-        """Return the updates so far by all workers, and a copy of the weights in every `_MEASURE_EVERY`-th step."""
+        """Return the number of updates so far and, in every `_MEASURE_EVERY`-th step, a copy of the weights."""
         measured = self._context.world_size > 1 and self._updates[self._context.rank] % _MEASURE_EVERY == 0
         return int(self._updates.sum()), [p.detach().clone() for p in trainable(model)] if measured else None
 

@@ -24,7 +24,7 @@ class Section:
 
 
 class SectionTimer:
-    """A timer for sections, without the time in nested sections; their times add up to the time since `reset`.
+    """A timer whose section times exclude nested sections, so that they add up to the time since `reset`.
 
     Entering a section takes 0.5 µs, little enough for the training loop. On an accelerator, the timer measures how long
     the host takes to queue the work, unless `synchronize` makes each switch between sections wait for the device.

@@ -28,9 +28,9 @@ STOPPED, INTERRUPTED = 75, 130
 class StopRequest:
     """A context manager in which a stop signal sets `received`, which the training loop reads in each step.
 
-    In the main process, Ctrl-C after an earlier stop signal raises `KeyboardInterrupt`; the main process then stops the
-    child processes. A child process starts with stop signals blocked, and receives pending signals when it enters the
-    context. If SIGHUP is ignored, for example because of `nohup`, it stays ignored.
+    In the main process, Ctrl-C after an earlier stop signal raises `KeyboardInterrupt`; a child process is stopped by
+    the main process instead. A child process starts with stop signals blocked, and receives pending signals when it
+    enters the context. If SIGHUP is ignored, for example because of `nohup`, it stays ignored.
     """
 
     before_training = False
@@ -172,7 +172,7 @@ def _is_main_process() -> bool:
 
 
 def _say(line: str) -> None:
-    """Write `line` to stderr by `os.write`: `sys.stderr` is not reentrant, and the signal may have interrupted it."""
+    """Write `line` by `os.write`: the signal may have interrupted a write to `sys.stderr`, which is not reentrant."""
     with suppress(OSError):
         os.write(2, f"\n{line}\n".encode())
 

@@ -1,4 +1,4 @@
-"""Removal of temporary directories that killed processes have left behind, by the next run.
+"""Temporary directories that killed processes leave behind, which the next run removes.
 
 A process holds a lock on a file in its directory; the kernel releases the lock when the process ends.
 """

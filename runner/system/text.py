@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    r"""Return `text` with an escape such as `\xff` for each byte that is not valid UTF-8; file names may contain them.
+    r"""Return `text` with an escape such as `\xff` for each byte that is not valid UTF-8, as in some file names.
 
     Python represents such bytes by surrogates, which UTF-8, JSON and TensorBoard's event files cannot contain.
     """

@@ -65,8 +65,8 @@ def _torchrun() -> RankInfo | None:
 def _slurm() -> RankInfo | None:
     """Read the rank that `srun` assigned; None without `srun`, or for a single task.
 
-    `srun` sets `SLURM_STEP_*` for the processes that it starts. `SLURM_NTASKS` is also set in a batch script, which is
-    a single process.
+    `srun` sets `SLURM_STEP_*` for the processes that it starts. `SLURM_NTASKS` is not used, because it is also set in a
+    batch script, which is a single process.
     https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
     """
     read = os.environ.get

@@ -43,7 +43,7 @@ class Launcher:
         """Train on every rank of the run; return the result of this rank, or of rank 0 if the ranks are started here.
 
         Args:
-            train: trains in this process, if it is a rank of the run.
+            train: trains in this process, if this process is a rank of the run.
             train_rank: trains in a process that this launcher starts; picklable.
             context: context of this process.
             directory: the run directory; each started rank N > 0 writes its output to `log_rank_N.txt` in it.

@@ -42,7 +42,7 @@ class Timeline:
         self._origins: dict[torch.device, Any] = {}
 
     def begin(self, barrier: Callable[[], None]) -> None:
-        """Start a new recording; its time starts when all processes have reached `barrier`."""
+        """Start a new recording; its time zero is when all processes have reached `barrier`."""
         self._records, self.on = [], True
         for device in self.devices:
             synchronize(device)
