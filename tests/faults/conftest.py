@@ -75,6 +75,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             if path.parent.name != "faults" or report.when != ("setup" if outcome == "error" else "call"):
                 continue
             faults = [entry for name, entry in report.user_properties if name == "fault"]
+            if outcome != "passed" and all(passed for _, passed in faults):  # what they all came to is wrong
+                faults = [(kind, False) for kind, _ in faults]
             for kind, passed in faults or [(path.stem.removeprefix("test_").replace("_", " "), outcome == "passed")]:
                 tried[kind].append(passed)
     if not tried:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.faults import ALL, RUNS, Fault, Reference, Tally, Trial, trainer
+from helpers.faults import ALL, RUNS, Fault, Reference, Tally, Trial
 
 SELECTED = {
     "single": [
@@ -42,13 +42,12 @@ def test_runs_killed_at_selected_points_resume_bitwise(
 everything = pytest.mark.skipif(not ALL, reason="part of `make faults`")
 
 
-def killed_at_each_point(reference: Reference) -> list[Fault]:
-    """Of each point of an undisturbed run: killed where a process comes there first, and where it does again."""
+def faults_at_each_point(points: list[str]) -> list[Fault]:
+    """Killed at each point of an undisturbed run: the second time that a process comes there, if it does."""
     faults = []
-    for line in sorted(set(reference.points)):
+    for line in dict.fromkeys(points):
         process, _, point = line.partition(": ")
-        often = reference.points.count(line)
-        faults += [Fault(at=point, process=process, count=count) for count in (1, 2) if count <= often]
+        faults.append(Fault(at=point, process=process, count=min(2, points.count(line))))
     return faults
 
 
@@ -57,23 +56,17 @@ def killed_at_each_point(reference: Reference) -> list[Fault]:
 def test_runs_killed_at_each_point_resume_bitwise(
     run: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
 ) -> None:
-    """One run after another, each killed at one point after another until it is done."""
-    left = killed_at_each_point(reference(run))
-    number = 0
+    """One run after another, each killed at one point after the other until it is done."""
+    left, number = faults_at_each_point(reference(run).points), 0
     while left:
         number += 1
         trial = Trial(tmp_path / str(number), run, reference(run), tally, "killed at a named point")
-        postponed = []
-        for fault in left:
-            # A run that is nearly done has no second save or evaluation to come: those are left to the next run.
-            if not trial.strike(fault):
-                postponed.append(fault)
-                break
-        assert trial.struck, f"never come to: {left[0]}"
-        if not postponed:
-            trial.finish()
-        left = left[trial.struck :]
-        trial.assert_done()
+        before = len(left)
+        # A run that is nearly done does not come to its second evaluation again: that is left to the next run.
+        while left and trial.strike(left[0]):
+            left.pop(0)
+        assert len(left) < before, f"{left[0]}: never come to"
+        trial.assert_done() if trial.done else trial.finish()
 
 
 @everything
@@ -82,14 +75,10 @@ def test_runs_killed_at_random_moments_resume_bitwise(
     run: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally, rng: random.Random
 ) -> None:
     """Anywhere between the start of a command and its end."""
-    kills, number = 16, 0
+    kills, number = 15, 0
     while kills > 0:
         number += 1
         trial = Trial(tmp_path / str(number), run, reference(run), tally, "killed at a random moment")
-        while kills > 0:
-            if not trial.strike(Fault(after=rng.uniform(0, reference(run).seconds), process=trainer(run))):
-                break
+        while kills > 0 and trial.strike(Fault(after=rng.uniform(0, reference(run).seconds))):
             kills -= 1
-        else:
-            trial.finish()
-        trial.assert_done()
+        trial.assert_done() if trial.done else trial.finish()

@@ -79,6 +79,7 @@ def watch(cwd: str, variables: dict[str, str], arguments: list[str], answers: in
 def run(cwd: str, variables: dict[str, str], arguments: list[str]) -> None:
     os.chdir(cwd)
     os.environ.update(variables)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests are run by nohup
     console = os.open("console.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(console, stream)

@@ -83,15 +83,15 @@ def act(what: str) -> None:
     """Let a fault happen to this process, or to all of its run.
 
     Args:
-        what: `kill all` (SIGKILL to every process of the run), `kill`, `stop` (SIGSTOP) or `hang` (this process),
-            `raise`, or the name of a signal, which the command receives.
+        what: `kill all` (SIGKILL to every process of the run), `stop all` (SIGSTOP), `kill`, `stop` or `hang` (this
+            process), `raise`, or the names of signals that the command receives, a second between them.
     """
     from helpers.command import processes_in
 
     here = os.getpid()
-    if what == "kill all":
+    if what in ("kill all", "stop all"):
         for pid in [*(pid for pid in processes_in(Path.cwd()) if pid != here), here]:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL if what == "kill all" else signal.SIGSTOP)
     elif what in ("kill", "stop"):
         os.kill(here, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
     elif what == "hang":
@@ -100,7 +100,9 @@ def act(what: str) -> None:
         raise PlantedError("planted by a test")
     else:
         command = multiprocessing.parent_process()
-        os.kill(command.pid if command and command.pid else here, signal.Signals[what])
+        for number, name in enumerate(what.split()):
+            time.sleep(1.0 if number else 0.0)
+            os.kill(command.pid if command and command.pid else here, signal.Signals[name])
 
 
 def _append(name: str, line: str) -> None:

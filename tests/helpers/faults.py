@@ -3,7 +3,7 @@
 A scenario is data: the name of a run in `RUNS`, and a sequence of `Fault`s. Each of them strikes one session of the
 run, which is then resumed; after the last one it is resumed to its end:
 
-    trial = Trial(tmp_path, "ddp", reference("ddp"), tally)
+    trial = Trial(tmp_path, "ddp", reference("ddp"), tally, "killed at a named point")
     for fault in [Fault("kill all", at="before fsync manifest.json", process="rank 0", count=2), ...]:
         trial.strike(fault)
     trial.finish()
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from helpers.command import Command
+from helpers.command import Command, processes_in
 from helpers.compose import FAST
 from helpers.fault_points import planted
 from helpers.oracle import (
@@ -38,70 +38,50 @@ from helpers.oracle import (
     trace,
     whole_checkpoint_now,
 )
+from helpers.runs import write_images
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
 """Whether everything is tried, as `make faults` does, or a fixed selection."""
 
-SAMPLES, STEPS, SAVE_EVERY = 1438, 60, 7
-"""The training samples of the digits; two epochs of them, and a little more; steps between two checkpoints."""
+# ---------------------------------------------------------------------------------------------------------------------
+# What is disturbed
 
+STEPS, SAVE_EVERY = 60, 7
 SCHEDULE = (f"steps={STEPS}", f"save_every={SAVE_EVERY}", "log_every=5", "eval_every=20")
-HARD = (*FAST, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "batch_size=48", "accumulation=2", *SCHEDULE)
+TRAINING = (*SCHEDULE, "model.dropout=0.2", "optimizer=adamw", "accumulation=2")
+DIGITS = (*FAST, *TRAINING, "data.crop=2", "batch_size=48")
+FILES = ("data=imagefolder", "data.root=images", "data.size=8", "data.workers=1", "data.timeout=5")
 AGENT = ("env.num_envs=4", "workload.warm_up=64", "workload.eval_episodes=2", "batch_size=16", "model.hidden=[16]")
 
 RUNS: dict[str, tuple[str, ...]] = {
-    "single": HARD,
-    "dp": (*HARD, "parallel=dp"),
-    "model": (*HARD, "parallel=model"),
-    "streams": (*HARD, "parallel=pipeline", "parallel.engine=streams"),
-    "ddp": (*HARD, "parallel=ddp"),
-    "fsdp": (*HARD, "parallel=fsdp"),
-    "pipeline": (*HARD, "parallel=pipeline"),
-    "ensemble": (*HARD, "parallel=ensemble"),
-    "hogwild": (*HARD, "parallel=hogwild"),
-    "dqn": ("workload=dqn", "device=cpu", "device.threads=1", *AGENT, *SCHEDULE),
-    "dqn ddp": ("workload=dqn", "device=cpu", "device.threads=1", *AGENT, *SCHEDULE, "parallel=ddp"),
+    "single": DIGITS,
+    "dp": (*DIGITS, "parallel=dp"),
+    "model": (*DIGITS, "parallel=model"),
+    "streams": (*DIGITS, "parallel=pipeline", "parallel.engine=streams"),
+    "ddp": (*DIGITS, "parallel=ddp"),
+    "fsdp": (*DIGITS, "parallel=fsdp"),
+    "pipeline": (*DIGITS, "parallel=pipeline"),
+    "ensemble": (*DIGITS, "parallel=ensemble"),
+    "hogwild": (*DIGITS, "parallel=hogwild"),
+    "workers": (*TRAINING, *FILES, "model=tiny", "device=cpu", "device.threads=1", "batch_size=8"),
+    "dqn": (*SCHEDULE, *AGENT, "workload=dqn", "device=cpu", "device.threads=1"),
+    "dqn ddp": (*SCHEDULE, *AGENT, "workload=dqn", "device=cpu", "device.threads=1", "parallel=ddp"),
 }
-"""What is disturbed: the arguments of a command by the name of its mode. Each trains with all that is random."""
+"""The arguments of a command, by the name of what it trains. Each draws all the random numbers that there are."""
+
+SAMPLES = dict.fromkeys(RUNS, 1438) | {"workers": 40, "dqn": 0, "dqn ddp": 0}
+"""The training samples of each; none of an agent, which draws from what it has seen."""
 
 ASYNCHRONOUS = ("hogwild",)
-"""Modes of which no two runs are the same: what they compute is not compared."""
+"""No two of these runs are the same: what they compute is not compared."""
 
 SEVERAL = ("ddp", "fsdp", "pipeline", "ensemble", "hogwild", "dqn ddp")
-"""Those whose training is done by ranks; in the others the command does it."""
+"""Those that ranks train; the others are trained by the command itself."""
 
 
 def trainer(run: str, rank: int = 0) -> str:
-    """The process of a run that trains, as `Fault.process` wants it."""
+    """The process that trains a run, by its name in `Fault.process`."""
     return f"rank {rank}" if run in SEVERAL else "main"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What happens to a session of a run, and when.
-
-    Args:
-        do: what happens; see `helpers.fault_points.act`.
-        at: the point at which it does; empty: `after` so many seconds, to the command.
-        count: the how-many-eth time in the session that the process gets there.
-        process: which process gets there.
-        code: the exit code of the command; None: any that a killed or stopped run may have.
-        says: a regular expression that its console matches.
-        arguments: overrides of this session alone.
-    """
-
-    do: str = "kill all"
-    at: str = ""
-    count: int = 1
-    process: str = "main"
-    after: float = 0.0
-    code: int | None = -signal.SIGKILL
-    says: str = ""
-    arguments: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        moment = f"{self.process}, {self.at} ({self.count})" if self.at else f"after {self.after:.2f} s"
-        return f"{self.do}: {moment}"
 
 
 @dataclass(frozen=True)
@@ -119,18 +99,53 @@ class Reference:
     seconds: float
 
 
-Tally = Callable[[str], AbstractContextManager[Callable[[], None]]]
-
-
 def undisturbed(cwd: Path, run: str) -> Reference:
     """Do the run of a name in `cwd`, from its start to its end."""
-    cwd.mkdir(exist_ok=True)
+    trial = Trial(cwd, run, None)
     (cwd / "trace.txt").touch()
     since = time.monotonic()
-    trial = Trial(cwd, run, None)
     trial.finish()
     seconds = time.monotonic() - since
     return Reference(trace(trial.directory), (cwd / "trace.txt").read_text().splitlines(), seconds)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What happens to it
+
+KILLED = (-signal.SIGKILL,)
+"""The exit code of a command that was killed, to whoever started it."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a session of a run, and when.
+
+    Args:
+        do: what happens; see `helpers.fault_points.act`.
+        at: the point at which it does; empty: `after` so many seconds, to the command.
+        count: the how-many-eth time in the session that the process gets there.
+        process: which process gets there.
+        codes: the exit codes that the command may have. Without 0 among them, a run that is done was not struck.
+        says: a regular expression that its console matches.
+        traceback: whether the console may show a traceback.
+        arguments: overrides of this session alone.
+    """
+
+    do: str = "kill all"
+    at: str = ""
+    count: int = 1
+    process: str = "main"
+    after: float = 0.0
+    codes: tuple[int, ...] = KILLED
+    says: str = ""
+    traceback: bool = False
+    arguments: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.do}: " + (f"{self.process} {self.at} ({self.count})" if self.at else f"{self.after:.2f} s")
+
+
+Tally = Callable[[str], AbstractContextManager[Callable[[], None]]]
 
 
 class Trial:
@@ -155,10 +170,13 @@ class Trial:
         extra: tuple[str, ...] = (),
     ):
         cwd.mkdir(exist_ok=True)
-        self.cwd, self.run, self.reference, self.kind = cwd, run, reference, kind
-        self.extra, self.tally = extra, tally
+        if run == "workers":
+            write_images(cwd / "images")
+        self.cwd, self.run, self.reference = cwd, run, reference
+        self.tally, self.kind, self.extra = tally, kind, extra
         self.leftovers = Leftovers(cwd)
-        self.struck = 0
+        self.code, self.console = -1, ""
+        self.watched = True  # false once a session was not one of `start`: then its samples are not known
 
     @property
     def directory(self) -> Path:
@@ -166,63 +184,80 @@ class Trial:
         [config] = self.cwd.glob("outputs/*/*/config.yaml")
         return config.parent
 
-    def start(self, *arguments: str) -> Command:
-        """Begin the run; or resume it, once it has a directory."""
+    @property
+    def done(self) -> bool:
+        """Whether the latest session did the last step."""
+        return self.code == 0
+
+    def words(self) -> tuple[str, ...]:
+        """The arguments of a command that begins the run; or resumes it, once it has a directory."""
         begun = list(self.cwd.glob("outputs/*/*/config.yaml"))
-        words = (f"resume={self.directory}",) if begun else RUNS[self.run]
-        return Command(self.cwd, *words, *self.extra, *arguments, kind="faults")
+        return (f"resume={self.directory}", *self.extra) if begun else (*RUNS[self.run], *self.extra)
 
-    def watch(self, command: Command) -> tuple[int, str]:
+    def start(self, *arguments: str) -> Command:
+        """Start a session, in which faults may be planted."""
+        return Command(self.cwd, *self.words(), *arguments, kind="faults")
+
+    def watch(self, command: Command) -> None:
         """Wait for the end of a session; meanwhile, look at what it holds and at its newest checkpoint."""
+        look = 0.0
         while command.code is None:
-            self.leftovers.sample()
-            for config in self.cwd.glob("outputs/*/*/config.yaml"):
-                whole_checkpoint_now(config.parent)
-            time.sleep(0.1)
-        return command.wait()
+            if (now := time.monotonic()) > look:
+                look = now + 0.25
+                self.leftovers.sample()
+                for config in self.cwd.glob("outputs/*/*/config.yaml"):
+                    whole_checkpoint_now(config.parent)
+            time.sleep(0.01)
+        self.code, self.console = command.wait()
+        self.leftovers.assert_none()
 
-    def strike(self, fault: Fault) -> bool:
-        """Do a session in which `fault` happens; returns False if the run was done before."""
+    def strike(self, fault: Fault, meanwhile: Callable[[Command], None] | None = None) -> bool:
+        """Do a session in which `fault` happens; returns False if the run was done before.
+
+        Args:
+            meanwhile: does what happens, where it is nothing that a fault can say.
+        """
         with ExitStack() as stack:
             not_counted = stack.enter_context(self.tally(self.kind)) if self.tally else lambda: None
             plan = {"at": fault.at, "process": fault.process, "count": fault.count, "do": fault.do}
             with planted(self.cwd, plan):
                 command = self.start(*fault.arguments)
-                if not fault.at:
+                if meanwhile is not None:
+                    meanwhile(command)
+                elif not fault.at:
                     time.sleep(fault.after)
-                    numbers = {"kill all": signal.SIGKILL, "kill": signal.SIGKILL}
-                    command.kill(numbers.get(fault.do) or signal.Signals[fault.do])
-                code, console = self.watch(command)
-            happened = (self.cwd / "fired").exists() or not fault.at
-            assert happened or code == 0, f"{fault}: not come to\n{console}"
-            self.leftovers.assert_none()
-            if code == 0 and fault.code != 0:
+                    if fault.do == "kill all":
+                        command.kill(signal.SIGKILL, command.pid, *processes_in(self.cwd))
+                    else:
+                        command.kill(signal.Signals[fault.do])
+                self.watch(command)
+            happened = not fault.at or (self.cwd / "fired").exists()
+            if self.done and not (happened and 0 in fault.codes):
                 not_counted()
                 return False
-            self.struck += 1
-            assert_ended(code, console, code if fault.code is None else fault.code, fault.says)
+            assert happened, f"{fault}: not come to\n{self.console}"
+            assert self.code in fault.codes, f"{fault}: exit code {self.code}\n{self.console}"
+            assert_ended(self.code, self.console, self.code, fault.says, fault.traceback)
             for config in self.cwd.glob("outputs/*/*/config.yaml"):
                 assert_whole_checkpoint(config.parent, steps_saved(self.cwd))
         return True
 
     def finish(self) -> None:
         """Resume the run to its end, which must be that of a run that nothing disturbed."""
-        code, console = self.watch(self.start())
-        assert_ended(code, console, 0, "^done after step|nothing is left to do")
-        self.leftovers.assert_none()
+        self.watch(self.start())
+        assert_ended(self.code, self.console, 0, "^done after step|nothing is left to do")
         self.assert_done()
 
     def assert_done(self) -> None:
         """Fail unless the run is done, and is what it would have been undisturbed."""
-        run = self.directory
+        run, asynchronous = self.directory, self.run in ASYNCHRONOUS
         assert_whole_checkpoint(run, steps_saved(self.cwd))
         assert_one_value_a_step(run)
         assert_no_scraps(run)
-        if self.run not in ("dqn", "dqn ddp"):
+        if SAMPLES[self.run] and self.watched:
             # A pass of the loop of hogwild is a round of two steps.
-            limit = SAVE_EVERY + (self.run in ASYNCHRONOUS)
-            assert_each_sample_once(self.cwd, self.run, SAMPLES, limit)
-        if self.reference and self.run not in ASYNCHRONOUS:
-            assert_same_trace(run, self.reference.trace)
-        if self.reference and self.run in ASYNCHRONOUS:
+            assert_each_sample_once(self.cwd, self.run, SAMPLES[self.run], SAVE_EVERY + asynchronous)
+        if self.reference and asynchronous:
             assert trace(run)["result"]["steps"] == self.reference.trace["result"]["steps"]
+        elif self.reference:
+            assert_same_trace(run, self.reference.trace)

@@ -1,0 +1,126 @@
+"""Ranks that are killed, stopped or fail, one of them, at named points: the others end, and the message names it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.faults import ALL, Fault, Reference, Tally, Trial
+
+TIMEOUT = 15
+"""Seconds: more than a rank needs to start on a busy machine, as this limit is for that too."""
+
+MOMENTS = {
+    "starting": ("before preparation", 1),
+    "training": ("after step", 4),
+    "logging": ("before log", 1),
+    "evaluating": ("in evaluation", 1),
+    "about to save": ("before save", 1),
+    "saving its state": ("before fsync rank_N.pt", 1),
+    "saving the weights": ("after fsync model.safetensors", 1),
+    "committing": ("before rename step_N", 1),
+    "having saved": ("after save", 1),
+}
+"""When it happens: a point, and the how-many-eth time in the session. Some only rank 0 comes to."""
+
+SAYS = {
+    "kill": r"^rank {rank} was killed by SIGKILL \(the kernel does that where memory runs out\)$",
+    "raise": r"^rank {rank} failed: PlantedError: planted by a test$",
+    "stop": r"^rank {rank} did not reach the collective that the others waited in: it is stopped, or hangs "
+    rf"\(parallel\.timeout={TIMEOUT}\)$",
+}
+SAYS["hang"] = SAYS["stop"]
+
+MODES = ("ddp", "fsdp", "pipeline", "hogwild", "ensemble")
+KINDS = {"kill": "killed", "raise": "failing", "stop": "stopped", "hang": "hanging"}
+
+
+def fault(do: str, rank: int, moment: str) -> Fault:
+    """What happens to one rank, of which the command ends with exit code 1."""
+    at, count = MOMENTS[moment]
+    at = at.replace("rank_N", f"rank_{rank}")
+    says = SAYS[do].format(rank=rank)
+    return Fault(do, at, count, f"rank {rank}", codes=(1,), says=says, traceback=do == "raise")
+
+
+def comes_to(reference: Reference, each: Fault) -> bool:
+    return f"{each.process}: {each.at}" in reference.points
+
+
+def assert_named_once(console: str) -> None:
+    """Fail unless one rank is named, in one line, and the run says how far it came and how it goes on."""
+    assert len(re.findall(r"^rank \d+ ", console, re.MULTILINE)) == 1, console
+    assert re.search(r"^crashed after step \d+/\d+", console, re.MULTILINE), console
+
+
+SELECTED = {
+    "ddp": [("raise", 1, "starting"), ("kill", 0, "saving the weights"), ("kill", 1, "evaluating")],
+    "pipeline": [("kill", 1, "training")],
+    "hogwild": [("raise", 1, "logging")],
+}
+
+
+@pytest.mark.parametrize("mode", SELECTED)
+def test_a_run_resumes_after_ranks_that_died(
+    mode: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+) -> None:
+    trial = Trial(tmp_path, mode, reference(mode), tally, "a rank killed or failing")
+    for do, rank, moment in SELECTED[mode]:
+        assert trial.strike(fault(do, rank, moment)), "the run was done before"
+        assert_named_once(trial.console)
+    trial.finish()
+
+
+everything = pytest.mark.skipif(not ALL, reason="part of `make faults`")
+
+
+@everything
+@pytest.mark.parametrize("do", ["kill", "raise"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_resumes_after_ranks_that_died_at_any_point(
+    do: str, mode: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+) -> None:
+    left = [fault(do, rank, moment) for moment in MOMENTS for rank in (0, 1)]
+    left = [each for each in left if comes_to(reference(mode), each)]
+    number = 0
+    while left:
+        number += 1
+        trial = Trial(tmp_path / str(number), mode, reference(mode), tally, f"a rank {KINDS[do]}")
+        before = len(left)
+        while left and trial.strike(left[0]):
+            assert_named_once(trial.console)
+            left.pop(0)
+        assert len(left) < before, f"{left[0]}: never come to"
+        trial.assert_done() if trial.done else trial.finish()
+
+
+@everything
+@pytest.mark.parametrize("do", ["stop", "hang"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_resumes_after_ranks_that_stopped(
+    do: str, mode: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+) -> None:
+    trial = Trial(tmp_path, mode, reference(mode), tally, f"a rank {KINDS[do]}", (f"parallel.timeout={TIMEOUT}",))
+    for rank, moment in ((1, "training"), (0, "training"), (1, "about to save"), (0, "committing")):
+        assert trial.strike(fault(do, rank, moment)), "the run was done before"
+        assert_named_once(trial.console)
+    trial.finish()
+
+
+RESTARTED = [("kill", 1, "training"), ("raise", 0, "evaluating"), ("kill", 0, "committing"), ("raise", 1, "starting")]
+
+
+@pytest.mark.parametrize("mode", MODES if ALL else ("ddp",))
+@pytest.mark.parametrize(("do", "rank", "moment"), RESTARTED if ALL else RESTARTED[:1])
+def test_all_ranks_restart_from_the_last_checkpoint(
+    do: str, rank: int, moment: str, mode: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+) -> None:
+    """In the same command, which ends as if nothing had been."""
+    trial = Trial(tmp_path, mode, reference(mode), tally, "a rank restarted", ("parallel.max_restarts=1",))
+    one = fault(do, rank, moment)
+    says = rf"{one.says[:-1]}\n(?:.*\n)*all ranks restart from the last checkpoint \(restart 1 of 1\)"
+    assert trial.strike(replace(one, codes=(0,), says=says))
+    trial.assert_done()

@@ -1,0 +1,258 @@
+"""Signals to a run, at named points and random moments, at its start and twice; a closed terminal; a long pause."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import random
+import re
+import signal
+import subprocess
+import termios
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.command import Command, processes_in, start_fresh, until
+from helpers.faults import ALL, Fault, Reference, Tally, Trial, trainer
+
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
+STOPPED, INTERRUPTED = 75, 130
+SAVED = r"^{name}: finishing the step, then saving; press Ctrl-C to stop at once$"
+
+
+def during_training(name: str, run: str, at: str = "after step", count: int = 3) -> Fault:
+    """A signal, after which the run saves and ends."""
+    return Fault(name, at, count, trainer(run), codes=(STOPPED,), says=SAVED.format(name=name))
+
+
+def twice(names: str, run: str) -> Fault:
+    """Two signals: a Ctrl-C that is not the first leaves at once, any other does not matter."""
+    first, second = names.split()
+    code, says = (INTERRUPTED, "^interrupted$") if second == "SIGINT" else (STOPPED, SAVED.format(name=first))
+    return Fault(names, "after step", 3, trainer(run), codes=(code,), says=says)
+
+
+def before_training(name: str, at: str) -> Fault:
+    """A signal to a command that has not yet started to train."""
+    code, says = (INTERRUPTED, "interrupted") if name == "SIGINT" else (STOPPED, f"{name}: stopped before the first")
+    return Fault(name, at, 1, "main", codes=(code,), says=f"^{says}")
+
+
+SELECTED = {
+    "single": [
+        before_training("SIGTERM", "before rename config.yaml"),
+        during_training("SIGUSR2", "single", "before rename step_N", 1),
+        during_training("SIGQUIT", "single", "in evaluation", 1),
+        twice("SIGINT SIGINT", "single"),
+    ],
+    "ddp": [during_training("SIGHUP", "ddp", "before log", 1), twice("SIGTERM SIGINT", "ddp")],
+}
+
+
+@pytest.mark.parametrize("run", SELECTED)
+def test_a_run_resumes_after_signals(
+    run: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+) -> None:
+    trial = Trial(tmp_path, run, reference(run), tally, "a signal at a named point")
+    for fault in SELECTED[run]:
+        assert trial.strike(fault), f"{fault}: the run was done before"
+    trial.finish()
+
+
+everything = pytest.mark.skipif(not ALL, reason="part of `make faults`")
+POINTS = (("after step", 2), ("before save", 1), ("before rename step_N", 1), ("before log", 1), ("in evaluation", 1))
+SIGNALLED = ("single", "ddp", "fsdp", "pipeline", "hogwild", "ensemble", "workers", "dqn")
+
+
+@everything
+@pytest.mark.parametrize("run", SIGNALLED)
+def test_a_run_resumes_after_any_signal_at_any_point(
+    run: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+) -> None:
+    left = [during_training(name, run, *point) for name, point in zip(STOP_SIGNALS, (*POINTS, POINTS[0]), strict=True)]
+    left += [twice(names, run) for names in ("SIGINT SIGINT", "SIGTERM SIGINT", "SIGINT SIGTERM", "SIGHUP SIGUSR1")]
+    left = [each for each in left if f"{each.process}: {each.at}" in reference(run).points]
+    number = 0
+    while left:
+        number += 1
+        trial = Trial(tmp_path / str(number), run, reference(run), tally, "a signal at a named point")
+        before = len(left)
+        while left and trial.strike(left[0]):
+            left.pop(0)
+        assert len(left) < before, f"{left[0]}: never come to"
+        trial.assert_done() if trial.done else trial.finish()
+
+
+@everything
+@pytest.mark.parametrize("name", STOP_SIGNALS)
+def test_a_signal_before_training_leaves_nothing_undone(
+    name: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+) -> None:
+    trial = Trial(tmp_path, "single", reference("single"), tally, "a signal at the start")
+    for at in ("before rename overrides.yaml", "after rename config.yaml", "after rename environment.json"):
+        assert trial.strike(before_training(name, at)), at
+    trial.finish()
+
+
+@everything
+@pytest.mark.parametrize("run", ["single", "ddp", "hogwild", "dqn"])
+def test_a_run_resumes_after_signals_at_random_moments(
+    run: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally, rng: random.Random
+) -> None:
+    """Also after the last step, where a signal does not matter."""
+    signals, number = 15, 0
+    while signals > 0:
+        number += 1
+        trial = Trial(tmp_path / str(number), run, reference(run), tally, "a signal at a random moment")
+        while signals > 0 and not trial.done:
+            name, after = rng.choice(STOP_SIGNALS), rng.uniform(0.05, reference(run).seconds)
+            trial.strike(Fault(name, after=after, codes=(0, STOPPED, INTERRUPTED)))
+            assert trial.code != INTERRUPTED or name == "SIGINT", trial.console
+            if trial.code == STOPPED:
+                said = "finishing the step, then saving|stopped before the first step"
+                assert re.search(f"^{name}: ({said})", trial.console, re.MULTILINE), trial.console
+            signals -= 1
+        trial.assert_done() if trial.done else trial.finish()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A pause of all processes, as by Ctrl-Z and fg
+
+TIMEOUT = 8
+
+
+@everything
+@pytest.mark.parametrize("at", ["after step", "before fsync model.safetensors"])
+@pytest.mark.parametrize("run", ["ddp", "fsdp", "pipeline", "hogwild", "ensemble", "workers"])
+def test_a_run_goes_on_after_a_pause_longer_than_the_timeout(
+    run: str, at: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+) -> None:
+    def go_on(command: Command) -> None:
+        until(lambda: (tmp_path / "fired").exists() or command.code is not None)
+        time.sleep(TIMEOUT + 4)
+        for pid in processes_in(tmp_path):
+            os.kill(pid, signal.SIGCONT)
+
+    limit = () if run == "workers" else (f"parallel.timeout={TIMEOUT}",)
+    trial = Trial(tmp_path, run, reference(run), tally, "a pause of all processes", limit)
+    assert trial.strike(Fault("stop all", at, 3, trainer(run), codes=(0,), says="^done after step"), go_on)
+    trial.assert_done()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Of commands as they are typed, from the start of their interpreter
+
+
+def handles_signals(pid: int) -> bool:
+    """Whether a process has handlers for stop signals, which it has before it imports anything large."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(re.findall(r"SigCgt:\s+(\w+)", status)[0], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def end_of(process: subprocess.Popen[str], trial: Trial) -> None:
+    """Wait for a command, which must leave nothing behind, not even among the temporary files."""
+    trial.watched = False
+    while process.poll() is None:
+        trial.leftovers.sample()
+        time.sleep(0.2)
+    trial.leftovers.assert_none()
+
+
+@pytest.fixture
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.Popen[str]]:
+    """Start or resume a run in an interpreter of its own, whose console is `console.txt`."""
+    (tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+
+    def start(trial: Trial, **options: Any) -> subprocess.Popen[str]:
+        trial.leftovers.temporary = tmp_path / "t"
+        with (trial.cwd / "console.txt").open("w") as console:
+            streams = dict.fromkeys(("stdout", "stderr"), console)
+            return start_fresh(*trial.words(), cwd=trial.cwd, **(streams | options))
+
+    return start
+
+
+@everything
+@pytest.mark.parametrize("run", ["single", "ddp"])
+@pytest.mark.parametrize("name", STOP_SIGNALS)
+def test_a_command_can_be_stopped_from_its_first_moment(
+    name: str,
+    run: str,
+    tmp_path: Path,
+    reference: Callable[[str], Reference],
+    tally: Tally,
+    rng: random.Random,
+    typed: Callable[..., subprocess.Popen[str]],
+) -> None:
+    trial = Trial(tmp_path / "run", run, reference(run))
+    for _ in range(2):
+        with tally("a signal at the start"):
+            process = typed(trial)
+            until(lambda process=process: handles_signals(process.pid))
+            time.sleep(rng.uniform(0, 4))
+            process.send_signal(signal.Signals[name])
+            end_of(process, trial)
+            console = (trial.cwd / "console.txt").read_text()
+            assert process.returncode in (0, INTERRUPTED if name == "SIGINT" else STOPPED, STOPPED), console
+            assert "Traceback" not in console
+    trial.finish()
+
+
+@everything
+@pytest.mark.parametrize("run", ["single", "ddp", "hogwild"])
+def test_a_run_resumes_after_its_terminal_was_closed(
+    run: str,
+    tmp_path: Path,
+    reference: Callable[[str], Reference],
+    tally: Tally,
+    rng: random.Random,
+    typed: Callable[..., subprocess.Popen[str]],
+) -> None:
+    trial = Trial(tmp_path / "run", run, reference(run))
+    for _ in range(3):
+        with tally("a closed terminal"):
+            ours, terminal = pty.openpty()
+            own = partial(fcntl.ioctl, terminal, termios.TIOCSCTTY, 0)
+            streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+            process = typed(trial, **streams, start_new_session=True, preexec_fn=own)
+            os.close(terminal)
+            os.set_blocking(ours, False)
+            until(lambda process=process: process.poll() is not None or handles_signals(process.pid))
+            end = time.monotonic() + rng.uniform(0, 5)
+            while time.monotonic() < end and process.poll() is None:
+                with suppress(OSError):
+                    os.read(ours, 65536)  # or the terminal would be full
+                time.sleep(0.01)
+            os.close(ours)
+            end_of(process, trial)
+            assert process.returncode in (0, STOPPED)
+    trial.finish()
+
+
+@everything
+@pytest.mark.parametrize("run", ["single", "ddp"])
+def test_nohup_ignores_a_closed_terminal_and_nothing_else(
+    run: str,
+    tmp_path: Path,
+    reference: Callable[[str], Reference],
+    tally: Tally,
+    rng: random.Random,
+    typed: Callable[..., subprocess.Popen[str]],
+) -> None:
+    trial = Trial(tmp_path / "run", run, reference(run))
+    for name, codes in (("SIGTERM", (0, STOPPED)), ("SIGHUP", (0,))):
+        with tally("nohup"):
+            process = typed(trial, preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN))
+            until(lambda process=process: handles_signals(process.pid))
+            time.sleep(rng.uniform(0, 4))
+            process.send_signal(signal.Signals[name])
+            end_of(process, trial)
+            assert process.returncode in codes, (trial.cwd / "console.txt").read_text()
+    trial.finish()

@@ -1,0 +1,141 @@
+"""Data workers and ranks that another launcher started: killed, stopped, or failing."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.command import Command, processes_in, until
+from helpers.fault_points import planted
+from helpers.faults import ALL, RUNS, SAMPLES, SAVE_EVERY, Fault, Reference, Tally, Trial
+from helpers.oracle import (
+    Leftovers,
+    assert_each_sample_once,
+    assert_no_scraps,
+    assert_one_value_a_step,
+    assert_same_trace,
+    assert_whole_checkpoint,
+    steps_saved,
+)
+from helpers.runs import free_port
+
+everything = pytest.mark.skipif(not ALL, reason="part of `make faults`")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data workers
+
+
+def strike_a_worker(cwd: Path, number: signal.Signals, steps: int) -> Callable[[Command], None]:
+    """What is done to the data worker of a run, once `steps` more steps are done."""
+
+    def read() -> int:
+        path = cwd / "seen.txt"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    before = read()
+
+    def strike(command: Command) -> None:
+        until(lambda: command.code is not None or read() >= before + steps)
+        others = [pid for pid in processes_in(cwd) if pid != command.pid]
+        command.kill(number, *others)
+
+    return strike
+
+
+WORKER = {
+    signal.SIGKILL: r"data worker \d+: it was killed by SIGKILL, perhaps because memory ran out",
+    signal.SIGBUS: r"data worker \d+: it was killed by SIGBUS, most likely because shared memory ran out",
+    signal.SIGSTOP: r"data workers \d+: no batch arrived within 5 s: a worker is stopped",
+}
+
+
+@pytest.mark.parametrize("number", [*WORKER] if ALL else [signal.SIGKILL])
+def test_a_run_resumes_after_its_data_worker_died(
+    number: signal.Signals, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+) -> None:
+    trial = Trial(tmp_path, "workers", reference("workers"), tally, "a data worker killed or stopped")
+    for steps in (3, 12, 9) if ALL else (3,):
+        fault = Fault(number.name, codes=(1,), says=WORKER[number], traceback=True)
+        assert trial.strike(fault, strike_a_worker(tmp_path, number, steps)), "the run was done before"
+    trial.finish()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that another launcher started
+
+
+class Launched:
+    """Two ranks of one run, each of them a command by itself, as `torchrun` starts them."""
+
+    def __init__(self, cwd: Path, tally: Tally):
+        cwd.mkdir(exist_ok=True)
+        self.cwd, self.tally = cwd, tally
+        self.hosts = [cwd / f"host_{rank}" for rank in (0, 1)]
+        for host in self.hosts:
+            host.mkdir()
+        self.leftovers = [Leftovers(host) for host in self.hosts]
+
+    @property
+    def directory(self) -> Path:
+        [config] = self.cwd.glob("outputs/*/*/config.yaml")
+        return config.parent
+
+    def session(self, *arguments: str) -> list[tuple[int, str]]:
+        """The exit codes and consoles of both."""
+        begun = list(self.cwd.glob("outputs/*/*/config.yaml"))
+        words = (f"resume={self.directory}",) if begun else (*RUNS["ddp"], f"output_root={self.cwd}/outputs")
+        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        common["MASTER_PORT"] = str(free_port())
+        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
+        commands = [
+            Command(host, *words, *arguments, kind="faults", **common, **variables)
+            for host, variables in zip(self.hosts, own, strict=True)
+        ]
+        ended = [command.ended() for command in commands]
+        for each in self.leftovers:
+            each.assert_none()
+        return ended
+
+    def strike(self, do: str, rank: int, at: str, count: int) -> list[tuple[int, str]]:
+        with self.tally("a rank of torchrun killed or failing"):
+            with planted(self.hosts[rank], {"at": at, "process": f"rank {rank}", "count": count, "do": do}):
+                ended = self.session()
+            assert (self.hosts[rank] / "fired").exists(), ended
+            for config in self.cwd.glob("outputs/*/*/config.yaml"):
+                assert_whole_checkpoint(config.parent, steps_saved(self.hosts[0]))
+        return ended
+
+
+STRUCK = [
+    ("kill", 1, "after step", 12),
+    ("raise", 0, "before log", 1),
+    ("kill", 0, "after fsync model.safetensors", 1),
+    ("raise", 1, "before fsync rank_1.pt", 1),
+    ("kill", 1, "in evaluation", 1),
+    ("kill", 0, "before preparation", 1),
+]
+
+
+def test_a_run_of_torchrun_resumes_after_ranks_that_died(
+    tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+) -> None:
+    """The other rank ends too, with exit code 1, as soon as it waits for the one that is gone."""
+    launched = Launched(tmp_path, tally)
+    for do, rank, at, count in STRUCK if ALL else STRUCK[:2]:
+        ended = launched.strike(do, rank, at, count)
+        assert ended[rank][0] == (-signal.SIGKILL if do == "kill" else 1), ended
+        assert ended[1 - rank][0] == 1, ended
+        if do == "raise" and rank == 0:
+            assert re.search(r"^PlantedError: planted by a test", ended[0][1], re.MULTILINE), ended
+    ended = launched.session()
+    assert [code for code, _ in ended] == [0, 0], ended
+    run = launched.directory
+    assert_whole_checkpoint(run, steps_saved(launched.hosts[0]))
+    assert_one_value_a_step(run)
+    assert_no_scraps(run)
+    (tmp_path / "seen.txt").write_text("".join((host / "seen.txt").read_text() for host in launched.hosts))
+    assert_each_sample_once(tmp_path, "ddp", SAMPLES["ddp"], SAVE_EVERY)
+    assert_same_trace(run, reference("ddp").trace)
