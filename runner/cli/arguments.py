@@ -120,7 +120,8 @@ def quoted(argument: str, sweep: bool) -> str:
     if name in chosen_groups():
         if value == "null":
             return f"~{name}"  # Hydra's syntax for a group without an option
-        return f"{key}={','.join(_quote(part) if _NUMBER.fullmatch(part) or _is_literal(part) else part for part in value.split(','))}"
+        parts = (_quote(part) if _NUMBER.fullmatch(part) or _is_literal(part) else part for part in value.split(","))
+        return f"{key}={','.join(parts)}"
     if value[:1] in "'\"[{":
         return argument
     parts = value.split(",") if sweep else [value]

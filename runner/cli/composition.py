@@ -276,7 +276,7 @@ def _words(override: Override) -> list[str]:
     key = override.get_key_element()
     if override.is_sweep_override():
         return [f"{key}={value}" for value in override.sweep_string_iterator()]
-    return [f"{key}={override.get_value_element_as_str()}"]
+    return [str(override.input_line)]
 
 
 def _job(config: DictConfig) -> Job:

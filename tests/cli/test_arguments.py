@@ -17,6 +17,8 @@ from runner.config.options import CONF, groups
     ("typed", "wanted"),
     [
         ("precision=16", "precision='16'"),
+        ("tracking=-5.0e+16", "tracking='-5.0e+16'"),
+        ("tracking=true,.5", "tracking='true','.5'"),
         ("precision=bf16", "precision=bf16"),
         ("precision=16,32,bf16", "precision='16','32',bf16"),
         ("+accumulation=4", "+accumulation='4'"),

@@ -109,6 +109,20 @@ def test_what_hydra_is_used_for_is_allowed(tmp_path: Path) -> None:
     assert (job.config["name"], job.overrides) == ("runner", ["experiment=mine", "name=${hydra:job.name}"])
 
 
+def test_references_are_resolved_by_each_job_and_not_by_the_sweep() -> None:
+    jobs = SweepJobs(Composer(), ["seed=1,2", "name=run-${seed}", "output_root=${oc.env:NO_SUCH_VARIABLE}"])
+    assert [job[1:] for job in jobs] == [["name=run-${seed}", "output_root=${oc.env:NO_SUCH_VARIABLE}"]] * 2
+    words = ["seed=1,2", "name=job-${hydra:job.num}-${seed}"]
+    jobs = SweepJobs(Composer(), words)
+    assert [jobs.compose(i, job).config["name"] for i, job in enumerate(jobs)] == ["job-0-1", "job-1-2"]
+
+
+def test_of_several_errors_of_unknown_kind_the_first_is_named() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Composer().run(["seed=1", "accumulation=[16]", "model=[17]"])
+    assert refusal.value.key in ("accumulation", "model")
+
+
 def test_the_jobs_of_a_sweep() -> None:
     jobs = SweepJobs(Composer(), ["seed=range(0,3)", "optimizer=sgd,adam", "batch_size=8"])
     jobs.check()

@@ -126,7 +126,8 @@ def assert_built_or_refused(result: Outcome, keys: set[str]) -> None:
         named = {
             part[:60] for key in keys for part in (key, key.partition(".")[0], key.rpartition(".")[2]) if len(part) > 1
         }
-        assert any(escaped(key) in result.err for key in named or keys), f"none of {keys}: {result.err}"
+        begins = any(f"{part}:" in result.err for key in keys for part in (key, key.partition("@")[0]))
+        assert begins or any(escaped(key) in result.err for key in named), f"none of {keys}: {result.err}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
