@@ -21,7 +21,6 @@ from runner.parallel.context import Process
 from runner.run import CrashedError, Result, Run, Session, build_run, describe_model
 from runner.seeds import derive
 from runner.state import State
-from runner.storage.checkpoint import delete_all
 from runner.system import memory, torch_errors
 from runner.system.environment import environment
 from runner.system.section_timer import timer
@@ -64,8 +63,6 @@ def train(session: Session, directory: Path) -> Result:
                 raise CrashedError(state.result("crashed", f"{type(error).__name__}: {error}")) from error
             if status == "done":
                 recorder.finish()
-                if run.keep == 0 and writes:
-                    delete_all(directory)
         return state.result(status, error)
 
 

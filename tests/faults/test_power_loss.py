@@ -1,0 +1,243 @@
+"""A power loss at any moment of a run: what was saved is there, whole, and the run goes on as if nothing had been.
+
+Three sessions of one run are recorded, and those of a run that keeps no checkpoint. `RUNNER_FAULTS=all` tries every
+state that a power loss may leave of them, otherwise a few.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+from helpers.compose import FAST, built, prepared
+from helpers.events import curves
+from helpers.power import Instant, Recorder, least_states, states, write
+from helpers.runs import assert_same, outcome
+
+from runner.cli.run_job import run_alone
+from runner.config.errors import ConfigError
+from runner.resume import claimed_directory, finished
+from runner.run import Run, Session, build_run, config_hash
+from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.storage.saved_config import UnreadableConfigError
+from runner.storage.saved_run import saved_config
+from runner.tracking.event_file import EventFile
+
+ALL = os.environ.get("RUNNER_FAULTS") == "all"
+STATES, RESUMES = (600, 20) if ALL else (45, 2)
+OPTIONS = (*FAST, "save_every=2", "eval_every=3", "log_every=1", "name=a")
+
+
+class Mark(NamedTuple):
+    """A session, by the hash of its config, and the step of the newest checkpoint that it may rely on."""
+
+    session: str
+    saved: int
+
+
+class Reference(NamedTuple):
+    """What a session has computed: its checkpoints by step, with those it began from; its curves; all at its end."""
+
+    run: Run
+    checkpoints: dict[int, Checkpoint]
+    curves: dict[str, list[tuple[int, float]]]
+    outcome: dict[str, Any]
+
+
+class Recorded(NamedTuple):
+    instants: list[Instant]
+    references: dict[str, Reference]
+
+
+class Sessions:
+    """Runs sessions one after another below `root`, and records them."""
+
+    def __init__(self, root: Path):
+        self.root, self.recorder = root, Recorder(root)
+        self.references: dict[str, Reference] = {}
+
+    def run(self, *overrides: str, earlier: dict[int, Checkpoint] | None = None) -> Path:
+        """Run a session; `earlier` are the checkpoints that are there when it begins."""
+        run = built(*OPTIONS, f"output_root={self.root}/outputs", *overrides)
+        found, session = dict(earlier or {}), config_hash(run.config)
+        self.recorder.mark = Mark(session, max(found, default=0))
+        save = Checkpoints.save
+
+        def saved(checkpoints: Checkpoints, checkpoint: Checkpoint, best_step: int | None = None) -> Path:
+            found[checkpoint.step] = copy.deepcopy(checkpoint)
+            path = save(checkpoints, checkpoint, best_step)
+            self.recorder.mark = Mark(session, checkpoint.step)
+            return path
+
+        with mock.patch.object(Checkpoints, "save", saved):
+            assert run_alone(run, list(overrides)).status == "done"
+        [path] = self.root.glob("outputs/a/*")
+        whole = outcome(path) if run.keep else {}
+        self.references[session] = Reference(run, found, compared(path), whole)
+        return path
+
+    def checkpoints(self, until: int) -> dict[int, Checkpoint]:
+        latest = list(self.references.values())[-1].checkpoints
+        return {step: checkpoint for step, checkpoint in latest.items() if step <= until}
+
+
+def compared(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """The curves of a run, without times and memory."""
+    return {tag: points for tag, points in curves(path).items() if not tag.startswith(("time/", "memory/"))}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """A run of six steps, made longer, then continued from an earlier checkpoint with another learning rate."""
+    sessions = Sessions(tmp_path_factory.mktemp("resumed"))
+    with sessions.recorder:
+        path = sessions.run("steps=6")
+        sessions.run("steps=10", f"resume={path}", earlier=sessions.checkpoints(6))
+        earlier = f"resume={path}/checkpoints/step_00000008"
+        sessions.run("steps=12", "optimizer.lr=0.01", earlier, earlier=sessions.checkpoints(8))
+    return Recorded(sessions.recorder.instants, sessions.references)
+
+
+@pytest.fixture(scope="module")
+def keeping_none(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """A run whose checkpoints are deleted at its end."""
+    sessions = Sessions(tmp_path_factory.mktemp("keeping_none"))
+    with sessions.recorder:
+        sessions.run("steps=4", "keep=0")
+    return Recorded(sessions.recorder.instants, sessions.references)
+
+
+def chosen(recorded: Recorded, count: int) -> list[tuple[int, Instant, dict[str, bytes | None]]]:
+    """Some of the states, from all moments, with their numbers; the least that each moment leaves comes first."""
+    instants = recorded.instants if ALL else recorded.instants[::3]
+    every = [(number, *state) for number, state in enumerate(states(instants))]
+    least = [(-number, *state) for number, state in enumerate(least_states(recorded.instants), start=1)]
+    draw = random.Random(count)
+    if len(least) > count // 2:
+        least = draw.sample(least, count // 2)
+    return least + draw.sample(every, min(len(every), count - len(least)))
+
+
+class Found:
+    """What the next session finds in a state.
+
+    Args:
+        root: where the state is.
+        number: its number: in every other state, the run is resumed by its path instead of `auto`.
+    """
+
+    def __init__(self, recorded: Recorded, instant: Instant, root: Path, number: int):
+        self.recorded, self.mark, self.root, self.number = recorded, instant.mark or Mark("", 0), root, number
+        self.runs = list(root.glob("outputs/a/*"))
+
+    def check(self) -> None:
+        """Fail unless the next session begins where it should, or the run is refused because nothing was saved."""
+        try:
+            [path] = self.runs
+            values = saved_config(path).values
+        except (ValueError, UnreadableConfigError):
+            assert not self.mark.saved, "a checkpoint was saved, and there is no run to resume"
+            return
+        reference = self.recorded.references[config_hash(values)]
+        session = session_of(values, "auto" if self.number % 2 else str(path))
+        with claimed_directory(session, path.parent, None, []) as claimed:
+            result = finished(claimed)
+            if claimed != path:
+                assert (finished(path) or result, session.run.resume) != (None, "auto"), "the run begins anew"
+                return
+            if result is not None:
+                self._check_done(path, result.steps, reference)
+            else:
+                self._check_resumed(path, reference)
+
+    def _check_done(self, path: Path, steps: int, reference: Reference) -> None:
+        assert steps == max(reference.checkpoints)
+        if reference.run.keep:
+            assert_content(Checkpoints(path, keep=2).latest(), reference)
+
+    def _check_resumed(self, path: Path, reference: Reference) -> None:
+        found = Checkpoints(path, keep=2).latest()
+        step = found.step if found else 0
+        assert step >= self.mark.saved, "a checkpoint that was saved is lost"
+        assert not list(path.rglob("*.corrupt*")), "a checkpoint was damaged"
+        if found is not None:
+            assert_content(found, reference)
+            EventFile(path, step + 1).close()
+            logged = {tag: [point for point in points if point[0] <= step] for tag, points in compared(path).items()}
+            for tag, points in reference.curves.items():
+                wanted = [point for point in points if point[0] <= step]
+                assert logged.get(tag, []) == wanted, tag
+
+
+def assert_content(found: Checkpoint | None, reference: Reference) -> None:
+    assert found is not None
+    wanted = reference.checkpoints[found.step]
+    for part in ("tensors", "state", "local"):
+        assert_same(getattr(found, part), getattr(wanted, part), part)
+
+
+_PREPARED: dict[str, Session] = {}
+
+
+def session_of(values: dict[str, Any], resume: str) -> Session:
+    """The session of a saved config; its data are loaded once."""
+    key = config_hash(values)
+    if key not in _PREPARED:
+        _PREPARED[key] = prepared(build_run(values))
+    run = copy.copy(_PREPARED[key].run)
+    run.resume = resume
+    return replace(_PREPARED[key], run=run)
+
+
+@pytest.mark.parametrize("kind", ["resumed", "keeping_none"])
+def test_whatever_a_power_loss_leaves_the_run_goes_on_from_it(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    recorded: Recorded = request.getfixturevalue(kind)
+    tried = 0
+    for number, instant, state in chosen(recorded, STATES if kind == "resumed" else STATES // 3):
+        root = tmp_path / str(number)
+        root.mkdir()
+        write(state, root)
+        try:
+            Found(recorded, instant, root, number).check()
+        except (AssertionError, ConfigError) as error:
+            pytest.fail(f"state {number}, {instant.call}, {instant.mark}, {sorted(state)}: {error!r}")
+        tried += 1
+        shutil.rmtree(root)
+    assert tried >= STATES // 3, "too few different states"
+
+
+def test_every_small_file_is_whole_in_every_state(resumed: Recorded) -> None:
+    """Those that are written anew during a run have an old or a new content, nothing in between."""
+    whole = set(resumed.instants[-1].written.values())
+    for _, _, state in chosen(resumed, 20 * STATES):
+        for path, content in state.items():
+            if path.endswith((".yaml", ".json")) and "/tmp." not in path and ".pruned" not in path:
+                assert content in whole, path
+
+
+def test_a_run_is_resumed_to_the_same_end(resumed: Recorded, tmp_path: Path) -> None:
+    tried = 0
+    for number, _, state in chosen(resumed, RESUMES):
+        root = tmp_path / str(number)
+        root.mkdir()
+        write(state, root)
+        try:
+            [path] = root.glob("outputs/a/*")
+            values = saved_config(path).values
+        except (ValueError, UnreadableConfigError):
+            continue
+        reference = resumed.references[config_hash(values)]
+        run = build_run(values | {"resume": str(path), "output_root": f"{root}/outputs"})
+        assert run_alone(run, [f"resume={path}"]).status == "done"
+        assert_same(outcome(path), reference.outcome)
+        tried += 1
+    assert tried >= RESUMES // 2

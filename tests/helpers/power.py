@@ -1,0 +1,243 @@
+"""Records every change below a directory, and builds what a power loss at any moment may leave of it.
+
+Of what is not synced, a file system promises nothing: a name that was created, renamed or deleted is certain after an
+fsync of its directory, the content of a file after an fsync of the file.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import random
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+Change = tuple[tuple[int, str, int | None], ...]
+"""Names that change at once, as (directory, name, the file or directory of that name; None: none), by numbers."""
+
+Names = dict[int, dict[str, int]]
+"""What each directory contains."""
+
+ROOT = 0
+CALLS = ("fsync", "replace", "rename", "mkdir", "unlink", "remove", "rmdir")
+CONTENTS = ("kept", "lost", "torn", "zeros")
+"""What becomes of content that is not synced."""
+
+
+@dataclass(frozen=True)
+class Instant:
+    """What is on the disk at one moment.
+
+    Args:
+        call: the call before which, or after which, it is.
+        mark: what `Recorder.mark` was.
+        certain: the names that a power loss leaves.
+        pending: the changes of names since, any of which may be there.
+        synced: the content of files at their last fsync.
+        written: the content of files now.
+    """
+
+    call: str
+    mark: Any
+    certain: Names
+    pending: tuple[Change, ...]
+    synced: dict[int, bytes]
+    written: dict[int, bytes]
+
+
+class Recorder:
+    """A context manager: records `instants` before and after each call that changes names below `root`, or syncs."""
+
+    def __init__(self, root: Path):
+        self.root, self.mark = root, None
+        self.instants: list[Instant] = []
+        self._numbers: dict[int, int] = {os.stat(root).st_ino: ROOT}
+        self._new_number = itertools.count(1)
+        self._names: Names = {ROOT: {}}
+        self._certain: Names = {ROOT: {}}
+        self._pending: list[Change] = []
+        self._synced: dict[int, bytes] = {}
+        self._written: dict[int, bytes] = {}
+        self._read: dict[int, tuple[int, int]] = {}
+
+    def __enter__(self) -> Recorder:
+        self._scan()
+        self._certain, self._synced, self._pending = copy.deepcopy(self._names), dict(self._written), []
+        self._patches = [mock.patch.object(os, name, self._watched(name, getattr(os, name))) for name in CALLS]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+        self._observe("the end")
+
+    def _watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            self._observe(f"before {name}")
+            result = call(*arguments, **options)
+            if name == "fsync":
+                self._sync(os.fstat(arguments[0]).st_ino)
+            self._observe(f"after {name}")
+            return result
+
+        return wrapped
+
+    def _observe(self, call: str) -> None:
+        self._scan()
+        self.instants.append(
+            Instant(
+                call,
+                self.mark,
+                copy.deepcopy(self._certain),
+                tuple(self._pending),
+                dict(self._synced),
+                dict(self._written),
+            )
+        )
+
+    def _sync(self, inode: int) -> None:
+        number = self._numbers.get(inode)
+        if number in self._written:
+            self._synced[number] = self._written[number]
+        elif number is not None:
+            kept = []
+            for change in self._pending:
+                if any(directory == number for directory, _, _ in change):
+                    apply(change, self._certain)
+                else:
+                    kept.append(change)
+            self._pending = kept
+
+    def _scan(self) -> None:
+        """Look for changes since the last time, also those of libraries that no call of `os` shows."""
+        numbers, names = {os.stat(self.root).st_ino: ROOT}, {}
+        written = dict(self._written)  # a deletion may be lost: what it deletes has content too
+        folders = [(self.root, ROOT)]
+        while folders:
+            folder, number = folders.pop()
+            names[number] = {}
+            for entry in os.scandir(folder):
+                about = entry.stat(follow_symlinks=False)
+                each = self._numbers.get(about.st_ino)
+                each = next(self._new_number) if each is None else each
+                numbers[about.st_ino] = names[number][entry.name] = each
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append((Path(entry.path), each))
+                else:
+                    written[each] = self._content(each, Path(entry.path), about)
+        self._pending += changes(self._names, names)
+        self._numbers, self._names, self._written = numbers, names, written
+
+    def _content(self, number: int, path: Path, about: os.stat_result) -> bytes:
+        version = about.st_mtime_ns, about.st_size
+        if self._read.get(number) != version or number not in self._written:
+            self._read[number] = version
+            return path.read_bytes()
+        return self._written[number]
+
+
+def changes(before: Names, after: Names) -> Iterator[Change]:
+    """What changed: a name that moved is one change, each other name another."""
+    single: list[tuple[int, str, int | None]] = []
+    for directory in {*before, *after}:
+        old, new = before.get(directory, {}), after.get(directory, {})
+        if directory in after:  # what a deleted directory contained has no names any more
+            single += [(directory, name, new.get(name)) for name in {*old, *new} if old.get(name) != new.get(name)]
+    was = {number: (directory, name) for directory, names in before.items() for name, number in names.items()}
+    moved: set[tuple[int, str]] = set()
+    for directory, name, number in single:
+        if number is not None and was.get(number, (directory, name)) != (directory, name):
+            source = was[number]
+            moved |= {source, (directory, name)}
+            yield (*source, after.get(source[0], {}).get(source[1])), (directory, name, number)
+    for change in single:
+        if change[:2] not in moved:
+            yield (change,)
+
+
+def apply(change: Change, names: Names) -> None:
+    """Change `names`."""
+    for directory, name, number in change:
+        if number is None:
+            names.get(directory, {}).pop(name, None)
+        else:
+            names.setdefault(directory, {})[name] = number
+
+
+def left(instant: Instant, applied: Collection[int], content: str) -> dict[str, bytes | None]:
+    """What a power loss at `instant` leaves: the content of each file by its path, None for a directory.
+
+    Args:
+        applied: the indices of the pending changes that are there.
+        content: one of `CONTENTS`.
+    """
+    names = copy.deepcopy(instant.certain)
+    for index, change in enumerate(instant.pending):
+        if index in applied:
+            apply(change, names)
+    found: dict[str, bytes | None] = {}
+    folders = [(ROOT, "")]
+    while folders:
+        folder, prefix = folders.pop()
+        for name, number in names.get(folder, {}).items():
+            path = f"{prefix}{name}"
+            if number in instant.written or number in instant.synced:
+                synced = instant.synced.get(number, b"")
+                found[path] = remains(synced, instant.written.get(number, synced), content)
+            else:
+                found[path] = None
+                folders.append((number, f"{path}/"))
+    return found
+
+
+def remains(synced: bytes, written: bytes, content: str) -> bytes:
+    """What is left of the content of a file: all of what was synced, unless it was overwritten."""
+    if content == "kept" or synced == written:
+        return written
+    if content == "lost":
+        return synced
+    whole = len(synced) if written.startswith(synced) else 0
+    half = whole + (len(written) - whole) // 2
+    return written[:half] if content == "torn" else written[:half] + bytes(len(written) - half)
+
+
+def states(instants: list[Instant], seed: int = 0) -> Iterator[tuple[Instant, dict[str, bytes | None]]]:
+    """Every different state that a power loss leaves at one of the `instants`, with some of the pending changes."""
+    draw, seen = random.Random(seed), set()
+    for instant in instants:
+        count = len(instant.pending)
+        subsets = [range(0), range(count), range(count // 2), range(count - 1)]
+        subsets += [draw.sample(range(count), draw.randint(0, count)) for _ in range(3)]
+        for applied, content in itertools.product(subsets, CONTENTS):
+            state = left(instant, applied, content)
+            key = hash((repr(instant.mark), *sorted((path, hash(data)) for path, data in state.items())))
+            if key not in seen:
+                seen.add(key)
+                yield instant, state
+
+
+def least_states(instants: list[Instant]) -> Iterator[tuple[Instant, dict[str, bytes | None]]]:
+    """The least that a power loss leaves at each of the `instants`: nothing but what is synced."""
+    before: dict[str, bytes | None] = {}
+    for instant in instants:
+        state = left(instant, (), "lost")
+        if state != before:
+            yield instant, state
+        before = state
+
+
+def write(state: dict[str, bytes | None], root: Path) -> None:
+    """Write a state into the directory `root`."""
+    for path, content in state.items():
+        file = root / path
+        if content is None:
+            file.mkdir(parents=True, exist_ok=True)
+        else:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
