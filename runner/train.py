@@ -1,6 +1,6 @@
 """The training loop, from the components of a run to its last optimizer step. Read it from top to bottom.
 
-It depends on no particular parallel mode, precision or workload, but only on the interfaces of their base classes.
+The loop depends only on the base classes of parallel modes, precisions and workloads, not on any subclass.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 
 
 def train(session: Session, directory: Path) -> Result:
-    """Train one run until it is done, stopped by a signal, or diverged; called on every rank.
+    """Train one run until it is done, stopped by a signal, or diverged, and return its result; called on every rank.
 
     Raises:
         ConfigError: if torch rejects the config in the first step.
-        CrashedError: if a step raises any other error; it holds the result up to that step.
+        CrashedError: if a step raises any other error; the exception holds the result up to that step.
     """
     run, device, writes = session.run, session.device, session.rank == 0
     with run.device.settings(device, run.deterministic):
@@ -67,7 +67,7 @@ def train(session: Session, directory: Path) -> Result:
 
 
 def train_rank(config: dict[str, Any], directory: Path, process: Process) -> Result:
-    """Train the run of `config` in `process`, which a launcher has started."""
+    """Train the run of `config` in `process`, which a launcher has started, and return the result."""
     session = build_run(config).prepare(process)
     with LogFile(directory, process.rank_info.rank):
         return train(session, directory)
@@ -93,7 +93,7 @@ def prepare(session: Session, directory: Path) -> State:
 
 
 def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest) -> str:
-    """Train the remaining steps; returns `done` or `stopped`."""
+    """Train the remaining steps, and return `done`, or `stopped` after a stop signal."""
     session, run, model = state.session, state.session.run, state.model
     batches = run.workload.batches(model, session.plan, state.step, session.device)
     model.train()
@@ -106,7 +106,7 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
         save_due = session.is_due(session.save_every, step.number)
         state.step_timer.lap(pausing=log_due or evaluation_due or save_due)
 
-        # All ranks take part in what is due, as it may involve collectives; rank 0 writes.
+        # All ranks take part in what is due, because it may involve collectives; rank 0 writes.
         is_best = False
         if log_due:
             with timer.section("log"):
@@ -130,7 +130,7 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
 def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) -> torch.Tensor | None:
     """Run one optimizer step: the forward and backward passes of its micro-batches, and the update.
 
-    Nothing here waits for the device: the metric sums and the gradient norm stay on it until a log is due.
+    Nothing here waits for the device: the metric sums and the gradient norm stay on the device until a log is due.
 
     Returns:
         The gradient norm before clipping, a scalar on the device; None if it is neither logged nor clipped.
@@ -167,7 +167,7 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
 
 
 def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
-    """Evaluate on the held-out data; returns whether this is the best evaluation so far."""
+    """Evaluate the model on the held-out data, log the metrics, and return whether they are the best so far."""
     run, model = state.session.run, state.model
     model.eval()
     metrics, sums = run.parallel.evaluate(model)
@@ -191,7 +191,7 @@ def introduce(state: State, recorder: Recorder) -> None:
 
 
 def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
-    """Save the batch whose loss was not finite, for inspection."""
+    """Save this process's batch of `step`, in which the run diverged, for inspection."""
     batch = session.run.workload.diverged_batch(session.plan, step, session.device)
     if batch is not None:
         path = directory / f"diverged_step_{step:08d}_rank_{session.rank}.pt"
@@ -200,7 +200,7 @@ def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
 
 
 def refused_by_torch(run: Run, error: Exception) -> ConfigError | None:
-    """Return the config error for an error that torch raises only in the first step; None for any other error."""
+    """Return a config error if `error` means that torch rejects the config in the first step; otherwise None."""
     if run.deterministic and (why := torch_errors.nondeterministic_operation(error)):
         return ConfigError("deterministic", True, why, "set deterministic=false, or choose another model")
     if torch_errors.is_single_value_batch_norm(error):
