@@ -103,9 +103,12 @@ def undisturbed(cwd: Path, run: str) -> Reference:
     """Do the run of a name in `cwd`, from its start to its end."""
     trial = Trial(cwd, run, None)
     (cwd / "trace.txt").touch()
+    command = trial.start()  # which waits for the server, when it is the first
     since = time.monotonic()
-    trial.finish()
+    trial.watch(command)
     seconds = time.monotonic() - since
+    assert_ended(trial.code, trial.console, 0, "^done after step")
+    trial.assert_done()
     return Reference(trace(trial.directory), (cwd / "trace.txt").read_text().splitlines(), seconds)
 
 

@@ -28,8 +28,8 @@ from runner.storage.checkpoint import load
 RESULTS = ("status", "steps", "metrics", "best")
 """What a run computed, in `result.json`; the rest are times, memory, and how it was started."""
 
-MEASURED = ("pipeline/bubble",)
-"""Curves of measured times, besides those of `time/` and `memory/`."""
+MEASURED = "pipeline/"
+"""Begins the tags of what is measured by a clock, besides `time/` and `memory/`."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -42,8 +42,8 @@ def trace(run: Path) -> dict[str, Any]:
     newest = newest_checkpoint(run)
     ranks = {path.name: torch.load(path, weights_only=True) for path in sorted(newest.glob("rank_*.pt"))}
     computed = outcome(run)
-    for tag in MEASURED:
-        computed["curves"].pop(tag, None)
+    for kind in ("curves", "images"):
+        computed[kind] = {tag: of for tag, of in computed[kind].items() if not tag.startswith(MEASURED)}
     return computed | {"ranks": ranks, "result": {key: result[key] for key in RESULTS}}
 
 

@@ -1,0 +1,126 @@
+"""The oracle of the scenarios notices what it is there for."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import oracle
+from helpers.oracle import (
+    Leftovers,
+    assert_each_sample_once,
+    assert_ended,
+    assert_no_scraps,
+    assert_one_value_a_step,
+    assert_same_trace,
+    assert_whole_checkpoint,
+    trace,
+)
+
+from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.storage.manifest import DamagedError
+from runner.tracking.event_file import EventFile, points
+
+STEPS = ["rank 0 7 1 1 a,b", "rank 1 8 1 1 c,d", "rank 0 7 2 2 d,c", "rank 1 8 2 2 b,a"]
+"""Two epochs of four samples, of which each of two ranks reads a half of each step; `process pid step own samples`."""
+
+WRONG = {
+    "a sample twice": {3: "rank 1 8 2 2 b,d"},
+    "a step left out": {0: "", 1: ""},
+    "a rank that did less": {3: ""},
+    "a redone step with other samples": {4: "rank 0 9 2 2 c,d"},
+    "more redone than a save interval": {4: "rank 0 9 1 1 a,b"},
+}
+
+
+def write_steps(cwd: Path, change: dict[int, str]) -> None:
+    lines = dict(enumerate(STEPS)) | change
+    (cwd / "seen.txt").write_text("".join(f"{line}\n" for line in lines.values() if line))
+
+
+def test_each_sample_once(tmp_path: Path) -> None:
+    write_steps(tmp_path, {4: "rank 0 9 2 2 d,c", 5: "rank 1 10 2 2 b,a"})
+    assert_each_sample_once(tmp_path, "ddp", num_samples=4, limit=1)
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
+def test_samples_that_are_read_twice_or_not_at_all(change: dict[int, str], tmp_path: Path) -> None:
+    write_steps(tmp_path, change)
+    with pytest.raises(AssertionError):
+        assert_each_sample_once(tmp_path, "ddp", num_samples=4, limit=1)
+
+
+def test_a_damaged_or_missing_checkpoint(tmp_path: Path) -> None:
+    assert assert_whole_checkpoint(tmp_path) == 0
+    with pytest.raises(ValueError):  # there is none
+        assert_whole_checkpoint(tmp_path, saved=3)
+    path = Checkpoints(tmp_path, keep=2).save(Checkpoint(3, {"a": torch.zeros(2)}, {}, {}))
+    assert assert_whole_checkpoint(tmp_path, saved=3) == 3
+    with pytest.raises(AssertionError):  # it is older
+        assert_whole_checkpoint(tmp_path, saved=4)
+    os.truncate(path / "model.safetensors", 10)
+    with pytest.raises(DamagedError):
+        assert_whole_checkpoint(tmp_path, saved=3)
+
+
+def test_a_temporary_file(tmp_path: Path) -> None:
+    assert_no_scraps(tmp_path)
+    (tmp_path / ".result.json.part").touch()
+    with pytest.raises(AssertionError):
+        assert_no_scraps(tmp_path)
+
+
+def test_two_values_of_a_step(tmp_path: Path) -> None:
+    file = EventFile(tmp_path, 1)
+    for step in (1, 2):
+        file.add(points({"a": 1.0}), step)
+    assert_one_value_a_step(tmp_path)
+    file.add(points({"a": 1.0}), 2)
+    file.close()
+    with pytest.raises(AssertionError):
+        assert_one_value_a_step(tmp_path)
+
+
+def test_a_number_that_differs_in_one_bit(trained: Callable[..., Any]) -> None:
+    run = trained("steps=2", "batch_size=8").directory
+    (run / "result.json").write_text('{"status": "done", "steps": 2, "metrics": {}, "best": {}}')
+    reference = trace(run)
+    assert_same_trace(run, reference)
+    weights = reference["weights"]
+    name = next(iter(weights))
+    weights[name].view(torch.int32).flatten()[0] ^= 1
+    with pytest.raises(AssertionError, match=f"/weights/{name}"):
+        assert_same_trace(run, reference)
+
+
+def test_a_process_and_a_port_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def now(condition: Callable[[], Any], what: str) -> None:
+        assert condition(), what
+
+    monkeypatch.setattr(oracle, "until", now)
+    leftovers = Leftovers(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)):
+        leftovers.sample()
+        with pytest.raises(AssertionError, match="a process is left behind"):
+            leftovers.assert_none()
+        monkeypatch.setattr(oracle, "processes_in", lambda cwd: {})
+        with pytest.raises(AssertionError, match="a port is left open"):
+            leftovers.assert_none()
+    leftovers.assert_none()
+    leftovers.temporary = tmp_path
+    (tmp_path / "file").touch()
+    with pytest.raises(AssertionError, match="a file is left"):
+        leftovers.assert_none()
+
+
+@pytest.mark.parametrize(("code", "console"), [(1, "done"), (0, "finished"), (0, "done\nTraceback (most recent call")])
+def test_another_exit_code_or_other_words(code: int, console: str) -> None:
+    assert_ended(0, "it is\ndone", 0, "^done$")
+    with pytest.raises(AssertionError):
+        assert_ended(code, console, 0, "^done$")
