@@ -23,6 +23,7 @@ from runner.seeds import derive
 from runner.state import State
 from runner.system import memory, torch_errors
 from runner.system.environment import environment
+from runner.system.secrets import redacted_values
 from runner.system.section_timer import timer
 from runner.system.signals import StopRequest
 from runner.tracking.log_file import LogFile
@@ -183,7 +184,7 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
 def introduce(state: State, recorder: Recorder) -> None:
     """Log what is trained, the config and the environment."""
     session = state.session
-    config = OmegaConf.to_yaml(OmegaConf.create(session.run.config))
+    config = OmegaConf.to_yaml(OmegaConf.create(redacted_values(session.run.config)))
     log.info("%s", session.describe(state.model_description, state.directory))
     log.debug("config:\n%s", config)
     recorder.texts({"config": config, "environment": json.dumps(environment(), indent=2)})
