@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, escaped
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError
 from runner.resume import claimed_directory, finished
@@ -18,6 +18,7 @@ from runner.run import CrashedError, Result, Run, Session, check_same_config, ch
 from runner.storage import run_directory
 from runner.storage.checkpoint import delete_all
 from runner.storage.durable_write import write_json
+from runner.system.secrets import redacted
 from runner.tracking.log_file import LogFile
 from runner.train import train, train_rank
 
@@ -82,7 +83,9 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
         result, error = crash.result, crash.__cause__
     except Exception as early:  # before the first step
         result, error = Result("crashed", config_hash=known, error=f"{type(early).__name__}: {early}"), early
-    print(trace, end="", file=sys.stderr)  # the traceback of another process; this one's traceback is in the log
+    print(
+        redacted(trace), end="", file=sys.stderr
+    )  # the traceback of another process; this one's traceback is in the log
     log.debug("crashed", exc_info=error)
     log.error("%s", result.error)
     return result
@@ -94,8 +97,10 @@ def write_result(session: Session, directory: Path, result: Result) -> None:
         write_json(directory / run_directory.RESULT, result.as_dict())
         if result.status == "done" and session.run.keep == 0:
             delete_all(directory)  # after writing the result: a run killed in between must not begin anew
-    except OSError as error:  # on a full disk, the printed summary is all that remains
-        print(f"{run_directory.RESULT} cannot be written: {error.strerror}", file=sys.stderr)
+    except OSError as error:  # what is printed is all that remains
+        why = f"{run_directory.RESULT} cannot be written: {error.strerror}"
+        result.status, result.error = "crashed", why
+        print(why, file=sys.stderr)
     with suppress(BrokenPipeError):
         print(summary(session, directory, result), flush=True)
 
@@ -115,4 +120,4 @@ def summary(session: Session, directory: Path, result: Result) -> str:
             other = " optimizer.lr=…" if result.status == "diverged" else ""
             lines.append(f"resume: python -m runner resume={where}{other}")
     lines.append(f"look: tensorboard --logdir {logs}")
-    return "\n".join(lines)
+    return redacted(escaped("\n".join(lines)))
