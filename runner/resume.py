@@ -15,10 +15,10 @@ from runner.config.errors import ConfigError, check
 from runner.config.schema import load_class
 from runner.run import Result, Session, config_hash
 from runner.storage import run_directory
-from runner.storage.durable_write import write_json, write_text
-from runner.storage.manifest import DamagedError, verified_manifest
-from runner.storage.safe_read import UnsafeFileError
-from runner.storage.saved_config import UnreadableConfigError
+from runner.storage.durable_write import sync, write_json, write_text
+from runner.storage.manifest import DamagedError, saved_config_text, verified_manifest
+from runner.storage.safe_read import UnsafeFileError, read_regular
+from runner.storage.saved_config import UnreadableConfigError, parse_config
 from runner.storage.saved_run import checkpoints, directory_of, saved_config, saved_overrides
 from runner.system.environment import environment
 from runner.system.secrets import redacted_values
@@ -44,11 +44,15 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
     found, lock = _to_resume(session, parent, name)
     existing = run_directory.nearest_existing(parent)
     path = found or run_directory.create(parent, name)
-    lock = lock or run_directory.lock(path)
+    begun = False
     try:
+        lock = lock or _locked_new(path)
+        if found is not None:
+            _check_newest(path, session)
         with ExitStack() as undo:
             if not _is_done(path, session):
                 _begin_session(path, session, overrides, undo)
+            begun = True
             try:
                 yield path
             except ConfigError:  # as any refused run, this one leaves no trace
@@ -57,8 +61,8 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
                 undo.pop_all()
                 raise
             undo.pop_all()
-    except ConfigError:
-        if found is None:
+    except BaseException as error:
+        if found is None and (isinstance(error, ConfigError) or not begun):
             shutil.rmtree(path)
             run_directory.remove_empty(parent, existing)
         raise
@@ -80,14 +84,17 @@ def _is_done(path: Path, session: Session) -> bool:
     result, named = run_directory.read_result(path), _named_checkpoint(session)
     newest = named is None or not _later(named)
     done = result.get("status") == "done" and result["steps"] >= session.num_steps and newest
-    return done and (session.run.keep == 0 or _newest_is_valid(path))
+    return done and (session.run.keep == 0 or _newest_is_valid(path, result["steps"]))
 
 
-def _newest_is_valid(path: Path) -> bool:
-    """Return whether the newest checkpoint of the run at `path` is intact; if not, its last steps are repeated."""
+def _newest_is_valid(path: Path, steps: int) -> bool:
+    """Return whether the newest checkpoint of the run at `path` is intact, and that of `steps`.
+
+    If not, the last steps are repeated.
+    """
     try:
         newest = path / "checkpoints" / run_directory.step_name(run_directory.newest_step(path))
-        return bool(verified_manifest(newest))
+        return verified_manifest(newest)["step"] == steps
     except DamagedError:  # or there is no checkpoint
         return False
 
@@ -106,7 +113,8 @@ def _begin_session(path: Path, session: Session, overrides: list[str], undo: Exi
     try:
         for name in (run_directory.CONFIG, run_directory.OVERRIDES, run_directory.ENVIRONMENT):
             if (path / name).exists():
-                undo.callback(write_text, path / name, (path / name).read_text(encoding="utf-8", errors="replace"))
+                content = read_regular(path / name, run_directory.LIMIT_BYTES)
+                undo.callback(write_text, path / name, content.decode(errors="replace"))
         result = path / run_directory.RESULT
         superseded = [(result, result.with_name(f"{result.name}.superseded"))] if result.exists() else []
         superseded += [
@@ -115,6 +123,8 @@ def _begin_session(path: Path, session: Session, overrides: list[str], undo: Exi
         for current, aside in superseded:
             os.replace(current, aside)
             undo.callback(os.replace, aside, current)
+        if superseded:  # before the new config is there: a power loss must not combine it with their checkpoints
+            sync(superseded[-1][0].parent)
         run_directory.write_config(path, session.run.config, redacted_values([*earlier, *overrides]))
         write_json(path / run_directory.ENVIRONMENT, environment())
     except OSError as error:
@@ -152,6 +162,19 @@ def _locked(path: Path) -> IO[str] | None:
     except OSError as error:
         remedy = "resume a copy of it that you own" if isinstance(error, UnsafeFileError) else "make it writable"
         raise ConfigError("resume", str(error.filename or path), str(error.strerror), remedy) from None
+
+
+def _locked_new(path: Path) -> IO[str] | None:
+    """Return the lock on the run directory `path`, which is new; None if another process was faster.
+
+    Raises:
+        ConfigError: if no file can be made in it.
+    """
+    try:
+        return run_directory.lock(path)
+    except OSError as error:
+        why = f"{error.filename or path} cannot be written ({error.strerror})"
+        raise ConfigError("output_root", str(path), why, "make room, or output_root=DIR elsewhere") from None
 
 
 def _locked_for_us(path: Path) -> IO[str]:
@@ -195,6 +218,23 @@ def _check_named(session: Session, path: Path, source: str) -> None:
     done = run_directory.newest_step(path) if checkpoint is None else run_directory.step_of(checkpoint) or 0
     why, more = f"{done} are done already", f"steps={done + 1} or more, or name an earlier checkpoint of it"
     check(done <= session.num_steps or _is_done(path, session), "steps", session.num_steps, why, more)
+
+
+def _check_newest(path: Path, session: Session) -> None:
+    """Check that the checkpoint to resume from was written by a run that trained the same.
+
+    The config of the run directory says so as well, but somebody may have copied it there from another run.
+    """
+    checkpoint = _named_checkpoint(session) or path / "checkpoints" / run_directory.step_name(
+        run_directory.newest_step(path)
+    )
+    try:
+        text = saved_config_text(checkpoint)
+        saved = parse_config(text.encode()) if text else {}
+    except (OSError, DamagedError, ConfigError, UnreadableConfigError):
+        return  # loading it says why, or takes the one before
+    if saved:
+        check_resumable(saved, redacted_values(session.run.config), str(checkpoint))
 
 
 def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | None]:

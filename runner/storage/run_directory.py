@@ -16,8 +16,8 @@ from typing import IO, Any
 from omegaconf import OmegaConf
 
 from runner.config.errors import ConfigError
+from runner.storage.durable_write import sync, write_text
 from runner.storage.durable_write import write_json as write_json
-from runner.storage.durable_write import write_text
 from runner.storage.safe_read import check_no_link, open_regular, read_regular
 from runner.storage.saved_config import config_text
 from runner.system.secrets import redacted_values
@@ -25,6 +25,8 @@ from runner.system.secrets import redacted_values
 CONFIG, OVERRIDES, ENVIRONMENT, RESULT = "config.yaml", "overrides.yaml", "environment.json", "result.json"
 LIMIT_BYTES = 1_000_000
 """Size limit of these files, which are a few kilobytes long."""
+_DEFAULTS: dict[str, Any] = {"metrics": {}, "best": {}, "step_seconds": {}, "notes": {}, "config_hash": "", "error": ""}
+"""Keys of a result, with values of their types."""
 _LONGEST = 120
 """Length limit of a job's name in bytes: file systems allow 255, but that is too wide for a terminal."""
 
@@ -62,7 +64,7 @@ def create(parent: Path, name: str | None = None) -> Path:
     for _ in range(10):
         directory = parent / (name or unique_name())
         try:
-            directory.mkdir(parents=True)
+            _make(directory)
             return directory.resolve()
         except (FileExistsError, FileNotFoundError) as error:  # it exists, or another process removed an empty parent
             why = error.strerror
@@ -71,6 +73,25 @@ def create(parent: Path, name: str | None = None) -> Path:
             break
     why = f"a run directory cannot be created there ({why})"
     raise ConfigError("output_root", str(parent), why, "choose another with output_root=DIR")
+
+
+def _make(directory: Path) -> None:
+    """Create a directory and its parents, and sync their names: a power loss would take what is in them, synced or not.
+
+    Raises:
+        OSError: if it cannot be created, or exists.
+    """
+    existing = nearest_existing(directory)
+    try:
+        directory.mkdir(parents=True)
+        for folder in directory.absolute().parents:
+            with suppress(PermissionError):  # one that may be written to, but not read
+                sync(folder)
+            if folder == existing:
+                break
+    except OSError:
+        remove_empty(nearest_existing(directory), existing)
+        raise
 
 
 def nearest_existing(path: Path) -> Path:
@@ -112,8 +133,24 @@ def read_result(directory: Path) -> dict[str, Any]:
         result = json.loads(read_regular(directory / RESULT, LIMIT_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    is_result = isinstance(result, dict) and isinstance(result.get("status"), str) and is_step(result.get("steps"))
-    return result if is_result else {}
+    return result if _is_result(result) else {}
+
+
+def _is_result(result: Any) -> bool:
+    """Return whether `result` has the types of a result, so that it can be shown."""
+    if not isinstance(result, dict) or not isinstance(result.get("status"), str) or not is_step(result.get("steps")):
+        return False
+    best = result.get("best", {})
+    typed = all(isinstance(result.get(key, default), type(default)) for key, default in _DEFAULTS.items())
+    numbers = all(_is_number(result.get(key, 0)) for key in ("seconds", "samples_per_second"))
+    is_best = (
+        typed and isinstance(best.get("metric"), str) and _is_number(best.get("value")) and is_step(best.get("step"))
+    )
+    return typed and numbers and (not best or is_best)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_step(value: object) -> bool:
