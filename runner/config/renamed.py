@@ -16,7 +16,7 @@ def with_current_names(config: Any) -> Any:
     """Return a saved config with the current class names in its `_target_` keys."""
     if isinstance(config, dict):
         renamed = {key: with_current_names(value) for key, value in config.items()}
-        if "_target_" in config:
+        if isinstance(config.get("_target_"), str):
             renamed["_target_"] = RENAMED.get(config["_target_"], config["_target_"])
         return renamed
     return config

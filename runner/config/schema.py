@@ -107,7 +107,8 @@ def load_class(target: object, base: type[Component]) -> type[Component]:
         ConfigError: if it is not a concrete dataclass derived from `base`, or its package is not trusted.
     """
     where = "_target_"
-    check(isinstance(target, str) and "." in target, where, target, "it must name a class", "as package.module.Class")
+    named = isinstance(target, str) and "." in target and "__main__" not in target  # importing that would run a program
+    check(named, where, target, "it must name a class", "as package.module.Class")
     module_name, _, name = cast(str, target).rpartition(".")
     package = module_name.partition(".")[0]
     if package != "runner":  # reading the entry points of all installed packages is slow

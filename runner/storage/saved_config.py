@@ -31,6 +31,11 @@ def config_text(config: dict[str, Any]) -> str:
     return f"{text}{_SEAL}{_sha256(text)}\n"
 
 
+def is_sealed(content: bytes) -> bool:
+    """Return whether a config has its SHA-256; those of earlier versions have none."""
+    return _SEAL.encode() in content
+
+
 def parse_config(content: bytes) -> dict[str, Any]:
     """Return the plain values of a config that `config_text` or an earlier version has written.
 
@@ -46,6 +51,7 @@ def parse_config(content: bytes) -> dict[str, Any]:
             raise UnreadableConfigError("its content does not match its SHA-256; options change on the command line")
         _check_plain(text)
         config = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        json.dumps(config, default=str)  # raises ValueError for a number of thousands of digits: 59:59:59:…
     except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UnreadableConfigError(str(error).splitlines()[0]) from None
     if not isinstance(config, dict):
@@ -57,10 +63,10 @@ def parse_config(content: bytes) -> dict[str, Any]:
 
 def _check_plain(text: str) -> None:
     """Refuse YAML that is no mapping, or has tags, anchors or aliases, which construct objects or refer to others."""
-    depth, events = 0, list(yaml.parse(text, Loader=yaml.SafeLoader))
-    if not any(isinstance(event, yaml.MappingStartEvent) for event in events[2:3]):  # the stream and the document start
-        raise UnreadableConfigError("it is empty" if len(events) < 3 else "it is no mapping")
-    for event in events:
+    depth, count = 0, 0
+    for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader), start=1):
+        if count == 3 and not isinstance(event, yaml.MappingStartEvent):  # after those of the stream and the document
+            raise UnreadableConfigError("it is no mapping")
         if getattr(event, "tag", None) is not None:
             raise UnreadableConfigError(f"it has the tag {event.tag}")
         if getattr(event, "anchor", None) is not None:
@@ -68,6 +74,8 @@ def _check_plain(text: str) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _DEEPEST:
             raise UnreadableConfigError(f"it is nested more than {_DEEPEST} times")
+    if count < 3:
+        raise UnreadableConfigError("it is empty")
 
 
 def _keys(value: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from yaml import YAMLError
 
 from runner.storage.run_directory import CONFIG, LIMIT_BYTES, OVERRIDES, step_of
 from runner.storage.safe_read import check_no_link, read_regular
-from runner.storage.saved_config import UnreadableConfigError, parse_config
+from runner.storage.saved_config import UnreadableConfigError, is_sealed, parse_config
 
 
 class SavedConfig(NamedTuple):
@@ -36,15 +36,22 @@ def saved_config(source: Path) -> SavedConfig:
     Raises:
         UnreadableConfigError: if none can be read.
     """
-    unreadable = []
+    unreadable, unsealed = [], None
     for file in _config_files(source):
         try:
             check_no_link(file.parent)
             check_no_link(file.parent.parent)
-            return SavedConfig(parse_config(read_regular(file, LIMIT_BYTES)), file, unreadable)
+            content = read_regular(file, LIMIT_BYTES)
+            values = parse_config(content)
+            if is_sealed(content):
+                return SavedConfig(values, file, unreadable)
+            unsealed = unsealed or SavedConfig(values, file, [*unreadable])
+            reason: object = "it has no SHA-256"
         except (OSError, UnreadableConfigError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            unreadable.append(f"{file.relative_to(directory_of(source))}: {reason}")
+        unreadable.append(f"{file.relative_to(directory_of(source))}: {reason}")
+    if unsealed is not None:  # written by an earlier version; by this one, it may be the first half of a file
+        return unsealed
     raise UnreadableConfigError("; ".join(unreadable[:3]))
 
 
