@@ -168,7 +168,8 @@ def _quote(value: str) -> str:
 def override_value(arguments: Iterable[str], key: str) -> str | None:
     """Return the unquoted value of `key` in `arguments`; None if `key` is not overridden."""
     matches = [match for argument in arguments if (match := _OVERRIDE.fullmatch(argument)) and match["key"] == key]
-    return matches[-1]["value"].strip("'\"") if matches else None
+    value = matches[-1]["value"] if matches else None
+    return value[1:-1] if value and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 
 
 def flag_value(arguments: list[str], *names: str) -> str | None:

@@ -232,7 +232,7 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
             raise untrusted(path, f"{MANIFEST} does not list {name}")
     return Checkpoint(
         step=manifest["step"],
-        tensors=_loaded(path / _MODEL, safetensors.torch.load_file),
+        tensors=_loaded(path / _MODEL, _tensors),
         state=_loaded(path / _STATE, _plain),
         local=_loaded(path / local, _plain) if local in manifest["files"] else {},
         world_size=manifest["world_size"],
@@ -248,6 +248,14 @@ def _loaded(file: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise untrusted(file.parent, f"{file.name} contains {type(content).__name__} instead of a dict")
     return content
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # safetensors opens only files whose paths are UTF-8
+        return safetensors.torch.load(path.read_bytes())
+    return safetensors.torch.load_file(path)
 
 
 def _plain(path: Path) -> Any:

@@ -1,0 +1,232 @@
+"""Directories and files of any name: a run trains, resumes as its last lines say, and is plotted; or it is refused.
+
+`RUNNER_FAULTS=all` tries every name in every place, otherwise some.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import safetensors.torch
+from helpers.compose import FAST, built, prepared
+from helpers.faults import Tally
+from helpers.probe import in_process
+from helpers.runs import assert_same, only_run, outcome, write_images
+
+import runner.train
+from runner.tools import plot
+from runner.tools.plot_runs import Study, find_runs
+from runner.tools.plot_tables import render, write_points, write_runs
+
+ALL = os.environ.get("RUNNER_FAULTS") == "all"
+OPTIONS = (*FAST, "steps=4", "save_every=1", "eval_every=2", "log_every=1")
+
+NAMES: dict[str, str] = {
+    "space": "my runs",
+    "spaces around": " a ",
+    "equals sign": "lr=0.1",
+    "percent": "100%s%d%%",
+    "hash": "#1 run",
+    "single quote": "it's",
+    "double quote": 'a "b" c',
+    "both quotes": "a'\"",
+    "a quote first": "'a",
+    "dollar": "$HOME",
+    "reference": "${seed}",
+    "backslash": "a\\b",
+    "comma and brackets": "a,b[1]{c}(d)",
+    "star and question mark": "*?",
+    "semicolon": "a;touch x&",
+    "colon": "a:b",
+    "tilde": "~x",
+    "leading dash": "-rf",
+    "long": "x" * 200,
+    "umlaut": "Übung",
+    "wide": "日本語",
+    "emoji": "🚀",
+    "number": "007",
+    "truth": "true",
+    "nothing": "null",
+    "dots": "...",
+    "newline": "a\nb",
+    "tab": "a\tb",
+    "escape code": "\x1b[31mred",
+    "not UTF-8": os.fsdecode(b"caf\xe9"),
+}
+UNPARSED = ("a quote first",)
+"""What begins like a quoted text of Hydra: as an absolute path, or after ./, it is as good as any other."""
+QUICK = ("space", "equals sign", "percent", "both quotes", "reference", "leading dash", "newline", "not UTF-8", "long")
+ODD = [kind for kind in NAMES if ALL or kind in QUICK]
+FEW = [kind for kind in NAMES if ALL or kind in ("both quotes", "newline", "not UTF-8")]
+REFUSED = ("newline", "tab", "escape code", "not UTF-8")
+"""What the command line or a saved config cannot hold: these are refused as `output_root`."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cwd = tmp_path_factory.mktemp("undisturbed")
+    code, console = in_process(list(OPTIONS), cwd)
+    assert code == 0, console
+    return outcome(only_run(cwd))
+
+
+def crashed(cwd: Path, *arguments: str) -> str:
+    """Run the command until it crashes in its third step; returns what it printed."""
+    original = runner.train.train_step
+
+    def train_step(state: Any, batches: Any, step: Any, log_due: bool) -> Any:
+        if step.number == 3:
+            raise RuntimeError("the power of the device is gone")
+        return original(state, batches, step, log_due)
+
+    with mock.patch("runner.train.train_step", train_step):
+        code, console = in_process([*OPTIONS, *arguments], cwd)
+    assert code == 1, console
+    return console
+
+
+def said(console: str, what: str) -> list[str]:
+    """The words that the line `what: …` of the last lines says to type."""
+    [line] = [line for line in console.splitlines() if line.startswith(f"{what}: ")]
+    return shlex.split(line.partition(": ")[2])
+
+
+def assert_resumes_as_said(console: str, cwd: Path, undisturbed: dict[str, Any], plots: bool = False) -> None:
+    python, flag, module, *arguments = said(console, "resume")
+    assert (python, flag, module) == ("python", "-m", "runner")
+    code, console = in_process(arguments, cwd)
+    assert code == 0, console
+    assert "Traceback" not in console
+    [found] = said(console, "run")
+    run = cwd / os.fsdecode(os.fsencode(found))
+    assert_same(outcome(run), undisturbed)
+    assert json.loads((run / "result.json").read_text())["status"] == "done"
+    if plots:
+        assert_plots(run.parent)
+
+
+def assert_plots(path: Path) -> None:
+    if ALL:
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert plot.main([str(path.absolute())]) == 0
+        return
+    study = Study(list(find_runs([path])))
+    assert len(study.points) == 1
+    assert render(study)
+    write_runs(study, path / "runs.csv")
+    write_points(study, path / "points.csv")
+
+
+def assert_refused(code: int, console: str, key: str, then: str = ": got ") -> None:
+    assert code == 2, console
+    assert console.startswith(f"{key}{then}"), console
+    assert "Traceback" not in console
+    assert all(line.isprintable() for line in console.splitlines()), console
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_the_current_directory(kind: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally) -> None:
+    with tally("odd path"):
+        cwd = tmp_path / NAMES[kind]
+        cwd.mkdir()
+        assert_resumes_as_said(crashed(cwd), cwd, undisturbed, plots=True)
+
+
+@pytest.mark.parametrize("place", ["{}", "./{}/runs", "{absolute}"] if ALL else ["{}"])
+@pytest.mark.parametrize("kind", ODD)
+def test_output_root(kind: str, place: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally) -> None:
+    with tally("odd path"):
+        name = NAMES[kind]
+        path = str(tmp_path / name) if place == "{absolute}" else place.replace("{}", name)
+        unparsed = (*UNPARSED, "tilde") if place == "{}" else ()
+        if kind in (*REFUSED, *unparsed, "reference"):
+            code, console = in_process([*OPTIONS, f"output_root={path}"], tmp_path)
+            if kind == "reference":  # which is what was typed: the seed
+                assert code == 0, console
+                return
+            assert_refused(code, console, "output_root", ": got " if kind not in UNPARSED else "=")
+            assert list(tmp_path.iterdir()) == []
+            return
+        if kind == "nothing" and place == "{}":
+            code, console = in_process([*OPTIONS, f"output_root={path}"], tmp_path)
+            assert code in (0, 2), console
+            return
+        console = crashed(tmp_path, f"output_root={path}")
+        assert (tmp_path / name).is_dir(), list(tmp_path.iterdir())
+        assert_resumes_as_said(console, tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_the_name_of_a_run(kind: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally) -> None:
+    with tally("odd path"):
+        if kind in (*REFUSED, *UNPARSED, "backslash", "reference", "nothing"):
+            code, console = in_process([*OPTIONS, f"name={NAMES[kind]}"], tmp_path)
+            if kind in ("reference", "nothing"):
+                assert code in (0, 2), console
+                return
+            assert_refused(code, console, "name", ": got " if kind not in UNPARSED else "=")
+            return
+        assert_resumes_as_said(crashed(tmp_path, f"name={NAMES[kind]}"), tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_a_run_that_was_moved(kind: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally) -> None:
+    with tally("odd path"):
+        crashed(tmp_path)
+        moved = tmp_path / NAMES[kind]
+        shutil.move(only_run(tmp_path), moved)
+        code, console = in_process([f"resume={moved}"], tmp_path)
+        if kind in REFUSED and code == 2:
+            assert_refused(code, console, "resume")
+            return
+        if kind == "reference":  # an interpolation, of a root key
+            assert code in (0, 2), console
+            return
+        assert code == 0, console
+        assert_same(outcome(moved), undisturbed)
+        code, console = in_process([f"resume={moved}/checkpoints/step_00000002"], tmp_path)
+        assert code == 0, console
+        assert_same(outcome(moved), undisturbed)
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_weights(kind: str, tmp_path: Path, tally: Tally) -> None:
+    with tally("odd path"):
+        folder = tmp_path / NAMES[kind]
+        folder.mkdir()
+        model = prepared(built(*FAST)).run.workload.build_model()
+        safetensors.torch.save_file(model.state_dict(), folder / "w.safetensors")
+        code, console = in_process([*OPTIONS, f"model.weights={folder}/w.safetensors"], tmp_path)
+        if kind in REFUSED and code == 2:
+            assert_refused(code, console, "model.weights")
+            return
+        if kind == "reference":
+            assert code in (0, 2), console
+            return
+        assert code == 0, console
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_a_folder_of_images(kind: str, tmp_path: Path, tally: Tally) -> None:
+    with tally("odd path"):
+        folder = tmp_path / NAMES[kind]
+        write_images(folder / NAMES[kind])
+        shutil.move(folder / NAMES[kind] / "train/cat/1.png", folder / NAMES[kind] / f"train/cat/{NAMES[kind]}.png")
+        data = ("data=imagefolder", f"data.root={folder / NAMES[kind]}", "data.size=8", "data.workers=0")
+        code, console = in_process([*data, "model=tiny", "device=cpu", "steps=2", "batch_size=8"], tmp_path)
+        if kind in REFUSED and code == 2:
+            assert_refused(code, console, "data.root")
+            return
+        if kind == "reference":
+            assert code in (0, 2), console
+            return
+        assert code == 0, console

@@ -1,0 +1,89 @@
+"""The command in this process, up to where training would begin: what it would go on from, or why it refuses to."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+
+from runner.cli.main import run_command
+from runner.cli.run_job import trained
+from runner.resume import finished
+from runner.run import Result, Session
+from runner.state import State
+from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.train import prepare, train_step
+
+
+class Probed(NamedTuple):
+    """What a command did.
+
+    Args:
+        code: its exit code.
+        console: what it printed.
+        directory: the run directory that it would train in; None if it refused the config.
+        checkpoint: the checkpoint that it would go on from; None if there is none.
+        result: the result of the run, if it is done already.
+        state: the state that it would go on from, with `deep`.
+    """
+
+    code: int
+    console: str
+    directory: Path | None
+    checkpoint: Checkpoint | None
+    result: Result | None
+    state: State | None
+
+
+def probe(*arguments: str, cwd: Path, deep: bool = False) -> Probed:
+    """Run the command with `arguments` in `cwd`, without training.
+
+    Args:
+        deep: also build the model, load the state into it, and train one step.
+    """
+    seen: dict[str, Any] = {}
+
+    def instead(session: Session, _: object, directory: Path) -> Result:
+        seen["directory"], seen["result"] = directory, finished(directory)
+        if seen["result"] is not None:
+            return seen["result"]
+        if deep:
+            seen["state"] = state = prepare(session, directory)
+            if state.step < session.num_steps:
+                batches = session.run.workload.batches(state.model, session.plan, state.step, session.device)
+                train_step(state, batches, next(session.plan.steps(state.step, session.num_steps)), log_due=True)
+        else:
+            seen["checkpoint"] = Checkpoints(directory, keep=2).latest()
+        return Result("stopped")
+
+    code, console = in_process(list(arguments), cwd, instead)
+    found = (seen.get(key) for key in ("directory", "checkpoint", "result", "state"))
+    return Probed(code, console, *found)
+
+
+def in_process(arguments: list[str], cwd: Path, trained: Callable[..., Result] = trained) -> tuple[int, str]:
+    """Run the command, perhaps with another function to train; returns its exit code and what it printed."""
+    console = io.StringIO()
+    with unchanged(), contextlib.chdir(cwd), contextlib.redirect_stdout(console), contextlib.redirect_stderr(console):
+        with mock.patch("runner.cli.run_job.trained", trained), mock.patch.object(sys, "argv", ["runner"]):
+            code = run_command(arguments)
+    return code, console.getvalue()
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """Restore logging and Hydra's global objects."""
+    root, config = logging.getLogger(), HydraConfig.instance().cfg
+    handlers, level = list(root.handlers), root.level
+    GlobalHydra.instance().clear()
+    yield
+    root.handlers[:], HydraConfig.instance().cfg = handlers, config
+    root.setLevel(level)
