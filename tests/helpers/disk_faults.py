@@ -1,0 +1,151 @@
+"""Calls that fail as on a full, a broken or a read-only disk."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import safetensors.torch
+from safetensors import SafetensorError
+
+
+@dataclass(frozen=True)
+class DiskFault:
+    """A call that fails from some time on.
+
+    Args:
+        call: `open`, `write`, `fsync`, `rename` or `mkdir`.
+        file: pattern of the end of the path that it is called for; for `rename`, of the new name.
+        number: the error.
+        count: the how-many-eth of these calls is the first to fail.
+        once: whether later ones succeed.
+    """
+
+    call: str
+    file: str
+    number: int
+    count: int = 1
+    once: bool = False
+
+    def __str__(self) -> str:
+        return f"{errno.errorcode[self.number]} at {self.call} {self.count} of {self.file}"
+
+
+class _File:
+    """A file to which nothing can be written."""
+
+    def __init__(self, file: Any, fail: Callable[[], None]):
+        self._file, self._fail = file, fail
+
+    def write(self, data: Any) -> int:
+        self._fail()
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._file)
+
+
+class _Faulty:
+    def __init__(self, fault: DiskFault):
+        self.fault, self.calls = fault, 0
+
+    def matches(self, path: object) -> bool:
+        try:
+            text = os.fspath(path)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        except TypeError:
+            return False
+        text = text if isinstance(text, str) else os.fsdecode(text)
+        return fnmatchcase(text, f"*{self.fault.file}") or fnmatchcase(text, f"*{self.fault.file}.part")
+
+    def fail(self, path: object) -> None:
+        self.calls += 1
+        if self.calls == self.fault.count or (self.calls > self.fault.count and not self.fault.once):
+            raise OSError(self.fault.number, os.strerror(self.fault.number), str(path))
+
+    def open(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(path: Any, mode: Any = "r", *rest: Any, **options: Any) -> Any:
+            writes = bool(set(str(mode)) & set("wxa+")) if isinstance(mode, str) else bool(mode & 3)
+            if not writes or not self.matches(path):
+                return original(path, mode, *rest, **options)
+            if self.fault.call == "open":
+                self.fail(path)
+            file = original(path, mode, *rest, **options)
+            is_file = self.fault.call == "write" and not isinstance(file, int)
+            return _File(file, lambda: self.fail(path)) if is_file else file
+
+        return opened
+
+    def fsync(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def synced(descriptor: int) -> None:
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            if self.fault.call == "fsync" and self.matches(path):
+                self.fail(path)
+            original(descriptor)
+
+        return synced
+
+    def replace(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def replaced(source: Any, target: Any, **options: Any) -> None:
+            if self.fault.call == "rename" and self.matches(target):
+                self.fail(target)
+            original(source, target, **options)
+
+        return replaced
+
+    def mkdir(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def made(path: Any, *rest: Any, **options: Any) -> None:
+            if self.fault.call == "mkdir" and self.matches(path):
+                self.fail(path)
+            original(path, *rest, **options)
+
+        return made
+
+    def save_file(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def saved(tensors: Any, path: Any, *rest: Any, **options: Any) -> None:
+            if self.fault.call in ("open", "write") and self.matches(path):
+                try:
+                    self.fail(path)
+                except OSError as error:
+                    Path(path).write_bytes(b"half")
+                    why = f"I/O error: {error.strerror} (os error {error.errno})"
+                    raise SafetensorError(f"Error while serializing: {why}") from None
+            original(tensors, path, *rest, **options)
+
+        return saved
+
+
+@contextmanager
+def failing(fault: DiskFault) -> Iterator[Callable[[], bool]]:
+    """Let calls fail; gives a function that says whether one did."""
+    faulty = _Faulty(fault)
+    patches = [
+        (io, "open", faulty.open),
+        (builtins, "open", faulty.open),
+        (os, "open", faulty.open),
+        (os, "fsync", faulty.fsync),
+        (os, "replace", faulty.replace),
+        (os, "mkdir", faulty.mkdir),
+        (safetensors.torch, "save_file", faulty.save_file),
+    ]
+    with ExitStack() as stack:
+        for owner, name, wrapped in patches:
+            stack.enter_context(mock.patch.object(owner, name, wrapped(getattr(owner, name))))
+        yield lambda: faulty.calls >= fault.count
