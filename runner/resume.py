@@ -1,4 +1,4 @@
-"""The directory of a run: a new one, or that of the run to resume."""
+"""The directory of a run: a new directory, or the directory of the run to resume."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
     Args:
         session: the run.
         parent: directory in which a new run directory is created.
-        name: name of the run directory, by which a job of a sweep is resumed; None: `<date>_<time>-<id>`.
+        name: fixed name of the run directory, by which a job of a sweep is found on resume; None: a new name.
         overrides: the overrides of the run.
 
     Raises:
-        ConfigError: if `resume` names nothing that can be resumed, the directory of another run, or one in use.
+        ConfigError: if the run that `resume` names does not exist, is another run, is running, or cannot be continued.
     """
     found, lock = _to_resume(session, parent, name)
     existing = run_directory.nearest_existing(parent)
@@ -55,7 +55,7 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
             begun = True
             try:
                 yield path
-            except ConfigError:  # as any refused run, this one leaves no trace
+            except ConfigError:  # a refused run leaves no trace
                 raise
             except BaseException:
                 undo.pop_all()
@@ -72,9 +72,9 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
 
 
 def finished(directory: Path) -> Result | None:
-    """Return the result of a run that has no steps left to do; None for any other.
+    """Return the result of the run in `directory` if the run has no steps left to do; otherwise None.
 
-    A new session renames the result of the previous one, so a result that is still there belongs to a completed run.
+    A new session renames the result of the previous session, so a result that is still there is of a completed run.
     """
     result, known = run_directory.read_result(directory), {field.name for field in fields(Result)}
     return Result(**{name: value for name, value in result.items() if name in known}) if result else None
@@ -88,9 +88,9 @@ def _is_done(path: Path, session: Session) -> bool:
 
 
 def _newest_is_valid(path: Path, steps: int) -> bool:
-    """Return whether the newest checkpoint of the run at `path` is intact, and that of `steps`.
+    """Return whether the newest checkpoint of the run at `path` is intact, and was saved after step `steps`.
 
-    If not, the last steps are repeated.
+    If not, the run repeats its last steps.
     """
     try:
         newest = path / "checkpoints" / run_directory.step_name(run_directory.newest_step(path))
@@ -100,13 +100,13 @@ def _newest_is_valid(path: Path, steps: int) -> bool:
 
 
 def _begin_session(path: Path, session: Session, overrides: list[str], undo: ExitStack) -> None:
-    """Write the files of this session; files that it supersedes are renamed, not deleted.
+    """Write the files of this session; files of earlier sessions that it supersedes are renamed, not deleted.
 
     Args:
-        undo: gets what has to be done to leave an earlier session's files as they were, if this one is refused.
+        undo: receives callbacks that restore the files of earlier sessions, in case this session is refused.
 
     Raises:
-        ConfigError: if they cannot be written.
+        ConfigError: if a file cannot be written.
     """
     known = {_key(text) for text in overrides}
     earlier = [text for text in saved_overrides(path) if _key(text) not in known]
@@ -137,13 +137,13 @@ def _key(override: str) -> str:
 
 
 def _named_checkpoint(session: Session) -> Path | None:
-    """Return the checkpoint that `resume` names; None if it names a run directory, or nothing."""
+    """Return the checkpoint that `resume` names; None if `resume` names a run directory, or nothing."""
     source = Path(session.run.resume)
     return source.resolve() if source.parent.name == "checkpoints" else None
 
 
 def _later(checkpoint: Path | None) -> list[Path]:
-    """Return the checkpoints after `checkpoint`, which a resume from it supersedes."""
+    """Return the checkpoints of later steps than `checkpoint`, which are superseded if the run resumes from it."""
     if checkpoint is None:
         return []
     step = run_directory.step_of(checkpoint) or 0
@@ -165,10 +165,10 @@ def _locked(path: Path) -> IO[str] | None:
 
 
 def _locked_new(path: Path) -> IO[str] | None:
-    """Return the lock on the run directory `path`, which is new; None if another process was faster.
+    """Return the lock on the new run directory `path`; None if another process has locked it first.
 
     Raises:
-        ConfigError: if no file can be made in it.
+        ConfigError: if no file can be created in the directory.
     """
     try:
         return run_directory.lock(path)
@@ -202,7 +202,7 @@ def _to_resume(session: Session, parent: Path, name: str | None) -> tuple[Path |
 
 
 def _check_named(session: Session, path: Path, source: str) -> None:
-    """Check that the run at `path` can be resumed, as `source` asks: from its newest checkpoint, or the named one."""
+    """Check that the run at `path` can be resumed from its newest checkpoint, or the one that `source` names."""
     checkpoint = _named_checkpoint(session)
     if checkpoint is not None:
         there = checkpoint.is_dir() and run_directory.step_of(checkpoint) is not None
@@ -221,9 +221,9 @@ def _check_named(session: Session, path: Path, source: str) -> None:
 
 
 def _check_newest(path: Path, session: Session) -> None:
-    """Check that the checkpoint to resume from was written by a run that trained the same.
+    """Check that the checkpoint to resume from was written by a run with the same samples and model.
 
-    The config of the run directory says so as well, but somebody may have copied it there from another run.
+    The config of the run directory has been checked too, but somebody may have copied the checkpoint from another run.
     """
     checkpoint = _named_checkpoint(session) or path / "checkpoints" / run_directory.step_name(
         run_directory.newest_step(path)
@@ -232,7 +232,7 @@ def _check_newest(path: Path, session: Session) -> None:
         text = saved_config_text(checkpoint)
         saved = parse_config(text.encode()) if text else {}
     except (OSError, DamagedError, ConfigError, UnreadableConfigError):
-        return  # loading it says why, or takes the one before
+        return  # when the checkpoint is loaded, an error says why, or the previous checkpoint is taken
     if saved:
         check_resumable(saved, redacted_values(session.run.config), str(checkpoint))
 
@@ -251,7 +251,7 @@ def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | 
 
 
 def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]:
-    """Return the run at `path` if it has the same config, and its lock; the directory of any other run is renamed."""
+    """Return the directory `path` and its lock if its run has the same config; rename the directory of another run."""
     if not path.is_dir():
         return None, None
     lock = _locked_for_us(path)
@@ -266,7 +266,7 @@ def _has_same_config(path: Path, session: Session) -> bool:
     """Return whether the run at `path` has the config of `session`; False if there is no run.
 
     Raises:
-        ConfigError: if no config in it can be read, and it has checkpoints, which may be those of this run.
+        ConfigError: if its config cannot be read, but it has checkpoints, which may belong to the run to resume.
     """
     try:
         return config_hash(saved_config(path).values) == config_hash(session.run.config)
@@ -283,14 +283,14 @@ def _has_same_config(path: Path, session: Session) -> bool:
 # Which options may change on resume
 
 _ESSENTIAL = ("seed", "batch_size", "workload", "model", "data", "env")
-"""Keys that determine what is computed, and must not change on resume; the others determine how, and may."""
+"""Keys that determine what is computed, and must not change on resume. All other keys may change."""
 
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: str) -> None:
-    """Refuse to resume a run of config `saved` with config `now`, if its samples or its model would change.
+    """Check that the config `now` changes neither the samples nor the model of the run with the config `saved`.
 
     Raises:
-        ConfigError: if they would; it lists the differences.
+        ConfigError: if it changes them, or the type of the optimizer; the error lists the differences.
     """
     differences = []
     for key in _ESSENTIAL:
@@ -309,7 +309,7 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
 
 
 def _essential(node: Any) -> dict[str, Any]:
-    """Return a config node without the options that its component allows to change on resume."""
+    """Return the config `node` without the options that its component allows to change on resume."""
     if not isinstance(node, Mapping):
         return {"": node}
     cls = load_class(node["_target_"], object) if "_target_" in node else None
