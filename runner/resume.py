@@ -223,7 +223,7 @@ def _check_named(session: Session, path: Path, source: str) -> None:
 def _check_newest(path: Path, session: Session) -> None:
     """Check that the checkpoint to resume from was written by a run with the same samples and model.
 
-    The config of the run directory has been checked too, but somebody may have copied the checkpoint from another run.
+    The config of the run directory is checked too, but the config or the checkpoint may be a copy from another run.
     """
     checkpoint = _named_checkpoint(session) or path / "checkpoints" / run_directory.step_name(
         run_directory.newest_step(path)
