@@ -1,0 +1,378 @@
+"""Plants bugs, one at a time, in a copy of the project: for each, a test must fail.
+
+`python tests/faults/mutations.py [WORD…]` tries all of them, or those whose name contains a WORD, and writes the table
+tests/faults/MUTATIONS.md. A bug that no test notices means that a test is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent.parent
+TABLE = Path(__file__).with_name("MUTATIONS.md")
+COPIED = ("runner", "models", "conf", "tests", "pyproject.toml", "constraints.txt", "Makefile")
+PATIENCE = 900.0
+"""Seconds after which tests count as hanging, which is noticed too."""
+
+POWER = "tests/faults/test_power_loss.py"
+CORRUPTION = "tests/faults/test_corruption.py"
+HOSTILE = "tests/faults/test_hostile.py"
+DISK = "tests/faults/test_disk.py"
+SIGNALS = "tests/system/test_signals.py"
+RESUMED = f"{CORRUPTION}::test_a_damaged_run_that_is_resumed_ends_like_the_undisturbed_one"
+
+
+class Mutation(NamedTuple):
+    """A bug: in `file`, `old`, which is there once, is replaced by `new`. One of `tests` must fail."""
+
+    bug: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = [
+    Mutation(
+        "the files of a checkpoint are not synced",
+        "runner/storage/checkpoint.py",
+        "splitlines()[0]) from error\n    _sync(path)\n",
+        "splitlines()[0]) from error\n",
+        (POWER,),
+    ),
+    Mutation(
+        "the directory of a checkpoint is not synced before it is renamed",
+        "runner/storage/checkpoint.py",
+        "        _sync(part)\n",
+        "",
+        (POWER,),
+    ),
+    Mutation(
+        "the rename of a checkpoint is not synced",
+        "runner/storage/checkpoint.py",
+        "        os.replace(part, final)\n        _sync(self.root)\n",
+        "        os.replace(part, final)\n",
+        (POWER,),
+    ),
+    Mutation(
+        "a checkpoint is renamed before its manifest is written",
+        "runner/storage/checkpoint.py",
+        '        _write(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))\n'
+        "        _sync(part)\n",
+        "        os.replace(part, final)\n        _write(final / MANIFEST, lambda path: path.write_text(manifest))\n"
+        "        _sync(final)\n        _sync(self.root)\n        return\n",
+        (POWER, "tests/storage/test_checkpoint.py"),
+    ),
+    Mutation(
+        "old checkpoints are deleted before the new one is there",
+        "runner/storage/checkpoint.py",
+        "        _write(part / _MODEL, lambda",
+        "        _remove(self.root, self.steps())\n        _write(part / _MODEL, lambda",
+        (POWER, DISK),
+    ),
+    Mutation(
+        "small files are not synced before they are renamed",
+        "runner/storage/durable_write.py",
+        "        os.fsync(file.fileno())\n",
+        "",
+        (POWER,),
+    ),
+    Mutation(
+        "a run directory is not synced into its parents",
+        "runner/storage/run_directory.py",
+        "                sync(folder)\n",
+        "                pass\n",
+        (POWER,),
+    ),
+    Mutation(
+        "a superseded checkpoint is not synced before the new config is there",
+        "runner/resume.py",
+        "            sync(superseded[-1][0].parent)\n",
+        "            pass\n",
+        (POWER,),
+    ),
+    Mutation(
+        "curves are not synced before a checkpoint",
+        "runner/train.py",
+        "                recorder.flush()  # a run",
+        "                pass  # a run",
+        (POWER,),
+    ),
+    Mutation(
+        "keep=0 deletes the checkpoints before the result is written",
+        "runner/cli/run_job.py",
+        "    try:\n        write_json(directory / run_directory.RESULT",
+        "    if session.run.keep == 0:\n        delete_all(directory)\n"
+        "    try:\n        write_json(directory / run_directory.RESULT",
+        (POWER,),
+    ),
+    Mutation(
+        "the random state is not restored",
+        "runner/state.py",
+        '            _set_random_state(local["random"], device)\n',
+        "            pass\n",
+        (RESUMED,),
+    ),
+    Mutation(
+        "the optimizer state is not restored",
+        "runner/parallel/full_state.py",
+        "    optimizer.load_state_dict(packed)\n",
+        "",
+        (RESUMED,),
+    ),
+    Mutation(
+        "the metric sums since the last log are not restored",
+        "runner/state.py",
+        '        self.metric_buffer.load(self.session.collectives.local_share(shared["window"]))\n',
+        "",
+        (RESUMED,),
+    ),
+    Mutation(
+        "the best evaluation is not restored",
+        "runner/state.py",
+        'shared["metrics"], shared["best"]',
+        'shared["metrics"], {}',
+        (RESUMED,),
+    ),
+    Mutation(
+        "the order of the samples begins anew at a resume",
+        "runner/train.py",
+        "run.workload.batches(model, session.plan, state.step, session.device)\n    model.train()",
+        "run.workload.batches(model, session.plan, 0, session.device)\n    model.train()",
+        (RESUMED,),
+    ),
+    Mutation(
+        "the points of an earlier session are not dropped at a resume",
+        "runner/tracking/event_file.py",
+        "        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))\n",
+        "",
+        (RESUMED, DISK),
+    ),
+    Mutation(
+        "the hashes of a checkpoint are not verified",
+        "runner/storage/manifest.py",
+        "    if sha256 != wanted:\n",
+        "    if not sha256:\n",
+        (CORRUPTION,),
+    ),
+    Mutation(
+        "the hash of a saved config is not verified",
+        "runner/storage/saved_config.py",
+        "if seal and sha256.strip() != _sha256(text):",
+        "if seal and not sha256:",
+        (CORRUPTION,),
+    ),
+    Mutation(
+        "a config without a hash is taken for one of an earlier version",
+        "runner/storage/saved_run.py",
+        "            if is_sealed(content):\n",
+        "            if True:\n",
+        (CORRUPTION,),
+    ),
+    Mutation(
+        "the config of another run is accepted",
+        "runner/resume.py",
+        "            _check_newest(path, session)\n",
+        "            pass\n",
+        (CORRUPTION,),
+    ),
+    Mutation(
+        "a run without an intact checkpoint begins anew",
+        "runner/storage/checkpoint.py",
+        '        check(not damaged, "resume", str(self.root.parent), why, "resume=never starts anew")\n',
+        "",
+        (CORRUPTION,),
+    ),
+    Mutation(
+        "pickles are loaded with weights_only=False",
+        "runner/storage/torch_file.py",
+        "(file, weights_only=True",
+        "(file, weights_only=False",
+        (HOSTILE,),
+    ),
+    Mutation(
+        "compressed entries are loaded",
+        "runner/storage/torch_file.py",
+        'raise UnusualFileError("it is compressed")',
+        "pass",
+        (HOSTILE, "tests/model/test_weights.py"),
+    ),
+    Mutation(
+        "symbolic links are followed",
+        "runner/storage/safe_read.py",
+        "    _check_regular(path, os.lstat(path))  # before opening, as the driver of a device may act on that\n"
+        "    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW |",
+        "    descriptor = os.open(path, os.O_RDONLY |",
+        (HOSTILE,),
+    ),
+    Mutation(
+        "references in a saved config are resolved",
+        "runner/storage/saved_config.py",
+        "OmegaConf.create(text), resolve=False)",
+        "OmegaConf.create(text), resolve=True)",
+        (HOSTILE,),
+    ),
+    Mutation(
+        "tags in a saved config are accepted",
+        "runner/storage/saved_config.py",
+        '            raise UnreadableConfigError(f"it has the tag {event.tag}")\n',
+        "            pass\n",
+        (HOSTILE, "tests/storage/test_saved_config.py"),
+    ),
+    Mutation(
+        "a run directory may contain links and pipes",
+        "runner/resume.py",
+        "        run_directory.check_regular(path)\n",
+        "",
+        (HOSTILE,),
+    ),
+    Mutation(
+        "a full disk ends the run with a traceback",
+        "runner/storage/checkpoint.py",
+        "            raise StorageError(part, error.strerror or str(error)) from error\n",
+        "            raise\n",
+        (DISK,),
+    ),
+    Mutation(
+        "a failed checkpoint leaves its temporary directory behind",
+        "runner/storage/checkpoint.py",
+        "                written.unlink() if written is own else shutil.rmtree(written)\n",
+        "                pass\n",
+        (DISK, "tests/storage/test_checkpoint.py"),
+    ),
+    Mutation(
+        "the lock of a run directory is not taken",
+        "runner/storage/run_directory.py",
+        "        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "        pass\n",
+        ("tests/storage/test_run_directory.py",),
+    ),
+    Mutation(
+        "SIGTERM is not handled",
+        "runner/system/signals.py",
+        "STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, ",
+        "STOP_SIGNALS = (signal.SIGINT, ",
+        (f"{SIGNALS}::test_a_signal_before_training_ends_the_command",),
+    ),
+    Mutation(
+        "a run that was stopped exits with 0",
+        "runner/cli/outcome.py",
+        '"stopped": STOPPED',
+        '"stopped": DONE',
+        (f"{SIGNALS}::test_resume_after_a_signal_is_bitwise_exact",),
+    ),
+    Mutation(
+        "a rank that died is not noticed",
+        "runner/parallel/launch/supervisor.py",
+        "        return [rank for rank in ended if self.reports[rank] is None]\n",
+        "        return []\n",
+        ("tests/parallel/launch/test_faults.py::test_one_killed_rank_of_three_ends_the_run",),
+    ),
+]
+
+
+class Outcome(NamedTuple):
+    """What became of a bug.
+
+    Args:
+        bug: its name.
+        file: where it was planted.
+        test: the first test that failed; empty if none did.
+        rare: whether only `make faults` notices it.
+    """
+
+    bug: str
+    file: str
+    test: str
+    rare: bool
+
+
+def copy_of_project(to: Path) -> Path:
+    """Copy what tests need."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, to / name)
+    return to
+
+
+def first_failure(project: Path, test: str, faults: str) -> str:
+    """Run a test or the tests of a file in a copy of the project; returns the first that failed, empty if none did.
+
+    Args:
+        faults: `all` for what `make faults` runs, empty for the selection of `make test`.
+    """
+    path = os.pathsep.join([str(project), str(project / "tests")])
+    variables = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "RUNNER_FAULTS": faults}
+    where = [sys.executable, "-c", "import runner; print(runner.__file__)"]
+    found = subprocess.run(where, cwd=project, env=variables, capture_output=True, text=True, check=True).stdout
+    assert Path(found.strip()).is_relative_to(project), f"the copy is not what is tested, but {found}"
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", test]
+    try:
+        done = subprocess.run(
+            words, cwd=project, env=variables, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"{test}, which hangs"
+    if done.returncode == 0:
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)", done.stdout, re.MULTILINE)
+    assert failed, done.stdout + done.stderr
+    return failed[1]
+
+
+def try_out(mutation: Mutation) -> Outcome:
+    """Plant a bug in a copy of the project, and run the tests that should notice it."""
+    with tempfile.TemporaryDirectory() as directory:
+        project = copy_of_project(Path(directory))
+        file = project / mutation.file
+        text = file.read_text(encoding="utf-8")
+        assert text.count(mutation.old) == 1, f"{mutation.bug}: not once in {mutation.file}"
+        file.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+        for faults in ("", "all"):
+            for test in mutation.tests:
+                if failed := first_failure(project, test, faults):
+                    return Outcome(mutation.bug, mutation.file, failed, bool(faults))
+    return Outcome(mutation.bug, mutation.file, "", False)
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Return the table of what was tried."""
+    noticed = sum(bool(outcome.test) for outcome in outcomes)
+    lines = [
+        "# Planted bugs",
+        "",
+        "Written by `python tests/faults/mutations.py`, which plants each bug in a copy of the project and runs tests.",
+        f"{noticed} of {len(outcomes)} are noticed.",
+        "",
+        "| bug | in | noticed by |",
+        "|---|---|---|",
+    ]
+    for bug, file, test, rare in outcomes:
+        shown = test.replace("|", "\\|") + ", in `make faults`" * rare
+        lines.append(f"| {bug} | `{file}` | {shown or '**nothing**'} |")
+    return "\n".join([*lines, ""])
+
+
+def main(words: list[str]) -> int:
+    """Try the bugs whose name contains one of `words`, or all; returns 1 if one is not noticed."""
+    chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.bug for word in words)]
+    outcomes = []
+    for mutation in chosen:
+        outcomes.append(try_out(mutation))
+        print(f"{mutation.bug}: {outcomes[-1].test or 'NOT NOTICED'}", flush=True)
+    if not words:
+        TABLE.write_text(table(outcomes), encoding="utf-8")
+    return int(not all(outcome.test for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

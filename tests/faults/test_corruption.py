@@ -1,0 +1,263 @@
+"""Damaged files: a run is resumed from what is intact and ends as if nothing had been, or is refused in words.
+
+Each file of a run directory is damaged in many ways, of which `RUNNER_FAULTS=all` tries every one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.compose import FAST, built
+from helpers.events import curves
+from helpers.faults import Tally
+from helpers.forged import reseal
+from helpers.probe import probe
+from helpers.runs import assert_same, outcome
+
+from runner.cli.run_job import run_alone
+from runner.config.errors import ConfigError
+from runner.run import build_run
+from runner.storage.checkpoint import Checkpoint, load
+from runner.storage.saved_run import saved_config
+from runner.sweep.ledger_file import read_ledger
+from runner.tools.plot_runs import find_runs
+
+ALL = os.environ.get("RUNNER_FAULTS") == "all"
+OPTIONS = (*FAST, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "steps=8", "save_every=2", "eval_every=4")
+OPTIONS += ("log_every=3", "keep=9", "name=a")
+TOP = ("config.yaml", "overrides.yaml", "environment.json", "result.json", "log.txt", ".lock", "events")
+CHECKPOINT = ("config.yaml", "manifest.json", "model.safetensors", "state.pt", "rank_0.pt", "rank_1.pt")
+FILES = [*TOP, *(f"checkpoints/step_0000000{step}/{name}" for step in (2, 4) for name in CHECKPOINT)]
+
+Damage = Callable[[bytes, random.Random], bytes]
+
+
+def flipped(data: bytes, draw: random.Random) -> bytes:
+    place = draw.randrange(len(data))
+    return data[:place] + bytes([data[place] ^ 1 << draw.randrange(8)]) + data[place + 1 :]
+
+
+def zeroed(data: bytes, draw: random.Random) -> bytes:
+    start = draw.randrange(len(data)) // 512 * 512
+    return data[:start] + bytes(min(512, len(data) - start)) + data[start + 512 :]
+
+
+DAMAGE: dict[str, Damage] = {
+    **{f"bit flip {number}": flipped for number in range(12)},
+    **{f"zeroed block {number}": zeroed for number in range(4)},
+    **{f"truncated {number}": lambda data, draw: data[: draw.randrange(1, len(data))] for number in range(4)},
+    "without its last byte": lambda data, draw: data[:-1],
+    "emptied": lambda data, draw: b"",
+    "all zeros": lambda data, draw: bytes(len(data)),
+    "appended zeros": lambda data, draw: data + bytes(512),
+    "appended text": lambda data, draw: data + b"\nsteps: 5\n",
+    "appended bytes": lambda data, draw: data + draw.randbytes(100),
+    "twice": lambda data, draw: data + data,
+    "other bytes": lambda data, draw: draw.randbytes(len(data)),
+    "half of another": lambda data, draw: data[: len(data) // 2] + draw.randbytes(len(data) // 2),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that is done."""
+    root = tmp_path_factory.mktemp("whole")
+    run_alone(built(*OPTIONS, f"output_root={root}/outputs"), ["steps=8"])
+    [path] = root.glob("outputs/a/*")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wanted(whole: Path) -> dict[int, Checkpoint]:
+    return {step: load(whole / f"checkpoints/step_0000000{step}") for step in (2, 4, 6, 8)}
+
+
+def copied(whole: Path, to: Path, until: int = 4) -> Path:
+    """A copy of the run, as if it had been killed after step `until`; rank 1 saved something too."""
+    path = Path(shutil.copytree(whole, to / "outputs/a" / whole.name))
+    for step in range(until + 2, 10, 2):
+        shutil.rmtree(path / f"checkpoints/step_0000000{step}")
+    for checkpoint in path.glob("checkpoints/*"):
+        shutil.copy(checkpoint / "rank_0.pt", checkpoint / "rank_1.pt")
+        reseal(checkpoint, world_size=2)
+    if until < 8:
+        result = json.loads((path / "result.json").read_text())
+        (path / "result.json").write_text(json.dumps(result | {"status": "crashed", "steps": until}))
+    return path
+
+
+def file_of(path: Path, name: str) -> Path:
+    return next(path.glob("events.out.*")) if name == "events" else path / name
+
+
+def assert_resumed_or_refused(path: Path, cwd: Path, wanted: dict[int, Checkpoint], auto: bool) -> str:
+    """Resume the run; returns how that ended."""
+    typed = [*OPTIONS, f"output_root={cwd}/outputs", "resume=auto"] if auto else [f"resume={path}"]
+    found = probe(*typed, cwd=cwd)
+    assert "Traceback" not in found.console, found.console
+    if found.code == 2:
+        lines = found.console.splitlines()
+        assert 1 < len(lines) <= 10, found.console
+        assert any(line.startswith(("resume: got ", "output_root: got ")) for line in lines), found.console
+        assert "it is another run" not in found.console
+        return "refused"
+    assert found.directory == path, "it begins anew"
+    if found.result is not None:
+        return "done"
+    assert found.checkpoint is not None, "it begins anew"
+    assert found.checkpoint.step in (2, 4), found.console
+    for part in ("tensors", "state", "local"):
+        assert_same(getattr(found.checkpoint, part), getattr(wanted[found.checkpoint.step], part), part)
+    return f"from step {found.checkpoint.step}"
+
+
+def damages() -> Iterator[tuple[str, str, int]]:
+    every = [(file, kind) for file in FILES for kind in DAMAGE]
+    for number, (file, kind) in enumerate(every):
+        yield file, kind, number
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_damage_to_one_file_changes_no_value(
+    file: str, whole: Path, wanted: dict[int, Checkpoint], tmp_path: Path, tally: Tally
+) -> None:
+    every = [each for each in damages() if each[0] == file]
+    kept = every if ALL else random.Random(file).sample(every, 3)
+    for _, kind, number in kept:
+        with tally(f"damaged {Path(file).name.replace('_0.', '_*.').replace('_1.', '_*.')}"):
+            cwd = tmp_path / str(number)
+            path = copied(whole, cwd)
+            damaged = file_of(path, file)
+            data = damaged.read_bytes() or b"1\n"  # .lock is empty
+            damaged.write_bytes(DAMAGE[kind](data, random.Random(number)))
+            list(find_runs([cwd]))  # the tools read whatever there is
+            ended = assert_resumed_or_refused(path, cwd, wanted, auto=number % 2 == 0)
+            if "step_00000004" in file:
+                assert ended == "from step 2", (kind, ended)
+                assert (path / "checkpoints/step_00000004.corrupt").is_dir()
+            else:
+                assert ended == "from step 4", (kind, ended)
+            shutil.rmtree(cwd)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DAMAGE if ALL or kind.endswith(("2", "text", "ed"))])
+def test_a_damaged_event_file_shows_no_value_twice_and_no_other_value(kind: str, whole: Path, tmp_path: Path) -> None:
+    path = copied(whole, tmp_path)
+    events = file_of(path, "events")
+    events.write_bytes(DAMAGE[kind](events.read_bytes(), random.Random(kind)))
+    values = saved_config(path).values | {"resume": str(path)}
+    assert run_alone(build_run(values), [f"resume={path}"]).steps == 8
+    wanted = curves(whole)
+    for tag, points in curves(path).items():
+        steps = [step for step, _ in points]
+        assert steps == sorted(set(steps)), tag
+        if not tag.startswith(("time/", "memory/")):
+            assert set(points) <= set(wanted[tag]), tag
+            assert {point for point in wanted[tag] if point[0] > 4} <= set(points), tag
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_config_that_ends_after_any_line_is_not_that_of_another_run(
+    auto: bool, whole: Path, wanted: dict[int, Checkpoint], tmp_path: Path, tally: Tally
+) -> None:
+    lines = (whole / "config.yaml").read_text().splitlines(keepends=True)
+    for number in range(1, len(lines)) if ALL else (5, len(lines) - 20, len(lines) - 1):
+        with tally("damaged config.yaml"):
+            path = copied(whole, tmp_path / str(number))
+            (path / "config.yaml").write_text("".join(lines[:number]))
+            assert assert_resumed_or_refused(path, tmp_path / str(number), wanted, auto) == "from step 4"
+
+
+SWAPS = [
+    ("checkpoints/step_00000002", "checkpoints/step_00000004", "refused"),
+    ("checkpoints/step_00000002/state.pt", "checkpoints/step_00000004/state.pt", "refused"),
+    ("checkpoints/step_00000002/rank_0.pt", "checkpoints/step_00000004/rank_0.pt", "refused"),
+    ("checkpoints/step_00000002/model.safetensors", "checkpoints/step_00000004/model.safetensors", "refused"),
+    ("checkpoints/step_00000002/manifest.json", "checkpoints/step_00000004/manifest.json", "refused"),
+    ("checkpoints/step_00000004/model.safetensors", "checkpoints/step_00000004/state.pt", "from step 2"),
+    ("checkpoints/step_00000004/rank_0.pt", "checkpoints/step_00000004/state.pt", "from step 2"),
+    ("checkpoints/step_00000004/manifest.json", "checkpoints/step_00000004/config.yaml", "from step 2"),
+    ("config.yaml", "overrides.yaml", "from step 4"),
+    ("config.yaml", "result.json", "from step 4"),
+    ("environment.json", "result.json", "from step 4"),
+    ("config.yaml", "checkpoints/step_00000004/model.safetensors", "from step 2"),
+    ("log.txt", "events", "from step 4"),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "ended"), SWAPS)
+@pytest.mark.parametrize("auto", [False, True])
+def test_swapped_files_are_noticed(
+    one: str, other: str, ended: str, auto: bool, whole: Path, wanted: dict[int, Checkpoint], tmp_path: Path
+) -> None:
+    path = copied(whole, tmp_path)
+    first, second = file_of(path, one), file_of(path, other)
+    first.rename(path / "aside")
+    second.rename(first)
+    (path / "aside").rename(second)
+    assert assert_resumed_or_refused(path, tmp_path, wanted, auto) == ended
+
+
+def test_the_config_of_another_run_is_noticed(whole: Path, tmp_path: Path) -> None:
+    """Whole by itself, it is not the one of the checkpoints."""
+    root = tmp_path / "other"
+    run_alone(built(*OPTIONS, "seed=1", f"output_root={root}/outputs"), ["seed=1"])
+    [other] = root.glob("outputs/a/*")
+    path = copied(whole, tmp_path)
+    shutil.copy(other / "config.yaml", path)
+    found = probe(f"resume={path}", cwd=tmp_path)
+    assert (found.code, "seed" in found.console) == (2, True), found.console
+    shutil.copytree(other / "checkpoints/step_00000006", path / "checkpoints/step_00000006")
+    shutil.copy(whole / "config.yaml", path)
+    found = probe(f"resume={path}", cwd=tmp_path)
+    assert (found.code, "seed" in found.console) == (2, True), found.console
+
+
+@pytest.mark.parametrize("kind", DAMAGE if ALL else ["bit flip 0", "emptied", "truncated 1", "twice"])
+@pytest.mark.parametrize("file", ["result.json", "checkpoints/step_00000008/state.pt"])
+def test_a_damaged_run_that_is_done_stays_done_or_does_its_last_steps_again(
+    kind: str, file: str, whole: Path, wanted: dict[int, Checkpoint], tmp_path: Path
+) -> None:
+    path = copied(whole, tmp_path, until=8)
+    damaged = path / file
+    damaged.write_bytes(DAMAGE[kind](damaged.read_bytes(), random.Random(kind)))
+    found = probe(f"resume={path}", cwd=tmp_path)
+    assert "Traceback" not in found.console, found.console
+    if found.code == 2:
+        return
+    if found.result is None:
+        assert found.checkpoint is not None
+        step = 8 if file == "result.json" else 6
+        assert found.checkpoint.step == step
+        assert_same(found.checkpoint.tensors, wanted[step].tensors)
+
+
+@pytest.mark.parametrize("kind", DAMAGE if ALL else ["bit flip 1", "bit flip 7", "emptied", "truncated 3", "twice"])
+def test_a_damaged_ledger_of_a_sweep_is_left_out_or_refused(kind: str, tmp_path: Path, tally: Tally) -> None:
+    ledger = {"typed": ["seed=0,1"], "complete": False, "jobs": {"0": {"code": 0, "config_hash": "a" * 12}}}
+    data = json.dumps(ledger, indent=2).encode()
+    for number in range(10):
+        with tally("damaged sweep.json"):
+            (tmp_path / "sweep.json").write_bytes(DAMAGE[kind](data, random.Random(f"{kind} {number}")))
+            with contextlib.suppress(ConfigError):
+                found = read_ledger(tmp_path, ["seed=0,1"])
+                assert found == {} or {type(found["typed"]), type(found["jobs"])} == {list, dict}
+
+
+@pytest.mark.parametrize("file", FILES if ALL else ["config.yaml", "events", "checkpoints/step_00000004/state.pt"])
+def test_a_damaged_run_that_is_resumed_ends_like_the_undisturbed_one(file: str, whole: Path, tmp_path: Path) -> None:
+    path = copied(whole, tmp_path)
+    data: Any = file_of(path, file).read_bytes()
+    if file != "events":  # the curve up to here would be lost with it
+        file_of(path, file).write_bytes(data[: len(data) // 2])
+    values = saved_config(path).values | {"resume": str(path)}
+    assert run_alone(build_run(values), [f"resume={path}"]).status == "done"
+    assert_same(outcome(path), outcome(whole))
