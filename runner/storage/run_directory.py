@@ -24,7 +24,7 @@ from runner.system.secrets import redacted_values
 
 CONFIG, OVERRIDES, ENVIRONMENT, RESULT = "config.yaml", "overrides.yaml", "environment.json", "result.json"
 LIMIT_BYTES = 1_000_000
-"""Size limit of these files, which are a few kilobytes long."""
+"""Size limit of each of these files; they have only a few kilobytes."""
 _DEFAULTS: dict[str, Any] = {"metrics": {}, "best": {}, "step_seconds": {}, "notes": {}, "config_hash": "", "error": ""}
 """Keys of a result, with values of their types."""
 _LONGEST = 120
@@ -32,7 +32,7 @@ _LONGEST = 120
 
 
 class StorageError(Exception):
-    """A file of a run cannot be written, because the disk is full or fails."""
+    """Raised when a file of a run cannot be written, because the disk is full or fails."""
 
     def __init__(self, path: Path, why: str):
         super().__init__(path, why)
@@ -76,16 +76,18 @@ def create(parent: Path, name: str | None = None) -> Path:
 
 
 def _make(directory: Path) -> None:
-    """Create a directory and its parents, and sync their names: a power loss would take what is in them, synced or not.
+    """Create `directory` and its missing parents, and sync the entries of all these directories to disk.
+
+    Without this, a power loss could remove a directory together with files in it that have been synced.
 
     Raises:
-        OSError: if it cannot be created, or exists.
+        OSError: if `directory` cannot be created, or already exists.
     """
     existing = nearest_existing(directory)
     try:
         directory.mkdir(parents=True)
         for folder in directory.absolute().parents:
-            with suppress(PermissionError):  # one that may be written to, but not read
+            with suppress(PermissionError):  # a directory that may be written to, but not read
                 sync(folder)
             if folder == existing:
                 break
@@ -112,7 +114,9 @@ def job_name(number: int, overrides: list[str], swept: Collection[str] = ()) -> 
     """Return the directory name of a job of a sweep, `<job>-<overrides>`, without secrets.
 
     Args:
-        swept: the keys that differ between the jobs. They come first, as a long name is cut off.
+        number: the number of the job.
+        overrides: the overrides of the job.
+        swept: the keys that differ between the jobs. They come first, because the end of a long name is cut off.
     """
     ordered = sorted(redacted_values(overrides), key=lambda text: text.partition("=")[0] not in swept)
     labels = [re.sub(r"[^\w.=,+-]", "_", text.replace("'", "").replace('"', "")) for text in ordered]
@@ -124,11 +128,11 @@ def job_name(number: int, overrides: list[str], swept: Collection[str] = ()) -> 
 def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:
     """Write the config, and the overrides that the user typed, to the run directory."""
     write_text(directory / OVERRIDES, OmegaConf.to_yaml(OmegaConf.create(overrides)))
-    write_text(directory / CONFIG, config_text(config))  # last, as it marks a run directory
+    write_text(directory / CONFIG, config_text(config))  # last, because it marks a run directory
 
 
 def read_result(directory: Path) -> dict[str, Any]:
-    """Return the result of the run at `directory`; empty if there is none yet, or it is damaged."""
+    """Return the result of the run at `directory`; an empty dictionary if there is no result or it is damaged."""
     try:
         result = json.loads(read_regular(directory / RESULT, LIMIT_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -154,7 +158,7 @@ def _is_number(value: object) -> bool:
 
 
 def is_step(value: object) -> bool:
-    """Return whether `value` is a number of steps."""
+    """Return whether `value` is a valid number of steps, that is, an integer from 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -214,7 +218,7 @@ def check_regular(directory: Path) -> None:
 
 
 def free_name(path: Path, suffix: str) -> Path:
-    """Return `path` with `.suffix` appended, and a number if that exists."""
+    """Return `path` with `.suffix` appended, followed by a number if that path already exists."""
     number, name = 2, path.with_name(f"{path.name}.{suffix}")
     while name.exists():
         number, name = number + 1, path.with_name(f"{path.name}.{suffix}{number}")

@@ -1,4 +1,4 @@
-"""The config of a run, as a YAML file: data that is read as plain values, as anybody may have written it."""
+"""The config of a run as a YAML file, which is read as plain values because anybody may have written it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SEAL = "# sha256 of the lines above: "
 
 
 class UnreadableConfigError(Exception):
-    """A saved config is damaged, or holds more than plain values."""
+    """Raised when a saved config is damaged, or contains anything but plain values."""
 
 
 def config_text(config: dict[str, Any]) -> str:
-    """Return `config` without credentials as YAML, with its SHA-256 in the last line, a comment."""
+    """Return `config` as YAML, without credentials. The last line is a comment with the SHA-256 of the lines above."""
     config = redacted_values(config)
     text = OmegaConf.to_yaml(OmegaConf.create(config))
     if not all(line.isprintable() for line in text.split("\n")):  # YAML would change these characters
@@ -32,12 +32,12 @@ def config_text(config: dict[str, Any]) -> str:
 
 
 def is_sealed(content: bytes) -> bool:
-    """Return whether a config has its SHA-256; those of earlier versions have none."""
+    """Return whether the text of a config contains its SHA-256; configs of earlier versions do not."""
     return _SEAL.encode() in content
 
 
 def parse_config(content: bytes) -> dict[str, Any]:
-    """Return the plain values of a config that `config_text` or an earlier version has written.
+    """Return the plain values of a config that was written by `config_text` or by an earlier version of this project.
 
     Interpolations (`${…}`) are returned as text.
 
@@ -62,7 +62,7 @@ def parse_config(content: bytes) -> dict[str, Any]:
 
 
 def _check_plain(text: str) -> None:
-    """Refuse YAML that is no mapping, or has tags, anchors or aliases, which construct objects or refer to others."""
+    """Refuse YAML that is not a mapping, or has tags, which construct objects, or anchors and aliases."""
     depth, count = 0, 0
     for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader), start=1):
         if count == 3 and not isinstance(event, yaml.MappingStartEvent):  # after those of the stream and the document

@@ -1,4 +1,4 @@
-"""What a run directory says of its run: its config and its overrides, read as data, as anybody may have written it."""
+"""Reads the config and overrides in a run directory as data, because anybody may have written them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.storage.saved_config import UnreadableConfigError, is_sealed, parse_
 
 
 class SavedConfig(NamedTuple):
-    """The config of a run, the file that it was read from, and why those that should be read first cannot be."""
+    """The config of a run, the file from which it was read, and why the files tried before this one were rejected."""
 
     values: dict[str, Any]
     file: Path
@@ -23,18 +23,19 @@ class SavedConfig(NamedTuple):
 
 
 def directory_of(source: Path) -> Path:
-    """Return the run directory of `source`, a run directory or a checkpoint in it."""
+    """Return the run directory of `source`, which is either the run directory itself or a checkpoint in it."""
     return source.parent.parent if source.parent.name == "checkpoints" else source
 
 
 def saved_config(source: Path) -> SavedConfig:
     """Return the config of the run or of the checkpoint at `source`.
 
-    Each checkpoint has a copy of the config with which it was written. If the file of the run directory is damaged, the
-    copy of the newest checkpoint takes its place; for a checkpoint it is the other way round.
+    Each checkpoint has a copy of the config with which it was written. If the config of a run directory is damaged, the
+    copy in its newest checkpoint is read instead; if the copy in a checkpoint is damaged, the config of its run
+    directory is read instead.
 
     Raises:
-        UnreadableConfigError: if none can be read.
+        UnreadableConfigError: if no config can be read.
     """
     unreadable, unsealed = [], None
     for file in _config_files(source):
@@ -63,12 +64,12 @@ def _config_files(source: Path) -> list[Path]:
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoints of the run directory `path` in the order of their steps, without reading any."""
+    """Return the paths of the checkpoints of the run directory `path` in the order of their steps."""
     return sorted(found for found in (path / "checkpoints").glob("step_*") if step_of(found) is not None)
 
 
 def saved_overrides(path: Path) -> list[str]:
-    """Return the overrides with which the run at `path` was started, to be shown; empty if they cannot be read."""
+    """Return the overrides with which the run at `path` was started, for display; empty if they cannot be read."""
     try:
         overrides = OmegaConf.to_container(
             OmegaConf.create(read_regular(path / OVERRIDES, LIMIT_BYTES).decode()), resolve=False
