@@ -59,7 +59,7 @@ def assert_named_once(console: str) -> None:
 SELECTED = {
     "ddp": [("raise", 1, "starting"), ("kill", 0, "saving the weights"), ("kill", 1, "evaluating")],
     "pipeline": [("kill", 1, "training")],
-    "hogwild": [("raise", 1, "logging")],
+    "hogwild": [("raise", 1, "logging"), ("kill", 1, "having saved")],
 }
 
 
