@@ -32,7 +32,7 @@ from runner.config.errors import check
 from runner.storage.manifest import CONFIG, DamagedError, manifest_of, untrusted, verified_manifest
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.run_directory import StorageError, free_name, step_name, step_of
-from runner.storage.safe_read import UnsafeFileError, check_no_link
+from runner.storage.safe_read import UnsafeFileError, check_no_link, utf8_path
 from runner.storage.template import check_plain
 from runner.storage.torch_file import load_tensors
 
@@ -251,11 +251,8 @@ def _loaded(file: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:  # safetensors opens only files whose paths are UTF-8
-        return safetensors.torch.load(path.read_bytes())
-    return safetensors.torch.load_file(path)
+    with utf8_path(path) as file:
+        return safetensors.torch.load_file(file)
 
 
 def _plain(path: Path) -> Any:

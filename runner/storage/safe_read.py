@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
@@ -46,6 +48,18 @@ def open_regular(path: Path) -> BufferedReader:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+@contextmanager
+def utf8_path(path: Path) -> Iterator[Path]:
+    """Yield a path of the same file that is UTF-8, as libraries that are not written in Python need it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # only Linux has such names
+        with open_regular(path) as file:
+            yield Path(f"/proc/self/fd/{file.fileno()}")
+    else:
+        yield path
 
 
 def check_no_link(directory: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from runner.storage.safe_read import open_regular
+from runner.storage.safe_read import open_regular, utf8_path
 
 _HARMLESS = ("builtins set", "__builtin__ set", "builtins complex", "__builtin__ complex")
 
@@ -31,7 +31,8 @@ def load_tensors(path: Path) -> Any:
         Exception: whatever torch raises for other content.
     """
     mapped = _checked(path)
-    return torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
+    with utf8_path(path) as file:
+        return torch.load(file, weights_only=True, map_location="cpu", mmap=mapped)
 
 
 def _checked(path: Path) -> bool:
