@@ -207,9 +207,8 @@ MUTATIONS = [
     Mutation(
         "symbolic links are followed",
         "runner/storage/safe_read.py",
-        "    _check_regular(path, os.lstat(path))  # before opening, as the driver of a device may act on that\n"
-        "    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW |",
-        "    descriptor = os.open(path, os.O_RDONLY |",
+        "    _check_regular(path, os.lstat(path))",
+        "    path = path.resolve()\n    _check_regular(path, os.lstat(path))",
         (HOSTILE,),
     ),
     Mutation(
