@@ -213,7 +213,9 @@ class Leftovers:
 
     def _files(self) -> list[str]:
         """Names in shared memory and of temporary files that are theirs."""
-        found = [name for name in self.shared if Path(name).exists()]
+        # Semaphores of queues are unlinked by a process that the commands of a server share, when the server ends.
+        kept = "/dev/shm/sem.mp-" if self.temporary is None else "none"
+        found = [name for name in self.shared if Path(name).exists() and not name.startswith(kept)]
         with suppress(OSError):
             theirs = re.compile(rf"torch_({'|'.join(map(str, self.pids)) or 'none'})_")
             found += [path.name for path in Path("/dev/shm").iterdir() if theirs.match(path.name)]
