@@ -75,6 +75,7 @@ class State:
             path = self.checkpoints.root / step_name(checkpoint.step)
             raise untrusted(path, f"the hashes are correct, but the content is not: {error}") from None
         log.info("resumed after step %d", self.step)
+        self.checkpoints.delete_leftovers()  # here, as a run that has no step left does not save again
 
     def _load(self, checkpoint: Checkpoint) -> None:
         run, device = self.session.run, self.session.device

@@ -143,6 +143,14 @@ class Checkpoints:
         os.replace(part, final)
         _sync(self.root)
 
+    def delete_leftovers(self) -> None:
+        """Delete what an interrupted save or deletion has left; what cannot be deleted is named in a warning."""
+        try:
+            if self.rank == 0:
+                _remove(self.root, [])
+        except OSError as error:
+            log.warning("leftovers of checkpoints cannot be deleted: %s", error)
+
     def _prune(self, best_step: int | None) -> None:
         try:
             _remove(self.root, [step for step in self.steps()[: -max(1, self.keep)] if step != best_step])

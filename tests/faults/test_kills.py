@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from helpers.faults import ALL, RUNS, Fault, Reference, Tally, Trial
 
+DELETED = 9
+"""Checkpoints that are deleted in an undisturbed run: after the last of them no other is saved."""
+
 SELECTED = {
     "single": [
         Fault(at="before rename config.yaml"),
@@ -19,6 +22,7 @@ SELECTED = {
         Fault(at="after event", count=4),
         Fault(at="before rename result.json"),
     ],
+    "dp": [Fault(at="after rename step_N.pruned", count=DELETED)],
     "ddp": [
         Fault(at="after rename step_N", count=2, process="rank 0"),
         Fault(at="after fsync rank_1.pt", process="rank 1"),
