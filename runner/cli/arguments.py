@@ -162,7 +162,8 @@ def _is_literal(value: str) -> bool:
 
 
 def _quote(value: str) -> str:
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'" if value else "''"
+    # Of backslashes, Hydra takes only those that a quote follows for escapes.
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + "\\'" * bool(found[2]), value) + "'"
 
 
 def override_value(arguments: Iterable[str], key: str) -> str | None:

@@ -105,9 +105,14 @@ def write_result(session: Session, directory: Path, result: Result) -> None:
         print(summary(session, directory, result), flush=True)
 
 
+def _typed(path: str) -> str:
+    """Return a relative path as it can be typed: with ./ if it begins like a home directory or a quoted text."""
+    return path if path[0].isalnum() or path[0] in "./_" else f"./{path}"
+
+
 def summary(session: Session, directory: Path, result: Result) -> str:
     """Return the last lines of a run: how it ended, where it is, and what to type next."""
-    where, logs = (shlex.quote(os.path.relpath(path)) for path in (directory, session.run.output_root))
+    where, logs = (shlex.quote(_typed(os.path.relpath(path))) for path in (directory, session.run.output_root))
     steps = f"{result.steps}/{max(result.steps, session.num_steps)}"
     lines = [f"{result.status} after step {steps}" + (f", {result.seconds:.1f} s" if result.seconds else "")]
     lines[0] += f": {result.error}" if result.error and result.status != "crashed" else ""  # already printed
