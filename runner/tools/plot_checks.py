@@ -18,7 +18,7 @@ def damage(labels: dict[str, Any], result: dict[str, Any]) -> str:
 
     Args:
         labels: the leaves of the run's config by dotted key.
-        result: the content of the run's `result.json`.
+        result: the result of the run, as `read_result` returns it.
     """
     return next(_damages(labels, result), "")
 
@@ -29,10 +29,6 @@ def _damages(labels: dict[str, Any], result: dict[str, Any]) -> Iterator[str]:
         is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**12
         if not is_count and (key in _COUNTS or isinstance(value, int | float)):
             yield f"{key} in its config.yaml is no positive integer, but {_shown(value)}"
-    for key in ("metrics", "best", "step_seconds"):
-        if not isinstance(result.get(key, {}), dict):
-            yield f"{key} in its result.json is no mapping, but {_shown(result[key])}"
-            return
     times, metrics = result.get("step_seconds", {}), result.get("metrics", {})
     numbers = {f"step_seconds.{name}": number for name, number in times.items()}
     numbers |= {f"metrics.{tag}": number for tag, number in metrics.items()}
@@ -42,8 +38,6 @@ def _damages(labels: dict[str, Any], result: dict[str, Any]) -> Iterator[str]:
             yield f"{key} in its result.json is no finite number, but {_shown(number)}"
     if times and not (_is_number(times.get("median")) and times["median"] > 1e-12):
         yield f"step_seconds.median in its result.json is no duration, but {_shown(times.get('median'))}"
-    if result.get("best") and not isinstance(result["best"].get("metric"), str):
-        yield f"best.metric in its result.json is no tag, but {_shown(result['best'].get('metric'))}"
 
 
 def _is_number(value: object) -> bool:

@@ -65,7 +65,7 @@ class MeasuredRun:
     def failure(self) -> str:
         """Why the run is excluded from its point; empty if it is not excluded."""
         if not self.result:
-            return "no result: killed, or still running"
+            return "no result: killed, still running, or a damaged result.json"
         if self.result.get("status") != "done":
             return ": ".join(filter(None, (str(self.result.get("status")), str(self.result.get("error", "")))))
         return "" if self.result.get("step_seconds") else "it measured no step"

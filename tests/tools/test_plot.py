@@ -207,24 +207,25 @@ def test_a_failed_run_is_listed_and_not_counted(sweep: Sweep) -> None:
     text = told(study)
     assert "4 of 5 runs are excluded" in text
     assert f"{crashed}: crashed: OutOfMemoryError: 4 GiB and more\n" in text
-    assert f"{killed}: no result: killed, or still running\n" in text
+    assert f"{killed}: no result: killed, still running, or a damaged result.json\n" in text
     assert f"{broken}: its config.yaml cannot be read\n" in text
     assert f"{half}: it measured no step\n" in text
 
 
+NO_RESULT = "no result: killed, still running, or a damaged result.json"
 WRONG: dict[str, tuple[Any, str]] = {
-    "metrics": ([0.5], "metrics in its result.json is no mapping, but [0.5]"),
+    "metrics": ([0.5], NO_RESULT),
     "metrics.eval/accuracy": ("0.5", "metrics.eval/accuracy in its result.json is no finite number, but '0.5'"),
     "metrics.eval/loss": (None, "metrics.eval/loss in its result.json is no finite number, but null"),
     "metrics.a": ([1], "metrics.a in its result.json is no finite number, but [1]"),
     "metrics.b": (math.nan, "metrics.b in its result.json is no finite number, but nan"),
     "metrics.c": (True, "metrics.c in its result.json is no finite number, but True"),
     "metrics.d": (10**400, "metrics.d in its result.json is no finite number, but 1000"),
-    "step_seconds": ("fast", "step_seconds in its result.json is no mapping, but 'fast'"),
+    "step_seconds": ("fast", NO_RESULT),
     "step_seconds.median": (0, "step_seconds.median in its result.json is no duration, but 0"),
     "step_seconds.p90": ({}, "step_seconds.p90 in its result.json is no finite number, but {}"),
-    "best": (3, "best in its result.json is no mapping, but 3"),
-    "best.metric": (["eval/loss"], "best.metric in its result.json is no tag, but ['eval/loss']"),
+    "best": (3, NO_RESULT),
+    "best.metric": (["eval/loss"], NO_RESULT),
     "world_size": ("2", "world_size in its result.json is no finite number, but '2'"),
     "peak_memory_bytes": ([], "peak_memory_bytes in its result.json is no finite number, but []"),
 }
