@@ -10,7 +10,7 @@ import torch
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 
-_MOST_VALUES, _DEEPEST = 10_000_000, 100
+_MOST_VALUES, _DEEPEST = 3_000_000, 100
 
 _INTERCHANGEABLE = {"torch.float32", "torch.float64"}
 """The formats of parameters: a run in one of them may be resumed in the other."""
@@ -86,6 +86,7 @@ def check_plain(content: Any, where: str) -> None:
             remaining += [(item, depth + 1) for item in value]
         else:
             _require(type(value) in _PLAIN, where, type(value).__name__, "a plain value")
+            _require(type(value) is not int or abs(value) < 2**256, where, "a number of hundreds of digits", "a number")
 
 
 def check_count(value: Any, where: str, most: float = math.inf) -> None:
@@ -95,7 +96,7 @@ def check_count(value: Any, where: str, most: float = math.inf) -> None:
         UnexpectedContentError: if it is not.
     """
     _check_type(value, int, where)
-    _require(0 <= value <= most, where, reprlib.repr(value), "a count")
+    _require(0 <= value <= most, where, "a negative or too large number", f"a count of at most {most}")
 
 
 def _items(value: Any, like: Any, where: str) -> list[tuple[str, Any, Any]]:

@@ -96,8 +96,8 @@ def test_plain_content_is_valid() -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [nested(60, 2), nested(10_000, 1), [object()], [b"bytes"], {(1, 2): 3}, [torch.zeros(1).expand(10**12)]],
-    ids=["doubled 60 times", "deep", "an object", "bytes", "a tuple as key", "shared elements"],
+    [nested(60, 2), nested(10_000, 1), [object()], [10**400], [b"bytes"], {(1, 2): 3}, [torch.zeros(1).expand(10**12)]],
+    ids=["doubled 60 times", "deep", "an object", "a huge number", "bytes", "a tuple as key", "shared elements"],
 )
 def test_other_content_is_refused(content: Any) -> None:
     with pytest.raises(UnexpectedContentError):

@@ -1,0 +1,72 @@
+"""Checkpoints with any content, all of whose hashes are correct."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+Keys = tuple[Any, ...]
+"""The keys and indices that lead to a value in nested dicts, lists and tuples."""
+
+ABSENT = object()
+"""In place of a new value: the key is removed."""
+
+
+def reseal(path: Path, **changes: Any) -> None:
+    """Write a manifest with the right hashes of all files in the checkpoint at `path`, and `changes`."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    files = {file.name: sha256(file) for file in sorted(path.iterdir()) if file.name != "manifest.json"}
+    manifest = {key: value for key, value in (manifest | {"files": files} | changes).items() if value is not ABSENT}
+    manifest.pop("sha256")
+    seal = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": seal}))
+
+
+def sha256(file: Path) -> str:
+    """The hash of a regular file; any text for others, which nobody may open."""
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() and not file.is_symlink() else "0" * 64
+
+
+def read(file: Path) -> Any:
+    """The content of a file of a checkpoint."""
+    if file.suffix == ".safetensors":
+        return safetensors.torch.load_file(file)
+    return torch.load(file, weights_only=True)
+
+
+def write(file: Path, content: Any) -> None:
+    """Replace the content of a file of a checkpoint, and write the manifest anew."""
+    if file.suffix == ".safetensors":
+        safetensors.torch.save_file(content, file)
+    else:
+        torch.save(content, file)
+    reseal(file.parent)
+
+
+def places(content: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Every nested value of `content`, with its keys."""
+    if keys:
+        yield keys, content
+    if isinstance(content, dict | list | tuple):
+        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+            yield from places(value, (*keys, key))
+
+
+def changed(content: Any, keys: Keys, change: Callable[[Any], Any]) -> Any:
+    """A copy of `content` where the value at `keys` is what `change` makes of it."""
+    if not keys:
+        return change(content)
+    container = list(content) if isinstance(content, list | tuple) else copy.copy(content)
+    value = changed(container[keys[0]], keys[1:], change)
+    if value is ABSENT:
+        del container[keys[0]]
+    else:
+        container[keys[0]] = value
+    return tuple(container) if isinstance(content, tuple) else container
