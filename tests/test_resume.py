@@ -25,6 +25,7 @@ from helpers.plain_loop import largest_difference, weights_at
 from helpers.runs import assert_same, only_run, outcome, write_images
 from omegaconf import OmegaConf
 
+import runner.resume
 import runner.train
 from runner.config.errors import ConfigError
 from runner.parallel.collectives import ProcessGroup
@@ -388,6 +389,22 @@ def test_a_refused_resume_leaves_everything_as_it_was(tmp_path: Path) -> None:
             refused_later()
         assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
         assert len(checkpoints(path)) == 3
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_stop_while_the_first_files_are_written_leaves_no_trace(
+    resumed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = claim(tmp_path) if resumed else tmp_path
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+    def stopped() -> None:
+        raise SystemExit(75)  # as the handler of a signal does
+
+    monkeypatch.setattr(runner.resume, "environment", stopped)
+    with pytest.raises(SystemExit):
+        claim(tmp_path, "optimizer.lr=0.3", f"resume={path if resumed else 'never'}")
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
 def test_credentials_are_in_no_file_of_a_run(tmp_path: Path) -> None:
