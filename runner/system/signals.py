@@ -107,6 +107,8 @@ class CommandSignals(StopRequest):
     """
 
     before_training = True
+    exit_code: int | None = None
+    """The exit code of a command that a signal ended before training."""
 
     def __enter__(self) -> CommandSignals:
         if threading.current_thread() is threading.main_thread() and _installed() is None:
@@ -122,6 +124,7 @@ class CommandSignals(StopRequest):
     def _begin(self, number: int) -> None:
         if not self.before_training:
             return
+        self.exit_code = INTERRUPTED if number == signal.SIGINT else STOPPED
         if number == signal.SIGINT:
             self._interrupt()
         _say(f"{self.received}: stopped before the first step")
@@ -134,9 +137,11 @@ def run_main(main: Callable[[], int]) -> int:
     After `main`, stop signals are ignored: Python takes a second to exit, and restores default handlers meanwhile, with
     which a signal would kill the process.
     """
-    CommandSignals().__enter__()  # never left
+    command = CommandSignals().__enter__()  # never left
     try:
-        return main()
+        code = main()
+        # A library may have turned the exception that ends the command into another one, and that into an exit code.
+        return code if command.exit_code is None else command.exit_code
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED

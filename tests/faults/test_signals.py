@@ -21,6 +21,8 @@ import pytest
 from helpers.command import Command, processes_in, start_fresh, until
 from helpers.faults import ALL, Fault, Reference, Tally, Trial, trainer
 
+from runner.system.signals import run_main
+
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
 STOPPED, INTERRUPTED = 75, 130
 SAVED = r"^{name}: finishing the step, then saving; press Ctrl-C to stop at once$"
@@ -149,10 +151,29 @@ def test_a_run_goes_on_after_a_pause_longer_than_the_timeout(
 # Of commands as they are typed, from the start of their interpreter
 
 
-def handles_signals(pid: int) -> bool:
-    """Whether a process has handlers for stop signals, which it has before it imports anything large."""
+def handles_signals(pid: int, ignored: str = "") -> bool:
+    """Whether a process has handlers for all other stop signals, which it has before it imports anything large."""
     status = Path(f"/proc/{pid}/status").read_text()
-    return bool(int(re.findall(r"SigCgt:\s+(\w+)", status)[0], 16) >> (signal.SIGTERM - 1) & 1)
+    caught = int(re.findall(r"SigCgt:\s+(\w+)", status)[0], 16)
+    return all(caught >> (signal.Signals[name] - 1) & 1 for name in STOP_SIGNALS if name != ignored)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)])
+def test_an_error_in_place_of_a_stop_does_not_change_the_exit_code(number: signal.Signals, code: int) -> None:
+    """Libraries have `finally` clauses that fail if they are entered too early."""
+
+    def main() -> int:
+        try:
+            try:
+                signal.raise_signal(number)
+            finally:
+                raise ValueError("half read")
+        except ValueError:
+            return 2
+
+    if (pid := os.fork()) == 0:
+        os._exit(run_main(main))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
 
 
 def end_of(process: subprocess.Popen[str], trial: Trial) -> None:
@@ -250,7 +271,7 @@ def test_nohup_ignores_a_closed_terminal_and_nothing_else(
     for name, codes in (("SIGTERM", (0, STOPPED)), ("SIGHUP", (0,))):
         with tally("nohup"):
             process = typed(trial, preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN))
-            until(lambda process=process: handles_signals(process.pid))
+            until(lambda process=process: handles_signals(process.pid, "SIGHUP"))
             time.sleep(rng.uniform(0, 4))
             process.send_signal(signal.Signals[name])
             end_of(process, trial)
