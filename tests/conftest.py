@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,22 @@ from helpers.compose import FAST, Trained, built, train_in
 from helpers.ranks import Ranks
 
 torch.set_num_threads(1)  # tests run in several processes: more threads than cores wait for each other
+for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_DFL)  # the shell may have them ignored, as nohup does, and children inherit that
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """Escape what is not UTF-8 in reports, which xdist could not send: tests use such names of files."""
+    report = yield
+    report.sections = [(title, _utf8(text)) for title, text in report.sections]
+    if report.longrepr is not None and (text := str(report.longrepr)) != _utf8(text):
+        report.longrepr = _utf8(text)
+    return report
+
+
+def _utf8(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 @pytest.fixture
