@@ -29,6 +29,7 @@ import torch
 from safetensors import SafetensorError
 
 from runner.config.errors import check
+from runner.storage.durable_write import sync
 from runner.storage.manifest import CONFIG, DamagedError, manifest_of, untrusted, verified_manifest
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.run_directory import StorageError, free_name, step_name, step_of
@@ -126,7 +127,7 @@ class Checkpoints:
         check_no_link(self.root)
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        _sync(self.root.parent)
+        sync(self.root.parent)
 
     def _commit(self, checkpoint: Checkpoint, part: Path, final: Path) -> None:
         _write(part / _MODEL, lambda path: safetensors.torch.save_file(checkpoint.tensors, path))
@@ -137,11 +138,11 @@ class Checkpoints:
             _write(part / CONFIG, lambda path: path.write_text(self.config, encoding="utf-8"))
         manifest = manifest_of(part, step=checkpoint.step, world_size=self.world_size, config_hash=self.config_hash)
         _write(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))
-        _sync(part)
+        sync(part)
         if final.exists():  # resumed from an earlier step: keep the other checkpoint under another name
             os.replace(final, free_name(final, "superseded"))
         os.replace(part, final)
-        _sync(self.root)
+        sync(self.root)
 
     def delete_leftovers(self) -> None:
         """Delete what an interrupted save or deletion has left; what cannot be deleted is named in a warning."""
@@ -279,13 +280,4 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
         write(path)
     except (RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
         raise OSError(errno.EIO, str(error.__context__ or error).splitlines()[0]) from error
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file, or the entries of a directory, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path)

@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 
 from runner.config.errors import ConfigError
 from runner.storage.durable_write import sync, write_text
-from runner.storage.durable_write import write_json as write_json
 from runner.storage.safe_read import check_no_link, open_regular, read_regular
 from runner.storage.saved_config import config_text
 from runner.system.secrets import redacted_values

@@ -13,6 +13,7 @@ from typing import IO, Any
 from runner.config.errors import ConfigError, check
 from runner.parallel.launch.cluster import external_rank_info
 from runner.storage import run_directory
+from runner.storage.durable_write import write_json
 from runner.storage.run_directory import StorageError
 from runner.storage.safe_read import read_regular
 from runner.sweep.ledger_file import LEDGER, read_ledger
@@ -168,7 +169,7 @@ class Sweep:
         if self._ledgers[path].lock is None:
             return
         try:
-            run_directory.write_json(path / LEDGER, self._ledgers[path].content)
+            write_json(path / LEDGER, self._ledgers[path].content)
         except OSError as error:
             raise StorageError(path / LEDGER, error.strerror or str(error)) from error
 

@@ -43,21 +43,21 @@ MUTATIONS = [
     Mutation(
         "the files of a checkpoint are not synced",
         "runner/storage/checkpoint.py",
-        "splitlines()[0]) from error\n    _sync(path)\n",
+        "splitlines()[0]) from error\n    sync(path)\n",
         "splitlines()[0]) from error\n",
         (POWER,),
     ),
     Mutation(
         "the directory of a checkpoint is not synced before it is renamed",
         "runner/storage/checkpoint.py",
-        "        _sync(part)\n",
+        "        sync(part)\n",
         "",
         (POWER,),
     ),
     Mutation(
         "the rename of a checkpoint is not synced",
         "runner/storage/checkpoint.py",
-        "        os.replace(part, final)\n        _sync(self.root)\n",
+        "        os.replace(part, final)\n        sync(self.root)\n",
         "        os.replace(part, final)\n",
         (POWER,),
     ),
@@ -65,9 +65,9 @@ MUTATIONS = [
         "a checkpoint is renamed before its manifest is written",
         "runner/storage/checkpoint.py",
         '        _write(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))\n'
-        "        _sync(part)\n",
+        "        sync(part)\n",
         "        os.replace(part, final)\n        _write(final / MANIFEST, lambda path: path.write_text(manifest))\n"
-        "        _sync(final)\n        _sync(self.root)\n        return\n",
+        "        sync(final)\n        sync(self.root)\n        return\n",
         (POWER, "tests/storage/test_checkpoint.py"),
     ),
     Mutation(

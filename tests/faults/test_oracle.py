@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,14 +105,18 @@ def test_a_process_and_a_port_that_are_left(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(oracle, "until", now)
     leftovers = Leftovers(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)):
+    listen = "import socket; server = socket.create_server(('127.0.0.1', 0)); print(flush=True); input()"
+    command = [sys.executable, "-c", listen]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
         leftovers.sample()
         with pytest.raises(AssertionError, match="a process is left behind"):
             leftovers.assert_none()
         monkeypatch.setattr(oracle, "processes_in", lambda cwd: {})
         with pytest.raises(AssertionError, match="a port is left open"):
             leftovers.assert_none()
+        process.kill()
     leftovers.assert_none()
     leftovers.temporary = tmp_path
     (tmp_path / "file").touch()

@@ -101,11 +101,12 @@ def held_in(cwd: Path) -> tuple[set[str], set[str]]:
     return sockets & listening(), {name for name in names if Path(name).exists()}
 
 
-def listening_addresses(cwd: Path) -> set[str]:
-    """The addresses, as /proc/net writes them, at which the processes in `cwd` accept TCP connections."""
+def listening_addresses(cwd: Path) -> set[tuple[str, int]]:
+    """(address as /proc/net writes it, port) at which the processes in `cwd` accept TCP connections."""
     inodes = held_in(cwd)[0]
     lines = "".join(Path(f"/proc/net/{family}").read_text() for family in ("tcp", "tcp6")).splitlines()
-    return {line.split()[1].partition(":")[0] for line in lines if line.split()[9] in inodes}
+    found = [line.split()[1].split(":") for line in lines if line.split()[9] in inodes]
+    return {(address, int(port, 16)) for address, port in found}
 
 
 def listening() -> set[str]:

@@ -253,6 +253,7 @@ def test_a_sweep_that_another_process_runs_is_refused_and_left_alone(
     configs = [job_config(tmp_path), job_config(tmp_path, resume="never")]
     for other, config in zip(others, configs, strict=True):
         assert other.job_directory(config, 0, []).parent != path.parent, "another sweep is not waited for"
+        other.close()
     first.close()
     assert second.job_directory(job_config(tmp_path), 1, ["seed=2"]).parent == path.parent, "it is free again"
 
@@ -375,7 +376,7 @@ def test_a_ledger_that_cannot_be_written_is_an_error(
 
     sweep = opened(["seed=1,2"])
     path = sweep.job_directory(job_config(tmp_path), 0, ["seed=1"]).parent
-    monkeypatch.setattr("runner.storage.run_directory.write_json", fail)
+    monkeypatch.setattr("runner.sweep.ledger.write_json", fail)
     with pytest.raises(StorageError) as caught:
         sweep.record(path, 0, code=0, config_hash="a")
     assert (caught.value.path, caught.value.why) == (path / "sweep.json", "Read-only file system")

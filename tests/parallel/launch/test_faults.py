@@ -22,6 +22,7 @@ from helpers.compose import built
 from helpers.runs import TWO, assert_bitwise, free_port, held_in, listening, newest_checkpoint, weights, write_images
 
 from runner.cli import run_job
+from runner.config.errors import ConfigError
 from runner.run import Result, Session
 from runner.storage.checkpoint import load
 from runner.train import train_rank
@@ -306,14 +307,15 @@ def test_a_full_disk_is_explained_without_a_traceback(
     assert result.status == "crashed"
     assert result.error.startswith(f"rank {rank} failed: StorageError: ")
     assert result.error.count("make room") == 1
+    assert "keep=1" in result.error
     assert "Traceback" not in capfd.readouterr().err, "where in the code it was noticed helps nobody"
 
 
-def test_a_checkpoint_that_cannot_be_written_is_explained(failing: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_checkpoints_is_refused(failing: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
-    result = failing(train_rank)
-    assert result.error.startswith("rank 0 failed: StorageError: ")
-    assert "keep=1" in result.error
+    with pytest.raises(ConfigError) as refusal:
+        failing(train_rank)
+    assert (refusal.value.key, refusal.value.got) == ("resume", str(tmp_path / "checkpoints"))
 
 
 def test_a_log_that_cannot_be_opened(failing: Callable[..., Result], tmp_path: Path) -> None:
