@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from runner.system.environment import environment
+from runner.system.provenance import environment
 
 RESULTS = Path(__file__).parent / "results"
 

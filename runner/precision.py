@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from runner.config.errors import check, check_range
-from runner.storage.template import check_count, check_like
+from runner.storage.content_checks import check_count, check_like
 from runner.system.torch_private import found_inf_flags
 
 log = logging.getLogger(__name__)

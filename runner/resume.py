@@ -20,7 +20,7 @@ from runner.storage.manifest import DamagedError, saved_config_text, verified_ma
 from runner.storage.safe_read import UnsafeFileError, read_regular
 from runner.storage.saved_config import UnreadableConfigError, parse_config
 from runner.storage.saved_run import checkpoints, directory_of, saved_config, saved_overrides
-from runner.system.environment import environment
+from runner.system.provenance import environment
 from runner.system.secrets import redacted_values
 
 log = logging.getLogger(__name__)

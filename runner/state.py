@@ -11,10 +11,10 @@ import torch
 
 from runner.run import Result, Session, config_hash
 from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.storage.content_checks import CONTENT_ERRORS, TensorSpec, check_count, check_like
 from runner.storage.manifest import untrusted
 from runner.storage.run_directory import step_name
 from runner.storage.saved_config import config_text
-from runner.storage.template import CONTENT_ERRORS, TensorSpec, check_count, check_like
 from runner.system import memory, torch_errors
 from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles
 

@@ -22,7 +22,7 @@ from runner.run import CrashedError, Result, Run, Session, build_run, describe_m
 from runner.seeds import derive
 from runner.state import State
 from runner.system import memory, torch_errors
-from runner.system.environment import environment
+from runner.system.provenance import environment
 from runner.system.secrets import redacted_values
 from runner.system.section_timer import timer
 from runner.system.signals import StopRequest

@@ -31,7 +31,7 @@ from runner.cli.config_source import OptionFiles
 from runner.cli.hydra_errors import blamed, config_error
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.config.options import CONF, chosen_groups
-from runner.config.resolved import resolved
+from runner.config.plain_values import resolved
 
 MOST_JOBS = 10_000
 """The largest number of jobs in a sweep. A larger sweep is a typing error, or should be divided into several."""

@@ -13,8 +13,8 @@ import_lazily("torch", "torchvision")
 
 from runner import __version__  # noqa: E402
 from runner.cli import arguments as command_line  # noqa: E402
+from runner.cli.exit_codes import CODES, DONE, INTERRUPTED, REFUSED, STOPPED, report_error  # noqa: E402
 from runner.cli.help import help_text  # noqa: E402
-from runner.cli.outcome import CODES, DONE, INTERRUPTED, REFUSED, STOPPED, report_error  # noqa: E402
 from runner.config.errors import ABSENT, check  # noqa: E402
 from runner.system.signals import CommandSignals  # noqa: E402
 
@@ -69,7 +69,7 @@ def compose_and_run(arguments: list[str]) -> list[int]:
     is_sweep = bool({"-m", "--multirun"} & set(arguments))
     config_name = "config"
     if not is_sweep and (source := command_line.resumed(arguments)):
-        from runner.cli.resumed import register_saved  # imported here: it needs the components
+        from runner.cli.saved_defaults import register_saved  # imported here: it needs the components
 
         config_name = register_saved(source, arguments)
     from hydra._internal.utils import get_args_parser  # imported here: --help needs no Hydra

@@ -44,7 +44,14 @@ def run_in_sweep(run: Run, overrides: list[str], directory: Path) -> Result:
 
 
 def run_one(run: Run, overrides: list[str], parent: Path, name: str | None = None) -> Result:
-    """Check a run, train it in the directory `name` under `parent`, and print where its result is."""
+    """Check a run, train it, and print where its result is.
+
+    Args:
+        run: the run.
+        overrides: the overrides that composed its config; they are saved in the run directory.
+        parent: the directory that contains the run directory.
+        name: the name of the run directory; None: a new, unique name.
+    """
     check_used(run, overrides)
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as process, ExitStack() as claims:

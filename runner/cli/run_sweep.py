@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from runner.cli.composition import SweepJobs
-from runner.cli.outcome import CODES, DONE, REFUSED, STOPPED, WIDTH, is_first_process, report_error
+from runner.cli.exit_codes import CODES, DONE, REFUSED, STOPPED, WIDTH, is_first_process, report_error
 from runner.config.errors import ConfigError, escaped
 from runner.sweep.ledger import Sweep
 from runner.system.secrets import redacted_values

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 from runner.config.errors import check, check_choice, check_range
 from runner.data.base import Data, Samples
-from runner.data.files import FileSamples, Unreadable
-from runner.data.folders import Files, training_and_held_out
-from runner.data.images import ImageReader
+from runner.data.class_folders import Files, training_and_held_out
+from runner.data.decode import ImageReader
+from runner.data.image_files import FileSamples, Unreadable
 from runner.data.workers import Workers, default_count, start_server
-from runner.system.text import printable
+from runner.system.utf8 import printable
 
 
 @dataclass

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from runner.data.watch import POLL, Watch
+from runner.data.worker_watchdog import POLL, Watch
 from runner.system.cpu import allowed_cores
 from runner.system.forkserver import METHOD, start_server
 
@@ -54,7 +54,7 @@ class Workers:
         """
         options: dict[str, Any] = {}
         if self.count > 0:
-            start_server("torch", "PIL.Image", "runner.data.files")
+            start_server("torch", "PIL.Image", "runner.data.image_files")
             options = {"timeout": POLL, "prefetch_factor": self.ahead, "multiprocessing_context": METHOD}
         loader = torch.utils.data.DataLoader(
             fetch,  # pyright: ignore[reportArgumentType]  # only __getitem__ is used

@@ -15,9 +15,9 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import FlattenObservation
 
-from runner.env import capture
+from runner.env import environment_state
 from runner.env.spaces import needs_flattening
-from runner.storage.template import UnexpectedContentError, check_like
+from runner.storage.content_checks import UnexpectedContentError, check_like
 
 
 class EnvironmentBrokenError(Exception):
@@ -166,11 +166,11 @@ class Vector:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of the environments as plain values and tensors; None if it cannot be read."""
-        state = capture.state_of(self.envs)
+        state = environment_state.state_of(self.envs)
         if state is None:
             return None
         counts = {"episodes": self._episodes.tolist(), "lengths": self._lengths.tolist(), "ended": self._ended.tolist()}
-        return counts | {"seed": self._seed, "envs": state, "observations": capture.plain(self.observations)}
+        return counts | {"seed": self._seed, "envs": state, "observations": environment_state.plain(self.observations)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
@@ -186,5 +186,5 @@ class Vector:
         self._seed = state["seed"]
         self._episodes, self._lengths = (np.array(state[key], np.int64) for key in ("episodes", "lengths"))
         self._ended = np.array(state["ended"], bool)
-        self.observations = capture.value(state["observations"])
-        capture.restore(self.envs, state["envs"])
+        self.observations = environment_state.value(state["observations"])
+        environment_state.restore(self.envs, state["envs"])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from runner.config.errors import ConfigError
-from runner.parallel.encoding import decode, encode
+from runner.parallel.json_encoding import decode, encode
 from runner.parallel.launch.supervisor import LostError
 from runner.tracking.metrics import MetricSums
 

@@ -14,7 +14,7 @@ from runner.parallel.collectives import ProcessGroup
 from runner.parallel.context import Layout
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.multiprocess import MultiProcess
-from runner.storage.template import check_count, check_like
+from runner.storage.content_checks import check_count, check_like
 from runner.tracking.metrics import MetricSums
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from runner.storage.template import TensorSpec, UnexpectedContentError, check_like
+from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_like
 
 _PROBE = (3, 5)
 """The shape of a test parameter: in an optimizer's state, only a tensor that is shaped like the parameter has it."""

@@ -20,7 +20,7 @@ from runner.parallel.launch.cluster import RankInfo, external_world_size
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import LostError
 from runner.parallel.multiprocess import MultiProcess
-from runner.storage.template import check_like
+from runner.storage.content_checks import check_like
 from runner.tracking.metrics import MetricSums
 
 _CACHE_LINE = 64
@@ -38,9 +38,9 @@ class SharedState(NamedTuple):
 
     Args:
         memory: uint8 [num_bytes]: the model's parameters and buffers.
-        updates: int64 [num_workers]: the number of updates of each worker.
+        updates: int64 [num_workers]: the number of updates that each worker has done.
         stop_requested: int64 [1]: 1 if any worker was asked to stop.
-        last_update: int64 [1]: the update after which all workers stop; 0 until rank 0 has chosen it.
+        last_update: int64 [1]: each worker stops after its own update of this number; 0 until rank 0 has chosen it.
     """
 
     memory: torch.Tensor

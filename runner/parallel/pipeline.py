@@ -35,7 +35,7 @@ from runner.parallel.pipelining.partition import (
 )
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble
 from runner.system.section_timer import timer
-from runner.tracking.images import save
+from runner.tracking.image_grids import save
 from runner.tracking.metrics import MetricSums
 
 if TYPE_CHECKING:  # otherwise imported only when a pipeline is placed: torch.distributed.pipelining takes half a second

@@ -7,8 +7,8 @@ differs between ranks), `config.yaml` (the config of the run, so that a checkpoi
 to disk; renaming the directory commits the checkpoint. Old checkpoints are deleted after that.
 
 A checkpoint may come from somebody else, and then correct hashes do not make it safe. So links, pipes and devices are
-not opened, a pickle cannot run code or claim more memory than its file takes, and `runner.storage.template` checks what
-was loaded.
+not opened, a pickle cannot run code or claim more memory than its file takes, and `content_checks.py` checks what was
+loaded.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch
 from safetensors import SafetensorError
 
 from runner.config.errors import check
+from runner.storage.content_checks import check_plain
 from runner.storage.durable_write import sync
 from runner.storage.manifest import CONFIG, DamagedError, manifest_of, untrusted, verified_manifest
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.run_directory import StorageError, free_name, step_name, step_of
 from runner.storage.safe_read import UnsafeFileError, check_no_link, utf8_path
-from runner.storage.template import check_plain
 from runner.storage.torch_file import load_tensors
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.renamed import with_current_names
+from runner.config.renamed_classes import with_current_names
 from runner.system.secrets import redacted_values
 
 LIMIT_BYTES = 1_000_000

@@ -18,7 +18,7 @@ from runner.storage.run_directory import StorageError
 from runner.storage.safe_read import read_regular
 from runner.sweep.ledger_file import LEDGER, read_ledger
 from runner.system.secrets import redacted, redacted_values
-from runner.system.text import printable
+from runner.system.utf8 import printable
 
 _SETTLED = (0, 3)
 """Exit codes of jobs that are not repeated: done and diverged."""

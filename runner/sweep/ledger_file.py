@@ -9,7 +9,7 @@ from typing import Any
 
 from runner.config.errors import ConfigError
 from runner.storage.safe_read import read_regular
-from runner.system.text import printable
+from runner.system.utf8 import printable
 
 log = logging.getLogger(__name__)
 

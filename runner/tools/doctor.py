@@ -13,7 +13,7 @@ import torch
 
 from runner.config.options import description, option_files
 from runner.system.cpu import usable_cores
-from runner.system.environment import collect_findings, environment
+from runner.system.provenance import collect_findings, environment
 
 PRECISIONS = ("32", "tf32", "64", "bf16", "16")
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.storage.run_directory import StorageError
-from runner.system.text import printable
+from runner.system.utf8 import printable
 from runner.tools.plot_runs import Study, find_runs
 from runner.tools.plot_tables import render, write_points, write_runs
 

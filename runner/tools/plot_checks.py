@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from runner.config.errors import escaped
-from runner.system.text import printable
+from runner.system.utf8 import printable
 
 _COUNTS = ("batch_size", "accumulation.steps")
 _COUNTS_OR_WORDS = ("parallel.split_size", "parallel.num_micro_batches", "parallel.stages")

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.config.errors import escaped
-from runner.system.text import printable
+from runner.system.utf8 import printable
 from runner.tools.plot_checks import one_line
 from runner.tools.plot_runs import REPEATS, Point, Spread, Study
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from runner.cli import arguments as cli
 from runner.cli.composition import Composer
-from runner.cli.outcome import REFUSED, report_error
+from runner.cli.exit_codes import REFUSED, report_error
 from runner.config.errors import ABSENT, check
 from runner.parallel.launch.supervisor import RankError
 from runner.precision import Double

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.system.secrets import redacted
-from runner.system.text import printable
+from runner.system.utf8 import printable
 
 
 class _Formatter(logging.Formatter):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from runner.system.secrets import redacted, redacted_values
-from runner.system.text import printable
+from runner.system.utf8 import printable
 from runner.tracking.base import Tracker
 
 

@@ -35,7 +35,7 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard.summary import image
 
         from runner.tracking.event_file import animation, storage_errors
-        from runner.tracking.images import gif
+        from runner.tracking.image_grids import gif
 
         for tag, pixels in images.items():
             if pixels.ndim == 3:

@@ -37,7 +37,7 @@ class Workload(ABC):
         """Load the data, or check that it exists.
 
         Raises:
-            ConfigError: with the full key, if data is missing.
+            ConfigError: if data is missing; the error names the key, such as `data.root`.
         """
 
     def steps_per_epoch(self, batch_size: int) -> float | None:
@@ -102,7 +102,7 @@ class Workload(ABC):
         """Check that the batches of this workload can be split according to `plan`.
 
         Raises:
-            ConfigError: with the full key, if the batches cannot be split in this way.
+            ConfigError: if the batches cannot be split in this way; the error names the key, such as `accumulation`.
         """
 
     def after_step(self, model: torch.nn.Module, step: int) -> None:

@@ -13,7 +13,7 @@ from runner.batching import MicroBatch, Plan
 from runner.config.errors import check, check_range, errors_under
 from runner.data.base import Batch, Data, shard_bounds
 from runner.model.base import Model
-from runner.tracking.images import confusion_matrix, grid
+from runner.tracking.image_grids import confusion_matrix, grid
 from runner.tracking.metrics import MetricSums
 from runner.workloads.base import SupervisedWorkload
 

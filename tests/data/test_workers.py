@@ -18,7 +18,7 @@ import pytest
 import torch
 from helpers.command import PATIENCE, environment
 
-from runner.data import watch
+from runner.data import worker_watchdog
 from runner.data.base import DataError
 from runner.data.workers import Workers, default_count
 
@@ -107,12 +107,12 @@ def test_a_worker_that_dies_ends_the_reading_at_once(fate, others):
     assert set(multiprocessing.active_children()) <= others
 
 
-def spied(monkeypatch) -> list[watch.Watch]:
+def spied(monkeypatch) -> list[worker_watchdog.Watch]:
     """The watches over workers, as they are made: their timeout may be shortened once the workers have started."""
-    watches: list[watch.Watch] = []
+    watches: list[worker_watchdog.Watch] = []
 
     def made(*arguments):
-        watches.append(watch.Watch(*arguments))
+        watches.append(worker_watchdog.Watch(*arguments))
         return watches[-1]
 
     monkeypatch.setattr("runner.data.workers.Watch", made)
@@ -153,14 +153,14 @@ def test_a_slow_worker_is_waited_for():
 
 
 def test_only_waiting_counts_towards_the_timeout(monkeypatch):
-    monkeypatch.setattr(watch, "POLL", 0.02)
+    monkeypatch.setattr(worker_watchdog, "POLL", 0.02)
     killed = threading.Event()
 
     def batches(*seconds: float):
         for pause in seconds:
             yield killed.wait(pause)
 
-    watching = watch.Watch([SimpleNamespace(kill=killed.set)], timeout=0.4)  # pyright: ignore[reportArgumentType]
+    watching = worker_watchdog.Watch([SimpleNamespace(kill=killed.set)], timeout=0.4)  # pyright: ignore[reportArgumentType]
     source = batches(0.2, 0.2, 0.2, 0.2, 10)
     for _ in range(4):
         assert not watching.next(source)

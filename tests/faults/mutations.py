@@ -262,7 +262,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a run that was stopped exits with 0",
-        "runner/cli/outcome.py",
+        "runner/cli/exit_codes.py",
         '"stopped": STOPPED',
         '"stopped": DONE',
         (f"{SIGNALS}::test_resume_after_a_signal_is_bitwise_exact",),

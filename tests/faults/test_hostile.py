@@ -1,7 +1,7 @@
 """Run directories, checkpoints, weights and images that somebody made to do harm.
 
 Each is refused in words, or does no harm: nothing is executed, nothing is written or read elsewhere, and no secret of
-this machine is shown. What a run directory may contain besides is tried in tests/cli/test_resumed.py, the content of
+this machine is shown. Other content of a run directory is tried in tests/cli/test_saved_defaults.py, and
 checkpoints whose hashes are right in tests/storage/test_forged.py.
 """
 

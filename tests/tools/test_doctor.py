@@ -18,7 +18,7 @@ from runner.config import options
 from runner.config.options import option_files
 from runner.precision import TF32, Float16
 from runner.system import cpu as processor
-from runner.system import environment
+from runner.system import provenance
 from runner.tools import doctor
 from runner.tools.doctor_tables import render
 
@@ -289,4 +289,4 @@ def test_it_runs_as_a_module() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "runner.tools.doctor", "--json"], capture_output=True, text=True, check=True
     )
-    assert json.loads(ran.stdout)["source"] == environment.source()
+    assert json.loads(ran.stdout)["source"] == provenance.source()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from runner.tracking.images import font, to_tensor
+from runner.tracking.image_grids import font, to_tensor
 
 if TYPE_CHECKING:
     import torch

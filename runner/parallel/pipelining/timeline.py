@@ -90,13 +90,13 @@ def _between(start: Any, stop: Any) -> float:
 
 
 class Bubble(NamedTuple):
-    """The idle time of a schedule.
+    """Times from which the idle fraction of a pipeline, its bubble, is computed.
 
     Args:
         seconds: time from the start of the first computation to the end of the last one.
         busy: seconds of computation, by worker.
-        least: lower bound on the seconds of any schedule, from the measured times of these stages.
-        theory: idle fraction if all stages are equal: (p − 1) / (m + p − 1) for p workers with m forward passes each
+        least: the seconds that even the best schedule would need with stages as slow as these.
+        theory: idle fraction if all stages are equal: (p − 1) / (m + p − 1) for p workers and m micro-batches
             (Huang et al., 2019, section 2.3).
     """
 
@@ -144,11 +144,11 @@ def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
 
 
 def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> float:
-    """Return a lower bound on the seconds of the schedule, from the computations of one `worker`.
+    """Return the seconds that even the best schedule would need, judged by one `worker` alone.
 
-    The worker cannot start before earlier stages have computed the forward pass of the first micro-batch. After its
-    own backward pass of the micro-batch `last`, the earlier stages compute theirs; meanwhile, the worker may compute
-    gradients of weights.
+    First, the worker waits while the stages before it compute the forward pass of micro-batch 0. Then it computes. When
+    it has sent back the gradient of the micro-batch `last`, the stages before it still have to compute the backward
+    pass of that micro-batch; during this time the worker itself may compute gradients of weights, which nobody awaits.
     """
     before = set(range(worker))
     own = {span.stage for span in spans if span.stage % num_workers == worker}
@@ -160,7 +160,14 @@ def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> f
 def _seconds(
     spans: Sequence[Span], stages: set[int], kinds: Sequence[str] | None = None, micro: int | None = None
 ) -> float:
-    """Return the seconds in which `stages` compute; only computations of `kinds` and `micro` count, if given."""
+    """Return the sum of the seconds of the computations of `stages`.
+
+    Args:
+        spans: all computations.
+        stages: numbers of the stages.
+        kinds: kinds of computations to add up; None: all.
+        micro: number of the micro-batch whose computations to add up; None: all.
+    """
     return sum(
         span.stop - span.start
         for span in spans

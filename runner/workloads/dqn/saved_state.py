@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from runner.storage.template import TensorSpec, UnexpectedContentError, check_count, check_like
+from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_count, check_like
 from runner.workloads.dqn.replay import row_width
 
 

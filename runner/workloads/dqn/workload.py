@@ -17,7 +17,7 @@ from runner.config.errors import ABSENT, ConfigError, check, check_choice, check
 from runner.env.base import Env, envs_per_process
 from runner.model.base import Model
 from runner.seeds import derive
-from runner.storage.template import CONTENT_ERRORS
+from runner.storage.content_checks import CONTENT_ERRORS
 from runner.system.memory import host_memory
 from runner.system.section_timer import timer
 from runner.tracking.metrics import MetricSums

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runner.data.regular_file import read_regular_file
+from runner.data.safe_file import read_regular_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image

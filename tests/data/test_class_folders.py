@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.config.errors import ConfigError
-from runner.data.folders import Files, training_and_held_out
+from runner.data.class_folders import Files, training_and_held_out
 
 
 def make(root: Path, *names: str) -> Path:

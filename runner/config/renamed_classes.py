@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 RENAMED = {
+    "runner.data.vision.Cifar10": "runner.data.torchvision_data.Cifar10",
+    "runner.data.vision.FashionMnist": "runner.data.torchvision_data.FashionMnist",
+    "runner.data.vision.Mnist": "runner.data.torchvision_data.Mnist",
     "runner.model.ConvNet": "runner.model.convnet.ConvNet",
     "runner.model.ResNet": "runner.model.resnet.ResNet",
     "runner.qnet.QNet": "runner.model.qnet.QNet",

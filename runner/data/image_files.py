@@ -14,7 +14,7 @@ from runner.data.base import Batch, DataError, Samples, shard_bounds
 from runner.data.prefetch import to_device
 from runner.data.workers import Workers
 from runner.seeds import uniforms
-from runner.system.text import printable
+from runner.system.utf8 import printable
 
 log = logging.getLogger(__name__)
 

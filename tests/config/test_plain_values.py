@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
-from runner.config.resolved import resolved
+from runner.config.plain_values import resolved
 
 
 @pytest.mark.parametrize(

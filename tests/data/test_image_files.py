@@ -14,8 +14,8 @@ from PIL import Image
 
 from runner.batching import Plan, SampleOrder
 from runner.data.base import Batch, DataError, Samples
-from runner.data.files import Fetch, FileSamples, Job, Unreadable
-from runner.data.images import ImageReader
+from runner.data.decode import ImageReader
+from runner.data.image_files import Fetch, FileSamples, Job, Unreadable
 from runner.data.workers import Workers
 from runner.seeds import uniforms
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from runner.data.images import LIMIT_BYTES, ImageReader, central_box, random_box
+from runner.data.decode import LIMIT_BYTES, ImageReader, central_box, random_box
 
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,

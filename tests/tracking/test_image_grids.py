@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from runner.tracking import images as pictures
-from runner.tracking.images import BAD, GOOD, PLAIN, confusion_matrix, grid
+from runner.tracking import image_grids
+from runner.tracking.image_grids import BAD, GOOD, PLAIN, confusion_matrix, grid
 
 GAP, STRIP = 4, 18
 
@@ -149,7 +149,7 @@ def test_class_names_stand_at_both_axes() -> None:
     ],
 )  # fmt: skip
 def test_counts_fit_their_cells(count: int, shown: str) -> None:
-    assert pictures._abbreviated(count) == shown
+    assert image_grids._abbreviated(count) == shown
 
 
 @pytest.mark.parametrize(("num_classes", "cell"), [(21, 38), (100, 8), (1000, 1)])
@@ -159,7 +159,7 @@ def test_many_classes_make_a_heat_map(num_classes: int, cell: int) -> None:
     picture = confusion_matrix(counts, [str(i) for i in range(num_classes)])
     assert picture.shape[1] == picture.shape[2] < 1200
     shown = cells(picture, num_classes, cell)
-    assert torch.equal(shown, pictures.shades(counts))
+    assert torch.equal(shown, image_grids.shades(counts))
     assert colour_at(shown, 4, 17) == tuple(round(255 + (dark - 255) * 0.25**0.5) for dark in (8, 48, 107))
 
 
@@ -197,20 +197,20 @@ def test_any_text_can_be_drawn(name: str) -> None:
 
 
 def test_accents_are_dropped_and_signs_spelled() -> None:
-    assert pictures._drawable(" Größe\n7 → é ") == "Grosse 7 -> e"
+    assert image_grids._drawable(" Größe\n7 → é ") == "Grosse 7 -> e"
 
 
 def test_text_is_cut_where_it_is_too_wide() -> None:
-    cut = pictures._truncated("a rather long name", 60, 12)
+    cut = image_grids._truncated("a rather long name", 60, 12)
     assert cut.endswith("…")
-    assert pictures.font(12).getlength(cut) <= 60
-    assert pictures.font(12).getlength("a rather long name"[: len(cut)] + "…") > 60
-    assert pictures._truncated("short", 60, 12) == "short"
+    assert image_grids.font(12).getlength(cut) <= 60
+    assert image_grids.font(12).getlength("a rather long name"[: len(cut)] + "…") > 60
+    assert image_grids._truncated("short", 60, 12) == "short"
 
 
 def test_pillow_is_loaded_only_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)  # importing it raises
-    spec = importlib.util.find_spec("runner.tracking.images")
+    spec = importlib.util.find_spec("runner.tracking.image_grids")
     assert spec is not None
     assert spec.loader is not None
     fresh = importlib.util.module_from_spec(spec)

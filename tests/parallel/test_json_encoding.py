@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runner.config.errors import ABSENT, ConfigError
-from runner.parallel.encoding import decode, encode
+from runner.parallel.json_encoding import decode, encode
 from runner.parallel.launch.cluster import RankInfo
 from runner.run import Result
 
@@ -79,7 +79,7 @@ def test_other_values_are_refused(value: Any) -> None:
         pickle.dumps(print),
         b'{"$": ["object", ["os:system", "true"]]}',
         b'{"$": ["object", ["runner.system.signals:StopRequest"]]}',
-        b'{"$": ["object", ["runner.parallel.encoding:encode", 1]]}',
+        b'{"$": ["object", ["runner.parallel.json_encoding:encode", 1]]}',
         b'{"$": ["object", ["runner.nothing:Nothing"]]}',
         b'{"$": ["dtype", "load"]}',
         b'{"$": ["eval", "1"]}',

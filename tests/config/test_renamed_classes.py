@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from runner.config.renamed import RENAMED, with_current_names
+from runner.config.renamed_classes import RENAMED, with_current_names
 from runner.config.schema import load_class
 
 

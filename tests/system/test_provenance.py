@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.command import ROOT
 
-from runner.system import environment
+from runner.system import provenance
 
 
 def git(root: Path, *words: str) -> str:
@@ -34,7 +34,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_environment_is_json_with_every_part() -> None:
-    told = json.loads(json.dumps(environment.environment()))
+    told = json.loads(json.dumps(provenance.environment()))
     parts = ["command", "source", "versions", "variables", "cpu", "memory", "devices", "findings"]
     assert list(told) == parts
     assert told["versions"]["torch"] == torch.__version__
@@ -44,7 +44,7 @@ def test_environment_is_json_with_every_part() -> None:
 def test_environment_does_not_import_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich"] or ["rich"]:
         monkeypatch.setitem(sys.modules, name, None)  # importing it raises
-    spec = importlib.util.find_spec("runner.system.environment")
+    spec = importlib.util.find_spec("runner.system.provenance")
     assert spec is not None
     assert spec.loader is not None
     fresh = importlib.util.module_from_spec(spec)
@@ -57,15 +57,15 @@ def test_environment_does_not_import_rich(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_clean_checkout_has_its_commit(checkout: Path) -> None:
-    assert environment.source(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False}
+    assert provenance.source(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False}
 
 
 def test_a_changed_or_new_file_makes_it_dirty(checkout: Path) -> None:
     (checkout / "a.py").write_text("2\n")
-    assert environment.source(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": True}
+    assert provenance.source(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": True}
     git(checkout, "commit", "-qam", "two")
     (checkout / "b.py").write_text("new\n")
-    assert environment.source(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": True}
+    assert provenance.source(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": True}
 
 
 def test_the_repository_of_a_git_hook_is_not_mistaken_for_ours(
@@ -75,17 +75,17 @@ def test_the_repository_of_a_git_hook_is_not_mistaken_for_ours(
     git(other, "init", "-q")
     expected = git(checkout, "rev-parse", "HEAD")
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
-    assert environment.source(checkout) == {"commit": expected, "dirty": False}
+    assert provenance.source(checkout) == {"commit": expected, "dirty": False}
 
 
 def test_the_source_without_commit_or_git(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert environment.source(empty) is None  # although it lies inside a checkout
+    assert provenance.source(empty) is None  # although it lies inside a checkout
     git(empty, "init", "-q")
-    assert environment.source(empty) == {"commit": None, "dirty": False}
+    assert provenance.source(empty) == {"commit": None, "dirty": False}
     monkeypatch.setenv("PATH", "")
-    assert environment.source(checkout) is None
+    assert provenance.source(checkout) is None
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_the_source_without_commit_or_git(checkout: Path, tmp_path: Path, monkey
 )
 def test_the_command_can_be_typed_again(argv: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", argv)
-    assert environment.command() == expected
+    assert provenance.command() == expected
 
 
 def test_secrets_are_hidden_in_the_command_and_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["data.root=https://ann:s3cret@host/x", "data.token=s3 cret,x", "--auth-token", "s3cret", "lr=1"]
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/runner", *words])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "https://ann:s3cret@host")
-    told = environment.environment()
+    told = provenance.environment()
     assert told["command"] == "runner 'data.root=https://ann:***@host/x' 'data.token=***' --auth-token *** lr=1"
     assert told["variables"]["CUDA_VISIBLE_DEVICES"] == "https://ann:***@host"
     assert "s3" not in json.dumps(told)
@@ -112,12 +112,12 @@ def test_secrets_are_hidden_in_the_command_and_the_variables(monkeypatch: pytest
 
 def test_a_command_that_is_not_utf_8_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["runner", os.fsdecode(b"data.root=a\xff b")])
-    assert environment.command() == "runner 'data.root=a\\xff b'"
+    assert provenance.command() == "runner 'data.root=a\\xff b'"
 
 
 def test_a_missing_package_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "PACKAGES", ("omegaconf", "no-such-package"))
-    versions = environment.versions()
+    monkeypatch.setattr(provenance, "PACKAGES", ("omegaconf", "no-such-package"))
+    versions = provenance.versions()
     assert versions["no-such-package"] is None
     assert versions["omegaconf"][0].isdigit()
 
@@ -126,5 +126,5 @@ def test_the_source_of_this_project_is_found() -> None:
     """Wherever the module lies in it."""
     if not (ROOT / ".git").exists():
         pytest.skip("this is no checkout")
-    assert environment.source() == environment.source(ROOT) is not None
-    assert environment.environment()["source"]["commit"] == git(ROOT, "rev-parse", "HEAD")
+    assert provenance.source() == provenance.source(ROOT) is not None
+    assert provenance.environment()["source"]["commit"] == git(ROOT, "rev-parse", "HEAD")

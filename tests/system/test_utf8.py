@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from runner.system.text import printable
+from runner.system.utf8 import printable
 
 
 @pytest.mark.parametrize(

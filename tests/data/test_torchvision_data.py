@@ -18,9 +18,9 @@ import torch
 import torchvision
 
 from runner.config.errors import ConfigError
-from runner.data import vision
+from runner.data import torchvision_data
 from runner.data.memory import TensorSamples
-from runner.data.vision import Cifar10, FashionMnist, Mnist
+from runner.data.torchvision_data import Cifar10, FashionMnist, Mnist
 
 PARTS = {"train": 7, "t10k": 4}
 
@@ -160,7 +160,7 @@ def test_a_download_that_fails_is_told_soon_with_what_to_do(tmp_path, component,
 
 
 def test_a_server_that_says_nothing_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(vision, "_PATIENCE", 0.2)
+    monkeypatch.setattr(torchvision_data, "_PATIENCE", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never answers
         monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"http://127.0.0.1:{silent.getsockname()[1]}/"])
         with pytest.raises(ConfigError, match="timed out"):
@@ -221,7 +221,7 @@ def test_a_damaged_compressed_file_is_named(tmp_path, damage):
 
 
 def test_a_compressed_file_that_expands_without_end_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(vision, "_LIMIT_BYTES", 100_000)
+    monkeypatch.setattr(torchvision_data, "_LIMIT_BYTES", 100_000)
     write_mnist(tmp_path, packed=True)
     path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz"
     path.write_bytes(gzip.compress(bytes((0, 0, 8, 3)) + bytes(100_000)))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.storage.template import TensorSpec, UnexpectedContentError, check_count, check_like, check_plain
+from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_count, check_like, check_plain
 
 ROWS = TensorSpec(torch.float32, (None, 2))
 
