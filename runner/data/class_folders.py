@@ -35,7 +35,7 @@ def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
         ConfigError: with the key `root`, if `root` has neither layout or a class has too few images.
     """
     remedy = "give a directory that contains one directory of images per class"
-    check(root.exists(), "root", str(root), "there is no such directory", remedy)
+    check(os.path.exists(root), "root", str(root), "there is no such directory", remedy)
     check(root.is_dir(), "root", str(root), "it is a file", remedy)
     folders = _folders(root)
     name = next((name for name in HELD_OUT if name in folders), None)
