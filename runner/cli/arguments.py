@@ -40,7 +40,7 @@ def overrides_first(arguments: Iterable[str]) -> list[str]:
     """Return `arguments` with all overrides before all flags, because Hydra's parser requires contiguous overrides.
 
     Raises:
-        ConfigError: for an unknown flag, and for a word that is not an override.
+        ConfigError: for a flag that is unknown or not allowed, and for a word that is not a valid override.
     """
     words, overrides, flags = list(arguments), [], []
     while words:
@@ -70,7 +70,7 @@ def _checked_override(word: str) -> str:
 
 
 def _check_hydra_key(key: str, value: str) -> None:
-    """Refuse keys of Hydra that would have no effect, because Hydra is used only to compose configs."""
+    """Raise a `ConfigError` if `key` is a key of Hydra without effect here: Hydra is used only to compose configs."""
     if _HYDRA_KEYS.fullmatch(key) and not _ALLOWED_HYDRA_KEYS.fullmatch(key):
         part = re.split(r"[./@]", f"{key}.")[1]
         remedy = _HYDRA_REMEDIES.get(part, "of Hydra's keys only hydra.verbose and hydra.searchpath can be set")
@@ -78,7 +78,7 @@ def _check_hydra_key(key: str, value: str) -> None:
 
 
 def _check_size(key: str, value: str) -> None:
-    """Refuse values that Hydra's parser could not parse within seconds or within the memory of the machine."""
+    """Raise a `ConfigError` if Hydra's parser could not parse `value` within seconds, or would run out of memory."""
     depth = deepest = 0
     for character in value:
         depth += (character in "[{(") - (character in "]})")
@@ -105,12 +105,12 @@ def _checked_flag(word: str) -> str:
 def quoted(argument: str, sweep: bool) -> str:
     """Return an override with its value quoted wherever Hydra's grammar would misread it.
 
-    For example, the 16 in `precision=16` is the name of an option instead of a number, and a path may contain any
-    character.
+    For example, Hydra would read the 16 in `precision=16` as a number, but it is the name of an option. A path may
+    contain characters that Hydra would reject.
 
     Args:
         argument: the override; anything else is returned as it is.
-        sweep: whether a comma separates the values of a sweep.
+        sweep: whether the override belongs to a sweep, where commas separate several values.
     """
     match = _OVERRIDE.fullmatch(argument)
     if match is None:
@@ -129,7 +129,7 @@ def quoted(argument: str, sweep: bool) -> str:
 
 
 def _text(key: str, value: str) -> str:
-    """Return one value of `key`, which is not a config group, quoted if Hydra's grammar would misread or reject it."""
+    """Return `value`, quoted if Hydra's grammar would misread or reject it. `key` is not a config group."""
     if key in _PATHS:
         value = _checked_path(key, value)
     is_text = key in _TEXTS and (_is_literal(value) or not re.fullmatch(r"[\w./${}:-]*", value))
@@ -167,14 +167,17 @@ def _quote(value: str) -> str:
 
 
 def override_value(arguments: Iterable[str], key: str) -> str | None:
-    """Return the unquoted value of `key` in `arguments`; None if `key` is not overridden."""
+    """Return the value of the last override of `key` in `arguments`, without quotes; None if there is no override."""
     matches = [match for argument in arguments if (match := _OVERRIDE.fullmatch(argument)) and match["key"] == key]
     value = matches[-1]["value"] if matches else None
     return value[1:-1] if value and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 
 
 def flag_value(arguments: list[str], *names: str) -> str | None:
-    """Return the last value of a flag, typed as `--flag VALUE` or `--flag=VALUE`; None if the flag is not typed."""
+    """Return the value of the last flag in `arguments` whose name is one of `names`; None if there is no such flag.
+
+    The value is typed as `--flag VALUE` or `--flag=VALUE`.
+    """
     found = None
     for i, word in enumerate(arguments):
         flag, equals, value = word.partition("=")
@@ -184,7 +187,9 @@ def flag_value(arguments: list[str], *names: str) -> str | None:
 
 
 def resumed(arguments: Iterable[str]) -> Path | None:
-    """Return the path given as `resume=PATH`, a run directory or a checkpoint; None for `auto`, `never` or no value.
+    """Return the path in `resume=PATH`, a run directory or a checkpoint.
+
+    Return None for `resume=auto`, for `resume=never`, and if `resume` is not overridden.
 
     Raises:
         ConfigError: if the directory does not exist.

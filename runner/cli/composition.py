@@ -133,9 +133,10 @@ class Composer:
         return config
 
     def _explained(self, error: Exception, overrides: list[str], mode: RunMode) -> Exception:
-        """Return an error that names the override to blame: the config can be composed without it.
+        """Return an error that names the override at fault: without this override, the config can be composed.
 
-        Return `error` itself if it can be explained without this search, or if no single override is to blame.
+        If several overrides are at fault, name the first one that causes `error`. Return `error` itself if its message
+        can be translated without a search, or if the search finds no override.
         """
         if config_error(error) is not None:
             return error
@@ -152,7 +153,7 @@ class Composer:
         return error
 
     def _check_hydra(self, config: DictConfig) -> None:
-        """Refuse option files that set keys of Hydra which would have no effect."""
+        """Raise a `ConfigError` if an option file sets a key of Hydra that has no effect here."""
         words: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
         typed = "hydra" in str([*words["task"], *words["hydra"]])
         if not typed and not OptionFiles.sets_hydra:
@@ -171,10 +172,11 @@ class SweepJobs:
 
     Args:
         composer: composes the config of each job.
-        overrides: the overrides on the command line; `hydra.sweeper.params` of an experiment are added to them.
+        overrides: the overrides on the command line. Entries of `hydra.sweeper.params` in an option file count as
+            further overrides.
 
     Raises:
-        ConfigError: if there are more than `MOST_JOBS` jobs, or an override is an interval instead of a list.
+        ConfigError: if there are more than `MOST_JOBS` jobs, or an override has an interval instead of values.
     """
 
     def __init__(self, composer: Composer, overrides: list[str]):
@@ -203,7 +205,9 @@ class SweepJobs:
             yield list(values)
 
     def check(self) -> None:
-        """Compose one job for each combination of options of config groups: the options decide which keys exist.
+        """Check that the jobs can be composed, by composing one job for each combination of config group options.
+
+        Other values need not be combined, because only the options decide which keys exist.
 
         Raises:
             ConfigError, HydraException, OmegaConfBaseException: if a job cannot be composed.
@@ -272,7 +276,7 @@ def _count(override: Override) -> int:
 
 
 def _words(override: Override) -> list[str]:
-    """Return one override for each value of `override`, which has several values if it is swept."""
+    """Return `override` as one override for each of its values: `lr=1,2` becomes `lr=1` and `lr=2`."""
     key = override.get_key_element()
     if override.is_sweep_override():
         return [f"{key}={value}" for value in override.sweep_string_iterator()]
@@ -295,7 +299,7 @@ def _hydra_without_options() -> dict[str, Any]:
 
 
 def _flat(node: DictConfig) -> dict[str, Any]:
-    """Return the values of `node` and of the nodes in it by dotted key."""
+    """Return all values in `node`, at any depth, by dotted key."""
     found: dict[str, Any] = {}
 
     def add(value: Any, key: str) -> None:
@@ -311,9 +315,9 @@ def _flat(node: DictConfig) -> dict[str, Any]:
 
 @contextmanager
 def composition_errors() -> Iterator[None]:
-    """Convert any other error raised inside the context into a `ConfigError` or a `HydraException`.
+    """Convert an unexpected error raised inside the context into a `ConfigError` or a `HydraException`.
 
-    The context only composes a config, so the error is about the config, and no traceback should be shown.
+    The context only composes a config. Any error is therefore caused by the config, and is shown without a traceback.
     """
     try:
         yield

@@ -19,7 +19,7 @@ WIDTH = 200
 
 
 def report_error(error: Exception) -> int:
-    """Print an error, with its traceback if it is unexpected, and return the exit code."""
+    """Print `error`, and return the exit code. An error that is not about the config is printed with its traceback."""
     from hydra.errors import HydraException  # imported here: --help needs no Hydra
     from omegaconf.errors import OmegaConfBaseException
 
@@ -34,7 +34,7 @@ def report_error(error: Exception) -> int:
 
 
 def wrapped(message: str) -> str:
-    """Return the first ten lines of `message`, wrapped at `WIDTH` characters, without control characters or secrets."""
+    """Return `message` wrapped at `WIDTH` characters and cut to ten lines, without control characters or secrets."""
     lines = [
         part
         for line in escaped(redacted(message)).splitlines()

@@ -12,13 +12,13 @@ from runner.config.options import groups, option_keys, root_keys
 
 
 def explain(error: Exception) -> str:
-    """Return the message of the config error that matches `error`, or the first eight lines of `error` if none does."""
+    """Return the message of `error` as a config error, or its first eight lines if it cannot be translated."""
     translated = config_error(error)
     return "\n".join(_lines(error)[:8]) if translated is None else str(translated)
 
 
 def config_error(error: Exception) -> ConfigError | None:
-    """Return a config error that says the same as `error`; None if errors of this kind cannot be translated."""
+    """Return a config error that says the same as `error`; None if `error` cannot be translated."""
     if isinstance(error, ConfigError):
         return error
     translations = (_no_such_option, _no_such_key, _several_values, _as_told, _syntax_error, _unresolved)
@@ -57,7 +57,7 @@ def _no_such_key(error: Exception) -> ConfigError | None:
 
 
 def _other_key(key: str) -> str:
-    """Return a remedy for `key`, which the chosen option does not have."""
+    """Return a remedy for the unknown key `key`: a similar key, or the option that has this key."""
     group, _, name = key.partition(".")
     if group == "hydra":
         return "python -m runner --cfg hydra shows all of Hydra's keys"
@@ -89,7 +89,7 @@ _TOLD = {
     r"delete from config\. The value of '([^']+)'": ("it has another value", "~{} removes it whatever it is"),
     r"but config group '([^']+)' does not exist": ("there is no such config group;", "--help lists all groups"),
 }
-"""Patterns of Hydra's messages, whose group 1 is the key, and for each: what is wrong, and what to type instead."""
+"""For each pattern of a message of Hydra: what is wrong, and what to type instead. Group 1 of a pattern is the key."""
 
 
 def _as_told(error: Exception) -> ConfigError | None:

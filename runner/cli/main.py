@@ -63,7 +63,7 @@ def run_command(arguments: list[str]) -> int:
 def compose_and_run(arguments: list[str]) -> list[int]:
     """Compose and run a single run or each job of a sweep, and return the exit codes.
 
-    If a flag only asks for information, print it and return an empty list.
+    If a flag only asks for information, print this information and return an empty list.
     """
     arguments = command_line.overrides_first(arguments)
     is_sweep = bool({"-m", "--multirun"} & set(arguments))

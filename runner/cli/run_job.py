@@ -26,7 +26,11 @@ log = logging.getLogger(__name__)
 
 
 def run_alone(run: Run, overrides: list[str]) -> Result:
-    """Run a run that is not part of a sweep, in a new directory or in the directory that `resume` names.
+    """Train a run that is not part of a sweep, in a new directory or in the directory that `resume` names.
+
+    Args:
+        run: the run.
+        overrides: the overrides that are already applied to the run's config; they are saved in the run directory.
 
     Raises:
         ConfigError: if the config cannot run; no files are left behind.
@@ -35,7 +39,12 @@ def run_alone(run: Run, overrides: list[str]) -> Result:
 
 
 def run_in_sweep(run: Run, overrides: list[str], directory: Path) -> Result:
-    """Run a job of a sweep in its own `directory`.
+    """Train a run that is a job of a sweep.
+
+    Args:
+        run: the run.
+        overrides: the overrides that are already applied to the run's config; they are saved in the run directory.
+        directory: the run directory.
 
     Raises:
         ConfigError: if the config cannot run; no files are left behind.
@@ -44,12 +53,12 @@ def run_in_sweep(run: Run, overrides: list[str], directory: Path) -> Result:
 
 
 def run_one(run: Run, overrides: list[str], parent: Path, name: str | None = None) -> Result:
-    """Check a run, train it, and print where its result is.
+    """Check `run`, train it, and print where the result is.
 
     Args:
         run: the run.
-        overrides: the overrides that composed its config; they are saved in the run directory.
-        parent: the directory that contains the run directory.
+        overrides: the overrides that are already applied to the run's config; they are saved in the run directory.
+        parent: the directory in which a new run directory is created.
         name: the name of the run directory; None: a new, unique name.
     """
     check_used(run, overrides)
@@ -67,7 +76,12 @@ def run_one(run: Run, overrides: list[str], parent: Path, name: str | None = Non
 
 
 def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
-    """Train a run unless it is already done, and return its result, even if training crashed.
+    """Train a run unless it is already done, and return the result of the run, even if training crashed.
+
+    Args:
+        session: the run in this process.
+        launcher: starts the other processes of the run.
+        directory: the run directory.
 
     Raises:
         ConfigError: if torch or a rank rejects the config.
@@ -99,7 +113,10 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
 
 
 def write_result(session: Session, directory: Path, result: Result) -> None:
-    """Write `result.json`, delete the checkpoints if the run is done and `keep=0`, and print the summary."""
+    """Write `result.json` to the run directory `directory`, and print the summary.
+
+    If the run is done and `keep=0`, also delete all checkpoints.
+    """
     try:
         write_json(directory / run_directory.RESULT, result.as_dict())
         if result.status == "done" and session.run.keep == 0:

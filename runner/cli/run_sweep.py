@@ -18,7 +18,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str]) -> list[int]:
 
     Args:
         jobs: the jobs of the sweep.
-        typed: the overrides of the command line.
+        typed: the overrides on the command line; they are recorded in the ledger.
     """
     if is_first_process():
         print(f"{len(jobs):,} jobs", file=sys.stderr)
@@ -37,7 +37,17 @@ def run_sweep(jobs: SweepJobs, typed: list[str]) -> list[int]:
 
 
 def run_sweep_job(sweep: Sweep, jobs: SweepJobs, number: int, overrides: list[str], refusals: Refusals) -> int:
-    """Run one job of a sweep unless it is already done, record its exit code in the ledger, and return the code."""
+    """Run one job of a sweep, record its exit code in the ledger, and return the exit code.
+
+    A job that is already done or has diverged is not repeated; its recorded exit code is returned.
+
+    Args:
+        sweep: the sweep, which has the ledger.
+        jobs: the jobs of the sweep.
+        number: the number of the job, from 0.
+        overrides: the overrides of the job.
+        refusals: prints and records the error if the job fails.
+    """
     from runner.run import build_run, config_hash  # imported here: a test replaces build_run
 
     title, record = _title(number, overrides), None
@@ -79,11 +89,11 @@ class Refusals:
         self._jobs: dict[str, list[int]] = {}
 
     def report(self, number: int, title: str, error: Exception) -> int:
-        """Print the error of job `number` unless an earlier job was refused for the same reason; return the exit code.
+        """Print the error of a job unless an earlier job was refused for the same reason, and return the exit code.
 
         Args:
-            number: the number of the job.
-            title: the line above the error; empty if this line has already been printed.
+            number: the number of the job, from 0.
+            title: the line to print above the error; empty if this line has already been printed.
             error: why the job failed.
         """
         if not isinstance(error, ConfigError):
@@ -99,7 +109,7 @@ class Refusals:
         return REFUSED
 
     def print_repeated(self) -> None:
-        """Print for each reason how many jobs were refused for it after the job with which it was printed."""
+        """Print, for each reason for which several jobs were refused, how many there were besides the first job."""
         for reason, (first, *others) in self._jobs.items():
             if others:
                 key, count = reason.partition(":")[0], f"{len(others):,} more job{'s' * (len(others) > 1)}"

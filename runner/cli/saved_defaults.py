@@ -35,7 +35,7 @@ def register_saved(source: Path, arguments: Iterable[str]) -> str:
 
     Args:
         source: a run directory, or a checkpoint in one.
-        arguments: the command line; the values that it overrides need not be valid in the saved config.
+        arguments: the command line. A saved value that is overridden on it need not be valid.
 
     Raises:
         ConfigError: if the config cannot be read, or has an invalid value that is not overridden.
@@ -60,7 +60,8 @@ def _plain(value: Any, key: str, overridden: set[str]) -> Any:
     """Return the saved value of `key`, in which overridden options are replaced with null.
 
     Raises:
-        ConfigError: if a text is a reference, a missing value or a hidden credential, which has to be typed again.
+        ConfigError: if a text is a reference (`${…}`), a missing value (`???`) or a hidden credential (`***`). The user
+            has to type such a value again.
     """
     if key in overridden:
         return None
@@ -95,7 +96,7 @@ def _not_overridden(node: dict[str, Any], prefix: str, overridden: set[str]) -> 
 
 
 def _store(config: dict[str, Any], overridden: set[str]) -> None:
-    """Store each component as an option of its group, and the root keys as a root config that chooses these options."""
+    """Store each component with Hydra as an option of its group; store a root config that chooses these options."""
     root: Any = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"), resolve=False)
     chosen = {group: _NAME for group in _GROUPS if config.get(group) is not None}
     absent: dict[str, str | None] = dict.fromkeys({*WORKLOAD_INPUTS} - {*chosen, *overridden})
@@ -108,7 +109,10 @@ def _store(config: dict[str, Any], overridden: set[str]) -> None:
 
 
 def _default(entry: Any, chosen: dict[str, str | None]) -> Any:
-    """Return an entry of the root's defaults list, changed so that it chooses the saved option of its group."""
+    """Return `entry` of the root config's defaults list, with the option that `chosen` has for its group.
+
+    An optional group gets no option. A group that is not in `chosen` keeps its option.
+    """
     if isinstance(entry, str):
         return entry
     ((group, option),) = entry.items()

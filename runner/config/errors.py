@@ -45,11 +45,11 @@ class _Absent(enum.Enum):  # an enum member stays a singleton when it is pickled
 
 
 ABSENT = _Absent.ABSENT
-"""Stands for a missing value, which the message does not show."""
+"""The value of `got` in a `ConfigError` whose message should show no value."""
 
 
 def check(ok: bool, key: str, got: object, why: str, remedy: str) -> None:
-    """Raise a `ConfigError` with the other arguments unless `ok` is true."""
+    """Raise `ConfigError(key, got, why, remedy)` unless `ok` is true."""
     if not ok:
         raise ConfigError(key, got, why, remedy)
 
@@ -115,7 +115,7 @@ def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
 
 @contextmanager
 def errors_under(key: str) -> Iterator[None]:
-    """Prefix the key of a `ConfigError` raised inside the context with `key`: components do not know their group."""
+    """Prefix the key of a `ConfigError` raised inside the context with `key`: `lr` becomes `optimizer.lr`."""
     try:
         yield
     except ConfigError as error:

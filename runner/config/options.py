@@ -53,7 +53,7 @@ def option_keys(group: str, option: str) -> list[str]:
 
 
 def description(option: Path) -> str:
-    """Return the description of an option: in its file, the first line of comments that is not an example command."""
+    """Return the first line of comments in an option file, not counting example commands; empty if there is none."""
     comments = [line[1:].strip() for line in option.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     sentences = [line for line in comments if not line.startswith(("python -m", "@package"))]
     return sentences[0] if sentences else ""

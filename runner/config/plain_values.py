@@ -17,8 +17,9 @@ _NEEDED = ("name", "output_root", "resume")
 def resolved(config: DictConfig) -> dict[str, Any]:
     """Return `config` as plain values, with all interpolations resolved except references to environment variables.
 
-    The text `${oc.env:NAME}` is kept until a component is built, and is also what the files of a run contain, because
-    environment variables may hold passwords and tokens. Only in the keys `_NEEDED` are such references resolved.
+    The text `${oc.env:NAME}` is kept until a component is built. It is also written to the files of a run instead of
+    the value, because environment variables may hold passwords and tokens. In `name`, `output_root` and `resume`, such
+    references are resolved too.
 
     Raises:
         OmegaConfBaseException: if an interpolation cannot be resolved.

@@ -30,12 +30,12 @@ def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: obj
 
     Args:
         node: plain values by field name, and `_target_`, the class as `package.module.Class`.
-        base: the base class of the config group; `_target_` must name it or a subclass.
+        base: the base class of the config group; `_target_` must name this class or a subclass.
         key: the key of the node in the config, for error messages (`optimizer`).
-        parts: components that have already been built, by the name of the field that holds them.
+        parts: components that have already been built, by the name of the field of the new component that holds them.
 
     Raises:
-        ConfigError: if the node is invalid, with the full key as the user types it.
+        ConfigError: if the node is invalid; the error names the full key, for example `optimizer.lr`.
     """
     node = dict(node)
     with errors_under(key):
@@ -53,7 +53,7 @@ def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: obj
 
 
 def _constructed(cls: type[Component], values: dict[str, Any], parts: dict[str, object]) -> Component:
-    """Create the component, which may look up paths among its values to check them.
+    """Create a component of the class `cls`. It may check whether the paths among its values exist.
 
     Raises:
         ConfigError: if the operating system cannot look up such a path.
@@ -67,19 +67,19 @@ def _constructed(cls: type[Component], values: dict[str, Any], parts: dict[str, 
 
 
 def component_fields(cls: type) -> list[str]:
-    """Return the fields of a component that hold other components. The root node of the same name describes each."""
+    """Return the names of the fields of `cls` that hold other components, such as `optimizer`."""
     hints = field_types(cls)
     return [field.name for field in _init_fields(cls) if dataclasses.is_dataclass(hints[field.name])]
 
 
 def option_fields(cls: type) -> list[str]:
-    """Return the fields of a component that are options in its YAML file."""
+    """Return the names of the fields of the component class `cls` that are options in its YAML file."""
     parts = component_fields(cls)
     return [field.name for field in _init_fields(cls) if field.name not in parts]
 
 
 def field_types(cls: type) -> dict[str, Any]:
-    """Return the types of the fields of a component.
+    """Return the types of the fields of the component class `cls` by name.
 
     `typing.get_type_hints` is not used, because it would evaluate all annotations, including annotations that only a
     type checker can resolve.
@@ -138,7 +138,7 @@ def load_class(target: object, base: type[Component]) -> type[Component]:
 
 
 def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `node` into the schema that the fields of `cls` declare, and return values of the declared types.
+    """Return the values of all options of `cls` by name, from `node` or the defaults, converted to the declared types.
 
     Raises:
         ConfigError: for an unknown key, a value of a wrong type, or a missing value.
@@ -150,7 +150,9 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_schema(cls: type, node: Mapping[str, Any]) -> DictConfig:
-    """Return the schema that the fields of `cls` declare, with the values of `node`. Other fields may have no value.
+    """Return an OmegaConf schema of the options of `cls`, with the values in `node`.
+
+    Options that are not in `node` have their default, or no value.
 
     Raises:
         ConfigError: for an unknown key, or a value of a wrong type.
@@ -216,7 +218,7 @@ def _in_words(hint: Any) -> str:
 
 
 def _resolved(schema: Any, name: str, hint: Any) -> Any:
-    """Return the plain value of a field, which may refer to an environment variable (`${oc.env:NAME}`).
+    """Return the plain value of the field `name`. References to environment variables (`${oc.env:NAME}`) are resolved.
 
     Raises:
         ConfigError: if there is no such variable, or its value has a wrong type.

@@ -1,6 +1,6 @@
 """Reads the YAML files of a config.
 
-They may contain only plain values, and no number that means something else on the command line than in YAML.
+These files may contain only plain values, and no number that would mean something else on the command line.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def read_config(path: Path) -> Any:
     """Return the content of a YAML file as an OmegaConf node; an empty mapping if the file is empty.
 
     Raises:
-        ConfigError: if the file cannot be read or parsed, or holds anything but plain values. The error has the key
-            whose value is wrong; if there is no such key, the path of the file.
+        ConfigError: if the file cannot be read or parsed, or holds anything but plain values. The error names the key
+            with the wrong value, or the path of the file if no single key is wrong.
     """
     name = os.path.relpath(path)
     try:
@@ -54,7 +54,7 @@ _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is fast,
 
 
 class _Loader(_Parser):
-    """A loader that resolves plain scalars in the same way as OmegaConf, which reads more texts as floats than YAML."""
+    """A loader that resolves plain scalars in the same way as OmegaConf: `1e3` is a float, but a text for PyYAML."""
 
 
 _Loader.add_implicit_resolver(_FLOAT, re.compile(r"[-+]?[0-9_]+[eE][-+]?[0-9]+"), None)
@@ -65,9 +65,12 @@ def _check(node: yaml.Node, key: str, file: str, above: tuple[yaml.Node, ...]) -
 
     Args:
         node: the node.
-        key: its key; empty for the root.
+        key: the key of the node; empty for the root.
         file: the path of the file, for error messages.
-        above: the nodes that contain `node`; an alias to one of them is an error.
+        above: the nodes that contain `node`. An alias to one of these nodes is an error.
+
+    Raises:
+        ConfigError: if a node is not a plain value.
     """
     place = f"({file}, line {node.start_mark.line + 1})"
     short = node.tag.removeprefix("tag:yaml.org,2002:")
