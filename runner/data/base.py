@@ -55,9 +55,9 @@ class Samples(ABC):
         """Yield shuffled and augmented training batches.
 
         Args:
-            micros: positions of each micro-batch in the sample stream.
-            seed: determines the order of the samples; together with the epoch and the index of a sample, it also
-                determines the augmentation of the sample.
+            micros: the micro-batches of this process, as ranges of positions in the stream of shuffled samples.
+            seed: determines the order of the samples. The augmentation of a sample depends on the seed, on the epoch
+                and on the index of the sample.
             device: device of the batches.
         """
 
@@ -81,9 +81,7 @@ class Samples(ABC):
 
 
 def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:
-    """Return (start, stop): a shard consists of the samples from `start` up to, but not including, `stop`.
-
-    Shard sizes differ by at most one.
+    """Return (start, stop), the half-open range of the samples in one shard. Shard sizes differ by at most one.
 
     Args:
         length: number of samples in all shards together.

@@ -62,7 +62,10 @@ def _same_classes(train: Files, held_out: Files, root: Path, name: str) -> tuple
 
 
 def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
-    """Hold out the images of each class whose paths have the smallest hashes: the same images in every run."""
+    """Split the images of each class into training and held-out images, and return both.
+
+    The images whose paths have the smallest hashes are held out, so that every run holds out the same images.
+    """
     small = [name for name, paths in classes.items() if len(paths) < 2]
     why = f"these classes have only one image, but one must be held out: {_first_five(small)}"
     check(not small, "root", str(root), why, "add images to these classes, or remove their directories")
@@ -75,7 +78,7 @@ def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
 
 
 def _classes(folder: Path) -> Files:
-    """Return the images of each class: all images at any depth below the subdirectory of `folder` for this class."""
+    """Return the images of each class. Every subdirectory of `folder` is a class, with images at any depth below it."""
     names = _folders(folder)
     why = f"{folder} contains {len(names)} class directories, and classification needs at least two"
     check(len(names) > 1, "root", str(folder), why, "put the images of each class into a separate directory")

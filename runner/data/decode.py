@@ -24,7 +24,7 @@ Box = tuple[int, int, int, int]
 """Left, top, right and bottom in pixels; right and bottom are exclusive."""
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""The formats that Pillow may decode, whatever the file's name. For an EPS file, Pillow would start Ghostscript."""
+"""The formats that Pillow may decode. Other formats are refused: for an EPS file, Pillow would start Ghostscript."""
 
 LIMIT_BYTES = 256 * 2**20
 """Size limit of a file. Pillow itself limits the pixels to 89,478,485, so that no small file expands to gigabytes."""
@@ -91,7 +91,7 @@ class ImageReader:
 
 
 def central_box(width: int, height: int, share: float) -> Box:
-    """Return the central square of an image whose side is `share` times the shorter side of the image."""
+    """Return a square in the center of an image. The side of the square is `share` times the image's shorter side."""
     side = max(1, round(share * min(width, height)))
     left, top = (width - side) // 2, (height - side) // 2
     return left, top, left + side, top + side
@@ -102,7 +102,7 @@ def random_box(width: int, height: int, draws: list[float], least_area: float) -
 
     Boxes are distributed as in torchvision's `RandomResizedCrop`: the area is uniform in [least_area, 1], and the
     aspect ratio is log-uniform in [3/4, 4/3]. If none of ten attempts gives a box that fits, the largest central box
-    with an allowed aspect ratio is returned. Unlike in torchvision, the box is a function of `draws`.
+    with an allowed aspect ratio is returned. Unlike in torchvision, the box depends only on the arguments.
 
     Args:
         width: width of the image in pixels.
@@ -123,9 +123,12 @@ def random_box(width: int, height: int, draws: list[float], least_area: float) -
 
 
 def _pixels(image: Image, orientation: int, box: Box, width: int, size: int) -> torch.Tensor:
-    """Decode the pixels in `box`, at a lower resolution if the box then still has at least twice the final size.
+    """Decode the pixels in `box`.
+
+    A large JPEG is decoded at a lower resolution, at which the box is still at least twice as large as the final size.
 
     Args:
+        image: the opened image file.
         orientation: EXIF orientation of the image.
         box: the crop, in pixels of the full-resolution image after EXIF rotation.
         width: width of the full-resolution image after EXIF rotation.

@@ -38,28 +38,34 @@ class Reader(Protocol):
 
 
 class Job(NamedTuple):
-    """A batch to load: the index, path and target of each sample."""
+    """A batch to load, as lists with one item for each sample."""
 
     indices: list[int]
     paths: list[str]
     targets: list[int]
     epochs: list[int] | None
-    """The epoch of each sample, on which its augmentation depends; None for no augmentation."""
+    """The epochs, on which the augmentation depends; None for no augmentation."""
 
 
 class Loaded(NamedTuple):
-    """A loaded batch, with the failures: the main process decides whether to raise an error or to skip the files."""
+    """A loaded batch, with a list of the samples that could not be read. The main process handles these failures."""
 
     job: Job
     images: torch.Tensor
     targets: torch.Tensor
     failures: list[tuple[int, str]]
-    """Rows that could not be read, each with the error message."""
+    """(row, error message) of each sample that could not be read. These rows of `images` are zero."""
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Loads the batch that a job describes, either in a worker process or in the main process."""
+    """An object for which `fetch[job]` loads the batch that `job` describes. It can be sent to worker processes.
+
+    Args:
+        read: reads one sample.
+        shape: (channels, height, width) of one image.
+        seed: determines the augmentation, together with the epoch and the index of a sample.
+    """
 
     read: Reader
     shape: tuple[int, int, int]
@@ -76,9 +82,9 @@ class Fetch:
         return Loaded(job, images, torch.tensor(job.targets), failures)
 
     def _draws(self, job: Job) -> list[Any]:
-        """Return the random numbers for the augmentation of each sample; None for each if there is no augmentation.
+        """Return, for each sample, the random numbers for its augmentation; None if there is no augmentation.
 
-        They are hashes of (seed, epoch, sample index), so they are the same in every process.
+        The random numbers are hashes of (seed, epoch, sample index), so they are the same in every process.
         """
         if job.epochs is None:
             return [None] * len(job.paths)
@@ -121,7 +127,7 @@ class FileSamples(Samples):
         mean: mean of each channel, for pixels in [0, 1]; it is subtracted from the inputs.
         std: standard deviation of each channel, for pixels in [0, 1]; the inputs are divided by it.
         workers: the processes that load batches.
-        pin_memory: load batches into page-locked memory; None does so only for CUDA devices.
+        pin_memory: load batches into page-locked memory; None: only if the device is a CUDA device.
         unreadable: records files that cannot be read; may be shared with another `FileSamples`.
     """
 
@@ -212,10 +218,9 @@ class FileSamples(Samples):
         return loaded.images[rows], loaded.targets[rows]
 
     def _replace(self, fetch: Fetch, loaded: Loaded) -> None:
-        """Replace each sample that could not be read with the next readable sample, so that batches keep their size.
+        """Replace each unreadable sample in `loaded` with the next readable sample of the data set.
 
-        The main process does this, so that workers need not know all paths, and the batch is the same whichever
-        worker loads it.
+        Batches thus keep their size. The main process does this, because workers do not know all paths.
         """
         epochs = loaded.job.epochs
         assert epochs is not None
@@ -241,7 +246,7 @@ class FileSamples(Samples):
     def _normalized(
         self, batches: Generator[tuple[torch.Tensor, torch.Tensor]], device: torch.device
     ) -> Iterator[Batch]:
-        """Copy batches to the device as uint8, a quarter of the size of float32, and normalize them there."""
+        """Yield `batches` on the device, normalized there. The copies are uint8, a quarter of the size of float32."""
         mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (self.mean, self.std))
         for images, targets in to_device(batches, device):
             yield Batch(images.to(torch.float32).div_(255).sub_(mean).div_(std), targets)

@@ -35,8 +35,8 @@ class ImageFolder(Data):
         mean: mean of red, green and blue, for pixels in [0, 1]; it is subtracted from the inputs.
         std: standard deviation of red, green and blue, for pixels in [0, 1]; the inputs are divided by it.
         on_error: if a file cannot be read, `raise` an error or `skip` the file with a warning.
-        workers: number of data loading processes; 0: load in the main process; null: one less than the number of
-            cores, at most eight.
+        workers: number of data loading processes of each rank; 0: load in the process of the rank; null: one less than
+            the number of cores per rank, at most eight.
         prefetch: number of batches that each worker loads in advance.
         timeout: seconds without a batch after which the run ends with an error.
         pin_memory: load batches into page-locked memory, from which they are copied to CUDA devices asynchronously;

@@ -15,8 +15,8 @@ class TensorSamples(Samples):
     """Labeled images in two tensors.
 
     Args:
-        inputs: [n, channels, height, width]: either float32 and already normalized, or uint8, which takes a quarter of
-            the memory; each batch is then normalized.
+        inputs: [n, channels, height, width]. Either float32 and already normalized; or uint8, which takes a quarter of
+            the memory and is normalized batch by batch.
         targets: class indices, int64 [n].
         class_names: the name of each class.
         mean: mean of each channel, for pixels in [0, 1]; normalization subtracts it.

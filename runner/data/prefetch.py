@@ -13,9 +13,10 @@ from runner.system.copy_stream import CopyStream, Tensors, Transfer
 
 
 def to_device(batches: Generator[Tensors], device: torch.device, cuda: Any = None) -> Generator[Tensors]:
-    """Yield `batches` on `device`, each ready for use on the current stream.
+    """Yield `batches` after copying them to `device`. Each batch is ready for use on the current stream.
 
-    On CUDA, the next batch is copied on a separate stream while the model computes. Other devices copy synchronously.
+    For a CUDA device, the next batch is copied on a separate stream while the model computes. For other devices, copies
+    are synchronous.
 
     Args:
         batches: tuples of tensors on the CPU. Copies from page-locked memory do not block the host.

@@ -9,7 +9,7 @@ import stat
 def read_regular_file(path: str, limit_bytes: int) -> bytes:
     """Return the content of the file `path`.
 
-    Symbolic links are followed, because data sets often consist of links. (In a run directory, they are not.)
+    Symbolic links are followed, because data sets often consist of links.
 
     Args:
         path: path of the file.

@@ -19,8 +19,8 @@ _MOST_BYTES = 4 << 30
 class Synthetic(Data):
     """A data set of uniform noise, generated once on the device.
 
-    Each pixel is a hash of its position, without the run's seed, so the images are the same on every device and in
-    every run.
+    Each pixel is a hash of its position and does not depend on the run's seed. The images are therefore the same on
+    every device and in every run.
 
     Args:
         num_samples: number of training images.
@@ -59,11 +59,11 @@ class Synthetic(Data):
 
 
 class Noise(TensorSamples):
-    """Random images, generated on the device that first uses them; until then they take no memory.
+    """Random images, generated at their first use, on the device that uses them. Until then, they take no memory.
 
     Args:
         options: the options of the data set.
-        split: `train` or `holdout`; also the name of the random number stream.
+        split: `train` or `holdout`, which have different images.
         count: number of images.
     """
 

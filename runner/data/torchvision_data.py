@@ -47,7 +47,7 @@ class Downloadable(Data):
 
     Args:
         root: the directory in which torchvision creates the directory of the data set.
-        download: download missing files to `root`; nothing else is written outside of the run directory.
+        download: download missing files to `root`; if False, missing files are an error.
         flip: mirror each training image with probability 1/2.
         crop: shift training images by up to this many pixels in each direction.
     """
@@ -86,7 +86,7 @@ class Downloadable(Data):
 
     @abstractmethod
     def _split(self, train: bool) -> LabeledImages:
-        """Read the images and labels of the training set, or of the test set if `train` is False."""
+        """Return the training set if `train` is True, and the test set otherwise."""
 
     @abstractmethod
     def _files(self) -> list[str]:
@@ -153,7 +153,7 @@ class Mnist(Downloadable):
         return images[:, None], targets
 
     def _read(self, path: Path, dims: int) -> torch.Tensor:
-        """Read an IDX file of uint8 values with `dims` dimensions.
+        """Return the tensor in an IDX file of uint8 values with `dims` dimensions.
 
         The file starts with two zero bytes, the data type (8 for uint8), the number of dimensions, and the shape as
         big-endian 32-bit integers.

@@ -12,7 +12,7 @@ from typing import Any
 from runner.data.base import DataError
 
 POLL = 0.5
-"""Seconds between two checks of the workers: they are children of the fork server, so their end sends no SIGCHLD."""
+"""Seconds between two checks of the workers. SIGCHLD does not report their end: they are the fork server's children."""
 
 _CAUSES = {
     9: (", perhaps because memory ran out", "reduce data.workers or data.prefetch; "),
@@ -92,9 +92,9 @@ class Watch:
                 return
 
     def _problem(self, grace_period: float) -> DataError | None:
-        """Return an error if the workers timed out, or if one has died or dies within `grace_period` seconds.
+        """Return an error if the workers timed out, or if a worker has died or dies within `grace_period` seconds.
 
-        Return None otherwise.
+        Otherwise, return None.
         """
         if self._timed_out:
             pids = ", ".join(str(worker.pid) for worker in self.workers)

@@ -32,10 +32,10 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True)
 class Workers:
-    """Settings of the worker processes, and `read`, which loads batches in them.
+    """The settings of the worker processes of one rank; `read` starts the workers.
 
     Args:
-        count: number of worker processes; 0: load in this process.
+        count: number of worker processes of this rank; 0: load in this process.
         timeout: seconds without a batch after which the run ends with an error.
         ahead: number of batches that each worker loads in advance.
         pin_memory: load batches into page-locked memory, from which they are copied to CUDA devices asynchronously.
@@ -47,7 +47,7 @@ class Workers:
     pin_memory: bool = False
 
     def read(self, fetch: Fetch, jobs: Iterable[Any]) -> Generator[Any]:
-        """Yield `fetch[job]` for every job, in the order of the jobs for any number of workers.
+        """Yield `fetch[job]` for every job, always in the order of the jobs.
 
         Raises:
             DataError: if a worker died, or no batch arrived in time.
@@ -83,7 +83,7 @@ class Workers:
 
 
 def default_count() -> int:
-    """Return the default number of workers: one per CPU core of this process except one for training, at most eight."""
+    """Return the default number of workers of one rank: one less than the CPU cores per rank, at most eight."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of a distributed run share the cores
     return max(0, min(8, allowed_cores() // processes - 1))
 

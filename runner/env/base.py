@@ -70,11 +70,11 @@ class Env:
                 vector.reset(0)
 
     def vector(self, num_envs: int, in_process: bool = False, render: bool = False) -> Vector:
-        """Create environments that are stepped together. The result is a context manager that closes them at its end.
+        """Create environments that are stepped together. The result is a context manager that closes the environments.
 
         Args:
-            num_envs: number of environments.
-            in_process: run them in this process even if `vectorization` is `async`.
+            num_envs: number of environments to create.
+            in_process: run the environments in this process even if `vectorization` is `async`.
             render: enable rendering.
 
         Raises:
@@ -91,7 +91,7 @@ class Env:
             raise ConfigError("num_envs", num_envs, why, "reduce it, or env.vectorization=sync") from None
 
     def cannot_be_drawn(self) -> tuple[str, str] | None:
-        """Return why this environment cannot be rendered, and the remedy; None if it can."""
+        """Return why this environment cannot be rendered, and the remedy; None if it can be rendered."""
         if not self._can_render:
             return f"{self.id} does not support rendering", "set workload.record_video=false"
         if self._is_builtin and importlib.util.find_spec("pygame") is None:
@@ -137,7 +137,7 @@ class Env:
 
 
 def envs_per_process(num_envs: int, count: int) -> int:
-    """Return the number of environments of each process if `num_envs` environments are divided among `count` processes.
+    """Divide `num_envs` environments among `count` processes, and return the number of environments of each process.
 
     Raises:
         ConfigError: if `num_envs` is not divisible by `count`.

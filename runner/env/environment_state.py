@@ -16,7 +16,7 @@ _PLAIN_TYPES = (bool, int, float, str, type(None), np.ndarray, np.number, np.boo
 
 
 def state_of(envs: VectorEnv) -> dict[str, Any] | None:
-    """Return the state of `envs` as plain values and tensors; None if it cannot be read."""
+    """Return the state of `envs` as plain values and tensors; None for environments whose state cannot be read."""
     if isinstance(envs, SyncVectorEnv):
         if not all(_is_supported(env.unwrapped) for env in envs.envs):
             return None
@@ -79,7 +79,7 @@ def _is_plain(kept: Any) -> bool:
 
 
 def plain(kept: Any) -> Any:
-    """Convert a value for a checkpoint: numpy arrays to tensors, and numpy scalars to {"number": tensor}."""
+    """Convert a value for a checkpoint: NumPy arrays to tensors, and NumPy scalars to {"number": tensor}."""
     if isinstance(kept, np.ndarray):
         return torch.from_numpy(kept.copy())
     if isinstance(kept, str):

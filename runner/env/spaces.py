@@ -11,7 +11,7 @@ from runner.config.errors import check
 def shape_and_actions(name: str, env: gymnasium.Env) -> tuple[tuple[int, ...], int]:
     """Return the shape of the observations of `env` and its number of actions, and close `env`.
 
-    If observations are not arrays, it is the shape of the vector to which they are flattened.
+    Observations that are not arrays have the shape of the vector to which they are flattened.
 
     Args:
         name: the name of the environment, for error messages.

@@ -31,7 +31,7 @@ class Steps(NamedTuple):
     """The results of one step in each of n environments."""
 
     observations: np.ndarray
-    """float32 [n, …]: the observations after the step; where an episode ended, the last observation of this episode."""
+    """float32 [n, …]: the observations after the step; for an episode that ended, its last observation."""
     rewards: np.ndarray
     """float [n]."""
     terminated: np.ndarray
@@ -43,7 +43,7 @@ class Steps(NamedTuple):
 
 
 def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, Any]) -> VectorEnv:
-    """Create vectorized environments, each of which is reset in the step after the end of its episode.
+    """Create vectorized environments. Each environment is reset in the step after the end of an episode.
 
     Args:
         spec: the entry in gymnasium's registry.
@@ -66,9 +66,13 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
 
 
 def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
-    """Let SIGTERM end the process of `env`, unless this is the process `parent`, and return `env`.
+    """Make this process exit on SIGTERM and ignore Ctrl-C, if it was started for `env`; return `env`.
 
     The process of an environment is forked from the run and inherits signal handlers that only record a signal.
+
+    Args:
+        env: the environment.
+        parent: the process ID of the run, whose own signal handlers are kept.
     """
     if os.getpid() != parent:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -145,7 +149,7 @@ class Vector:
             raise EnvironmentBrokenError(self._message(f"raised {type(error).__name__}: {error}")) from error
 
     def _message(self, what: str, index: int | None = None) -> str:
-        """Return an error message with the seed, episode and step of environment `index`, or of all environments."""
+        """Return an error message with the seed, episode and step of environment `index`; None: of the first four."""
         shown = range(self.num_envs)[:4] if index is None else [index]
         seeds = [self._seed] * self.num_envs if isinstance(self._seed, int) else list(self._seed)
         places = [

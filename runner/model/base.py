@@ -22,7 +22,8 @@ class Model(ABC):
             backward pass (Chen et al., 2016): less memory, more time, the same results.
         weights: a file to load initial weights from (`.safetensors`, or a `state_dict` in `.pt`/`.pth`); null: random
             initialization.
-        reset_head: load all weights except the last layer's, which is needed if the number of classes differs.
+        reset_head: keep the last layer random instead of loading it. This is needed if the file's weights are for
+            another number of classes.
     """
 
     checkpoint_activations: bool = False
@@ -30,7 +31,7 @@ class Model(ABC):
     reset_head: bool = False
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("checkpoint_activations", "weights", "reset_head")
-    """Options that may differ on resume, because they affect nothing in the results or only the initial weights."""
+    """Options that may differ on resume, because they affect only the memory use, the speed or the initial weights."""
 
     num_dims: ClassVar[int | None] = 3
     """Number of dimensions of one input: 3 for images; None if the network flattens inputs of any shape."""
@@ -47,7 +48,7 @@ class Model(ABC):
         check(path.is_file(), "weights", self.weights, f"there is no such file in {path.parent.absolute()}", remedy)
 
     def build(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Create the network with the weights in the file `weights`, or with random ones from the global generator.
+        """Create the network, with the weights in the file `weights` or, without a file, with random weights.
 
         Args:
             shape: shape of one input; (channels, height, width) for images.

@@ -70,10 +70,11 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
     Args:
         model: the network, whose weights are replaced.
         path: a file as described in `read_weights`.
-        reset_head: keep the current weights of the last block.
+        reset_head: keep the current weights of the last block in `model.blocks()`.
 
     Raises:
-        ConfigError: if the names or shapes of the tensors differ from the model's, or the last block is not known.
+        ConfigError: if the names or shapes of the tensors differ from the model's, or if `reset_head` is True and the
+            model has no `blocks()`.
     """
     own, tensors, head = model.state_dict(), read_weights(path), _head(model)
     if reset_head:
