@@ -21,7 +21,11 @@ from runner.seeds import derive
 
 @dataclass
 class Accumulation:
-    """Gradient accumulation: each process splits its batch into `steps` micro-batches. The gradient is the same."""
+    """Gradient accumulation: each process computes its share of a batch as `steps` micro-batches, one after another.
+
+    The accumulated gradient equals the gradient of the undivided share up to rounding, except with batch normalization,
+    which uses the statistics of each micro-batch.
+    """
 
     steps: int = 1
 
@@ -35,7 +39,7 @@ class MicroBatch(NamedTuple):
     start: int
     stop: int
     weight: float
-    """The fraction of the global batch that is in this micro-batch; scales the gradient, because losses are means."""
+    """The fraction of the global batch that is in this micro-batch. The mean loss is multiplied by this weight."""
     is_last: bool
     """Whether this micro-batch is the last one of this process before the optimizer step."""
 
@@ -48,9 +52,12 @@ class Step(NamedTuple):
     """
 
     number: int
-    """The number of the step, counted from 1, or of the last step of a round. It is the same on every process."""
+    """The number of the optimizer step, counted from 1; for a round, the number of its last step.
+
+    It is the same on every process.
+    """
     own: int
-    """The step whose batch this process trains on; equal to `number`, except in a round."""
+    """The number of the step whose batch this process trains on; the same as `number` if the pass is a single step."""
     micro_batches: list[MicroBatch]
     """The micro-batches of this process; empty if the run ends before step `own`."""
 
@@ -62,8 +69,10 @@ class Plan:
     Args:
         batch_size: number of samples in one optimizer step, over all processes and micro-batches.
         accumulation: number of micro-batches per step and process.
-        data_shard: (index, count): this process trains on shard `index` of `count` of every global batch.
-        step_shard: (index, count): this process trains on every `count`-th global batch, from batch `index` on.
+        data_shard: (index, count): every global batch is divided into `count` shards, and this process trains on the
+            shard with this index, counted from 0.
+        step_shard: (index, count): this process trains on every `count`-th global batch, starting with the batch that
+            has this index, counted from 0.
         seed: determines the order of the samples.
 
     Raises:
@@ -92,7 +101,10 @@ class Plan:
 
     @property
     def worker(self) -> int:
-        """The index of this process among the processes that train on different samples; selects its environments."""
+        """The index of this process among the processes that train on different samples.
+
+        In reinforcement learning, the seed of the process's environments is derived from this index.
+        """
         return self.data_shard[0] * self.step_shard[1] + self.step_shard[0]
 
     @property
@@ -111,7 +123,7 @@ class Plan:
         return self.batch_size * self.steps_per_round
 
     def describe(self) -> str:
-        """Return a description of how a global batch is divided."""
+        """Return a text that says how a global batch is divided: `64 samples = 2 processes × 1 micro-batch × 32`."""
         shards, parts = self.data_shard[1], self.accumulation
         size = self.batch_size // shards // parts
         text = f"{self.batch_size} samples"
@@ -122,14 +134,14 @@ class Plan:
         )
 
     def steps(self, after_step: int, last_step: int) -> Iterator[Step]:
-        """Yield the steps after `after_step`, up to and including `last_step`."""
+        """Yield the passes of the training loop after optimizer step `after_step`, up to and including `last_step`."""
         index, count = self.step_shard
         for before in range(after_step, last_step, count):
             own = before + 1 + index
             yield Step(min(before + count, last_step), own, self.micro_batches(own) if own <= last_step else [])
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """Return this process's micro-batches of `step`, which counts from 1."""
+        """Return this process's micro-batches of the optimizer step with number `step`, counted from 1."""
         index, count = self.data_shard
         size = self.batch_size // count // self.accumulation
         start = (step - 1) * self.batch_size + index * (self.batch_size // count)
@@ -168,7 +180,7 @@ class SampleOrder:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def epochs(self, start: int, stop: int) -> torch.Tensor:
-        """Return the epoch of each position in [start, stop), counted from 0: int64 [stop − start], on the device."""
+        """Return the epoch, counted from 0, of each position in [start, stop): int64 [stop − start], on the device."""
         return torch.arange(start, stop, device=self.device) // self.num_samples
 
     def _permutation(self, epoch: int) -> torch.Tensor:

@@ -21,7 +21,8 @@ class Device:
         kind: `cpu`, `cuda`, `mps`, or `auto`: the first of cuda, mps and cpu that is available.
         index: the index of the CUDA device among the visible ones (CUDA_VISIBLE_DEVICES); null: the first.
         indices: the CUDA devices that a parallel mode with several devices may use; empty: all visible ones.
-        threads: CPU threads per operation (`torch.set_num_threads`); null: torch's default, one per core.
+        threads: CPU threads per operation and process (`torch.set_num_threads`); null: torch's default, or an
+            equal share of the cores for each of several processes.
     """
 
     kind: str = "auto"
@@ -68,7 +69,7 @@ class Device:
         return torch.device(kind)
 
     def check_unnumbered(self, kind: str) -> None:
-        """Check that no CUDA device is requested by index; called if the run uses another `kind` of device.
+        """Check that no CUDA device is requested by its index; called if the run uses a device of another `kind`.
 
         Raises:
             ConfigError: if `index` or `indices` is set.
@@ -78,7 +79,7 @@ class Device:
         check(not self.indices, "indices", self.indices, why, "leave device.indices=[]")
 
     def resolve_all(self) -> list[torch.device]:
-        """Return the CUDA devices to compute on: device `index` if it is set, else devices `indices`, else all visible.
+        """Return the CUDA devices to compute on: `index` if it is set, else `indices`, else all visible devices.
 
         Raises:
             ConfigError: if a requested device is not available.
@@ -97,7 +98,7 @@ class Device:
 
         Args:
             device: the device of this process.
-            deterministic: whether to call `torch.use_deterministic_algorithms`.
+            deterministic: whether to allow only deterministic algorithms (`torch.use_deterministic_algorithms`).
         """
         before = torch.get_num_threads(), torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
         if deterministic:
@@ -136,7 +137,7 @@ def _visible_devices() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device with the name of its hardware: `cuda:0 (NVIDIA H200)`."""
+    """Return the name of `device`, followed by the name of the hardware: `cuda:0 (NVIDIA H200)`."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return f"{device} ({cpu_model()})"

@@ -39,7 +39,7 @@ class Optimizer(ABC):
 
 
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters of `model` that require gradients; a frozen submodule (a target network) has none."""
+    """Return the parameters of `model` that require gradients, without those of a frozen target network."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 

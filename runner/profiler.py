@@ -30,7 +30,7 @@ class Profiler:
 
     @contextmanager
     def profile(self, directory: Path, device: torch.device) -> Iterator[None]:
-        """Profile the code in the context, and write the results to `profile/` in `directory`, even after an error.
+        """Profile the code inside the context, and write the results to `profile/` in `directory`, even after an error.
 
         Args:
             directory: the run directory.
@@ -39,12 +39,12 @@ class Profiler:
         yield
 
     def after_step(self, step: int) -> None:
-        """Note the end of optimizer step `step`; called by the training loop."""
+        """Tell the profiler that optimizer step `step` has ended; called by the training loop."""
 
 
 @dataclass
 class Simple(Profiler):
-    """The seconds spent in each section of the training loop; exactly one section is active at any time.
+    """A profiler of the time in each section of the training loop; exactly one section is active at any time.
 
     On an accelerator, every switch to another section first waits for the device, so that the device's time is
     attributed to the section that queued the work. This makes the run slower.
@@ -72,7 +72,7 @@ class Simple(Profiler):
 
 
 def section_table(seconds: dict[str, float], calls: dict[str, int], num_steps: int) -> str:
-    """Return a table: one line per section, in decreasing order of `seconds`, and the total.
+    """Return a table with one line per section, in decreasing order of time, and a last line with the total.
 
     Args:
         seconds: seconds by section; `other` is the time outside all sections.
@@ -94,11 +94,11 @@ def section_table(seconds: dict[str, float], calls: dict[str, int], num_steps: i
 class Advanced(Profiler):
     """Python's profiler (`cProfile`): time by function, in the main thread.
 
-    Profiling slows down Python calls but not native code: the times can rank functions, but without the profiler the
-    functions are faster.
+    The profiler slows down Python code but not native code. The times show which functions are slow, but without the
+    profiler these functions take less time.
 
     Args:
-        top: number of functions in each of the two tables (by cumulative time, by time without callees).
+        top: number of functions in each of the two tables: by cumulative time, and by time without callees.
     """
 
     top: int = 30
@@ -135,9 +135,9 @@ def function_tables(path: Path, top: int) -> str:
 
 @dataclass
 class Trace(Profiler):
-    """A trace of every operation on the CPU and the CUDA device (`torch.profiler`), for https://ui.perfetto.dev.
+    """A profiler that writes a trace of all operations on the CPU and the CUDA device, for https://ui.perfetto.dev.
 
-    A cycle has `wait` + `warmup` + `active` steps, of which the last `active` are recorded.
+    It uses `torch.profiler`. A cycle has `wait` + `warmup` + `active` steps; only the last `active` steps are recorded.
 
     Args:
         wait: number of steps to skip first, because a run reaches its full speed only after some steps.
@@ -209,7 +209,7 @@ class Trace(Profiler):
 
 
 def _folder(directory: Path) -> Path:
-    """Create and return the directory of this process's profile: `profile/` on rank 0, else a subdirectory of it."""
+    """Create and return this process's directory for profiles: `profile/` on rank 0, `profile/rank_N/` on rank N."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if distributed else 0
     folder = directory / "profile" / (f"rank_{rank}" if rank else "")

@@ -28,18 +28,20 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def claimed_directory(session: Session, parent: Path, name: str | None, overrides: list[str]) -> Iterator[Path]:
-    """Yield the locked directory of the run, after writing the config, the overrides and the environment to it.
+    """Yield the run directory, a new one or that of the run to resume, and keep it locked inside the context.
 
-    Nothing is written if the run has already done all of its steps: see `finished`.
+    First, the config, the overrides and the environment are written to the directory, unless the run has already done
+    all of its steps (see `finished`). A `ConfigError` inside the context undoes all changes.
 
     Args:
-        session: the run.
-        parent: directory in which a new run directory is created.
-        name: fixed name of the run directory, by which a job of a sweep is found on resume; None: a new name.
-        overrides: the overrides of the run.
+        session: the run; its option `resume` determines whether an earlier run is resumed, and which one.
+        parent: the directory that contains the run directory; also where `resume=auto` searches.
+        name: the name of the run directory if the run is a job of a sweep; None: a new, unique name.
+        overrides: the overrides that composed the config; they are only recorded here.
 
     Raises:
-        ConfigError: if the run that `resume` names does not exist, is another run, is running, or cannot be continued.
+        ConfigError: if the run to resume does not exist, has another config, is running, or cannot be continued, or if
+            the directory cannot be written to. The error names the key, such as `resume`.
     """
     found, lock = _to_resume(session, parent, name)
     existing = run_directory.nearest_existing(parent)
@@ -74,7 +76,8 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
 def finished(directory: Path) -> Result | None:
     """Return the result of the run in `directory` if the run has no steps left to do; otherwise None.
 
-    A new session renames the result of the previous session, so a result that is still there is of a completed run.
+    It is called inside `claimed_directory`, which renames the result file of an unfinished run. A result file that has
+    kept its name is therefore that of a finished run.
     """
     result, known = run_directory.read_result(directory), {field.name for field in fields(Result)}
     return Result(**{name: value for name, value in result.items() if name in known}) if result else None
@@ -88,9 +91,9 @@ def _is_done(path: Path, session: Session) -> bool:
 
 
 def _newest_is_valid(path: Path, steps: int) -> bool:
-    """Return whether the newest checkpoint of the run at `path` is intact, and was saved after step `steps`.
+    """Return whether the newest checkpoint in the run directory `path` is intact, and was saved after step `steps`.
 
-    If not, the run repeats its last steps.
+    If it is not, the run is resumed from an earlier checkpoint and repeats its last steps.
     """
     try:
         newest = path / "checkpoints" / run_directory.step_name(run_directory.newest_step(path))
@@ -100,13 +103,19 @@ def _newest_is_valid(path: Path, steps: int) -> bool:
 
 
 def _begin_session(path: Path, session: Session, overrides: list[str], undo: ExitStack) -> None:
-    """Write the files of this session; files of earlier sessions that it supersedes are renamed, not deleted.
+    """Write the config, the overrides and the environment of this session to the run directory.
+
+    The result of the previous session is renamed, not deleted. If `resume` names a checkpoint, so are all checkpoints
+    of later steps.
 
     Args:
+        path: the run directory.
+        session: the session that begins.
+        overrides: the overrides of this session. Overrides of earlier sessions stay in the file if their keys differ.
         undo: receives callbacks that restore the files of earlier sessions, in case this session is refused.
 
     Raises:
-        ConfigError: if a file cannot be written.
+        ConfigError: with the key `output_root`, if a file cannot be written.
     """
     known = {_key(text) for text in overrides}
     earlier = [text for text in saved_overrides(path) if _key(text) not in known]
@@ -137,13 +146,13 @@ def _key(override: str) -> str:
 
 
 def _named_checkpoint(session: Session) -> Path | None:
-    """Return the checkpoint that `resume` names; None if `resume` names a run directory, or nothing."""
+    """Return the checkpoint that `resume` names; None if `resume` is a run directory, `auto` or `never`."""
     source = Path(session.run.resume)
     return source.resolve() if source.parent.name == "checkpoints" else None
 
 
 def _later(checkpoint: Path | None) -> list[Path]:
-    """Return the checkpoints of later steps than `checkpoint`, which are superseded if the run resumes from it."""
+    """Return the checkpoints of later steps than `checkpoint`, to be renamed on resume; an empty list for None."""
     if checkpoint is None:
         return []
     step = run_directory.step_of(checkpoint) or 0
@@ -151,10 +160,10 @@ def _later(checkpoint: Path | None) -> list[Path]:
 
 
 def _locked(path: Path) -> IO[str] | None:
-    """Return the lock on the run directory `path`; None if another process holds it.
+    """Lock the run directory `path`, and return the open lock file; None if another process holds the lock.
 
     Raises:
-        ConfigError: if the run cannot write to the directory, or would write to files elsewhere.
+        ConfigError: if the directory cannot be written to, or contains a link, a pipe or a device.
     """
     try:
         run_directory.check_regular(path)
@@ -165,7 +174,7 @@ def _locked(path: Path) -> IO[str] | None:
 
 
 def _locked_new(path: Path) -> IO[str] | None:
-    """Return the lock on the new run directory `path`; None if another process has locked it first.
+    """Lock the new run directory `path`, and return the open lock file; None if another process was faster.
 
     Raises:
         ConfigError: if no file can be created in the directory.
@@ -185,7 +194,13 @@ def _locked_for_us(path: Path) -> IO[str]:
 
 
 def _to_resume(session: Session, parent: Path, name: str | None) -> tuple[Path | None, IO[str] | None]:
-    """Return the directory of the run to resume, and its lock; (None, None) for a new run."""
+    """Return the directory of the run to resume, and its open lock file; (None, None) if a new run begins.
+
+    With `resume=auto`, a job of a sweep is found by `name`; if `name` is None, the run is found by its config.
+
+    Raises:
+        ConfigError: if the run to resume does not exist, has another config, is running, or cannot be continued.
+    """
     source = session.run.resume
     if source == "never":
         return None, None
@@ -202,7 +217,17 @@ def _to_resume(session: Session, parent: Path, name: str | None) -> tuple[Path |
 
 
 def _check_named(session: Session, path: Path, source: str) -> None:
-    """Check that the run at `path` can be resumed from its newest checkpoint, or the one that `source` names."""
+    """Check that the run in the directory `path` can be resumed.
+
+    Args:
+        session: the session that resumes the run.
+        path: the run directory.
+        source: the option `resume`: the run directory, to resume from the newest checkpoint, or a checkpoint in it.
+
+    Raises:
+        ConfigError: if there is no such run or checkpoint, the config is that of another run, or the run has already
+            done more steps than this session would.
+    """
     checkpoint = _named_checkpoint(session)
     if checkpoint is not None:
         there = checkpoint.is_dir() and run_directory.step_of(checkpoint) is not None
@@ -223,7 +248,11 @@ def _check_named(session: Session, path: Path, source: str) -> None:
 def _check_newest(path: Path, session: Session) -> None:
     """Check that the checkpoint to resume from was written by a run with the same samples and model.
 
-    The config of the run directory is checked too, but the config or the checkpoint may be a copy from another run.
+    To check the config file of the run directory is not enough: that file, or the checkpoint, may have been copied from
+    another run.
+
+    Raises:
+        ConfigError: if the samples, the model or the type of the optimizer differ.
     """
     checkpoint = _named_checkpoint(session) or path / "checkpoints" / run_directory.step_name(
         run_directory.newest_step(path)
@@ -238,7 +267,11 @@ def _check_newest(path: Path, session: Session) -> None:
 
 
 def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | None]:
-    """Return the newest unfinished run under `parent` that has the same config and is not running, and its lock."""
+    """Return the newest run in `parent` that is unfinished, not running, and has the same config, and its lock file.
+
+    Returns:
+        The run directory and the open lock file; (None, None) if there is no such run.
+    """
     for path in sorted(parent.glob("*"), reverse=True):
         if run_directory.read_result(path).get("status") == "done" or not _has_same_config(path, session):
             continue
@@ -251,7 +284,13 @@ def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | 
 
 
 def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]:
-    """Return the directory `path` and its lock if its run has the same config; rename the directory of another run."""
+    """Return the run directory `path` and its open lock file if the run in it has the config of `session`.
+
+    Otherwise, return (None, None), after renaming the directory if it exists.
+
+    Raises:
+        ConfigError: if the run is running, or its config cannot be read although there are checkpoints.
+    """
     if not path.is_dir():
         return None, None
     lock = _locked_for_us(path)
@@ -263,10 +302,10 @@ def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]
 
 
 def _has_same_config(path: Path, session: Session) -> bool:
-    """Return whether the run at `path` has the config of `session`; False if there is no run.
+    """Return whether the run in the directory `path` has the config of `session`; False if there is no run in it.
 
     Raises:
-        ConfigError: if its config cannot be read, but it has checkpoints, which may belong to the run to resume.
+        ConfigError: if the config cannot be read, but there are checkpoints, which may belong to the run to resume.
     """
     try:
         return config_hash(saved_config(path).values) == config_hash(session.run.config)
@@ -287,10 +326,15 @@ _ESSENTIAL = ("seed", "batch_size", "workload", "model", "data", "env")
 
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: str) -> None:
-    """Check that the config `now` changes neither the samples nor the model of the run with the config `saved`.
+    """Check that a run with the config `saved` can be continued with the config `now`.
+
+    Args:
+        saved: the config of the run to resume.
+        now: the config of the session that resumes the run.
+        source: the run directory or the checkpoint, for the error message.
 
     Raises:
-        ConfigError: if it changes them, or the type of the optimizer; the error lists the differences.
+        ConfigError: if the samples, the model or the type of the optimizer differ; the error lists the differences.
     """
     differences = []
     for key in _ESSENTIAL:
@@ -309,7 +353,10 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
 
 
 def _essential(node: Any) -> dict[str, Any]:
-    """Return the config `node` without the options that its component allows to change on resume."""
+    """Return the options in `node`, the config of a component, without those that may change on resume.
+
+    A `node` that is a plain value, such as the seed, is returned as `{"": node}`.
+    """
     if not isinstance(node, Mapping):
         return {"": node}
     cls = load_class(node["_target_"], object) if "_target_" in node else None

@@ -44,16 +44,16 @@ CONFIG_GROUPS: dict[str, type] = {
 """The config groups of every run, with the base class of each."""
 
 WORKLOAD_INPUTS: dict[str, type] = {"model": Model, "data": Data, "env": Env}
-"""The config groups, with their base classes, that a workload takes as arguments if it has fields of these names."""
+"""The config groups that are passed to a workload if it has fields of these names, with the base class of each."""
 
 _LARGEST = 2**31 - 1  # more steps, or more samples per step, are a typo
 
 
 @dataclass
 class Run:
-    """One experiment, composed and checked; conf/config.yaml documents its options.
+    """The components and options of one experiment; conf/config.yaml documents them.
 
-    The options never change. What depends on the machine and the data is in the `Session` that `prepare` returns.
+    They never change. Everything that depends on the machine or the data is in the `Session` that `prepare` returns.
     """
 
     device: Device
@@ -106,7 +106,7 @@ class Run:
         """Load the data, run the checks that need the device or the data, and return the session for `process`.
 
         Raises:
-            ConfigError: if a check fails; nothing has been written yet.
+            ConfigError: if a check fails; no file has been written by then.
         """
         context = self._context(process)
         self.parallel.check(context)
@@ -138,7 +138,11 @@ class Run:
         return Context(process, layout, plan, self.workload, self.precision, self.channels_last, self.compile)
 
     def _num_steps(self, epoch: float | None) -> int:
-        """Return the number of optimizer steps; `epoch` is the number per epoch, None if there are no epochs."""
+        """Return the number of optimizer steps of the run.
+
+        Args:
+            epoch: number of optimizer steps per epoch; None if the workload has no epochs.
+        """
         if self.steps is not None:
             return self.steps
         own = self.workload.num_steps(self.batch_size)
@@ -158,7 +162,7 @@ class Session:
     Args:
         run: the options.
         context: this process, its share of the work, and the batch arithmetic.
-        seed: seed of this process's model: the seed of the run, except for the members of an ensemble.
+        seed: the seed of this process's model. It is the seed of the run, but each member of an ensemble has another.
         num_steps: number of optimizer steps of the whole run.
         eval_every: number of steps between evaluations; 0: only at the end.
         save_every: number of steps between checkpoints; 0: only at the end.
@@ -215,8 +219,8 @@ class Session:
     def is_due(self, every: int, step: int) -> bool:
         """Return whether a periodic action, such as an evaluation, is due after `step`.
 
-        If a pass of the training loop is a round of several steps, the action is due after the round that contains its
-        step.
+        If a pass of the training loop is a round of several steps, an action that is due at one of these steps is due
+        after the round.
 
         Args:
             every: number of steps between two actions; 0: only at the end.
@@ -227,17 +231,21 @@ class Session:
 
 @dataclass
 class Result:
-    """The outcome of a run, written to `result.json`. Metrics are keyed by their TensorBoard tags.
+    """The outcome of a run, written to `result.json`.
 
     Args:
         status: `done`, `stopped` (by a signal, after saving), `diverged` or `crashed`.
         steps: number of completed optimizer steps, including the steps before a resume.
+        metrics: the latest training and evaluation metrics, by TensorBoard tag.
         best: the best evaluation: metric, value, step.
         seconds: time from the first step of this session to the end of the session.
-        samples_per_second: training throughput, without evaluations and checkpoints.
-        step_seconds: median and 90th percentile of the step times, without the warm-up.
-        peak_memory_bytes: peak memory usage of rank 0.
+        samples_per_second: training throughput of all processes together, without evaluations and checkpoints.
+        step_seconds: median and 90th percentile of the step times in seconds, without the first steps.
+        peak_memory_bytes: peak memory usage of rank 0: on its GPU, or else in host memory.
+        world_size: number of processes.
+        config_hash: hash of the config (see the function `config_hash`).
         notes: extra results of the workload on rank 0, such as the number of skipped files.
+        error: why the run diverged or crashed; otherwise empty.
     """
 
     status: str
@@ -259,7 +267,7 @@ class Result:
 
 
 def build_run(config: Mapping[str, Any]) -> Run:
-    """Build the run from `config`, which is composed and resolved.
+    """Build the run from the composed and resolved `config`.
 
     Raises:
         ConfigError: if an option is unknown or invalid; the error names the key as the user would type it.
@@ -313,7 +321,16 @@ def check_same_config(config: dict[str, Any], collectives: Collectives) -> None:
 
 
 def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any]:
-    """Return (key, value in `one`, value in `other`) for the first key whose values differ; an empty key if none do."""
+    """Return (key, value in `one`, value in `other`) for the first key whose values differ.
+
+    Args:
+        one: a config, or a value in it.
+        other: the config, or the value, to compare with.
+        path: the key of the two values themselves; empty for whole configs.
+
+    Returns:
+        The key in full; ("", None, None) if all values are equal.
+    """
     if isinstance(one, dict) and isinstance(other, dict):
         for key in (*one, *(key for key in other if key not in one)):
             found = first_difference(one.get(key), other.get(key), f"{path}.{key}" if path else key)
@@ -338,7 +355,7 @@ def describe_model(model: torch.nn.Module) -> str:
 
 
 class CrashedError(Exception):
-    """Raised when an error, which is the `__cause__`, has ended a run; `result` is the run's result up to that step."""
+    """Raised when an error has ended a run; `__cause__` is this error, and `result` the run's result up to then."""
 
     def __init__(self, result: Result):
         super().__init__(result)
@@ -349,9 +366,10 @@ _NOT_HASHED = ("name", "output_root", "resume", "tracking")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Return a hash of `config`, 12 hexadecimal digits, that ignores where the run is written and tracked.
+    """Return a hash of `config` as 12 hexadecimal digits.
 
-    The hash also ignores credentials, so that the saved config, in which they are hidden, has the same hash.
+    The hash does not depend on where the run is written and tracked, nor on credentials. Therefore, the saved config,
+    in which credentials are hidden, has the same hash.
     """
     hashed = redacted_values({key: value for key, value in config.items() if key not in _NOT_HASHED})
     return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()[:12]

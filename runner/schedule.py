@@ -28,7 +28,7 @@ class Schedule:
         check_range(self, "warmup", least=0, most=1)
 
     def factor(self, update: int, num_updates: int) -> float:
-        """Return the factor for `update`, counted from 0, in a run of `num_updates` updates."""
+        """Return the factor for the update with index `update`, counted from 0, in a run of `num_updates` updates."""
         warmup = round(self.warmup * num_updates)
         if update < warmup:
             return (update + 1) / warmup
@@ -39,7 +39,7 @@ class Schedule:
         return 1.0
 
     def set_lr(self, optimizer: torch.optim.Optimizer, update: int, num_updates: int) -> None:
-        """Set the learning rate of `optimizer` for `update`, counted from 0, of `num_updates`."""
+        """Set the learning rate of `optimizer` for an update; see `factor` for the other arguments."""
         factor = self.factor(update, num_updates)
         for group in optimizer.param_groups:
             group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
@@ -67,9 +67,9 @@ class OneCycle(Schedule):
     momentum. `optimizer.lr` is the maximum learning rate.
 
     Args:
-        rise: fraction of the updates after the warm-up until the learning rate is at its maximum.
-        start_div: the maximum divided by the initial learning rate.
-        final_div: the initial divided by the final learning rate.
+        rise: the fraction of the updates over which the learning rate rises to its maximum; the warm-up is not counted.
+        start_div: the maximum learning rate divided by the initial one.
+        final_div: the initial learning rate divided by the final one.
     """
 
     rise: float = 0.3
@@ -95,7 +95,7 @@ class Step(Schedule):
     """Step decay: the factor is multiplied by `gamma` at each milestone (`torch.optim.lr_scheduler.MultiStepLR`).
 
     Args:
-        milestones: fractions of the updates after the warm-up, in increasing order.
+        milestones: fractions of the updates, in increasing order; the updates of the warm-up are not counted.
         gamma: multiplier at each milestone.
     """
 

@@ -44,10 +44,10 @@ def uniforms(seed: int, epochs: torch.Tensor, samples: torch.Tensor, count: int)
 
 
 def random_bytes(seed: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return `count` uniform random bytes, which are the same on every device: `device` hashes their indices.
+    """Return `count` uniform random bytes, which depend only on `seed`, not on the device.
 
     Returns:
-        uint8 [count].
+        uint8 [count], on `device`.
     """
     words = torch.empty(-(-count // 8), dtype=torch.int64, device=device)
     for start in range(0, len(words), _CHUNK):  # bounds the memory of the hash's temporaries

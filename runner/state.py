@@ -171,7 +171,15 @@ class State:
 
 
 def _check_shared(checkpoint: Checkpoint, num_metrics: int) -> None:
-    """Check the part of `checkpoint` that all ranks share, before any of it is loaded."""
+    """Check the part of `checkpoint` that all ranks share, before any part of the checkpoint is loaded.
+
+    Args:
+        checkpoint: the checkpoint.
+        num_metrics: number of training metrics of the workload.
+
+    Raises:
+        UnexpectedContentError: if a value does not have the expected form.
+    """
     shared, step = checkpoint.state, checkpoint.step
     like = {"optimizer": {str: dict}, "precision": dict, "window": TensorSpec(torch.float32, (None, num_metrics))}
     like |= {"logged": int, "metrics": {str: float}, "best": dict}
@@ -186,7 +194,7 @@ def _check_shared(checkpoint: Checkpoint, num_metrics: int) -> None:
 
 
 def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dict[str, Any]]) -> str:
-    """Return the name of the first tensor of the model or the optimizer state that is not finite; empty if all are."""
+    """Return the name of the first tensor of the model or the optimizer that is not finite; empty if all are finite."""
     named = [
         *tensors.items(),
         *((f"{key} of {name}", t) for name, state in optimizer_state.items() for key, t in state.items()),
@@ -195,7 +203,7 @@ def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dic
 
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the states of the default random number generators, which dropout and exploration use."""
+    """Return the states of torch's default random number generators (used by dropout, for example), by device type."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)

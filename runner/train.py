@@ -133,8 +133,15 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
 
     Nothing here waits for the device: the metric sums and the gradient norm stay on the device until a log is due.
 
+    Args:
+        state: the training state, which is updated.
+        batches: yields the micro-batches of this process.
+        step: the step, or the round of steps.
+        log_due: whether the step is logged, so that the gradient norm is needed.
+
     Returns:
-        The gradient norm before clipping, a scalar on the device; None if it is neither logged nor clipped.
+        The gradient norm before clipping, a scalar on the device; None if it was not computed, because the step is not
+        logged and gradients are not clipped.
     """
     session, run, model = state.session, state.session.run, state.model
     for micro in step.micro_batches:
@@ -154,7 +161,7 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
 
 
 def log_training(state: State, recorder: Recorder, progress: Progress, norm: torch.Tensor | None) -> None:
-    """Log one point of every training curve."""
+    """Log one point of every training curve; `norm` is the gradient norm of the last step."""
     run, step = state.session.run, state.step
     means = state.flush_metrics()
     state.metrics |= means
@@ -192,7 +199,7 @@ def introduce(state: State, recorder: Recorder) -> None:
 
 
 def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
-    """Save this process's batch of `step`, in which the run diverged, for inspection."""
+    """Save this process's batch of `step`, in which the run diverged, unless the workload cannot load it again."""
     batch = session.run.workload.diverged_batch(session.plan, step, session.device)
     if batch is not None:
         path = directory / f"diverged_step_{step:08d}_rank_{session.rank}.pt"
@@ -201,7 +208,7 @@ def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
 
 
 def refused_by_torch(run: Run, error: Exception) -> ConfigError | None:
-    """Return a config error if `error` means that torch rejects the config in the first step; otherwise None."""
+    """Return a config error if `error` shows that torch cannot train with the config; otherwise None."""
     if run.deterministic and (why := torch_errors.nondeterministic_operation(error)):
         return ConfigError("deterministic", True, why, "set deterministic=false, or choose another model")
     if torch_errors.is_single_value_batch_norm(error):
