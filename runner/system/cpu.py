@@ -49,6 +49,14 @@ def allowed_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def usable_core_numbers() -> list[int]:
+    """Return the numbers of the logical cores that this process may keep busy; as many as its CPU quota allows."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    numbers = sorted(affinity(0)) if affinity else list(range(os.cpu_count() or 1))
+    quota = _quota_cores()
+    return numbers if quota is None else numbers[: max(1, int(quota))]
+
+
 def usable_cores(processor: dict[str, Any]) -> float:
     """Return how many cores this process may keep busy, given its affinity mask and its control group's CPU quota.
 

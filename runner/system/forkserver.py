@@ -22,8 +22,8 @@ METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods()
 def start_server(*modules: str) -> None:
     """Start the fork server, unless it is running already, and let it import `modules` in the background.
 
-    Its children start with stop signals blocked: the terminal sends Ctrl-C to the whole process group, but only the
-    main process should handle the signal, and then stop the children.
+    The server's children start with stop signals blocked: the terminal sends Ctrl-C to the whole process group, but
+    only the main process should handle the signal, and then stop the children.
     """
     if METHOD != "forkserver":
         return
@@ -39,6 +39,21 @@ def start_server(*modules: str) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def become_command() -> None:
+    """Let this child of the fork server run a command: as if it had been started from a shell, in the background.
+
+    It gets a session of its own, so that the terminal's Ctrl-C does not reach it, and receives stop signals.
+    """
+    os.setsid()
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nowhere, 0)
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # it is the main process of its run
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def death_of_server() -> str:
