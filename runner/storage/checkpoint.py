@@ -66,8 +66,8 @@ class Checkpoints:
 
     Args:
         directory: the run directory.
-        keep: number of newest checkpoints to keep, in addition to the checkpoint with the best evaluation. With 0, one
-            is kept until the run is done, and none afterwards.
+        keep: number of newest checkpoints to keep, in addition to the checkpoint with the best evaluation. With 0, the
+            newest one is kept until the run is done.
         rank: the rank of this process.
         world_size: the number of ranks, all of which must call `save`.
         barrier: waits for all ranks.
@@ -90,11 +90,13 @@ class Checkpoints:
         self.config_hash, self.config = config_hash, config
 
     def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> Path:
-        """Write `checkpoint`, and return its path once it is synced to disk.
+        """Write `checkpoint`, sync it to disk, delete old checkpoints, and return the path of the new checkpoint.
+
+        Every rank must call this.
 
         Args:
-            checkpoint: the content; only `local` has to differ between ranks.
-            best_step: a step whose checkpoint must not be deleted.
+            checkpoint: the content. Each rank writes its own `local`; rank 0 writes everything else.
+            best_step: the step of the checkpoint with the best evaluation, which is not deleted; None if there is none.
 
         Raises:
             StorageError: if the disk is full or fails; earlier checkpoints are not affected.
@@ -145,7 +147,7 @@ class Checkpoints:
         sync(self.root)
 
     def delete_leftovers(self) -> None:
-        """Delete what an interrupted save or deletion has left; what cannot be deleted is named in a warning."""
+        """Delete the files that an interrupted save or deletion has left behind; if this fails, log a warning."""
         try:
             if self.rank == 0:
                 _remove(self.root, [])
@@ -197,10 +199,7 @@ class Checkpoints:
 
 
 def delete_all(directory: Path) -> None:
-    """Delete all checkpoints of the run at `directory`, which is done with `keep=0` after the result is written.
-
-    If deleting fails, log a warning instead of raising an error.
-    """
+    """Delete all checkpoints in the run directory `directory`; if this fails, log a warning."""
     root = directory / "checkpoints"
     try:
         _remove(root, _steps(root))

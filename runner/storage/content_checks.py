@@ -17,19 +17,19 @@ _INTERCHANGEABLE = {"torch.float32", "torch.float64"}
 
 
 class UnexpectedContentError(RuntimeError):
-    """A value of a checkpoint has another type, shape or dtype than the state that it is to be loaded into."""
+    """Raised when a value in a checkpoint does not have the expected form, such as a type, shape or dtype."""
 
 
 CONTENT_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What loading a value raises that has another type or size than expected."""
+"""The exceptions that may be raised when a value of an unexpected type or size is loaded."""
 
 
 class TensorSpec(NamedTuple):
-    """Any dense, contiguous tensor on the CPU whose elements are finite.
+    """A specification of a tensor, which must be dense, contiguous, on the CPU and finite.
 
     Args:
-        dtype: its dtype; float32 and float64 stand for each other.
-        shape: its shape; None for a dimension of any size.
+        dtype: the dtype of the tensor; float64 is also accepted for float32, and float32 for float64.
+        shape: the shape of the tensor; None for a dimension of any size.
     """
 
     dtype: torch.dtype
@@ -37,18 +37,25 @@ class TensorSpec(NamedTuple):
 
 
 def check_like(value: Any, like: Any, where: str) -> None:
-    """Check that a value from a checkpoint has the form of `like`.
+    """Check that a value from a checkpoint has the form that `like` describes.
+
+    These are the forms of `like`:
+
+    - a tensor or a `TensorSpec`: the value must be a tensor of the same shape and dtype;
+    - a dict: the value must be a dict with the same keys, and each item must have the form of the item in `like`;
+    - `{str: form}`: the value must be a dict with strings as keys, and each item must have the form `form`;
+    - `[form]`: the value must be a list of any length, and each item must have the form `form`;
+    - a tuple: the value must be a tuple of the same length, and each item must have the form of the item in `like`;
+    - a type: the value must have exactly this type. `float` also allows an int, `object` allows anything, and NaN is
+      never allowed.
 
     Args:
-        value: the value; only the parts that `like` names are looked at, so a deep or cyclic value does no harm.
-        like: a tensor, for one of its shape and dtype, or a `TensorSpec`; a dict, for one with the same keys and with
-            values like its values; `{str: like}`, for one with any names; `[like]`, for a list of any length; a tuple,
-            for one of the same length; a type, for a value of this type, where `float` includes integers but not NaN,
-            and `object` is anything.
-        where: what the value is called in the error message.
+        value: the value. Only the parts that `like` describes are examined, so a deep or cyclic value does no harm.
+        like: the form.
+        where: the name of the value in the error message.
 
     Raises:
-        UnexpectedContentError: if it differs.
+        UnexpectedContentError: if `value` has another form.
     """
     if isinstance(like, torch.Tensor):
         like = TensorSpec(like.dtype, tuple(like.shape))
@@ -63,13 +70,18 @@ def check_like(value: Any, like: Any, where: str) -> None:
 
 
 def check_plain(content: Any, where: str) -> None:
-    """Check that `content` consists of plain values and tensors, so that all of it can be looked at.
+    """Check that `content` consists of plain values and tensors, and that all of it can be examined in a short time.
 
-    A list that contains another one many times takes little memory, but any amount of time; so may a tensor whose
-    elements share memory.
+    If a list contains the same list many times, or the elements of a tensor share memory, the content takes little
+    memory, but examining it may take any amount of time.
+
+    Args:
+        content: what was loaded from a file.
+        where: the name of the content in the error message.
 
     Raises:
-        UnexpectedContentError: if it does not, or if it has more values than any run saves.
+        UnexpectedContentError: if there is any other object, a tensor whose elements share memory, or more values than
+            any run saves.
     """
     remaining, count = [(content, 0)], 0
     while remaining:
@@ -92,15 +104,20 @@ def check_plain(content: Any, where: str) -> None:
 def check_count(value: Any, where: str, most: float = math.inf) -> None:
     """Check that a value from a checkpoint is an integer from 0 to `most`.
 
+    Args:
+        value: the value.
+        where: the name of the value in the error message.
+        most: the largest allowed integer.
+
     Raises:
-        UnexpectedContentError: if it is not.
+        UnexpectedContentError: if the value is anything else.
     """
     _check_type(value, int, where)
     _require(0 <= value <= most, where, "a negative or too large number", f"a count of at most {most}")
 
 
 def _items(value: Any, like: Any, where: str) -> list[tuple[str, Any, Any]]:
-    """Return (name, item, what it must be like) of a dict, a list or a tuple."""
+    """Return (name, item, form) for each item of `value`, a dict, a list or a tuple; `like` gives the forms."""
     if isinstance(like, dict) and str in like:
         _require(all(type(key) is str for key in value), where, "a dict with other keys", "a dict with names as keys")
         return [(reprlib.repr(key), item, like[str]) for key, item in value.items()]

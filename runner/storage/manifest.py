@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, with the SHA-256 of each file and of itself. They are verified before loading."""
+"""The manifest of a checkpoint: the SHA-256 of each file and of the manifest. Hashes are verified before loading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG = "config.yaml"
 SCHEMA = 2
 
 _MOST_BYTES = 2**24
-"""Size limit of a manifest and of a config. A manifest of this size lists the files of more than 100,000 ranks."""
+"""Size limit of a manifest and of a config in bytes; enough for a manifest with the files of 100,000 ranks."""
 
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 """Error numbers that show that a checkpoint is damaged; other errors, such as a missing permission, do not."""
@@ -32,10 +32,10 @@ class DamagedError(Exception):
 
 
 def manifest_of(directory: Path, **facts: Any) -> str:
-    """Return the text of a manifest.
+    """Return the text of the manifest of a checkpoint.
 
     Args:
-        directory: the checkpoint, all of whose files are hashed.
+        directory: the directory of the checkpoint. The manifest lists the hash of every file in it.
         facts: further keys and values of the manifest.
     """
     files = {path.name: _sha256(path) for path in sorted(directory.iterdir())}
@@ -86,7 +86,13 @@ def untrusted(directory: Path, why: str) -> ConfigError:
 
 @contextmanager
 def _refusals(directory: Path) -> Iterator[None]:
-    """Convert each OSError raised inside the context that shows that a checkpoint is damaged or unsafe to read."""
+    """Convert an OSError raised inside the context.
+
+    Raises:
+        DamagedError: if the OSError shows that the checkpoint is damaged.
+        ConfigError: if the OSError shows that the checkpoint is unsafe to read.
+        OSError: otherwise, unchanged.
+    """
     try:
         yield
     except UnsafeFileError as error:
@@ -130,7 +136,7 @@ def _check(manifest: dict[str, Any], directory: Path) -> None:
 
 
 def _is_entry(entry: tuple[str, Any]) -> bool:
-    """Return whether an entry of `files` consists of a file name without a directory, and a text, the SHA-256."""
+    """Return whether an entry of `files` consists of a file name without a directory, and a text for the SHA-256."""
     name, sha256 = entry
     return bool(re.fullmatch(r"\w[\w.-]*", name, re.ASCII)) and isinstance(sha256, str)
 

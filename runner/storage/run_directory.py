@@ -25,7 +25,7 @@ CONFIG, OVERRIDES, ENVIRONMENT, RESULT = "config.yaml", "overrides.yaml", "envir
 LIMIT_BYTES = 1_000_000
 """Size limit of each of these files; they have only a few kilobytes."""
 _DEFAULTS: dict[str, Any] = {"metrics": {}, "best": {}, "step_seconds": {}, "notes": {}, "config_hash": "", "error": ""}
-"""Keys of a result, with values of their types."""
+"""The default values of some keys of a result. They also give the types of these keys."""
 _LONGEST = 120
 """Length limit of a job's name in bytes: file systems allow 255, but that is too wide for a terminal."""
 
@@ -50,14 +50,14 @@ def unique_name() -> str:
 
 
 def create(parent: Path, name: str | None = None) -> Path:
-    """Create a directory under `parent`, and return its absolute path.
+    """Create a new directory in `parent`, and return the absolute path of the new directory.
 
     Args:
-        parent: created if it does not exist.
-        name: the name of the directory; None for `unique_name()`.
+        parent: a directory, which is created if it does not exist.
+        name: the name of the new directory; None for `unique_name()`.
 
     Raises:
-        ConfigError: if it cannot be created, for example on a read-only or full disk.
+        ConfigError: if the new directory cannot be created, for example on a read-only or full disk.
     """
     why = None
     for _ in range(10):
@@ -77,7 +77,7 @@ def create(parent: Path, name: str | None = None) -> Path:
 def _make(directory: Path) -> None:
     """Create `directory` and its missing parents, and sync the entries of all these directories to disk.
 
-    Without this, a power loss could remove a directory together with files in it that have been synced.
+    Without the sync, a power loss could remove a directory, even if files in it have been synced.
 
     Raises:
         OSError: if `directory` cannot be created, or already exists.
@@ -101,7 +101,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def remove_empty(path: Path, end: Path) -> None:
-    """Remove the directory `path` and its parents, below `end`, as long as they are empty."""
+    """Remove the directory `path` and then each of its parents below `end`; stop at the first that is not empty."""
     with suppress(OSError):  # not empty: another run uses it
         for folder in (path.absolute(), *path.absolute().parents):
             if folder == end:
@@ -125,7 +125,7 @@ def job_name(number: int, overrides: list[str], swept: Collection[str] = ()) -> 
 
 
 def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:
-    """Write the config, and the overrides that the user typed, to the run directory."""
+    """Write `config`, and the `overrides` that the user typed, to files in the run directory `directory`."""
     write_text(directory / OVERRIDES, OmegaConf.to_yaml(OmegaConf.create(overrides)))
     write_text(directory / CONFIG, config_text(config))  # last, because it marks a run directory
 
@@ -140,7 +140,7 @@ def read_result(directory: Path) -> dict[str, Any]:
 
 
 def _is_result(result: Any) -> bool:
-    """Return whether `result` has the types of a result, so that it can be shown."""
+    """Return whether all values in `result` have the right types, so that the result can be shown."""
     if not isinstance(result, dict) or not isinstance(result.get("status"), str) or not is_step(result.get("steps")):
         return False
     best = result.get("best", {})
@@ -157,7 +157,7 @@ def _is_number(value: object) -> bool:
 
 
 def is_step(value: object) -> bool:
-    """Return whether `value` is a valid number of steps, that is, an integer from 0."""
+    """Return whether `value` is a valid number of steps, that is, a non-negative integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -184,7 +184,7 @@ def lock(directory: Path) -> IO[str] | None:
         The open lock file; None if another process holds the lock.
 
     Raises:
-        OSError: if there is no file to lock and none can be made.
+        OSError: if the lock file cannot be opened or created.
     """
     path = directory / ".lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)

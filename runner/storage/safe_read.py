@@ -52,7 +52,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 @contextmanager
 def utf8_path(path: Path) -> Iterator[Path]:
-    """Yield a path of the same file that is UTF-8, as libraries that are not written in Python need it."""
+    """Yield a path that leads to the file `path` and is valid UTF-8, because some libraries accept no other path."""
     try:
         str(path).encode()
     except UnicodeEncodeError:  # only Linux has such names

@@ -42,7 +42,7 @@ def parse_config(content: bytes) -> dict[str, Any]:
     Interpolations (`${…}`) are returned as text.
 
     Raises:
-        UnreadableConfigError: if its SHA-256 differs, it is no mapping, or it has tags, anchors or aliases.
+        UnreadableConfigError: if the config has another SHA-256 than recorded, or is no mapping of plain values.
     """
     try:
         text = content.decode()
@@ -62,7 +62,7 @@ def parse_config(content: bytes) -> dict[str, Any]:
 
 
 def _check_plain(text: str) -> None:
-    """Refuse YAML that is not a mapping, or has tags, which construct objects, or anchors and aliases."""
+    """Raise an `UnreadableConfigError` if a YAML text is no mapping, is nested too deeply, or has tags or anchors."""
     depth, count = 0, 0
     for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader), start=1):
         if count == 3 and not isinstance(event, yaml.MappingStartEvent):  # after those of the stream and the document

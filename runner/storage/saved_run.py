@@ -15,7 +15,13 @@ from runner.storage.saved_config import UnreadableConfigError, is_sealed, parse_
 
 
 class SavedConfig(NamedTuple):
-    """The config of a run, the file from which it was read, and why the files tried before this one were rejected."""
+    """The config of a run, as read from a file.
+
+    Args:
+        values: the config as plain values.
+        file: the path of the file.
+        unreadable: for each file that was tried before this one, why it was rejected.
+    """
 
     values: dict[str, Any]
     file: Path

@@ -26,7 +26,8 @@ def load_tensors(path: Path) -> Any:
     Tensors are memory-mapped instead of read, so that no tensor can claim more bytes than the file has.
 
     Raises:
-        UnusualFileError: if the file is a zip archive with compressed or overlapping entries, or with other objects.
+        UnusualFileError: if the file is a zip archive whose entries are compressed or overlap, or contain objects other
+            than tensors and plain values.
         OSError: if the file cannot be read.
         Exception: whatever torch raises for other content.
     """
@@ -36,7 +37,10 @@ def load_tensors(path: Path) -> Any:
 
 
 def _checked(path: Path) -> bool:
-    """Check a zip archive, and return True; return False for any other file, such as one of PyTorch 1.5 or earlier."""
+    """Return whether the file at `path` is a zip archive; before returning True, check the entries of the archive.
+
+    Files of PyTorch 1.5 or earlier are not zip archives.
+    """
     with open_regular(path) as file:
         if not zipfile.is_zipfile(file):
             return False

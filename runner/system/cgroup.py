@@ -13,7 +13,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def cgroup_limits(controller: str, *names: str) -> Iterator[list[str]]:
-    """For this process's control group and each of its ancestors, yield the words in the files `names`.
+    """Yield the words in the files `names`: first of this process's control group, then of each ancestor of the group.
 
     Args:
         controller: the controller to which the files belong, `cpu` or `memory`.

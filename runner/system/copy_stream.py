@@ -31,11 +31,11 @@ class NoCopy:
     """The base class of copy streams. It copies nothing, because source and target are the same device."""
 
     def send(self, tensors: Tensors) -> Transfer:
-        """Queue copies of `tensors`; they start once the current stream of their device has computed the tensors."""
+        """Queue copies of `tensors`. Copying starts once the current stream of the source device has computed them."""
         return Transfer(tensors, tensors, None)
 
     def receive(self, transfer: Transfer) -> Tensors:
-        """Return the copies, and make the current stream of the target device wait for them. The host does not wait."""
+        """Return the copies. The current stream of the target device waits for the copies; the host does not wait."""
         return transfer.result
 
     def close(self) -> None:
@@ -81,8 +81,13 @@ class CopyStream(NoCopy):
 class PeerCopyStream(CopyStream):
     """A stream for copies from one CUDA device to another.
 
-    torch makes the current streams of both devices wait for a copy between them. The copy therefore runs while
-    separate streams are the current ones, so that the streams that compute do not wait.
+    When torch copies a tensor between two devices, it makes the current stream of each device wait. During a copy, this
+    class therefore makes separate streams the current streams, so that the streams of the computation do not wait.
+
+    Args:
+        source: the CUDA device to copy from.
+        target: the CUDA device to copy to.
+        cuda: `torch.cuda`, or a substitute in tests.
     """
 
     def __init__(self, source: torch.device, target: torch.device, cuda: Any):
@@ -100,9 +105,11 @@ class PeerCopyStream(CopyStream):
 
 
 def copy_stream(source: torch.device, target: torch.device, cuda: Any = None) -> NoCopy:
-    """Return a stream for copies from the CUDA device `source` to `target`; it copies nothing if they are the same.
+    """Return a stream for copies between two CUDA devices.
 
     Args:
+        source: the CUDA device to copy from.
+        target: the CUDA device to copy to. If this is also `source`, the returned stream copies nothing.
         cuda: `torch.cuda`, or a substitute in tests.
     """
     return NoCopy() if source == target else PeerCopyStream(source, target, cuda or torch.cuda)

@@ -22,8 +22,8 @@ METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods()
 def start_server(*modules: str) -> None:
     """Start the fork server, unless it is running already, and let it import `modules` in the background.
 
-    The server's children start with stop signals blocked: the terminal sends Ctrl-C to the whole process group, but
-    only the main process should handle the signal, and then stop the children.
+    Its children start with stop signals blocked: the terminal sends Ctrl-C to the whole process group, but only the
+    main process should handle the signal, and then stop the children.
     """
     if METHOD != "forkserver":
         return

@@ -17,8 +17,8 @@ from typing import Any
 class _Lazy(ModuleType):
     """A package that is loaded at the first access to an attribute that it does not have yet.
 
-    `importlib.util.LazyLoader` would load it too early before Python 3.12: at the second `import` statement, because
-    that statement reads `__spec__`.
+    Before Python 3.12, `importlib.util.LazyLoader` would load the package too early: at the second `import` statement,
+    which reads `__spec__`.
     """
 
     def __getattr__(self, name: str) -> Any:

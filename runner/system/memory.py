@@ -16,8 +16,8 @@ _PROC = Path("/proc/self")
 def usage(device: torch.device) -> dict[str, float]:
     """Return the memory usage on `device` in bytes, by TensorBoard tag, without waiting for the device.
 
-    `memory/peak` is the maximum since `reset_peak`: on CUDA, of the memory that the caching allocator has allocated for
-    tensors; on a CPU, of the resident set size of the process.
+    On CUDA, `memory/peak` is the maximum, since `reset_peak`, of the memory that the caching allocator has allocated
+    for tensors; on a CPU, it is the maximum of the resident set size of the process.
     """
     if device.type == "cuda":
         return {
@@ -46,7 +46,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def host_memory() -> dict[str, int | None]:
-    """Return the main memory in bytes: total, available, and the limit of this process's control group (None: none)."""
+    """Return the main memory in bytes: total, available, and the limit of this process's control group or None."""
     import psutil  # imported here, because only the environment report needs it
 
     machine = psutil.virtual_memory()
@@ -61,7 +61,7 @@ def host_memory() -> dict[str, int | None]:
 
 
 def _process(field: str) -> float:
-    """Return `field` of /proc/self/status in bytes; where there is no such file, the peak that `getrusage` reports."""
+    """Return `field` of /proc/self/status in bytes; without such a file, the peak memory that `getrusage` reports."""
     try:
         status = (_PROC / "status").read_text()
         return 1024.0 * int(status.split(f"{field}:")[1].split()[0])

@@ -77,7 +77,7 @@ def source(root: Path = _ROOT) -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions of Python, the operating system and the packages; None for packages that are missing."""
+    """Return the versions of Python, the operating system and `PACKAGES`; None for packages that are not installed."""
     return {
         "runner": runner.__version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
@@ -110,8 +110,8 @@ def collect_findings(findings: list[str], what: str) -> Iterator[None]:
     """Append errors and warnings from the context to `findings`, so that a broken driver does not end the report.
 
     Args:
-        findings: the list of findings, each of which is one line.
-        what: the prefix of each appended finding.
+        findings: the list to which each error or warning is appended as one line.
+        what: the prefix of each appended line.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

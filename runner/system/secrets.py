@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 MASK = "***"
-"""The replacement of a credential. An override that contains it can be parsed, but must be typed again to be used."""
+"""The text that replaces a credential. Overrides with this text can be parsed, but the user has to type them again."""
 
 _NAME = (
     r"(?P<name>passwords?|passwd|passphrase|secrets?|credentials?|authorization|connection[_-]?string"
@@ -69,7 +69,11 @@ def redacted(text: str) -> str:
 
 
 def redacted_values(config: Any) -> Any:
-    """Return a copy of `config`, plain dicts and lists or a list of overrides, with credentials replaced by `***`."""
+    """Return a copy of `config` with credentials replaced by `***`.
+
+    Args:
+        config: plain values, nested in dicts and lists; or a list of overrides.
+    """
     if isinstance(config, dict):
         return {key: _redacted_value(str(key), value) for key, value in config.items()}
     if isinstance(config, list | tuple):

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 PAUSES = ("log", "evaluate", "checkpoint")
-"""Sections of the training loop that throughput and step times exclude."""
+"""Sections of the training loop that are not counted in throughput and step times."""
 
 
 class Section:
@@ -24,7 +24,7 @@ class Section:
 
 
 class SectionTimer:
-    """A timer whose section times exclude nested sections, so that they add up to the time since `reset`.
+    """A timer for sections. The time of a section excludes nested sections: all times add up to the time since `reset`.
 
     Entering a section takes 0.5 µs, little enough for the training loop. On an accelerator, the timer measures how long
     the host takes to queue the work, unless `synchronize` makes each switch between sections wait for the device.
@@ -55,7 +55,7 @@ class SectionTimer:
         return before
 
     def section(self, name: str) -> Section:
-        """Count an entry into the section `name`, and return its context manager: `with timer.section("data"): …`."""
+        """Return the context manager of the section `name`, and count this call: `with timer.section("data"): …`."""
         self.calls[name] += 1
         section = self._sections.get(name)
         if section is None:

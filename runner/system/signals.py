@@ -134,8 +134,8 @@ class CommandSignals(StopRequest):
 def run_main(main: Callable[[], int]) -> int:
     """Run `main`, the only work of this process, with handlers for stop signals, and return its exit code.
 
-    After `main`, stop signals are ignored: Python takes a second to exit, and restores default handlers meanwhile, with
-    which a signal would kill the process.
+    After `main`, stop signals are ignored. Python takes a second to exit, and restores the default handlers in this
+    time; with these handlers, a signal would kill the process.
     """
     command = CommandSignals().__enter__()  # never left
     try:
@@ -151,7 +151,7 @@ def run_main(main: Callable[[], int]) -> int:
 
 
 def before_training() -> None:
-    """Let stop signals end the command at once, until a `StopRequest` is entered.
+    """Let stop signals end the command at once, until the training loop enters a `StopRequest`.
 
     Raises:
         SystemExit: if a stop signal was received during the previous job of a sweep.

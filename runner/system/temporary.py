@@ -16,7 +16,7 @@ _LOCK = "runner.lock"
 
 
 def claim_directory(path: str) -> bool:
-    """Lock the temporary directory `path` until this process ends, and return whether this call has locked it."""
+    """Lock the temporary directory `path` until this process ends; return False if it is locked or cannot be locked."""
     lock = Path(path) / _LOCK
     with suppress(OSError):  # without a lock, the directory is left behind after a kill, and nothing else
         if lock.exists():

@@ -22,7 +22,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def nondeterministic_operation(error: BaseException) -> str:
-    """Return the message if `error` is about an operation without a deterministic implementation; otherwise empty.
+    """Return the message of `error` if an operation has no deterministic implementation; otherwise an empty text.
 
     `torch.use_deterministic_algorithms` makes such operations raise a RuntimeError. No torch issue known.
     """
