@@ -55,10 +55,18 @@ class Parallel:
         return Layout()
 
     def check(self, context: Context) -> None:
-        """Run the checks that need the devices and the other components, before any data is read."""
+        """Run the checks that need the devices and the other components, before any data is read.
+
+        Raises:
+            ConfigError: if a check fails.
+        """
 
     def check_workload(self, context: Context) -> None:
-        """Run the checks that need the workload's data."""
+        """Run the checks that need the workload's data.
+
+        Raises:
+            ConfigError: if a check fails.
+        """
 
     def num_microbatches(self, context: Context) -> int:
         """Return the number of parts into which the mode itself splits each micro-batch of the plan."""
@@ -68,8 +76,8 @@ class Parallel:
         """Move, wrap, shard or split the model, as the mode requires.
 
         Returns:
-            The module whose parameters are trained, under their original names. A wrapper, such as DDP, is not
-            returned, but kept by the mode.
+            The module whose parameters are trained, under their original names. If the mode wraps the module, as DDP
+            does, the mode keeps the wrapper and does not return it.
         """
         self._context = context
         return self._place(model, context)
@@ -81,7 +89,9 @@ class Parallel:
         return model
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
-        """Run a micro-batch forward and backward; its gradients are weighted by its share of the global batch.
+        """Run the forward and the backward pass of a micro-batch, and add its gradients to those of the parameters.
+
+        The gradients are weighted by the fraction of the global batch that is in the micro-batch.
 
         Args:
             model: the model that `place` returned.
@@ -95,7 +105,13 @@ class Parallel:
         return self._accumulate(model, batch, micro.weight)
 
     def _accumulate(self, module: torch.nn.Module, batch: Any, weight: float) -> torch.Tensor:
-        """Run `batch` forward and backward through `module`, the model or its wrapper, with its loss times `weight`."""
+        """Run the forward and the backward pass of a micro-batch, and return its metric sums.
+
+        Args:
+            module: the model, or the wrapper of the model.
+            batch: the micro-batch.
+            weight: factor by which the loss is multiplied.
+        """
         workload, precision = self._context.workload, self._context.precision
         with timer.section("forward"), precision.autocast():
             loss, sums = workload.loss(module, batch)
@@ -117,7 +133,13 @@ class Parallel:
         return full_state.full_tensor(norm)
 
     def combine_overflow(self, found_inf: torch.Tensor) -> None:
-        """Set `found_inf`, a scalar on the device, to its maximum over the ranks that hold parts of one gradient."""
+        """Set `found_inf`, an overflow flag, to its maximum over the ranks that hold different gradients of one model.
+
+        In most modes there are no such ranks, and nothing is done.
+
+        Args:
+            found_inf: 0 or 1, float32 scalar on the device; changed in place.
+        """
 
     def infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs of `model` for `inputs`, in an evaluation."""
@@ -163,7 +185,7 @@ class Parallel:
         tensors: TensorDict,
         optimizer_state: dict[str, Any],
     ) -> None:
-        """Load a state that `full_state` returned, under this mode or another.
+        """Load the model's tensors and the optimizer state that `full_state` returned, in this mode or another one.
 
         Raises:
             RuntimeError: if names or shapes differ from those of the model.
@@ -175,11 +197,14 @@ class Parallel:
         return {}
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load `state`, a result of `local_state`, after the full state; it is empty if this rank saved nothing."""
+        """Load `state`, which `local_state` returned; called after `load_full_state`.
+
+        If the checkpoint has no state of this rank, `state` is empty.
+        """
 
 
 def move(model: torch.nn.Module, device: torch.device, channels_last: bool) -> None:
-    """Move `model` to `device` and, with `channels_last`, to the NHWC memory format."""
+    """Move `model` to `device`, and convert it to the NHWC memory format if `channels_last` is true."""
     model.to(device)
     if channels_last:
         # torch's annotations have no overload of `to` with only a memory format

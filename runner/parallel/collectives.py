@@ -28,21 +28,27 @@ class Collectives:
     world_size = 1
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
-        """Return the sums over all ranks, by name. Sums divided by counts are exact means, even for unequal shards."""
+        """Return the sum of each tensor over all ranks, by name.
+
+        Metrics are passed as sums and counts, so that the means are exact even if the ranks have unequal shards.
+        """
         return sums
 
     def local_share(self, total: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of `total`, a result of `all_reduce`; an all-reduce of the shares gives `total`."""
+        """Return this rank's share of `total`. An all-reduce of the shares of all ranks gives `total`."""
         return total
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Set `tensor` to its elementwise maximum over all ranks, in place."""
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> None:
-        """Set `tensor` to its mean over all ranks, in place. In float64, a value equal on all ranks does not change."""
+        """Set `tensor` to its elementwise mean over all ranks, in place.
+
+        The mean is computed in float64, so that a value that is the same on all ranks does not change.
+        """
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether any rank has set `flag`, the same on all ranks; the result may lag behind by some calls."""
+        """Return whether `flag` is true on any rank. All ranks get the same result, maybe of an earlier call."""
         return flag
 
     def barrier(self) -> None:
@@ -59,11 +65,11 @@ class Collectives:
         return make()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the `value` of each rank, in the order of the ranks; see `encoding` for the types that can be sent."""
+        """Return the `value` of each rank, in the order of the ranks; see `json_encoding.encode` for the types."""
         return [value]
 
     def gather_to_rank0(self, tensors: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the tensors of all ranks, by name, on rank 0, and an empty dict on other ranks.
+        """Return on rank 0 the tensors of all ranks by name, and on other ranks an empty dict.
 
         Args:
             tensors: this rank's tensors, on the CPU, or plain values, by name. If several ranks use the same name, the
@@ -83,7 +89,7 @@ class _TensorSpec(NamedTuple):
 
     @staticmethod
     def of(value: Any) -> Any:
-        """Return the spec of a tensor, or any other value unchanged."""
+        """Return the spec of `value` if it is a tensor; otherwise return `value` itself."""
         return _TensorSpec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
@@ -92,7 +98,8 @@ class ProcessGroup(Collectives):
 
     Args:
         timeout: seconds that a rank waits for the others.
-        shared_state: shared memory that the launcher has allocated for all processes of this machine.
+        shared_state: shared memory that the launcher has allocated for all processes of this machine; not used in this
+            class, but in a subclass.
     """
 
     def __init__(self, timeout: float, shared_state: Any = None):
@@ -118,7 +125,7 @@ class ProcessGroup(Collectives):
         tensor.copy_(total / self.world_size)
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether any rank set `flag` in the previous call, whose all-reduce overlaps with a training step."""
+        """Return whether `flag` was true on any rank in the previous call; its all-reduce overlaps with a step."""
         ours = torch.tensor(int(flag))
         work = torch.distributed.all_reduce(ours, torch.distributed.ReduceOp.MAX, async_op=True)
         (previous, previous_work), self._pending = self._pending or (torch.tensor(0), None), (ours, work)
@@ -179,12 +186,12 @@ class ProcessGroup(Collectives):
             self._pending = None
 
     def forget(self) -> None:
-        """Drop pending operations, because they will not complete."""
+        """Drop pending operations without waiting for them; called if they will not complete."""
         self._pending = None
 
 
 def _broadcast(message: bytes) -> bytes:
-    """Broadcast the `message` of rank 0 over gloo, and return it; other ranks' arguments are ignored."""
+    """Broadcast the `message` of rank 0 over gloo, and return this message; what other ranks pass is ignored."""
     sent = _bytes_to_tensor(message)
     size = torch.tensor([len(sent)])
     torch.distributed.broadcast(size, 0)
@@ -199,10 +206,10 @@ def _bytes_to_tensor(message: bytes) -> torch.Tensor:
 
 
 def _checked(num_bytes: int) -> int:
-    """Return `num_bytes`, the size of a message from another rank, after a check.
+    """Return `num_bytes`, the size of a message from another rank, if it is within the limit.
 
     Raises:
-        ValueError: if no rank of this run would send a message of this size.
+        ValueError: if `num_bytes` is negative or greater than `_MOST_BYTES`.
     """
     if not 0 <= num_bytes <= _MOST_BYTES:
         raise ValueError(f"a message of {num_bytes} bytes from another rank: at most {_MOST_BYTES} are read")

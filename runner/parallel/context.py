@@ -20,8 +20,9 @@ class Process(NamedTuple):
     Args:
         rank_info: the rank of the process.
         devices: the devices on which the process computes; the first one holds its batches and its metrics.
-        collectives: the collectives that connect it to the other processes.
-        shared_state: shared memory that the launcher has allocated for all processes of this machine, or None.
+        collectives: the collectives that connect the process to the other processes.
+        shared_state: shared memory that the launcher has allocated for all processes of this machine; None if the mode
+            needs none.
     """
 
     rank_info: RankInfo
@@ -34,15 +35,15 @@ class Layout(NamedTuple):
     """One process's share of the work; the defaults describe a run with a single process."""
 
     data_shard: tuple[int, int] = (0, 1)
-    """(index, count): the process trains on shard `index` of `count` of every global batch."""
+    """(index, count): every global batch is divided into `count` shards, and the process trains on shard `index`."""
     step_shard: tuple[int, int] = (0, 1)
-    """(index, count): the process trains on every `count`-th global batch, from batch `index` on."""
+    """(index, count): the process trains on every `count`-th global batch, starting with batch `index`."""
     eval_shard: tuple[int, int] = (0, 1)
-    """(index, count): the process evaluates shard `index` of `count` of the held-out data."""
+    """(index, count): the held-out data is divided into `count` shards, and the process evaluates shard `index`."""
     seed_offset: int = 0
-    """A number that is added to the run's seed, if processes train different models."""
+    """A number that is added to the run's seed; 0, unless the processes train different models."""
     rng_stream: int = 0
-    """The process's stream of random numbers after the weights are initialized (dropout, exploration)."""
+    """The index of the random number stream that the process uses after the initialization of the weights."""
     non_equivalence_reason: str = ""
     """Why the results differ from those of a single device; empty if they are the same up to rounding."""
 

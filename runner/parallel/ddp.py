@@ -114,6 +114,9 @@ class DDP(MultiProcess):
 
 
 def _no_buffer_broadcast() -> dict[str, Any]:
-    """Return DDP's option, renamed in torch 2.14, not to broadcast buffers: they are averaged before use instead."""
+    """Return the keyword argument that keeps DDP from broadcasting buffers, which are averaged before use instead.
+
+    torch 2.14 has renamed this argument.
+    """
     options = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False}

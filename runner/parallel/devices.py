@@ -11,10 +11,11 @@ from runner.device import Device
 
 
 def devices_of_one_process(choice: Device) -> list[torch.device]:
-    """Return the GPUs that `choice` selects, by default all visible GPUs; if it selects no GPU, its device alone.
+    """Return the GPUs that `choice` selects (by default, all visible GPUs), or else the one device that it selects.
 
     Raises:
-        ConfigError: if a device does not exist, or the environment hides every GPU and the CPU was not chosen.
+        ConfigError: if a device does not exist, or `CUDA_VISIBLE_DEVICES` hides every GPU although the CPU was not
+            chosen.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     why = f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU, and there is nothing to spread the work over"

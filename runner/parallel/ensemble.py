@@ -36,8 +36,8 @@ class Ensemble(MultiProcess):
     evaluation covers each member and the ensemble: `eval/accuracy` is the accuracy of the vote,
     `eval/member_0/accuracy` is the accuracy of the first member, and `eval/disagreement` is the fraction of the
     members' predictions that differ from the vote. Training curves are means over the members. The model in a
-    checkpoint is the first member, from which every other mode can resume; each other member is in the file of its
-    rank.
+    checkpoint is the first member, from which every other mode can resume; the other members are in the files of their
+    ranks (`rank_1.pt`, …).
     """
 
     description: ClassVar[str] = "ensemble"
@@ -65,7 +65,8 @@ class Ensemble(MultiProcess):
 
         Args:
             model: this process's member.
-            tally: int64 [2], updated in place: number of predictions that differ from the vote, and of all predictions.
+            tally: the number of predictions that differ from the vote, and the number of all predictions: int64 [2],
+                updated in place.
             inputs: inputs of the model.
         """
         own = model(inputs).float().contiguous()

@@ -14,7 +14,7 @@ import torch
 from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_like
 
 _PROBE = (3, 5)
-"""The shape of a test parameter: in an optimizer's state, only a tensor that is shaped like the parameter has it."""
+"""The shape of a test parameter. In an optimizer's state, only tensors shaped like the parameter have this shape."""
 
 TensorDict = dict[str, "torch.Tensor"]
 """Tensors of a model by name, without the prefix of a wrapper."""
@@ -25,7 +25,12 @@ def collect(
 ) -> tuple[TensorDict, dict[str, dict[str, Any]]]:
     """Return copies of the model's tensors, and of the optimizer state by parameter name, on the CPU.
 
-    It must be called on every rank that holds a shard. If `keep` is false, the results are empty.
+    It must be called on every rank that holds a shard.
+
+    Args:
+        model: the model.
+        optimizer: the optimizer of the model's parameters.
+        keep: whether this rank needs the copies. If not, the rank only sends its shards, and both results are empty.
     """
 
     def copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +51,9 @@ def collect(
 def load(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: TensorDict, optimizer_state: dict[str, Any]
 ) -> None:
-    """Load full tensors into the model and its optimizer, which may be sharded.
+    """Load `tensors` into the model, and `optimizer_state` into the optimizer. Both hold full tensors.
+
+    If the model is sharded, each rank loads its shards of these tensors.
 
     Raises:
         UnexpectedContentError: if names, shapes or dtypes differ from those of the model and the optimizer.
@@ -63,8 +70,8 @@ def load_optimizer(
     """Load optimizer state by parameter name; parameters without saved state keep the state that they have.
 
     Raises:
-        UnexpectedContentError: if names, shapes or dtypes differ from what the optimizer expects. If a tensor is too
-            short, fused kernels would read and write beyond its end.
+        UnexpectedContentError: if names, shapes or dtypes differ from what the optimizer expects. Without this check,
+            fused kernels would read and write beyond the end of a tensor that is too short.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -107,21 +114,25 @@ def _form(value: Any) -> TensorSpec | type | None:
 def _check_step(name: str, state: dict[str, Any]) -> None:
     """Check that the number of steps in `state`, from which most optimizers compute a divisor, is not negative.
 
+    Args:
+        name: the name of the parameter, for the error message.
+        state: the optimizer state of the parameter.
+
     Raises:
-        UnexpectedContentError: if it is negative.
+        UnexpectedContentError: if the number is negative.
     """
     if "step" in state and state["step"] < 0:
         raise UnexpectedContentError(f"the optimizer, {name}, step: it is negative")
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a `DTensor`, or any other tensor unchanged; a collective, called on every rank."""
+    """Return the full tensor of a `DTensor`, or any other tensor unchanged; it must be called on every rank."""
     # Not `isinstance`, which would import torch.distributed.tensor (half a second) even if there is no DTensor.
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def shard_like(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full `tensor`, sharded in the same way as `like`."""
+    """Return the full `tensor`, sharded in the same way as `like`; if `like` is not sharded, return it unchanged."""
     if not hasattr(like, "device_mesh"):
         return tensor
     from torch.distributed.tensor import distribute_tensor

@@ -30,7 +30,7 @@ _MAX_LEAD = 4
 """How many updates a worker may be ahead of another. The limit lets all workers stop after the same update."""
 
 _MEASURE_EVERY = 16
-"""Number of steps between two measurements of how far other workers move the model; each one copies the model."""
+"""Number of steps between two measurements of how far other workers move the model, each of which copies the model."""
 
 
 class SharedState(NamedTuple):
@@ -40,7 +40,8 @@ class SharedState(NamedTuple):
         memory: uint8 [num_bytes]: the model's parameters and buffers.
         updates: int64 [num_workers]: the number of updates that each worker has done.
         stop_requested: int64 [1]: 1 if any worker was asked to stop.
-        last_update: int64 [1]: each worker stops after its own update of this number; 0 until rank 0 has chosen it.
+        last_update: int64 [1]: each worker stops once it has done this number of updates; 0 until rank 0 has chosen the
+            number.
     """
 
     memory: torch.Tensor
@@ -58,7 +59,11 @@ class SharedMemoryCollectives(ProcessGroup):
         self.updates, self._stop_requested, self._last_update = (counts.numpy() for counts in shared_state[1:])
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether to stop after this update. After a `flag`, rank 0 chooses one that no worker has reached."""
+        """Return whether this worker has to stop after its latest update.
+
+        Once `flag` was true on any worker, rank 0 chooses an update that no worker has reached yet. All workers stop
+        after their updates of this number.
+        """
         own = int(self.updates[self.rank])
         if flag:  # set, never cleared: a read-modify-write could undo the write of another worker
             self._stop_requested[0] = 1
@@ -71,7 +76,7 @@ class SharedMemoryCollectives(ProcessGroup):
         """Wait until every worker has made `num_updates` updates.
 
         Raises:
-            LostError: if this takes longer than `timeout`.
+            LostError: if the wait takes longer than `timeout` seconds.
         """
         waited, since = 0.0, time.monotonic()
         while self.updates.min() < num_updates:
@@ -89,9 +94,10 @@ class Hogwild(MultiProcess):
     Niu et al., HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent (2011). The workers divide
     the global batches among them, and each worker has its own optimizer. The number of steps is the same as in other
     modes, but while a worker computes a gradient, other workers may update the weights, so no two runs are the same.
-    With one worker, a run is exactly the same as with `parallel=single`. The workers wait for each other to log,
-    evaluate and save. A checkpoint holds the model, and the first worker's optimizer state for other modes; the file of
-    each rank holds that worker's optimizer state. The mode runs on the CPU of a single machine.
+    With one worker, a run is exactly the same as with `parallel=single`. Before they log, evaluate or save, the workers
+    wait for each other. A checkpoint holds the model and the first worker's optimizer state, from which other modes can
+    resume, and the file of each rank holds the optimizer state of that worker. The mode runs on the CPU of a single
+    machine.
     """
 
     description: ClassVar[str] = "Hogwild"
@@ -151,16 +157,19 @@ class Hogwild(MultiProcess):
         return sums
 
     def _read(self, model: torch.nn.Module) -> tuple[int, list[torch.Tensor] | None]:
-        """Return the number of updates so far and, in every `_MEASURE_EVERY`-th step, a copy of the weights."""
+        """Return the number of updates by all workers so far, and a copy of the weights.
+
+        Instead of the copy, return None in steps in which the distance is not measured, and if there is one worker.
+        """
         measured = self._context.world_size > 1 and self._updates[self._context.rank] % _MEASURE_EVERY == 0
         return int(self._updates.sum()), [p.detach().clone() for p in trainable(model)] if measured else None
 
     def _measure_staleness(self, model: torch.nn.Module, updates: int, weights: list[torch.Tensor] | None) -> None:
-        """Count the updates by other workers in this step, and measure how far they have moved the model.
+        """Count the updates by other workers during this step, and measure how far these updates have moved the model.
 
         Args:
             model: the model.
-            updates: number of updates at the beginning of the step.
+            updates: number of updates by all workers at the beginning of the step.
             weights: weights at the beginning of the step; None if the distance is not measured in this step.
         """
         staleness = self._staleness
@@ -177,10 +186,12 @@ class Hogwild(MultiProcess):
         return super().evaluate(model)
 
     def scalars(self) -> dict[str, float]:
-        """Return measurements of all workers since the last call, by tag.
+        """Return measurements of all workers together since the last call, by TensorBoard tag.
 
-        They are the number of updates; the mean number of updates by other workers during a step (staleness); and the
-        mean distance by which such updates have moved the model, relative to its norm.
+        - `hogwild/updates`: the number of updates.
+        - `hogwild/staleness`: the mean number of updates by other workers during a step.
+        - `hogwild/distance`: the mean distance by which these updates have moved the model during a step, divided by
+          the norm of the weights.
         """
         staleness = torch.tensor(self._staleness, dtype=torch.float64)
         total = self._context.collectives.all_reduce({"staleness": staleness})["staleness"]

@@ -77,7 +77,7 @@ def _tagged(value: Any) -> tuple[str, Any]:
 
 
 def _sendable(got: Any) -> Any:
-    """Return `got`, or its `repr` if it cannot be sent: a config error only displays the value."""
+    """Return `got` if it can be sent, and otherwise its `repr`, because a config error only displays the value."""
     try:
         _to_json(got)
     except TypeError:

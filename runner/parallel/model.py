@@ -33,9 +33,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ModelParallel(Partition, Parallel):
-    """For networks too large for one GPU: activations move from device to device, and one device computes at a time.
+    """The network is split into stages on consecutive devices, of which only one computes at a time.
 
-    Targets are moved to the last device. With `parallel=pipeline`, in contrast, all devices compute at the same time.
+    This mode is for networks too large for one GPU. Activations are moved from each device to the next one, and targets
+    to the last device. With `parallel=pipeline`, in contrast, all devices compute at the same time.
     """
 
     description: ClassVar[str] = "model split over devices"

@@ -74,7 +74,10 @@ class MultiProcess(Parallel, ABC):
         )
 
     def _gpus(self, choice: Device) -> list[torch.device]:
-        """Return one GPU for each process on this machine; empty on the CPU. `device=auto` never selects Metal here."""
+        """Return the GPUs of this machine that the processes may use; an empty list if the processes run on the CPU.
+
+        `device=auto` never selects Metal here.
+        """
         kind = choice.kind if choice.kind != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         why = "tensors of a Metal device cannot be sent between processes"
         check(kind != "mps", "device.kind", kind, why, "choose device=cpu, or parallel=single")
@@ -85,11 +88,15 @@ class MultiProcess(Parallel, ABC):
         return []
 
     def _num_processes(self, num_gpus: int) -> int:
-        """Return the number of processes to start, given `num_gpus`, if neither torchrun nor SLURM has started them."""
+        """Return the number of processes to start on this machine.
+
+        Args:
+            num_gpus: number of GPUs that the processes may use; 0 on the CPU.
+        """
         return self.processes if isinstance(self.processes, int) else num_gpus or 2
 
     def _allocate_shared_state(self, context: Context) -> Any:
-        """Allocate memory that all processes of this machine share; None if the mode needs none."""
+        """Allocate and return memory that all processes of this machine share; return None if the mode needs none."""
         return None
 
 

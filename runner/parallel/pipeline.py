@@ -62,7 +62,8 @@ class Pipeline(Partition, MultiProcess):
             stages per process, for a smaller bubble (Narayanan et al., 2021); `zero_bubble`: the gradients of weights
             are computed later, during the bubble (Qi et al., 2023).
         split_size: samples per micro-batch.
-        num_micro_batches: number of micro-batches, as an alternative to `split_size`; both null: about four per stage.
+        num_micro_batches: number of micro-batches, as an alternative to `split_size`. If both are null, there are about
+            four micro-batches per stage.
         batch_norm: `micro`: the running statistics are those of micro-batches; `defer`: those of the whole batch
             (GPipe, section 2.2), so that the evaluated model does not depend on `split_size`.
     """
@@ -184,7 +185,7 @@ class Pipeline(Partition, MultiProcess):
         return model
 
     def _profiles(self, model: torch.nn.Module, context: Context) -> tuple[torch.Tensor, list[BlockProfile]]:
-        """Return the inputs of one sample, and the profiles of the blocks, measured with a micro-batch."""
+        """Return the inputs of one sample, [1, …], and the profiles of all blocks, measured with a micro-batch."""
         inputs = first_inputs(model, context, self._size)
         return inputs[:1].cpu(), profile_blocks(model, inputs, context, timed=self.cuts == "auto")
 
@@ -195,12 +196,19 @@ class Pipeline(Partition, MultiProcess):
         activations: list[ActivationSpec],
         context: Context,
     ) -> dict[int, StageModule]:
-        """Create this process's stages and engine, and return the stages, by number.
+        """Create this process's stages and engine, and return these stages by number.
 
         The tensors of other processes' stages are removed from `model`.
 
+        Args:
+            model: the network.
+            grouped: the blocks of each stage, for all stages.
+            activations: specs of the activations before, between and after all stages.
+            context: the context of the run.
+
         Raises:
-            ConfigError: if two stages share a tensor, or this process has nothing to train.
+            ConfigError: with the key `parallel.cuts`, if two stages share a tensor, or this process has nothing to
+                train.
         """
         from runner.parallel.pipelining.schedules import ProcessEngine
         from runner.parallel.pipelining.stages import StageModule, keep_only, owners
@@ -229,7 +237,10 @@ class Pipeline(Partition, MultiProcess):
         activations: list[ActivationSpec],
         context: Context,
     ) -> dict[int, StageModule]:
-        """Create all stages and the engine, and return the stages, by number; if possible, each on its own device."""
+        """Create all stages and the engine in this process, and return the stages by number.
+
+        Each stage has its own device, unless there is only one. The arguments are those of `_place_own_stages`.
+        """
         from runner.parallel.pipelining.stages import StageModule
         from runner.parallel.pipelining.streams import StreamEngine
 

@@ -9,10 +9,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def convert_sync_batch_norm(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Convert every batch normalization layer in `model` to use all processes' shards of a micro-batch; return `model`.
+    """Convert the batch normalization layers in `model` so that they normalize over all processes, and return `model`.
 
-    On CUDA, the layers become `torch.nn.SyncBatchNorm`, which supports no other device; elsewhere, `SyncBatchNorm` of
-    this file, which uses all-reduces.
+    On CUDA, the layers become `torch.nn.SyncBatchNorm`, which supports no other device. On other devices, they become
+    `SyncBatchNorm` of this file, which uses all-reduces.
     """
     if device.type == "cuda":
         return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -31,7 +31,12 @@ class BatchNormOfAnyDim(_BatchNorm):
 
     @torch.no_grad()
     def update_running_stats(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Update the running statistics with the `mean` and `variance` of a batch, [channels], as `_BatchNorm` does."""
+        """Update the running statistics in the same way as `_BatchNorm`.
+
+        Args:
+            mean: the mean of a batch, [channels].
+            variance: the unbiased variance of the batch, [channels].
+        """
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked += 1
