@@ -22,8 +22,8 @@ METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods()
 def start_server(*modules: str) -> None:
     """Start the fork server, unless it is running already, and let it import `modules` in the background.
 
-    Its children start with stop signals blocked: the terminal sends Ctrl-C to the whole process group, but only the
-    main process should handle the signal, and then stop the children.
+    The server's children start with stop signals blocked: the terminal sends Ctrl-C to the whole process group, but
+    only the main process should handle the signal, and then stop the children.
     """
     if METHOD != "forkserver":
         return
@@ -42,9 +42,9 @@ def start_server(*modules: str) -> None:
 
 
 def become_command() -> None:
-    """Let this child of the fork server run a command: as if it had been started from a shell, in the background.
+    """Make this child of the fork server behave like a command that a shell has started in the background.
 
-    It gets a session of its own, so that the terminal's Ctrl-C does not reach it, and receives stop signals.
+    The child gets a session of its own, so that Ctrl-C in the terminal does not reach it. Stop signals are unblocked.
     """
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDONLY)

@@ -85,15 +85,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def check_destination(path: Path, force: bool) -> None:
-    """Check that DESTINATION can be written, before SOURCE is read.
+    """Check that the output file can be written, before the weights are read.
 
     Args:
-        path: DESTINATION.
+        path: the output file (DESTINATION).
         force: whether an existing file is replaced.
 
     Raises:
-        ConfigError: if the suffix is not supported, the directory is missing, the file exists and is not to be
-            replaced, or DESTINATION is inside a checkpoint.
+        ConfigError: if the suffix of `path` is not supported, its directory is missing or a checkpoint, or the file
+            exists and `force` is False.
     """
     formats = "name a .safetensors file, or a state dict as .pt or .pth"
     why = f"its suffix must be one of {', '.join(_WRITERS)}"
@@ -106,11 +106,12 @@ def check_destination(path: Path, force: bool) -> None:
 
 
 def read(source: Path, best: bool = False) -> Weights:
-    """Read the weights of a run, of a checkpoint or in a file.
+    """Read the weights in a run directory, in a checkpoint or in a file.
 
     Args:
         source: a run directory, a checkpoint in one, or a file of weights.
-        best: whether to read a run's checkpoint with the best evaluation, instead of its newest intact checkpoint.
+        best: read the checkpoint with the best evaluation; otherwise, from a run directory, the newest intact
+            checkpoint.
 
     Raises:
         ConfigError: if there are no weights, they are damaged, or `best` is True and `source` is not a run directory.
@@ -130,7 +131,7 @@ def read(source: Path, best: bool = False) -> Weights:
 
 
 def _newest(run: Path) -> Path:
-    """Return the newest intact checkpoint of a run. Damaged ones are not renamed: the run may still be active."""
+    """Return the path of the newest intact checkpoint of `run`. Damaged checkpoints are not renamed or deleted."""
     found = [path for path in (run / "checkpoints").iterdir() if step_of(path) is not None]
     for path in sorted(found, key=lambda path: step_of(path) or 0, reverse=True):
         try:
@@ -143,7 +144,7 @@ def _newest(run: Path) -> Path:
 
 
 def _best(run: Path) -> Path:
-    """Return the checkpoint with the best evaluation, which is recorded in the newest checkpoint."""
+    """Return the path of the checkpoint with the best evaluation. The newest checkpoint records which one that is."""
     newest = _newest(run)
     with _errors_as_source(newest):
         best: dict[str, Any] = load(newest).state["best"]

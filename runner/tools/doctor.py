@@ -50,7 +50,13 @@ def gather() -> dict[str, Any]:
 
 
 def _cuda_details(index: int, count: int, findings: list[str]) -> dict[str, Any]:
-    """Return the properties of a CUDA device that need a CUDA context."""
+    """Return those properties of a CUDA device for which a CUDA context is needed.
+
+    Args:
+        index: the index of the device.
+        count: the number of CUDA devices.
+        findings: the list to which errors and warnings are appended.
+    """
     properties = torch.cuda.get_device_properties(index)
     kilohertz = [
         getattr(properties, name, None) for name in ("clock_rate", "memory_clock_rate")
@@ -81,7 +87,14 @@ def computes(device: str) -> bool:
 
 
 def _add_clocks(devices: list[dict[str, Any]], findings: list[str]) -> str | None:
-    """Add the current clock rates to `devices`, and return the driver's version; None without nvidia-ml-py."""
+    """Add the current clock rates to `devices`, and return the version of the driver.
+
+    Without nvidia-ml-py, or if NVML fails, unknown clock rates and versions are None.
+
+    Args:
+        devices: the properties of each accelerator.
+        findings: the list to which errors and warnings are appended.
+    """
     driver, cuda_devices = None, [device for device in devices if "uuid" in device]
     for device in cuda_devices:
         device |= {"clock_mhz": None, "memory_clock_mhz": None}
@@ -116,7 +129,14 @@ def _backends(devices: list[dict[str, Any]], findings: list[str]) -> dict[str, A
 
 
 def _precisions(devices: list[dict[str, Any]], features: list[str]) -> list[dict[str, str]]:
-    """Return what each precision does on each kind of device. Of several CUDA devices, only the oldest counts."""
+    """Return what each precision does on each kind of device.
+
+    If there are several CUDA devices, the one with the lowest compute capability is described.
+
+    Args:
+        devices: the properties of each accelerator.
+        features: the instruction sets of the CPU.
+    """
     kinds: dict[str, str | None] = {"cpu": None}
     for device in devices:
         kind, capability = device["device"].partition(":")[0], device["capability"]

@@ -64,7 +64,7 @@ def _processor(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _where(report: dict[str, Any]) -> str:
-    """Describe the devices that a parallel mode can use."""
+    """Return a description of the devices that a parallel mode can use."""
     count = sum("uuid" in device for device in report["devices"])
     return f"{count} CUDA device{'s' * (count != 1)}" if count else f"the CPU: {report['cpu']['allowed_cores']} cores"
 

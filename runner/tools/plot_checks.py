@@ -10,11 +10,11 @@ from runner.system.utf8 import printable
 
 _COUNTS = ("batch_size", "accumulation.steps")
 _COUNTS_OR_WORDS = ("parallel.split_size", "parallel.num_micro_batches", "parallel.stages")
-"""Keys of a config whose values are used in computations. In `_COUNTS_OR_WORDS`, words such as `auto` are not used."""
+"""Keys of a config whose values are used as numbers. Keys in `_COUNTS_OR_WORDS` may also have words such as `auto`."""
 
 
 def damage(labels: dict[str, Any], result: dict[str, Any]) -> str:
-    """Return what is wrong with the files of a run; empty if nothing is wrong, so that the run can be plotted.
+    """Return what is wrong with the files of a run; an empty text if the run can be plotted.
 
     Args:
         labels: the leaves of the run's config by dotted key.

@@ -20,7 +20,7 @@ _MOST_POINTS = 60
 
 
 def pictures(study: Study) -> dict[str, Figure]:
-    """Return the figures of `study` by name; none if the study has fewer than two points, or too many for a figure."""
+    """Return the figures of `study` by name; an empty dictionary for fewer than 2 points or more than 60 points."""
     if not 2 <= len(study.points) <= _MOST_POINTS:
         return {}
     drawn: dict[str, Figure] = {}
@@ -108,7 +108,7 @@ def _curve(axes: Axes, curve: SplitCurve, color: str) -> None:
 
 
 def _over_swept_key(study: Study) -> Figure:
-    """Draw step time and final metric over the key with the most values; the other keys distinguish the lines."""
+    """Draw step time and final metric over the swept key with the most values; the other keys distinguish the lines."""
     key = max(study.keys, key=lambda key: len({repr(point.values.get(key)) for point in study.points}))
     lines: dict[str, list[Point]] = {}
     for point in study.points:
@@ -162,7 +162,16 @@ def _bars_over_names(axes: Axes, lines: list[Line]) -> None:
 
 
 def _canvas(title: str, study: Study, width: float, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """Return a figure, whose caption names the machines and the number of repeats, and the axes of its panels."""
+    """Return a figure without data, and the axes of each of its panels.
+
+    The caption of the figure names the machines and the number of repeats.
+
+    Args:
+        title: the title of the figure.
+        study: the study to draw.
+        width: width of the figure in inches.
+        panels: number of panels side by side.
+    """
     figure = Figure(figsize=(width, 4.4), dpi=120, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     axes = [figure.add_subplot(1, panels, 1 + number) for number in range(panels)]

@@ -32,13 +32,13 @@ _WRITTEN = ("name", "output_root", "resume")
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What is read from a run directory.
+    """A run, as read from its directory.
 
     Args:
         directory: the path of the run directory.
-        labels: the leaves of the run's config by dotted key, and the name of the chosen option of each group.
+        labels: the values in the run's config by dotted key (`model.depth`), and the option of each group (`model`).
         result: the content of `result.json`; empty if the file does not exist.
-        machine: a short description of the machine.
+        machine: a short description of the machine on which the run was trained.
     """
 
     directory: Path
@@ -63,7 +63,7 @@ class MeasuredRun:
 
     @property
     def failure(self) -> str:
-        """Why the run is excluded from its point; empty if it is not excluded."""
+        """Why the run is excluded from the plots; empty if it is not excluded."""
         if not self.result:
             return "no result: killed, still running, or a damaged result.json"
         if self.result.get("status") != "done":
@@ -72,7 +72,7 @@ class MeasuredRun:
 
 
 class Spread(NamedTuple):
-    """The mean and the sample standard deviation (nan for a single value) of repeated measurements."""
+    """The mean and the sample standard deviation of repeated measurements; for a single value, `deviation` is NaN."""
 
     mean: float
     deviation: float
@@ -85,16 +85,16 @@ class Spread(NamedTuple):
 
     @property
     def bar(self) -> float:
-        """Half the length of an error bar; 0 for a single value."""
+        """Half the length of an error bar, that is, the standard deviation; 0 for a single value."""
         return 0.0 if math.isnan(self.deviation) else self.deviation
 
 
 @dataclass(frozen=True)
 class Point:
-    """The repeats of one measurement.
+    """The repeats of one measurement: runs that differ only in their seed.
 
     Args:
-        values: the values of the swept keys, except keys that the chosen options do not have.
+        values: the value of each swept key that the runs have.
         runs: the runs, one for each repeat.
         metric: the tag of the metric of the study.
     """
@@ -110,17 +110,17 @@ class Point:
 
     @property
     def seconds(self) -> Spread:
-        """Seconds per step."""
+        """Seconds per step, over the repeats."""
         return Spread.of(run.seconds for run in self.runs)
 
     @property
     def samples_per_second(self) -> Spread:
-        """The throughput."""
+        """Samples per second, over the repeats."""
         return Spread.of(run.samples_per_second for run in self.runs)
 
     @property
     def final(self) -> Spread | None:
-        """The metric of the study at the end of the runs; None if no run has it."""
+        """The metric of the study at the end of a run, over the repeats; None if no run has this metric."""
         metrics = [run.result.get("metrics", {}) for run in self.runs]
         values = [values[self.metric] for values in metrics if self.metric in values]
         return Spread.of(values) if values else None
@@ -151,7 +151,7 @@ class Study:
         ]
 
     def single(self, point: Point) -> Point | None:
-        """Return the single-device point that differs from `point` only in the parallel mode; None if there is none."""
+        """Return the point with `parallel=single` and otherwise the same values as `point`; None if there is none."""
         values = other_values(point)
         matching = [each for each in self.points if each.mode == "single" and other_values(each) == values]
         return matching[0] if len(matching) == 1 else None
@@ -163,7 +163,7 @@ def other_values(point: Point) -> dict[str, Any]:
 
 
 def find_runs(paths: Iterable[Path]) -> Iterator[MeasuredRun]:
-    """Yield each run directory at or below `paths` once, sorted by name."""
+    """Yield each run in or below the directories `paths`, in the order of the paths, and each run only once."""
     seen = set()
     for path in paths:
         for folder, subfolders, files in os.walk(path):
@@ -203,7 +203,7 @@ def _machine(directory: Path) -> str:
 
 
 def labels_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the leaves of a config by dotted key, and the name of the chosen option of each group."""
+    """Return the values in a config by dotted key (`model.depth`), and the chosen option of each group (`model`)."""
     labels: dict[str, Any] = {}
     for key, value in config.items():
         if not isinstance(value, dict):
@@ -215,7 +215,7 @@ def labels_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _option(group: str, node: dict[str, Any]) -> str:
-    """Return the name of the option from which `node` was composed: the most similar option with the same class."""
+    """Return the name of the option of `group` that is most similar to `node` and has the same class."""
     target = str(node.get("_target_"))
     candidates = [(name, values) for name, values in _options(group).items() if values.get("_target_") == target]
     if not candidates:
@@ -249,9 +249,9 @@ def swept_keys(runs: list[MeasuredRun]) -> list[str]:
 
 
 def _metric(runs: list[MeasuredRun]) -> str:
-    """Return the tag of the metric by which most runs select their best checkpoint.
+    """Return the tag of the metric by which most runs choose the best checkpoint.
 
-    If no run selects one, return the tag of any metric, preferably one of `eval/*`.
+    If no run chooses a best checkpoint, return any tag, preferably of `eval/*`; an empty text if there are no tags.
     """
     best = Counter(run.result["best"]["metric"] for run in runs if run.result.get("best"))
     tags = sorted(

@@ -16,8 +16,8 @@ class SplitCurve:
 
     Args:
         label: the values that distinguish this pipeline from other pipelines.
-        points: pairs of `split_size` (samples in a micro-batch) and point, in increasing order.
-        batch_size: samples that are split into micro-batches.
+        points: pairs (`split_size`, point), sorted by `split_size`, the number of samples in a micro-batch.
+        batch_size: number of samples that are split into micro-batches.
         stages: number of stages.
     """
 
@@ -38,10 +38,10 @@ class SplitCurve:
 
     @property
     def seconds_without_bubble(self) -> float:
-        """The step time without a bubble, estimated from the point with the least overhead.
+        """The estimated step time of a pipeline without a bubble, in seconds.
 
-        The theoretical curve is scaled to this point, so that it is a lower bound: it ignores the overhead of small
-        micro-batches. Scaled to any other point, it would exceed some measurements.
+        It is the smallest ratio of measured step time and theoretical slowdown. With this estimate, the theoretical
+        curve touches one point and lies below all others: it ignores the overhead of small micro-batches.
         """
         return min(point.seconds.mean / self.slowdown(split_size) for split_size, point in self.points)
 
@@ -66,7 +66,7 @@ def split_curves(points: list[Point]) -> list[SplitCurve]:
 
 
 def split_size_of(point: Point) -> int | None:
-    """Return the number of samples in a micro-batch; None if it is chosen automatically, or there is no pipeline."""
+    """Return the samples per micro-batch of the pipeline; None if there is no pipeline or the size is automatic."""
     labels = point.runs[0].labels
     if isinstance(labels.get(_SPLIT), int):
         return labels[_SPLIT]
@@ -80,7 +80,7 @@ def _pipeline_batch_size(point: Point) -> int:
 
 
 def _stages(point: Point) -> int:
-    """Return the number of stages in the config or, if the config has none, the number of processes."""
+    """Return the number of stages in the config or, if the config has no such number, the number of processes."""
     run = point.runs[0]
     stages = run.labels.get("parallel.stages")
     return stages if isinstance(stages, int) else max(2, run.result.get("world_size", 2))

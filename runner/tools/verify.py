@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parsed(arguments: Sequence[str] | None) -> tuple[list[str], int, str | None]:
-    """Return the overrides, the number of steps and the directory of `--config-dir`.
+    """Return the overrides, the number of steps and the directory of `--config-dir` (None without this flag).
 
     Raises:
         ConfigError: for an unknown flag, a word that is not an override, or a number of steps below 1.
@@ -84,7 +84,12 @@ def parsed(arguments: Sequence[str] | None) -> tuple[list[str], int, str | None]
 
 
 def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = None) -> Outcome:
-    """Compare the config of `overrides` with its reference.
+    """Compare a config with its reference, the same config without any parallelism or other optimization (`PLAIN`).
+
+    Args:
+        overrides: the overrides of the config.
+        steps: number of optimizer steps.
+        config_dir: a directory with options of your own, with the structure of conf/; None: only conf/.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
@@ -107,14 +112,21 @@ def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = No
 
 
 def replaced(overrides: Sequence[str], *others: str) -> list[str]:
-    """Return `overrides` without the ones whose group or key is also in `others`, followed by `others`."""
+    """Return `overrides` followed by `others`, without overrides of the same groups and keys as in `others`.
+
+    For example, `parallel=single` in `others` removes `parallel=gpipe` and `parallel.stages=4` from `overrides`.
+    """
     groups = {text.partition("=")[0] for text in others}
     kept = [text for text in overrides if re.split(r"[=.@]", text.lstrip("+~"))[0] not in groups]
     return [*kept, *others]
 
 
 def compose_run(overrides: Sequence[str], config_dir: str | None = None) -> Run:
-    """Compose the config of a command line, and build its run.
+    """Compose a config, and build the run.
+
+    Args:
+        overrides: the overrides of the config.
+        config_dir: a directory with options of your own, with the structure of conf/; None: only conf/.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused.

@@ -48,7 +48,12 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def first_other_samples(tested: list[list[str]], reference: list[list[str]]) -> str:
-    """Describe the first step whose samples differ from the reference's samples; return an empty text if none does."""
+    """Return a description of the first step with other samples than in the reference; empty if there is no such step.
+
+    Args:
+        tested: the hashes of the samples of each step.
+        reference: the hashes of the samples of each step of the reference.
+    """
     for step, (ours, theirs) in enumerate(zip(tested, reference, strict=True), start=1):
         missing, added = Counter(theirs) - Counter(ours), Counter(ours) - Counter(theirs)
         if missing or added:

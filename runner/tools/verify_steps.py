@@ -49,9 +49,9 @@ class Steps:
         samples: sorted hashes of the samples of each step over all processes; empty if the batches have no tensor with
             a row per sample.
         tensors: tensors by name, for each kind: losses, gradients, weights, …
-        computes_below_float64: whether a loss of precision=64 was computed from tensors of fewer bits.
-        expected: why a difference is expected; empty if none is.
-        diverged: which value was not finite; empty if all were.
+        computes_below_float64: whether a loss was computed from tensors of fewer than 64 bits despite precision=64.
+        expected: why a difference from a single device is expected; empty if no difference is expected.
+        diverged: which value was not finite; empty if all values were finite.
     """
 
     samples: list[list[str]] = field(default_factory=list)
@@ -62,9 +62,9 @@ class Steps:
 
 
 def first_steps(runs: Sequence[Run]) -> list[Steps]:
-    """Train the first steps of each run, all in the same processes, and return what was recorded.
+    """Train the first steps of each run, all runs in the same processes, and return the records of each run.
 
-    The runs must differ only in their precision. A run in float64 is left out if the device has no float64.
+    The runs must differ only in their precision. A run in float64 is left out if the device does not support float64.
 
     Raises:
         ConfigError: if a run is refused, or a single device cannot compute the same.
@@ -104,7 +104,13 @@ def check_comparable(session: Session) -> None:
 
 
 def record_runs(configs: Sequence[dict[str, Any]], directory: Path, process: Process) -> Result:
-    """Train the first steps of a run for each config; rank 0 saves what config i recorded in the file `i.pt`."""
+    """Train the first steps of a run for each config; rank 0 saves the record of config i in the file `i.pt`.
+
+    Args:
+        configs: the configs of the runs.
+        directory: the directory for the files.
+        process: this process of the runs.
+    """
     for number, config in enumerate(configs):
         run = build_run(config)
         session = run.prepare(process)
@@ -123,7 +129,12 @@ def record_runs(configs: Sequence[dict[str, Any]], directory: Path, process: Pro
 
 
 def record(session: Session, directory: Path) -> Steps:
-    """Train the steps of a run, and return what was recorded; on rank 0, this includes the records of all ranks."""
+    """Train the first steps of a run, and return the record; on rank 0, it covers all ranks.
+
+    Args:
+        session: the run in this process.
+        directory: an empty directory, used as the run directory.
+    """
     run, collectives = session.run, session.collectives
     state = prepare(session, directory)
     recorder = Recorder(session, state)
@@ -169,7 +180,7 @@ class Recorder:
 
     Args:
         session: the run in this process.
-        state: its state before the first step.
+        state: the state of the run before the first step.
     """
 
     def __init__(self, session: Session, state: State):
@@ -191,7 +202,7 @@ class Recorder:
         self._losses.append([])
 
     def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the micro-batches of `batches`, and record their samples before a mode or a precision changes them."""
+        """Yield the micro-batches in `batches`. Record their samples before a mode or a precision changes them."""
         for batch in batches:
             self._samples[-1] += sample_hashes(batch, self._size)
             yield batch
@@ -231,7 +242,7 @@ class Recorder:
         return any(not torch.equal(one, other) for one, other in zip(before, now, strict=True))
 
     def all_gradients(self) -> Tensors:
-        """Gather the gradients of the first step on rank 0. Every rank must call this."""
+        """Return the gradients of the first step by name, gathered on rank 0. Every rank must call this."""
         full = {name: full_tensor(gradient).cpu() for name, gradient in self._gradients.items()}
         return self._collectives.gather_to_rank0(full)
 
@@ -239,7 +250,8 @@ class Recorder:
         """Return the sorted losses of the samples of each step over all ranks, float64 [batch_size] by step.
 
         The losses are sorted because a mode may process the samples of a batch in any order. Ranks with the same shard
-        of the data are stages of one network or compute the same losses, so only the first rank that has any counts.
+        of the data are stages of one network, or compute the same losses. Of these ranks, only the first that has
+        losses is used.
         """
         own = [torch.stack(losses).tolist() for losses in self._losses if losses]
         shards: dict[Any, list[list[float]]] = {}
@@ -252,8 +264,8 @@ class Recorder:
     def all_samples(self) -> list[list[str]]:
         """Return the sorted hashes of the samples of each step over all ranks.
 
-        Ranks with the same shard of the data should see the same samples; if they do not, the samples of each of these
-        ranks are returned.
+        Ranks with the same shard of the data should see the same samples. If their samples differ, the samples of each
+        of these ranks are returned.
         """
         gathered = self._collectives.all_gather((self._shard, self._samples))
         shards: dict[Any, list[list[list[str]]]] = {}
@@ -274,7 +286,7 @@ def _loss_of_each(
 
 
 def on_gradient(loss: torch.Tensor, note: Callable[[torch.Tensor], None]) -> None:
-    """Register hooks that call `note` with the gradient of every tensor in the graph of `loss` in its backward pass."""
+    """Make the backward pass of `loss` call `note` with the gradient of each tensor in the graph of `loss`."""
 
     def note_all(gradients: tuple[torch.Tensor, ...]) -> None:
         for gradient in gradients:
@@ -291,7 +303,7 @@ def on_gradient(loss: torch.Tensor, note: Callable[[torch.Tensor], None]) -> Non
 
 
 def evaluated(session: Session, state: State) -> Tensors:
-    """Evaluate the network in its parallel mode, on the first batch that a single device would train on.
+    """Evaluate the network, in the parallel mode of the run, on the first batch that a single device would train on.
 
     Returns:
         The outputs of the network by name; empty if the workload is not supervised or its batches have no inputs.

@@ -44,7 +44,7 @@ class Difference(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The steps of the config and the steps of its reference, both in the same precision."""
+    """The first steps of a config and the first steps of the reference, both in the same precision."""
 
     tested: Steps
     reference: Steps
@@ -55,9 +55,9 @@ class Row(NamedTuple):
 
     Args:
         what: the kind of tensors.
-        exact: the difference in float64; None if the device has no float64.
-        own: the difference in the config's own precision; None if that is float64.
-        rounding: the difference between the references in the config's own precision and in float64.
+        exact: the difference from the reference in float64; None if the device has no float64.
+        own: the difference from the reference in the config's own precision; None if that is float64.
+        rounding: the difference between the reference in the config's own precision and the reference in float64.
         limit: the limit of `own`.
         tolerance: the limit of `own` if the device has no float64 or the reference is noisy; never above `limit`.
         exact_limit: the limit of `exact`.
@@ -73,14 +73,17 @@ class Row(NamedTuple):
 
     @property
     def is_same(self) -> bool:
-        """Whether no difference exceeds its limit. If the reference is noisy, the limit of `own` is `tolerance`."""
+        """Whether no difference exceeds a limit. If the reference is noisy, the limit of `own` is `tolerance`."""
         close = self.own is None or self.own.size <= self.tolerance
         small = close or (self.exact is not None and self.own is not None and self.own.size <= self.limit)
         return self._is_exact and small and (close or not self.is_noisy)
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the reference rounds so much that two runs may differ by more than `limit` through rounding alone."""
+        """Whether the rounding errors of the reference exceed half of `limit`.
+
+        Two such runs may differ by more than `limit` even without a mistake.
+        """
         return not 2 * self.rounding.size <= self.limit
 
     @property
@@ -91,7 +94,7 @@ class Row(NamedTuple):
         """Return the verdict on this row alone.
 
         Args:
-            computes_below_float64: whether a loss of precision=64 was computed from tensors of fewer bits.
+            computes_below_float64: whether a loss was computed from tensors of fewer than 64 bits despite precision=64.
         """
         if self.is_same:
             return Verdict.SAME
@@ -112,7 +115,7 @@ class Outcome(NamedTuple):
 
 
 def compare(own: Pair | None, exact: Pair | None, precision: Precision) -> Outcome:
-    """Compare the steps of a config with the steps of its reference.
+    """Compare the first steps of a config with the first steps of the reference.
 
     Args:
         own: the steps in the config's own precision; None if that is float64.
@@ -149,7 +152,7 @@ def _row(kind: str, own: Pair | None, exact: Pair | None, precision: Precision) 
 
 
 def difference(kind: str, tested: Steps, reference: Steps) -> Difference:
-    """Return the largest relative difference between the tensors of one kind."""
+    """Return the largest relative difference between the tensors of one kind, for example `gradients`."""
     ours, theirs = tested.tensors[kind], reference.tensors[kind]
     if kind in _OPTIONAL and not (ours and theirs):
         return Difference(0.0, "not compared")
