@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the indices or UUIDs of the GPUs that this process may use, in the format of CUDA_VISIBLE_DEVICES."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -19,9 +19,12 @@ def visible_gpus() -> list[str]:
 
 
 def busy_gpus(names: Iterable[str]) -> set[str]:
-    """Return those of the GPUs `names` on which a process computes; none of them if NVML is not available.
+    """Return the GPUs in `names` on which any process computes; an empty set if NVML is not available.
 
-    NVML is the package nvidia-ml-py, which `pip install -e '.[gpu]'` installs.
+    NVML needs the package nvidia-ml-py, which `pip install -e '.[gpu]'` installs.
+
+    Args:
+        names: the index or UUID of each GPU.
     """
     try:
         import pynvml  # pyright: ignore[reportMissingImports] (optional)

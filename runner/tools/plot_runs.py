@@ -151,7 +151,10 @@ class Study:
         ]
 
     def single(self, point: Point) -> Point | None:
-        """Return the point with `parallel=single` and otherwise the same values as `point`; None if there is none."""
+        """Return the single-device point with the same values of other swept keys as `point`; None if there is none.
+
+        The options of the parallel mode are not compared.
+        """
         values = other_values(point)
         matching = [each for each in self.points if each.mode == "single" and other_values(each) == values]
         return matching[0] if len(matching) == 1 else None

@@ -114,7 +114,7 @@ def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = No
 def replaced(overrides: Sequence[str], *others: str) -> list[str]:
     """Return `overrides` followed by `others`, without overrides of the same groups and keys as in `others`.
 
-    For example, `parallel=single` in `others` removes `parallel=gpipe` and `parallel.stages=4` from `overrides`.
+    For example, `parallel=single` in `others` removes `parallel=pipeline` and `parallel.stages=4` from `overrides`.
     """
     groups = {text.partition("=")[0] for text in others}
     kept = [text for text in overrides if re.split(r"[=.@]", text.lstrip("+~"))[0] not in groups]

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tracker:
-    """A tracker that logs nothing (`tracking=none`). A backend overrides the methods for what it can display.
+    """A tracker that logs nothing (`tracking=none`), and the base class of tracking backends.
 
-    Trackers are used on rank 0 only. Whatever a method logs must not be lost if the process is killed after the method
-    has returned. A resumed run calls `open` again, and logs all steps from `first_step` on again.
+    A backend overrides the methods for everything that it can display. Trackers are used on rank 0 only. What a method
+    has logged must not be lost if the process is killed after the method has returned. A resumed run calls `open`
+    again, and then logs all steps from `first_step` on, including steps that an earlier session has logged.
     """
 
     def open(self, directory: Path, first_step: int) -> None:
@@ -33,7 +34,7 @@ class Tracker:
         """Log RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag."""
 
     def texts(self, texts: dict[str, str], step: int) -> None:
-        """Log preformatted texts by tag."""
+        """Log preformatted texts by tag, after `step` optimizer steps."""
 
     def hyperparameters(self, values: dict[str, float | str | bool]) -> None:
         """Log the config of the run, flattened to dotted keys."""

@@ -73,7 +73,7 @@ class EventFile:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Convert an OSError that is raised inside the context into a `StorageError` for `path`."""
+    """Convert an OSError raised inside the context into a `StorageError` that names `path`."""
     try:
         yield
     except OSError as error:
@@ -94,8 +94,9 @@ def animation(tag: str, gif: bytes, height: int, width: int) -> Summary:
 def row_start(values: dict[str, float | str | bool]) -> Summary:
     """Return the summary that starts a run's row in the HPARAMS tab.
 
-    No `Experiment` message is written: it would restrict the columns of a sweep to the columns of its first run.
-    Without it, TensorBoard infers the columns from all runs, and shows the columns first in which the runs differ.
+    No `Experiment` message is written, because it would restrict the columns of a sweep to the columns of the first
+    run. Without this message, TensorBoard infers the columns from all runs, and the columns in which the runs differ
+    come first.
 
     Args:
         values: the hyper-parameters of the run.

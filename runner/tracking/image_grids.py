@@ -82,8 +82,8 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
     """Draw a confusion matrix: how often samples of each true class (rows) were predicted as each class (columns).
 
     The darkness of a cell is the square root of its fraction of the row, so that rare errors are visible. A matrix of
-    up to 20 classes is drawn with names and counts, a larger one as a heat map. A heat map has at most 1000×1000 cells:
-    if there are more classes than that, adjacent ones are merged.
+    up to 20 classes is drawn with names and counts, a larger matrix as a heat map. If there are more than 1000 classes,
+    adjacent classes are merged, so that the heat map has at most 1000×1000 cells.
 
     Args:
         counts: int64 [classes, classes], on any device.
@@ -98,7 +98,7 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
 
 
 def shades(counts: torch.Tensor) -> torch.Tensor:
-    """Return the color of each cell of a confusion matrix, from white (no samples of its row) to dark blue (all).
+    """Return the color of each cell of a confusion matrix, from white (no samples of the row) to dark blue (all).
 
     Args:
         counts: int64 [classes, classes].

@@ -30,9 +30,9 @@ class _Console(logging.Handler):
 
 
 class _File(logging.FileHandler):
-    """A handler that writes to a file. If writing fails, it reports this on the console once, and the run continues.
+    """A handler that writes to a file. If writing fails, the handler prints one warning, and the run continues.
 
-    A missing log message is no reason to end a run, unlike a checkpoint that cannot be written.
+    Unlike a checkpoint that cannot be written, a missing log message is no reason to end a run.
     """
 
     _failed = False
@@ -63,7 +63,7 @@ class LogFile:
     """A context manager that writes all log messages to a file and, on rank 0, level INFO and above to the console.
 
     Args:
-        directory: the run directory; rank 0 writes `log.txt`, rank 1 `log_rank_1.txt`.
+        directory: the run directory; rank 0 writes the file `log.txt` in it, rank 1 the file `log_rank_1.txt`.
         rank: the rank of this process.
     """
 

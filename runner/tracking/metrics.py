@@ -13,7 +13,7 @@ from runner.device import synchronize
 from runner.system.section_timer import timer
 
 MetricSums = dict[str, "torch.Tensor"]
-"""Metrics as sums and counts, which can be added over batches and ranks; dividing a sum by a count gives a mean."""
+"""Sums and counts by name, which can be added over batches and ranks. A sum divided by a count gives a mean metric."""
 
 
 class DivergedError(Exception):
@@ -36,9 +36,8 @@ class MetricBuffer:
     """The metric sums of each training step since the last log.
 
     The sums stay on the device until a log or a checkpoint is due, so that other steps do not wait for the device. The
-    sums of each step are kept, instead of only their total, so that `peek` can find the step whose loss is not finite.
-    They are combined into tensors of many steps, which take a few bytes per step; a tensor of its own for each step
-    would take a kilobyte.
+    buffer keeps separate sums for each step, so that `peek` can find the step whose loss is not finite. The sums of
+    many steps are combined into one tensor. This takes a few bytes per step; one tensor per step would take a kilobyte.
 
     Args:
         zeros: the sums of a step without micro-batches, float32 [num_metrics], on the device.
@@ -75,10 +74,10 @@ class MetricBuffer:
 
         Args:
             all_reduce: sums tensors over the ranks.
-            last_step: the step of the last row.
+            last_step: the number of the latest step in the buffer.
 
         Raises:
-            DivergedError: with the first step whose loss is not finite.
+            DivergedError: if a loss is not finite; the error names the first step with such a loss.
         """
         if self._rows:
             self._combine()
@@ -100,7 +99,7 @@ class MetricBuffer:
 
 
 class StepTimer:
-    """A timer of training steps, which stops during logging, evaluation and the saving of checkpoints.
+    """A timer of training steps. The time for logging, evaluation and saving checkpoints is not counted.
 
     Args:
         device: the device of the steps.
@@ -131,10 +130,10 @@ class StepTimer:
         self._started, self._pauses = now, pauses
 
     def rates(self, samples_per_round: int) -> dict[str, float]:
-        """Return, by tag, the throughput, step time and fraction of time spent waiting for data since the last call.
+        """Return averages since the last call by tag: throughput, step time, and the fraction of time waiting for data.
 
         Args:
-            samples_per_round: samples of all ranks in one pass of the training loop.
+            samples_per_round: number of samples in one pass of the training loop, over all ranks.
         """
         recent, data = self.seconds[self._logged :], timer.spent("data")
         seconds, data_share = sum(recent), (data - self._data) / sum(recent)
@@ -150,7 +149,7 @@ class StepTimer:
         return time.perf_counter() - self._began
 
     def steady(self) -> list[float]:
-        """Return the duration of each step in seconds, without the first 10 steps (in a short run, 20 %)."""
+        """Return the seconds of each step, without the first 10 steps (in a run of under 50 steps, the first 20 %)."""
         return list(self.seconds[min(10, len(self.seconds) // 5) :])
 
 

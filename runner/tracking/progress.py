@@ -12,9 +12,9 @@ class Progress:
     """A display that prints a line to standard error every `interval` seconds, for files, pipes and CI.
 
     Args:
-        num_steps: optimizer steps of the run.
-        batch_size: samples per step.
-        first_step: number of steps that were done before this run was resumed; 0 if it was not.
+        num_steps: total number of optimizer steps of the run.
+        batch_size: samples per step, over all ranks.
+        first_step: number of steps that were done before the run was resumed; 0 for a new run.
     """
 
     interval = 5.0
@@ -98,13 +98,13 @@ class Silent(Progress):
 
 
 def progress_for(num_steps: int, batch_size: int, first_step: int, visible: bool) -> Progress:
-    """Return a display: a bar on a terminal, or lines if standard error is no terminal or the variable `CI` is set.
+    """Return a display of the progress: a bar on a terminal; lines in files, in pipes and in CI.
 
     Args:
-        num_steps: optimizer steps of the run.
-        batch_size: samples per step.
-        first_step: number of steps that were done before this run was resumed; 0 if it was not.
-        visible: False for ranks other than 0.
+        num_steps: total number of optimizer steps of the run.
+        batch_size: samples per step, over all ranks.
+        first_step: number of steps that were done before the run was resumed; 0 for a new run.
+        visible: False for ranks other than 0, which show nothing.
     """
     if not visible:
         return Silent(num_steps, batch_size, first_step)

@@ -18,7 +18,7 @@ class Recorder:
     Args:
         tracker: the tracker of the run.
         directory: the run directory.
-        after_step: the step from which the run was resumed, or 0.
+        after_step: the step from which the run was resumed; 0 for a new run.
         visible: False for ranks other than 0, which log nothing.
     """
 
@@ -52,7 +52,7 @@ class Recorder:
         self._tracker.hyperparameters({key: value for key, value in shown.items() if value is not None})
 
     def finish(self) -> None:
-        """Mark the run as done; called after its last step."""
+        """Mark the run as done. This must be called after the last step of the run."""
         self._done = True
 
     def flush(self) -> None:
@@ -61,7 +61,12 @@ class Recorder:
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of a nested config by dotted key. Lists become text; a class becomes its unqualified name."""
+    """Return the values in a nested config by dotted key. Lists become text; a class becomes its unqualified name.
+
+    Args:
+        config: the nested config.
+        prefix: a prefix for each key.
+    """
     leaves: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict):

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class TensorBoard(Tracker):
-    """A tracker that logs scalars, images, texts and, in the HPARAMS tab, the config to TensorBoard.
+    """A tracker that logs scalars, images, texts and the config to TensorBoard. The config is in the HPARAMS tab.
 
-    It also writes animations as GIF files.
+    Animations are also written as GIF files to the run directory.
 
     https://www.tensorflow.org/tensorboard/get_started
     """
