@@ -106,7 +106,9 @@ _SIOCGIFADDR = 0x8915  # netdevice(7): get the address of an interface
 
 
 def interface_to(host: str) -> str | None:
-    """Return the network interface through which this machine reaches `host`; None if unknown (Linux, IPv4 only).
+    """Return the network interface through which this machine reaches `host` over IPv4; None if it is unknown.
+
+    It is always unknown on operating systems other than Linux.
 
     By default, gloo uses the interface to which the hostname of this machine resolves, which is often the loopback
     interface.

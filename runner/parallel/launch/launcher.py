@@ -27,9 +27,10 @@ class Launcher:
 
     @contextmanager
     def connect(self) -> Iterator[Process]:
-        """Yield this process before training, as rank 0 if the launcher has yet to start the ranks.
+        """Yield the `Process` that describes this process, for the checks before training.
 
-        If torchrun or SLURM has started this process, it joins the process group here.
+        If the ranks are started later, by `launch`, this process is described as rank 0. If torchrun or SLURM has
+        started this process, it joins the process group here.
 
         Raises:
             SystemExit: if a stop signal arrives before training begins.
@@ -40,15 +41,18 @@ class Launcher:
     def launch(
         self, train: Callable[[], Any], train_rank: Callable[[Process], Any], context: Context, directory: Path
     ) -> Any:
-        """Train on every rank of the run; return the result of this rank, or of rank 0 if the ranks are started here.
+        """Train on every rank of the run, and return the result.
+
+        A launcher that starts the ranks returns the result of rank 0; any other returns the result of this process.
 
         Args:
-            train: trains in this process, if this process is a rank of the run.
-            train_rank: trains in a process that this launcher starts; picklable.
+            train: trains in this process; called by launchers that do not start the ranks.
+            train_rank: trains in the process that it gets as argument; called in each process that a launcher starts,
+                so it must be picklable.
             context: context of this process.
-            directory: the run directory; each started rank N > 0 writes its output to `log_rank_N.txt` in it.
+            directory: the run directory. Started ranks write their output to `log_rank_N.txt` in it, except rank 0.
 
         Raises:
-            RankError: if one of the ranks that were started here fails, dies or hangs.
+            RankError: if a rank that the launcher has started fails, dies or hangs.
         """
         return train()

@@ -105,7 +105,7 @@ def _loopback() -> str | None:
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group, if there is one; called when the other ranks destroy it too."""
+    """Destroy the process group, if there is one; called on all ranks at about the same time."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -160,7 +160,7 @@ def _open_sockets() -> set[int]:
 
 
 def _external_store(rank_info: RankInfo, timeout: timedelta) -> Store:
-    """Return the store of the processes that torchrun or SLURM has started, with a new prefix in each call."""
+    """Return the store of torchrun's or SLURM's processes, with a new prefix for the keys in each call."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
 
@@ -174,4 +174,7 @@ def _external_store(rank_info: RankInfo, timeout: timedelta) -> Store:
 
 
 _external_stores: list[Store] = []
-"""The store, followed by one with a prefix for each process group; a sweep needs a new group after a failed job."""
+"""The store itself, and then one view of it, with a prefix of its own, for each process group.
+
+A sweep needs a new process group after a failed job.
+"""

@@ -130,7 +130,10 @@ class ExternalProcesses(Launcher):
 
 
 def init_rank(rank_info: RankInfo, device: torch.device, timeout: float, external: bool) -> None:
-    """Set up this process as a rank: its GPU, its share of the CPU threads, and the process group."""
+    """Set up this process as a rank: its GPU, its share of the CPU threads, and the process group.
+
+    The arguments are those of `init_process_group`.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     os.environ["LOCAL_WORLD_SIZE"] = str(rank_info.local_world_size)  # for data workers: the ranks share the cores
@@ -149,7 +152,18 @@ def _run_rank(
     device: torch.device,
     shared_state: Any,
 ) -> None:
-    """Run a rank that was started on this machine, from its first heartbeat to its report."""
+    """Run a rank that `LocalProcesses` has started, from its first heartbeat to its report.
+
+    Args:
+        train_rank: trains in this process, and returns the result.
+        make_collectives: class of the rank's collectives.
+        timeout: seconds that the rank waits for the others.
+        directory: the run directory.
+        pipe: connection to the supervisor.
+        rank_info: the rank.
+        device: device of the rank.
+        shared_state: memory that all ranks share; None if the parallel mode needs none.
+    """
     send = start_heartbeat(pipe, process_group.progress, process_group.fail_collectives)
     try:
         if rank_info.rank > 0:

@@ -1,4 +1,4 @@
-"""The supervisor of a run's ranks: if a rank fails, dies or hangs, it ends the run and kills all ranks.
+"""The supervisor of a run's ranks, which ends the run and kills all ranks if a rank fails, dies or hangs.
 
 Each rank has a pipe to the supervisor, over which the rank sends heartbeats and, at the end, a report. If the pipe
 breaks because the supervisor was killed, the rank kills the other ranks and exits.
@@ -46,7 +46,14 @@ GRACE_SECONDS = 2.0
 
 
 class RankError(Exception):
-    """Raised when a rank failed, died or hung; `result` is the run's result so far, if rank 0 could still report it."""
+    """Raised when a rank failed, died or hung.
+
+    Args:
+        rank: the rank.
+        what: what has happened to the rank, in one line.
+        trace: the traceback of the rank's exception; empty if there is none.
+        result: the run's result so far; None if rank 0 could not report it.
+    """
 
     def __init__(self, rank: int, what: str, trace: str = "", result: Any = None):
         super().__init__(rank, what, trace, result)
@@ -73,10 +80,10 @@ class Report:
 
     Args:
         value: return value of the rank.
-        refused: the config error that ended the rank.
-        what: the exception that ended the rank, in one line; empty if the rank succeeded.
-        trace: the traceback of that exception.
-        result: the result of the run up to that exception.
+        refused: the config error that ended the rank; None if there was none.
+        what: the exception that ended the rank, in one line; empty if the rank succeeded, or ended with a config error.
+        trace: the traceback of that exception; empty if the message says enough.
+        result: the result of the run up to that exception; None if it is unknown.
         by_others: whether the exception only means that another rank is gone.
         time: when the rank ended, in seconds since the epoch.
     """
@@ -95,7 +102,7 @@ class Report:
 
 
 def report_of(error: BaseException) -> Report:
-    """Return the report of a rank that `error` ended."""
+    """Return the report of a rank that has ended with `error`."""
     if isinstance(error, ConfigError):
         return Report(refused=error)
     result, cause = getattr(error, "result", None), error.__cause__
@@ -118,10 +125,10 @@ def start_heartbeat(
     Args:
         pipe: connection to the supervisor.
         progress: returns a number that grows when this rank begins to wait for others; sent with each heartbeat.
-        give_up: makes this rank fail if it waits for other ranks; called when a rank has failed or hangs.
+        give_up: makes this rank fail if it waits for other ranks; called when another rank has failed or hangs.
 
     Returns:
-        A function that sends the report.
+        A function that sends a report to the supervisor.
     """
     sending = threading.Lock()
 
@@ -155,11 +162,11 @@ def start_heartbeat(
 
 
 class Supervisor:
-    """The processes of a run's ranks, from their start until all have ended.
+    """A context manager that starts and watches the processes of a run's ranks, and kills those that remain at its end.
 
     Args:
-        work: main function of a rank, called with its pipe (see `start_heartbeat`) and its arguments.
-        arguments: arguments of each rank.
+        work: main function of a rank; its first argument is the rank's pipe (see `start_heartbeat`).
+        arguments: for each rank, the further arguments of `work`.
         timeout: seconds after which a rank is considered to hang, if it sends no heartbeat, or if other ranks wait for
             it. Time in which this process itself was suspended (Ctrl-Z) does not count.
     """
@@ -198,7 +205,7 @@ class Supervisor:
         """Wait for all ranks, and return their return values.
 
         Args:
-            stop: a stop signal of this process, which is forwarded to all ranks once.
+            stop: records whether this process has received a stop signal; if so, all ranks are sent a signal once.
 
         Raises:
             ConfigError: if a rank raised it.
@@ -254,7 +261,7 @@ class Supervisor:
         return failed or bool(self._dead()) or max(self.silence) > self.timeout or self._has_stalled()
 
     def _has_stalled(self) -> bool:
-        """Return whether some ranks wait for others in a collective, and no rank has made progress for too long."""
+        """Return whether some ranks wait for others, and no rank has made progress for longer than the timeout."""
         running = {self.progress[rank] for rank, report in enumerate(self.reports) if report is None}
         return self.stalled > self.timeout and len(running) > 1
 

@@ -15,7 +15,7 @@ from runner.parallel.sync_batch_norm import BatchNormOfAnyDim
 
 
 def defer(model: torch.nn.Module) -> None:
-    """Convert the batch normalization layers in `model`: only `update` changes their running statistics from now on."""
+    """Convert the batch normalization layers in `model` so that only `update` changes their running statistics."""
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             module.__class__ = DeferredBatchNorm  # in place: keeps parameters, buffers and their names
@@ -28,7 +28,7 @@ def defer(model: torch.nn.Module) -> None:
 
 
 def update(model: torch.nn.Module) -> None:
-    """Update the running statistics in `model` with the statistics of a batch; called after its last micro-batch."""
+    """Update the running statistics in `model` with the statistics of a batch, after the batch's last micro-batch."""
     for module in model.modules():
         # Stages of other processes have no statistics in this one.
         if isinstance(module, DeferredBatchNorm) and module.running_mean is not None:
@@ -38,7 +38,8 @@ def update(model: torch.nn.Module) -> None:
 class DeferredBatchNorm(BatchNormOfAnyDim):
     """Batch normalization of [n, channels, …] that defers the update of its running statistics to `update`.
 
-    Its buffers hold the count, the mean and the sum of squared deviations of the values since the last update.
+    Until the update, its buffers collect the statistics of the values in all micro-batches: their count, their mean,
+    and the sum of their squared deviations from the mean.
     """
 
     seen: torch.Tensor
@@ -58,7 +59,13 @@ class DeferredBatchNorm(BatchNormOfAnyDim):
 
     @torch.no_grad()
     def _merge(self, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
-        """Merge the `mean` and sample `variance` of a micro-batch with `count` values per channel into the buffers."""
+        """Merge the statistics of a micro-batch into the buffers.
+
+        Args:
+            mean: mean of the micro-batch, [channels].
+            variance: unbiased variance of the micro-batch, [channels].
+            count: number of values per channel in the micro-batch.
+        """
         total = self.seen + count
         distance = mean - self.seen_mean
         self.seen_mean += distance * (count / total)

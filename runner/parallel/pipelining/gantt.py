@@ -17,7 +17,7 @@ COLOURS = {
     "backward": ((52, 140, 90), (110, 185, 140)),
     "weights": ((214, 140, 40), (238, 186, 110)),
 }
-"""The colors of a worker's first stage and of its other stages, by the kind of computation."""
+"""For each kind of computation: the color of a worker's first stage, and the color of the worker's other stages."""
 
 _WIDTH, _ROW, _BAR, _MARGIN, _TOP, _BOTTOM = 1000, 46, 36, 74, 44, 50
 _INK, _IDLE, _LINE, _WHITE = (40, 40, 40), (235, 235, 235), (205, 205, 205), (255, 255, 255)
@@ -28,7 +28,7 @@ def gantt(work: Sequence[tuple[int, str, int, float, float]], workers: int, titl
 
     Args:
         work: (stage, kind, micro-batch, start, stop) of each computation, in seconds; kinds are those of `COLOURS`.
-        workers: number of rows; stage i is in row i modulo this number.
+        workers: number of workers, each of which has a row; stage i is in row i modulo the number of workers.
         title: title above the chart.
 
     Returns:

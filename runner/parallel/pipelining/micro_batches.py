@@ -70,7 +70,15 @@ def num_micro_batches(samples: int, split_size: int | None, count: int | None, c
 def _check(
     samples: int, count: float, key: str, got: int, possible: list[int], constraint: MicrobatchConstraint
 ) -> None:
-    """Check that `got`, the value of the option `key`, is one of the `possible` values; it makes `count` micro-batches.
+    """Check that a value of the option `split_size` or `num_micro_batches` is possible.
+
+    Args:
+        samples: samples in one pass through the pipeline.
+        count: number of micro-batches with this value; it may be a fraction.
+        key: name of the option.
+        got: value of the option.
+        possible: possible values of the option, in increasing order.
+        constraint: the requirements of the schedule.
 
     Raises:
         ConfigError: if the value is impossible; the error names the nearest possible values.

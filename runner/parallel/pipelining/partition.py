@@ -33,8 +33,8 @@ class Partition:
 
     Args:
         stages: number of stages; null: derived from the number of processes or devices.
-        cuts: `auto` measures the blocks, and balances the stages; a list names the first block of each stage except the
-            first stage: [layer2, layer3.1]. `layer2` stands for the first block of that layer.
+        cuts: `auto`: the blocks are measured, so that all stages take about the same time; or a list of the first block
+            of each stage but the first: [layer2, layer3.1]. The name of a layer, `layer2`, stands for its first block.
     """
 
     stages: int | None = None
@@ -169,9 +169,9 @@ class BlockProfile(NamedTuple):
 
     Args:
         name: name of the block.
-        seconds: time of its forward and backward pass; 0.0 if the time was not measured.
-        shape: shape of its output, without the batch dimension.
-        dtype: dtype of its output.
+        seconds: time of the forward and backward pass of the block; 0.0 if the time was not measured.
+        shape: shape of the block's output, without the batch dimension.
+        dtype: dtype of the block's output.
     """
 
     name: str
@@ -181,7 +181,7 @@ class BlockProfile(NamedTuple):
 
 
 def first_inputs(model: torch.nn.Module, context: Context, size: int | None = None) -> torch.Tensor:
-    """Return the inputs of the first micro-batch, or of only its first `size` samples."""
+    """Return the inputs of the first micro-batch: only the first `size` samples, or all samples if `size` is None."""
     with closing(cast(Any, context.workload.batches(model, context.plan, 0, context.device))) as batches:
         return next(batches).inputs[:size]
 
@@ -214,7 +214,14 @@ def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, context: Contex
 def _seconds(
     block: torch.nn.Module, x: torch.Tensor, autocast: Callable[[], AbstractContextManager], requires_grad: bool
 ) -> float:
-    """Return the median time of a forward and backward pass in seconds, not counting the first pass, a warm-up."""
+    """Return the median time of a forward and backward pass of `block` in seconds, after a warm-up.
+
+    Args:
+        block: the block.
+        x: inputs of the block.
+        autocast: returns a context manager for the forward pass.
+        requires_grad: whether the gradient of the inputs is computed too.
+    """
     x = x.detach().clone().requires_grad_(requires_grad)
     times: list[float] = []
     while len(times) < 4 or (sum(times[1:]) < _MIN_SECONDS and len(times) < _MAX_REPEATS):

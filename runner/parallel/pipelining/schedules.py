@@ -26,7 +26,7 @@ class ProcessEngine:
     """An engine that runs one or more stages in each process: stage i in process i modulo the number of processes.
 
     Args:
-        stages: stages of this process, by number.
+        stages: stages of this process, by the number of the stage.
         activations: specs of the activations before, between and after all stages.
         schedule: key of `SCHEDULES`.
         size: samples per micro-batch.
@@ -82,7 +82,11 @@ class ProcessEngine:
         self._schedule.step(*own, target=targets if self.has_last else None)
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the network's outputs on every rank; while a stage computes, earlier stages start the next samples."""
+        """Return the network's outputs for all `inputs`, on every rank.
+
+        The inputs are split into chunks of `size` samples. While one stage computes a chunk, earlier stages compute the
+        following chunks.
+        """
         sent, outputs = [], []
         for chunk in inputs.split(self.size):
             for number, stage in self.stages.items():

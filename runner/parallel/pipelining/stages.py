@@ -88,7 +88,7 @@ class _FromSent(torch.autograd.Function):
 
 
 class _ToSent(torch.autograd.Function):
-    """Conversion of activations to the format in which they are sent; a schedule may detach the result in place."""
+    """Conversion of activations to the format in which they are sent; the result can be detached in place."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, permuted: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -117,10 +117,16 @@ def activation_specs(
 
 
 def owners(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> dict[str, int]:
-    """Return the stage of each parameter and buffer of `model`, by name; a tensor in no block belongs to stage 0.
+    """Return the number of the stage of each parameter and buffer of `model`, by name.
+
+    A tensor that is in no block belongs to stage 0.
+
+    Args:
+        model: the network.
+        stages: the blocks of each stage.
 
     Raises:
-        ValueError: if two stages share a tensor; it names the tensor.
+        ValueError: if two stages share a tensor; the error names the tensor.
     """
     names = {id(tensor): name for name, tensor in _tensors(model)}
     owner = dict.fromkeys(names.values(), 0)

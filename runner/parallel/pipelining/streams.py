@@ -26,7 +26,7 @@ class StreamEngine:
         devices: device of each stage.
         size: samples per micro-batch.
         timeline: records when the stages compute.
-        cuda: replaces `torch.cuda` in tests.
+        cuda: replaces `torch.cuda` in tests; None: `torch.cuda`.
     """
 
     def __init__(
@@ -85,7 +85,10 @@ class StreamEngine:
 
 
 def clock(num_micros: int, num_stages: int) -> Iterator[tuple[int, int]]:
-    """Yield (micro-batch, stage) in the order in which the host queues them: at most one per stage and clock cycle."""
+    """Yield (micro-batch, stage) of each computation, in the order in which the host queues the computations.
+
+    In each clock cycle, a stage computes at most one micro-batch.
+    """
     for tick in range(num_micros + num_stages - 1):
         for stage in range(num_stages):
             if 0 <= tick - stage < num_micros:

@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """A recording of the computations of this process's stages. While `on` is false, there is no overhead.
+    """A recording of the computations of this process's stages. While `on` is false, nothing is recorded.
 
     On CUDA, times are measured by events on the streams of the devices. The host synchronizes with the devices once
     before a recording, and once when the recording is read.
@@ -42,7 +42,7 @@ class Timeline:
         self._origins: dict[torch.device, Any] = {}
 
     def begin(self, barrier: Callable[[], None]) -> None:
-        """Start a new recording; its time zero is when all processes have reached `barrier`."""
+        """Start a new recording, in which time zero is the moment when all processes have reached `barrier`."""
         self._records, self.on = [], True
         for device in self.devices:
             synchronize(device)
@@ -51,7 +51,10 @@ class Timeline:
 
     @contextmanager
     def span(self, stage: int, kind: str, micro: int, device: torch.device) -> Iterator[None]:
-        """Record the enclosed computation as a `Span`, and measure its time on `device`."""
+        """Record the computation inside the context as a `Span`, with its start and stop on `device`.
+
+        Outside a recording, nothing is done.
+        """
         if not self.on:
             yield
             return
@@ -96,8 +99,8 @@ class Bubble(NamedTuple):
         seconds: time from the start of the first computation to the end of the last one.
         busy: seconds of computation, by worker.
         least: the seconds that even the best schedule would need with stages as slow as these.
-        theory: idle fraction if all stages are equal: (p − 1) / (m + p − 1) for p workers and m micro-batches
-            (Huang et al., 2019, section 2.3).
+        theory: idle fraction if all stages take the same time: (p − 1) / (v·m + p − 1) for p workers with v stages each
+            and m micro-batches (Huang et al., 2019, section 2.3, for v = 1).
     """
 
     seconds: float
@@ -107,12 +110,12 @@ class Bubble(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The idle fraction of the workers' time."""
+        """The measured idle fraction of the workers' time."""
         return self._idle(self.seconds)
 
     @property
     def bound(self) -> float:
-        """A lower bound on the idle fraction, from the measured times of the stages."""
+        """The idle fraction that even the best schedule would have with stages as slow as these."""
         return self._idle(self.least)
 
     def _idle(self, seconds: float) -> float:
@@ -131,7 +134,7 @@ class Bubble(NamedTuple):
 
 
 def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
-    """Return the bubble of a schedule with the given `spans`; stage i is on worker i modulo `num_workers`."""
+    """Return the bubble of a step with the computations `spans`; stage i is on worker i modulo `num_workers`."""
     num_stages = 1 + max(span.stage for span in spans)
     num_micros = 1 + max(span.micro for span in spans)
     rounds = num_stages // num_workers
@@ -146,9 +149,16 @@ def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
 def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> float:
     """Return the seconds that even the best schedule would need, judged by one `worker` alone.
 
-    First, the worker waits while the stages before it compute the forward pass of micro-batch 0. Then it computes. When
-    it has sent back the gradient of the micro-batch `last`, the stages before it still have to compute the backward
-    pass of that micro-batch; during this time the worker itself may compute gradients of weights, which nobody awaits.
+    First, the worker waits until the stages before its first stage have computed the forward pass of micro-batch 0.
+    Then it computes. When it has sent back the gradient of the last micro-batch, the stages before it still have to
+    compute the backward pass of that micro-batch. During this time, the worker may compute gradients of weights, for
+    which no other stage waits.
+
+    Args:
+        spans: the computations of all stages.
+        worker: the index of the worker.
+        num_workers: number of workers.
+        last: the index of the last micro-batch.
     """
     before = set(range(worker))
     own = {span.stage for span in spans if span.stage % num_workers == worker}
