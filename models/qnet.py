@@ -101,13 +101,14 @@ class WithTarget(nn.Module):
 
         Args:
             observations: [n, …].
-            next_observations: [n, …].
-            double: select the next action with the online network and evaluate it with the target network (van Hasselt,
-                Guez and Silver, Deep Reinforcement Learning with Double Q-learning, 2016); otherwise the target
-                network does both.
+            next_observations: [n, …]; None: only the values of all actions are needed.
+            double: True: select the next action with the online network and evaluate it with the target network (van
+                Hasselt, Guez and Silver, Deep Reinforcement Learning with Double Q-learning, 2016); False: do both with
+                the target network.
 
         Returns:
-            Q [n, num_actions]; or a tuple of Q and the value of the best next action [n, 1], without gradient.
+            The values of all actions [n, num_actions]; or a tuple of them and the value of the best next action [n, 1],
+            which is detached.
         """
         values = self.online(self._normalized(observations))
         if next_observations is None:
