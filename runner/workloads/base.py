@@ -34,10 +34,10 @@ class Workload(ABC):
     """Options that may differ on resume, because they do not affect what is computed."""
 
     def prepare(self) -> None:
-        """Load the data, or check that it exists.
+        """Load the data. If it is read or generated only during training, check that this is possible.
 
         Raises:
-            ConfigError: if data is missing; the error names the key, such as `data.root`.
+            ConfigError: if the check fails or data is missing; the error names the key, such as `data.root`.
         """
 
     def steps_per_epoch(self, batch_size: int) -> float | None:
@@ -45,7 +45,7 @@ class Workload(ABC):
         return None
 
     def num_steps(self, batch_size: int) -> int | None:
-        """Return the number of optimizer steps of a run; None if it is set by `epochs` or `steps`."""
+        """Return the number of optimizer steps of a run; None if only the options `epochs` and `steps` determine it."""
         return None
 
     @abstractmethod
@@ -65,13 +65,17 @@ class Workload(ABC):
 
     @abstractmethod
     def loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean loss of a micro-batch, a scalar, and its metric sums, a detached float32 [len(metrics)]."""
+        """Return the mean loss and the metric sums of a micro-batch.
+
+        Returns:
+            A scalar to differentiate, and a detached float32 tensor [len(metrics)].
+        """
 
     @abstractmethod
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
     ) -> MetricSums:
-        """Return metric sums over one shard of the evaluation data, in which each sample counts once.
+        """Return the metric sums over one shard of the evaluation data; each sample of the shard counts once.
 
         Args:
             infer: returns the outputs of the model for inputs on the device.
@@ -102,11 +106,11 @@ class Workload(ABC):
         """Check that the batches of this workload can be split according to `plan`.
 
         Raises:
-            ConfigError: if the batches cannot be split in this way; the error names the key, such as `accumulation`.
+            ConfigError: if the batches cannot be split in this way; the error names the key, such as `env.num_envs`.
         """
 
     def after_step(self, model: torch.nn.Module, step: int) -> None:
-        """Do what has to follow each optimizer step of this process, for example update a target network."""
+        """Finish optimizer step `step` of this process, for example by an update of a target network."""
 
     def describe(self) -> dict[str, str]:
         """Return descriptions of the data to show at the start: {"data": "Digits, 1,438 training samples, …"}."""
@@ -125,7 +129,7 @@ class Workload(ABC):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to be saved in addition to the model's, as plain values and tensors."""
+        """Return the state that checkpoints save in addition to the model, as plain values and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -145,7 +149,7 @@ class SupervisedWorkload(Workload):
 
     @abstractmethod
     def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """Return the metric sums of a micro-batch whose mean loss is `loss`, a detached float32 [len(metrics)]."""
+        """Return the metric sums of a micro-batch, given its mean `loss`: a detached float32 tensor [len(metrics)]."""
 
     def loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss and the metric sums of a micro-batch, given the outputs of the network."""

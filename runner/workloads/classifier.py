@@ -23,14 +23,14 @@ _MAX_CLASSES = 1000  # in a confusion matrix
 
 @dataclass
 class Classifier(SupervisedWorkload):
-    """Training of an image classifier.
+    """The training and evaluation of an image classifier.
 
     Args:
         model: the network.
         data: labeled images.
         label_smoothing: amount of label smoothing, from 0 to 1 (Szegedy et al., 2016).
-        eval_batch_size: samples per forward pass of an evaluation; affects speed and memory only.
-        overfit_batches: train on the first N batches again and again; 0: on all of the data.
+        eval_batch_size: samples per process in each forward pass of an evaluation; affects only speed and memory.
+        overfit_batches: number of batches on which to train again and again; 0: train on all of the data.
     """
 
     model: Model
@@ -78,7 +78,7 @@ class Classifier(SupervisedWorkload):
         return self.train.batches(self._positions(plan, plan.stream(after_step)), plan.seed, device)
 
     def _positions(self, plan: Plan, micros: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """Return `micros`, moved into the first `overfit_batches` batches of the stream if this option is not 0."""
+        """Return `micros`; if `overfit_batches` is not 0, with positions in the first `overfit_batches` batches."""
         if not self.overfit_batches:
             return micros
         span = self.overfit_batches * plan.batch_size

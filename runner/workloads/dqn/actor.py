@@ -1,4 +1,4 @@
-"""The actor: steps environments and stores transitions in the replay buffer."""
+"""The actor, which steps environments and stores transitions in the replay buffer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def greedy_policy(model: torch.nn.Module, device: torch.device) -> Policy:
 
 
 class Actor:
-    """Acts in the environments of one process, and samples from its replay buffer.
+    """An actor that steps the environments of one process, and stores transitions in the process's replay buffer.
 
     Args:
         vector: the environments of this process.
@@ -71,7 +71,13 @@ class Actor:
         self._update_episodes(rewards, terminated | truncated, taken)
 
     def _update_episodes(self, rewards: np.ndarray, ended: np.ndarray, taken: np.ndarray) -> None:
-        """Update the returns and lengths of the current episodes, and record the episodes that ended."""
+        """Update the returns and lengths of the current episodes, and record the episodes that ended.
+
+        Args:
+            rewards: [num_envs].
+            ended: bool [num_envs].
+            taken: bool [num_envs]; False where the environment was reset instead of taking a step.
+        """
         self._returns += rewards
         self._lengths += taken
         if ended.any():
@@ -84,7 +90,7 @@ class Actor:
         return self.replay.at(self._random.integers(len(self.replay), size=count))
 
     def take_episodes(self) -> dict[str, float]:
-        """Return the mean return and length of the episodes that ended since the last call; empty if none ended."""
+        """Return, by tag, the mean return and length of the episodes ended since the last call; empty if none ended."""
         if not self._ended:
             return {}
         returns, lengths = zip(*self._ended, strict=True)
@@ -110,8 +116,8 @@ class Actor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
 
-        If the state of the environments was not saved, or their number differs, they start new episodes; a warning is
-        logged.
+        If the state of the environments was not saved, or the number of environments differs, all environments start
+        new episodes, and a warning is logged.
         """
         self.replay.load_state_dict(state["replay"])
         self.num_episodes = state["num_episodes"]

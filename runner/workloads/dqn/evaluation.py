@@ -31,7 +31,7 @@ def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], devi
         device: device of the model.
 
     Returns:
-        The sums `return` and `length`, and the `count` of episodes.
+        The sums `return` and `length`, and the `count` of the shard's episodes, each a scalar on the device.
     """
     first, last = shard_bounds(num_episodes, shard)
     counted = slice(first, last)
@@ -75,10 +75,14 @@ def _greedy_actions(infer: Infer, observations: np.ndarray, device: torch.device
 
 
 def observation_statistics(env: Env, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and the inverse standard deviation of observations during `num_steps` steps of random actions.
+    """Return the mean and the inverse standard deviation of each component of the observations under random actions.
+
+    Args:
+        env: the options of the environment.
+        num_steps: number of steps with random actions, summed over all environments.
 
     Returns:
-        Two float32 tensors [observation_size].
+        Two float32 tensors [observation_size], on the CPU.
     """
     random = np.random.Generator(np.random.PCG64(derive(0, "moments", "actions")))
     with env.vector(env.num_envs, in_process=True) as vector:

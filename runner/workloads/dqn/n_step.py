@@ -52,9 +52,9 @@ class NStepBuffer:
             actions: int64 [num_envs].
             rewards: [num_envs].
             next_observations: the observations after the step, [num_envs, observation_size].
-            terminated: bool [num_envs].
-            truncated: bool [num_envs].
-            taken: bool [num_envs]; False for resets, which are ignored.
+            terminated: whether the episode reached a terminal state, bool [num_envs].
+            truncated: whether the episode was truncated, bool [num_envs].
+            taken: bool [num_envs]; False where the environment was reset instead. These steps are ignored.
 
         Returns:
             Packed transitions, float32 [m, row_width]; later calls may overwrite them.
@@ -80,7 +80,15 @@ class NStepBuffer:
     def _close(
         self, slot: int, oldest: int, ended: np.ndarray, terminated: np.ndarray, next_observations: np.ndarray
     ) -> np.ndarray:
-        """Return all open transitions of the episodes that end now, and the oldest one of each other episode."""
+        """Return all incomplete transitions of the episodes that end now, and the oldest one of every other episode.
+
+        Args:
+            slot: the slot of the ring buffer that was written last.
+            oldest: the slot of the ring buffer that was written first.
+            ended: bool [num_envs].
+            terminated: bool [num_envs].
+            next_observations: the observations after the step, [num_envs, observation_size].
+        """
         closing = self._open & ended
         closing[oldest] |= self._open[oldest]
         self._open &= ~closing
@@ -93,7 +101,7 @@ class NStepBuffer:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the incomplete transitions as tensors."""
+        """Return the incomplete transitions as tensors, and the number of steps added so far."""
         arrays = {"rows": self._rows, "returns": self._returns, "open": self._open}
         return {"time": self._time} | {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 

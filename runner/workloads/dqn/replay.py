@@ -20,7 +20,7 @@ class Transitions(NamedTuple):
     next_observations: torch.Tensor
     """float32 [n, size]"""
     discounts: torch.Tensor
-    """float32 [n, 1]: the factors by which the values of the next observations are multiplied; 0 after termination."""
+    """float32 [n, 1]: the factors of the next observations' values in the targets; 0 if the episode has terminated."""
 
 
 def row_width(observation_size: int) -> int:
@@ -73,7 +73,7 @@ class Replay:
             self.rows[start : start + len(rows)].copy_(torch.from_numpy(rows))
 
     def at(self, indices: np.ndarray) -> torch.Tensor:
-        """Return the packed transitions, [n, row_width], in the rows `indices`, int64 [n]."""
+        """Return the packed transitions in the rows `indices`, int64 [n], as a tensor [n, row_width]."""
         rows = torch.from_numpy(indices)
         return self.rows.index_select(0, rows.to(self.rows.device, non_blocking=True))
 
@@ -82,7 +82,7 @@ class Replay:
         return {"rows": self.rows[: self._length].to("cpu", copy=True), "cursor": self._cursor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned; if not all of its rows fit, keep the newest transitions."""
+        """Restore the state that `state_dict` returned; if not all saved rows fit, keep only the newest transitions."""
         rows, cursor = state["rows"], state["cursor"]
         if len(rows) > self.capacity or (cursor != len(rows) % self.capacity and len(rows) != self.capacity):
             rows = torch.cat((rows[cursor:], rows[:cursor]))[-self.capacity :]  # oldest first

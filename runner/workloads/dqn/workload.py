@@ -1,4 +1,4 @@
-"""The deep Q-learning workload, whose batches come from acting in environments."""
+"""The deep Q-learning workload, whose batches come from a replay buffer that an actor fills."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class DQN(Workload):
         model: the network of action values.
         env: the environment.
         env_steps: length of the run in environment steps, summed over all environments and processes.
-        warm_up: environment steps with random actions before the first update.
-        replay_ratio: updates per environment step after the warm-up (Fedus et al., Revisiting Fundamentals of
-            Experience Replay, 2020).
+        warm_up: environment steps with random actions before the first update, counted as in `env_steps`.
+        replay_ratio: optimizer steps per environment step after the warm-up, both counted over all processes (Fedus et
+            al., Revisiting Fundamentals of Experience Replay, 2020).
         replay_size: capacity of the replay buffer in transitions, summed over all processes (Lin, 1992).
         replay_device: device of the replay buffer: `learner`, the device of the model, or `cpu`.
         discount: γ, the discount factor of future rewards.
@@ -57,10 +57,10 @@ class DQN(Workload):
             Reinforcement Learning, 2016).
         epsilon_start: initial fraction of random actions (Watkins, 1989).
         epsilon_final: final fraction of random actions.
-        epsilon_fraction: fraction of the run during which the fraction of random actions is annealed linearly.
+        epsilon_fraction: fraction of `env_steps` during which the fraction of random actions is annealed linearly.
         normalize: normalize observations by their mean and standard deviation under random actions. Both are measured
             once, before training, so that stored transitions stay valid.
-        eval_episodes: number of greedy episodes per evaluation.
+        eval_episodes: number of greedy episodes per evaluation, summed over all processes.
         record_video: record an episode in each evaluation, and log the video if the policy is the best so far.
     """
 
@@ -194,7 +194,7 @@ class DQN(Workload):
         return (self.warm_up + step / self.replay_ratio - 1e-6) / self._count
 
     def epsilon(self, env_steps: int) -> float:
-        """Return the fraction of random actions after `env_steps` environment steps."""
+        """Return the fraction of random actions after `env_steps` environment steps, summed over all processes."""
         progress = min(1.0, env_steps / max(self.epsilon_fraction * self.env_steps, 1))
         return self.epsilon_start + (self.epsilon_final - self.epsilon_start) * progress
 
@@ -221,7 +221,7 @@ class DQN(Workload):
     def _resume(self, actor: Actor, last_step: int) -> None:
         """Restore the state that this process saved after optimizer step `last_step`.
 
-        If nothing was saved for this process, fill its replay buffer by taking random actions.
+        If nothing was saved for this process, fill the process's replay buffer with the results of random actions.
         """
         if self._saved:
             from runner.env.vector import EnvironmentBrokenError  # imported here: it imports gymnasium
@@ -298,7 +298,7 @@ class DQN(Workload):
         return {} if self._actor is None else self._actor.state_dict() | {"best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check `state` now, and keep it until `batches` loads it into the environments and buffers that it creates.
+        """Check `state`, and keep it until `batches` creates the environments and buffers, and loads it into them.
 
         Raises:
             UnexpectedContentError: if `state` is not the state of an agent in these environments.
