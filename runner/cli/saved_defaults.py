@@ -35,7 +35,7 @@ def register_saved(source: Path, arguments: Iterable[str]) -> str:
 
     Args:
         source: a run directory, or a checkpoint in one.
-        arguments: the command line. A saved value that is overridden on it need not be valid.
+        arguments: the command line. A saved value that the command line overrides need not be valid.
 
     Raises:
         ConfigError: if the config cannot be read, or has an invalid value that is not overridden.
@@ -77,7 +77,10 @@ def _plain(value: Any, key: str, overridden: set[str]) -> Any:
 
 
 def _check(config: dict[str, Any], overridden: set[str]) -> None:
-    """Check that every key is an option of the run or of a component, and that its value has the right type."""
+    """Check that every key is an option of the run or of a component, and that each value has the right type.
+
+    The values of the keys `overridden` are not checked.
+    """
     options = [name for name in option_fields(Run) if name not in CONFIG_GROUPS]
     known = [*options, *_GROUPS]
     for key, node in config.items():

@@ -48,7 +48,7 @@ def root_keys() -> set[str]:
 
 
 def option_keys(group: str, option: str) -> list[str]:
-    """Return the keys of an option, including the keys that it inherits through its defaults list."""
+    """Return the keys of `option` in the config group `group`, including keys inherited through the defaults list."""
     return _keys(CONF / group / f"{option}.yaml", group)
 
 

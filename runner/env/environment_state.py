@@ -26,7 +26,7 @@ def state_of(envs: VectorEnv) -> dict[str, Any] | None:
 
 
 def restore(envs: VectorEnv, state: dict[str, Any]) -> None:
-    """Restore the state that `state_of` returned for the same kind and number of environments."""
+    """Set the state of `envs` to a state that `state_of` returned for the same kind and number of environments."""
     _set_attributes(envs, state["vector"])
     if isinstance(envs, SyncVectorEnv):
         for env, layers in zip(envs.envs, state["layers"], strict=True):

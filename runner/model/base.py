@@ -67,5 +67,9 @@ class Model(ABC):
         """Create the network with random weights.
 
         A network that can be split into stages has a method `blocks()`, which returns a list of (name, module) in the
-        order of the forward pass; the last one is the head.
+        order of the forward pass. The last module is the head.
+
+        Args:
+            shape: shape of one input; (channels, height, width) for images.
+            num_classes: number of outputs.
         """

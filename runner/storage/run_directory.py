@@ -115,7 +115,7 @@ def job_name(number: int, overrides: list[str], swept: Collection[str] = ()) -> 
     Args:
         number: the number of the job.
         overrides: the overrides of the job.
-        swept: the keys that differ between the jobs. They come first, because the end of a long name is cut off.
+        swept: the keys that differ between the jobs. These keys come first, because the end of a long name is cut off.
     """
     ordered = sorted(redacted_values(overrides), key=lambda text: text.partition("=")[0] not in swept)
     labels = [re.sub(r"[^\w.=,+-]", "_", text.replace("'", "").replace('"', "")) for text in ordered]

@@ -17,7 +17,7 @@ def cgroup_limits(controller: str, *names: str) -> Iterator[list[str]]:
 
     Args:
         controller: the controller to which the files belong, `cpu` or `memory`.
-        names: names of the files; a control group that has none of them is skipped.
+        names: names of the files; a control group without any of these files is skipped.
     """
     for line in read_lines(_PROC / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)

@@ -17,7 +17,7 @@ class Transfer(NamedTuple):
     """Tensors that are being copied.
 
     Args:
-        source: the tensors to copy; empty if nothing has to keep them alive until the copies are done.
+        source: the tensors to copy, which this reference keeps alive; empty if no such reference is necessary.
         result: the copies.
         done: the `torch.cuda.Event` after the last copy; None if there is nothing to copy.
     """

@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _Lazy(ModuleType):
-    """A package that is loaded at the first access to an attribute that it does not have yet.
+    """A package that is loaded at the first access to a missing attribute.
 
     Before Python 3.12, `importlib.util.LazyLoader` would load the package too early: at the second `import` statement,
     which reads `__spec__`.

@@ -13,8 +13,8 @@ import torch
 def num_operations() -> int:
     """Return how many gloo operations this process has begun, in all of its process groups.
 
-    The count includes collectives and point-to-point operations, and those that DDP calls in C++. A public count would
-    make this function unnecessary, and so would a timeout that does not count time in which the processes are
+    The count includes collectives, point-to-point operations, and the operations that DDP begins in C++. A public count
+    would make this function unnecessary, and so would a timeout that does not count time in which the processes are
     suspended; no torch issue known.
     """
     from torch.distributed import distributed_c10d
@@ -25,7 +25,7 @@ def num_operations() -> int:
 
 
 def found_inf_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the overflow flags that `GradScaler.unscale_` has set: a float32 scalar per device, 0 or 1.
+    """Return the overflow flags that `GradScaler.unscale_` has set: one float32 scalar, 0 or 1, for each device.
 
     `GradScaler.step` and `GradScaler.update` read these tensors. If ranks hold different gradients of one model, the
     flags have to be reduced over the ranks before `step`, so that all ranks skip the same updates. A public way to

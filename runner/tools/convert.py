@@ -114,7 +114,8 @@ def read(source: Path, best: bool = False) -> Weights:
             checkpoint.
 
     Raises:
-        ConfigError: if there are no weights, they are damaged, or `best` is True and `source` is not a run directory.
+        ConfigError: if `source` has no weights or damaged weights, or if `best` is True and `source` is not a run
+            directory.
     """
     others = "name a run directory, a checkpoint in one, or a file of weights"
     check(source.exists(), "SOURCE", str(source), "there is no such file or directory", others)

@@ -96,7 +96,7 @@ def _write(study: Study, out: Path) -> list[Path]:
 
 
 def _show(figures: dict[str, Figure], out: Path) -> None:
-    """Write the figures as TensorBoard images, which replace the images of an earlier call."""
+    """Write the figures to the directory `out` as TensorBoard images, which replace the images of an earlier call."""
     import torch  # imported here, so that errors are reported without waiting for it
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from torch.utils.tensorboard.summary import image

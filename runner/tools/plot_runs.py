@@ -218,7 +218,10 @@ def labels_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _option(group: str, node: dict[str, Any]) -> str:
-    """Return the name of the option of `group` that is most similar to `node` and has the same class."""
+    """Return the name of the option of `group` that is most similar to `node` and has the same class.
+
+    If no option has this class, return the name of the module of the class.
+    """
     target = str(node.get("_target_"))
     candidates = [(name, values) for name, values in _options(group).items() if values.get("_target_") == target]
     if not candidates:

@@ -40,8 +40,8 @@ class SplitCurve:
     def seconds_without_bubble(self) -> float:
         """The estimated step time of a pipeline without a bubble, in seconds.
 
-        It is the smallest ratio of measured step time and theoretical slowdown. With this estimate, the theoretical
-        curve touches one point and lies below all others: it ignores the overhead of small micro-batches.
+        This is the smallest ratio of measured step time to theoretical slowdown. With this estimate, the theoretical
+        curve touches one point and lies below all others, because theory ignores the overhead of small micro-batches.
         """
         return min(point.seconds.mean / self.slowdown(split_size) for split_size, point in self.points)
 

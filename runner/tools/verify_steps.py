@@ -197,7 +197,7 @@ class Recorder:
         self._watch(session.run.workload, isinstance(session.run.precision, Double))
 
     def begin_step(self) -> None:
-        """Begin the next step: everything recorded from now on belongs to it."""
+        """Begin the next step: everything recorded from now on belongs to this step."""
         self._samples.append([])
         self._losses.append([])
 

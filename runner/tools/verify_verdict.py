@@ -187,7 +187,13 @@ def _shape(tensors: Tensors, name: str) -> torch.Size | None:
 
 
 def _judge(rows: Iterable[Row], other_samples: bool, computes_below_float64: bool) -> tuple[Verdict, str]:
-    """Return the verdict on all rows, and its reason."""
+    """Return the verdict on all rows, and the reason for the verdict.
+
+    Args:
+        rows: the lines of the table.
+        other_samples: whether the config trains on other samples than the reference.
+        computes_below_float64: whether a loss was computed from tensors of fewer than 64 bits despite precision=64.
+    """
     verdicts = {row: row.verdict(computes_below_float64) for row in rows}
     noisy = [row for row in rows if row.is_noisy and not row.is_same]
     if other_samples:
@@ -213,7 +219,13 @@ def _noise(row: Row) -> str:
 
 
 def _table(rows: Iterable[Row], other_samples: str, reference: Steps) -> list[str]:
-    """Return the lines of the table."""
+    """Return the lines of the table.
+
+    Args:
+        rows: the differences of each kind of tensors.
+        other_samples: the first difference in the samples, in words; empty if the samples are the same.
+        reference: the first steps of the reference.
+    """
     rows, total = list(rows), sum(map(len, reference.samples))
     heads = [name for name, shown in _columns(rows[0]) if shown is not None]
     lines = [f"{'':16}" + "".join(f"{name:>15}{'limit':>10}" for name in heads) + "   largest in"]

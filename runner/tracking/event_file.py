@@ -38,7 +38,7 @@ class EventFile:
         first_step: the first step of the session. TensorBoard drops all points of earlier sessions from this step on.
 
     Raises:
-        StorageError: if the disk is full or fails. `add` and `sync` raise it too, so that no curve is lost silently.
+        StorageError: if the disk is full or fails. `add` and `sync` also raise this error.
     """
 
     def __init__(self, directory: Path, first_step: int):
@@ -52,7 +52,7 @@ class EventFile:
         self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, summary: Summary, step: int = 0) -> None:
-        """Write `summary` to the file; after this call, it is not lost if the process is killed."""
+        """Write `summary` to the file, for `step`. From then on, it is not lost if the process is killed."""
         with storage_errors(self._path):
             self._write(step=step, summary=summary)
             self._file.flush()
@@ -86,7 +86,14 @@ def points(values: dict[str, float]) -> Summary:
 
 
 def animation(tag: str, gif: bytes, height: int, width: int) -> Summary:
-    """Return a summary with an animated GIF, which TensorBoard shows among the images."""
+    """Return a summary with an animated GIF, which TensorBoard shows among the images.
+
+    Args:
+        tag: the name of the image in TensorBoard.
+        gif: the content of the GIF file.
+        height: height in pixels.
+        width: width in pixels.
+    """
     shown = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif)
     return Summary(value=[Summary.Value(tag=tag, image=shown)])
 

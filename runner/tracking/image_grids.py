@@ -159,7 +159,13 @@ def _merged(counts: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _framed(canvas: Image.Image, margin: int, extent: int) -> torch.Tensor:
-    """Draw a frame around the cells and the titles of the axes, and return the image as a tensor."""
+    """Draw the titles of the axes and a frame around the cells, and return the image as a tensor.
+
+    Args:
+        canvas: the image, with the cells.
+        margin: distance of the cells from the left edge and from the top edge, in pixels.
+        extent: width and height of all cells together, in pixels.
+    """
     from PIL import ImageDraw
 
     draw = ImageDraw.Draw(canvas)
@@ -193,7 +199,7 @@ def _tile_size(width: int, height: int) -> tuple[int, int]:
 
 
 def _truncated(text: str, width: int, size: int) -> str:
-    """Return `text` on one line, truncated with an ellipsis to `width` pixels."""
+    """Return `text` on one line, truncated with an ellipsis to `width` pixels in the font of `size` pixels."""
     text = _drawable(text)
     if font(size).getlength(text) <= width:
         return text
