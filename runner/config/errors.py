@@ -67,10 +67,10 @@ def check_range(
     Args:
         component: the object that has the attribute.
         key: the name of the attribute.
-        above: the number must be greater.
-        least: the number must be greater or equal.
-        most: the number must be less or equal.
-        below: the number must be less.
+        above: the number must be greater than this.
+        least: the number must be greater than or equal to this.
+        most: the number must be less than or equal to this.
+        below: the number must be less than this.
 
     Raises:
         ConfigError: if the number is not finite or out of bounds.
@@ -99,7 +99,7 @@ def check_choice(component: object, key: str, choices: Iterable[str]) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
-    """Return a text that suggests the names in `known` spelled most like `word`, or lists all if none is similar.
+    """Return a text that suggests the names in `known` spelled most like `word`, or all names if none is similar.
 
     Args:
         word: the name that was typed.

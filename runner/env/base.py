@@ -46,7 +46,7 @@ class Env:
         check_range(self, "max_episode_steps", least=1)
 
     def prepare(self) -> None:
-        """Create one environment, and read from it `shape`, `num_actions` and `longest`, the maximum episode length.
+        """Set `shape`, `num_actions` and `longest` (the maximum episode length), which are read from one environment.
 
         Raises:
             ConfigError: if the environment does not exist, cannot be created, or has spaces that are not supported.

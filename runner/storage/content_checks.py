@@ -17,7 +17,7 @@ _INTERCHANGEABLE = {"torch.float32", "torch.float64"}
 
 
 class UnexpectedContentError(RuntimeError):
-    """Raised when a value in a checkpoint does not have the expected form, such as a type, shape or dtype."""
+    """Raised when a value in a checkpoint has an unexpected form, for example another type, shape or dtype."""
 
 
 CONTENT_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

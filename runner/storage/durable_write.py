@@ -33,7 +33,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a directory, to disk."""
+    """Flush the file `path` to disk. If `path` is a directory, only its list of entries is flushed, not the files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

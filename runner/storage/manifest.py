@@ -123,7 +123,7 @@ def _read(directory: Path) -> dict[str, Any]:
 
 
 def _check(manifest: dict[str, Any], directory: Path) -> None:
-    """Check the values of a manifest. Its correct hash is not enough, because anybody can compute a hash."""
+    """Check the values of a manifest. A correct hash is not enough, because anybody can compute a hash."""
     step, world_size, files = (manifest.get(key) for key in ("step", "world_size", "files"))
     valid = {
         "step": type(step) is int and step >= 0 and step_of(directory) in (step, None),

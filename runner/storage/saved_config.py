@@ -42,7 +42,7 @@ def parse_config(content: bytes) -> dict[str, Any]:
     Interpolations (`${…}`) are returned as text.
 
     Raises:
-        UnreadableConfigError: if the config has another SHA-256 than recorded, or is no mapping of plain values.
+        UnreadableConfigError: if the recorded SHA-256 does not match, or the config is no mapping of plain values.
     """
     try:
         text = content.decode()

@@ -28,7 +28,7 @@ class Transfer(NamedTuple):
 
 
 class NoCopy:
-    """The base class of copy streams. It copies nothing, because source and target are the same device."""
+    """The base class of copy streams. It copies nothing: it is used if source and target are the same device."""
 
     def send(self, tensors: Tensors) -> Transfer:
         """Queue copies of `tensors`. Copying starts once the current stream of the source device has computed them."""
@@ -81,8 +81,8 @@ class CopyStream(NoCopy):
 class PeerCopyStream(CopyStream):
     """A stream for copies from one CUDA device to another.
 
-    When torch copies a tensor between two devices, it makes the current stream of each device wait. During a copy, this
-    class therefore makes separate streams the current streams, so that the streams of the computation do not wait.
+    When torch copies a tensor between two devices, it makes the current stream of each device wait for the copy. During
+    a copy, this class makes separate streams the current streams, so that the streams of the computation do not wait.
 
     Args:
         source: the CUDA device to copy from.

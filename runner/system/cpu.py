@@ -50,7 +50,7 @@ def allowed_cores() -> int:
 
 
 def usable_core_numbers() -> list[int]:
-    """Return the numbers of the logical cores in this process's affinity mask, at most as many as the CPU quota."""
+    """Return the numbers of the logical cores that this process may use, not more of them than the CPU quota allows."""
     affinity = getattr(os, "sched_getaffinity", None)
     numbers = sorted(affinity(0)) if affinity else list(range(os.cpu_count() or 1))
     quota = _quota_cores()

@@ -46,7 +46,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def host_memory() -> dict[str, int | None]:
-    """Return the main memory in bytes: total, available, and the limit of this process's control group or None."""
+    """Return the main memory in bytes: total, available, and the limit for this process (None if there is no limit)."""
     import psutil  # imported here, because only the environment report needs it
 
     machine = psutil.virtual_memory()

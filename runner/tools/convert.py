@@ -44,7 +44,7 @@ class Weights(NamedTuple):
 
     Args:
         tensors: tensors by name, on the CPU.
-        origin: a description of the source.
+        origin: a description of the file or checkpoint from which the weights were read.
     """
 
     tensors: Tensors
@@ -145,7 +145,7 @@ def _newest(run: Path) -> Path:
 
 
 def _best(run: Path) -> Path:
-    """Return the path of the checkpoint with the best evaluation. The newest checkpoint records which one that is."""
+    """Return the path of the checkpoint with the best evaluation. The newest checkpoint records its step."""
     newest = _newest(run)
     with _errors_as_source(newest):
         best: dict[str, Any] = load(newest).state["best"]

@@ -166,7 +166,7 @@ def other_values(point: Point) -> dict[str, Any]:
 
 
 def find_runs(paths: Iterable[Path]) -> Iterator[MeasuredRun]:
-    """Yield each run in or below the directories `paths`, in the order of the paths, and each run only once."""
+    """Yield every run in the directories `paths`, at any depth. A run found twice is yielded only once."""
     seen = set()
     for path in paths:
         for folder, subfolders, files in os.walk(path):

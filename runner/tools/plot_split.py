@@ -32,7 +32,10 @@ class SplitCurve:
         return min(self.points, key=lambda pair: pair[1].seconds.mean)
 
     def slowdown(self, split_size: float) -> float:
-        """Return (m + p − 1) / m for m micro-batches and p stages: GPipe's bubble (Huang et al., 2019, section 2.3)."""
+        """Return by what factor GPipe's bubble lengthens a step: (m + p − 1) / m for m micro-batches and p stages.
+
+        Huang et al., 2019, section 2.3.
+        """
         micro_batches = self.batch_size / split_size
         return (micro_batches + self.stages - 1) / micro_batches
 

@@ -202,7 +202,7 @@ class Recorder:
         self._losses.append([])
 
     def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the micro-batches in `batches`. Record their samples before a mode or a precision changes them."""
+        """Yield the micro-batches in `batches`. The samples of a micro-batch are recorded before it is yielded."""
         for batch in batches:
             self._samples[-1] += sample_hashes(batch, self._size)
             yield batch
