@@ -40,7 +40,7 @@ class Tracker:
         """Log the config of the run, flattened to dotted keys."""
 
     def flush(self) -> None:
-        """Flush everything that was logged to disk.
+        """Flush to disk everything that was logged.
 
         The trainer calls this before it saves a checkpoint, because a run that is resumed from the checkpoint does not
         log earlier steps again.

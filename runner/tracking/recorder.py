@@ -56,7 +56,7 @@ class Recorder:
         self._done = True
 
     def flush(self) -> None:
-        """Flush everything logged so far to disk."""
+        """Flush to disk everything that was logged so far."""
         self._tracker.flush()
 
 
