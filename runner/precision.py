@@ -50,7 +50,7 @@ class Precision:
         return model
 
     def compute_dtype(self, device: torch.device) -> torch.dtype | None:
-        """Return the 16-bit dtype of the forward pass on `device`; None for the dtype of the parameters."""
+        """Return the 16-bit dtype of the forward pass on `device`; None means the dtype of the parameters."""
         return None
 
     def autocast(self) -> AbstractContextManager:

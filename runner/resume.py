@@ -35,7 +35,7 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
 
     Args:
         session: the run; its option `resume` determines whether an earlier run is resumed, and which one.
-        parent: the directory that contains the run directory; also where `resume=auto` searches.
+        parent: the directory in which a new run directory is created, and in which `resume=auto` searches.
         name: the name of the run directory if the run is a job of a sweep; None: a new, unique name.
         overrides: the overrides that composed the config; they are only recorded here.
 
@@ -76,8 +76,8 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
 def finished(directory: Path) -> Result | None:
     """Return the result of the run in `directory` if the run has no steps left to do; otherwise None.
 
-    It is called inside `claimed_directory`, which renames the result file of an unfinished run. A result file that has
-    kept its name is therefore that of a finished run.
+    It is called inside `claimed_directory`, which renames the result file of a run that has steps left. A result file
+    that has kept its name is therefore that of a finished run.
     """
     result, known = run_directory.read_result(directory), {field.name for field in fields(Result)}
     return Result(**{name: value for name, value in result.items() if name in known}) if result else None
@@ -105,8 +105,8 @@ def _newest_is_valid(path: Path, steps: int) -> bool:
 def _begin_session(path: Path, session: Session, overrides: list[str], undo: ExitStack) -> None:
     """Write the config, the overrides and the environment of this session to the run directory.
 
-    The result of the previous session is renamed, not deleted. If `resume` names a checkpoint, so are all checkpoints
-    of later steps.
+    The result file of the previous session is renamed, not deleted. If `resume` names a checkpoint, all checkpoints of
+    later steps are renamed, too.
 
     Args:
         path: the run directory.
@@ -222,7 +222,7 @@ def _check_named(session: Session, path: Path, source: str) -> None:
     Args:
         session: the session that resumes the run.
         path: the run directory.
-        source: the option `resume`: the run directory, to resume from the newest checkpoint, or a checkpoint in it.
+        source: the value of the option `resume`: the path of a run directory, or of a checkpoint in one.
 
     Raises:
         ConfigError: if there is no such run or checkpoint, the config is that of another run, or the run has already
@@ -267,7 +267,7 @@ def _check_newest(path: Path, session: Session) -> None:
 
 
 def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | None]:
-    """Return the newest run in `parent` that is unfinished, not running, and has the same config, and its lock file.
+    """Find the newest unfinished run in `parent` that has the config of `session` and is not running, and lock it.
 
     Returns:
         The run directory and the open lock file; (None, None) if there is no such run.

@@ -157,12 +157,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Session:
-    """A run in one of its processes, once the device, the data and the other processes are known.
+    """The options of a run, and what depends on the device, the data and the other processes; one for each process.
 
     Args:
         run: the options.
         context: this process, its share of the work, and the batch arithmetic.
-        seed: the seed of this process's model. It is the seed of the run, but each member of an ensemble has another.
+        seed: the seed of this process's model: the seed of the run, plus the index of the member in an ensemble.
         num_steps: number of optimizer steps of the whole run.
         eval_every: number of steps between evaluations; 0: only at the end.
         save_every: number of steps between checkpoints; 0: only at the end.
