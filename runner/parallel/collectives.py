@@ -48,7 +48,10 @@ class Collectives:
         """
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether `flag` is true on any rank. All ranks get the same result, maybe of an earlier call."""
+        """Return whether `flag` is true on any rank. The result is the same on all ranks.
+
+        To avoid waiting for other ranks, a subclass may return the result of an earlier call.
+        """
         return flag
 
     def barrier(self) -> None:
@@ -65,11 +68,11 @@ class Collectives:
         return make()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the `value` of each rank, in the order of the ranks; see `json_encoding.encode` for the types."""
+        """Return the `value` of each rank, in the order of the ranks; see `json_encoding.encode` for possible types."""
         return [value]
 
     def gather_to_rank0(self, tensors: dict[Any, Any]) -> dict[Any, Any]:
-        """Return on rank 0 the tensors of all ranks by name, and on other ranks an empty dict.
+        """On rank 0, return the tensors of all ranks by name; on other ranks, return an empty dict.
 
         Args:
             tensors: this rank's tensors, on the CPU, or plain values, by name. If several ranks use the same name, the
@@ -98,8 +101,8 @@ class ProcessGroup(Collectives):
 
     Args:
         timeout: seconds that a rank waits for the others.
-        shared_state: shared memory that the launcher has allocated for all processes of this machine; not used in this
-            class, but in a subclass.
+        shared_state: shared memory that the launcher has allocated for all processes of this machine; only used in a
+            subclass.
     """
 
     def __init__(self, timeout: float, shared_state: Any = None):
@@ -125,7 +128,10 @@ class ProcessGroup(Collectives):
         tensor.copy_(total / self.world_size)
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether `flag` was true on any rank in the previous call; its all-reduce overlaps with a step."""
+        """Return whether `flag` was true on any rank in the previous call.
+
+        The all-reduce can therefore overlap with a training step.
+        """
         ours = torch.tensor(int(flag))
         work = torch.distributed.all_reduce(ours, torch.distributed.ReduceOp.MAX, async_op=True)
         (previous, previous_work), self._pending = self._pending or (torch.tensor(0), None), (ours, work)

@@ -19,7 +19,7 @@ class Process(NamedTuple):
 
     Args:
         rank_info: the rank of the process.
-        devices: the devices on which the process computes; the first one holds its batches and its metrics.
+        devices: the devices on which the process computes; the first one holds the batches and the metrics.
         collectives: the collectives that connect the process to the other processes.
         shared_state: shared memory that the launcher has allocated for all processes of this machine; None if the mode
             needs none.

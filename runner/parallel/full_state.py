@@ -126,13 +126,13 @@ def _check_step(name: str, state: dict[str, Any]) -> None:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a `DTensor`, or any other tensor unchanged; it must be called on every rank."""
+    """Return the full tensor of a `DTensor`, or any other tensor unchanged; called on every rank."""
     # Not `isinstance`, which would import torch.distributed.tensor (half a second) even if there is no DTensor.
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def shard_like(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full `tensor`, sharded in the same way as `like`; if `like` is not sharded, return it unchanged."""
+    """Return the full `tensor` sharded in the same way as `like`, or unchanged if `like` is not sharded."""
     if not hasattr(like, "device_mesh"):
         return tensor
     from torch.distributed.tensor import distribute_tensor

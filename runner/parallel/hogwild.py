@@ -61,8 +61,8 @@ class SharedMemoryCollectives(ProcessGroup):
     def any_rank(self, flag: bool) -> bool:
         """Return whether this worker has to stop after its latest update.
 
-        Once `flag` was true on any worker, rank 0 chooses an update that no worker has reached yet. All workers stop
-        after their updates of this number.
+        Once `flag` has been true on any worker, rank 0 chooses a number of updates that no worker has reached yet. Each
+        worker stops when it has done this number of updates.
         """
         own = int(self.updates[self.rank])
         if flag:  # set, never cleared: a read-modify-write could undo the write of another worker

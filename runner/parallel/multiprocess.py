@@ -26,7 +26,7 @@ class MultiProcess(Parallel, ABC):
         processes: number of processes; `auto`: one per visible GPU, or two on a CPU. Under torchrun or SLURM, `auto` is
             the number of processes that they have started.
         timeout: seconds that a process waits for the others before the run ends with an error.
-        max_restarts: how often all processes are restarted from the last checkpoint after a process failed or died.
+        max_restarts: how often all processes are restarted from the last checkpoint after one has failed or died.
         port: port of the store through which the processes of this machine find each other; null: any free one.
     """
 

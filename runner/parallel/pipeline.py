@@ -55,8 +55,8 @@ class Pipeline(Partition, MultiProcess):
     normalization uses the statistics of micro-batches.
 
     Args:
-        engine: `processes`: one process per stage, with `torch.distributed.pipelining`; `streams`: one process with
-            several CUDA devices, and copies between them on separate streams.
+        engine: `processes`: several processes with one or more stages each, and `torch.distributed.pipelining`;
+            `streams`: one process with several CUDA devices, and copies between them on separate streams.
         schedule: `gpipe`: all forward passes, then all backward passes; `1f1b`: one forward, one backward as soon as
             possible, which keeps fewer activations (Narayanan et al., PipeDream, 2019); `interleaved_1f1b`: two or more
             stages per process, for a smaller bubble (Narayanan et al., 2021); `zero_bubble`: the gradients of weights
