@@ -16,7 +16,7 @@ class RankInfo(NamedTuple):
 
     Args:
         rank, world_size: the rank of the process, and the number of processes, in the whole run.
-        local_rank, local_world_size: the same, counting only the processes on this machine.
+        local_rank, local_world_size: the rank and the number of processes, counted only on the process's machine.
         host, port: address of the store through which the processes find each other (`MASTER_ADDR`, `MASTER_PORT`).
     """
 
@@ -28,7 +28,7 @@ class RankInfo(NamedTuple):
     port: int = 0
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables from which `torch.distributed` reads these values."""
+        """Return the rank and the address as the environment variables that `torch.distributed` reads."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -45,7 +45,7 @@ def external_rank_info() -> RankInfo | None:
 
 
 def external_world_size() -> int:
-    """Return the number of processes that torchrun or `srun` started together; 1 without them."""
+    """Return the number of processes that torchrun or `srun` started together; 1 if neither started this process."""
     rank_info = external_rank_info()
     return rank_info.world_size if rank_info else 1
 

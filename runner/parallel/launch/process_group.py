@@ -28,7 +28,7 @@ _LONG = timedelta(days=30)
 
 
 def create_store(port: int | None) -> TCPStore:
-    """Create the store through which the processes of this machine find each other; called before they are started.
+    """Create the store through which the ranks on this machine find each other; called before the ranks are started.
 
     Args:
         port: port on this machine; None: any free one.
@@ -111,7 +111,7 @@ def destroy_process_group() -> None:
 
 
 def abort_process_group() -> None:
-    """Leave the process group while the other ranks still use it: their collectives fail now, not at the timeout.
+    """Leave the process group while other ranks still use it, so that their collectives fail before the timeout.
 
     Gloo has no function to close its connections. It closes them when the last reference to the group is gone, but a
     traceback, a device mesh or a DDP replica may hold a reference. Therefore, the connections are shut down through

@@ -37,7 +37,7 @@ class LocalProcesses(Launcher):
     Args:
         devices: device of each rank.
         timeout: seconds that a rank waits for the others before the run ends with an error.
-        max_restarts: how often all ranks are restarted after a rank failed or died.
+        max_restarts: how often all ranks are restarted after one has failed or died.
         port: port of the store; None: any free one.
         collectives: class of the ranks' collectives.
         allocate: allocates the memory that the ranks share; called before the ranks are started.

@@ -162,13 +162,13 @@ def start_heartbeat(
 
 
 class Supervisor:
-    """A context manager that starts and watches the processes of a run's ranks, and kills those that remain at its end.
+    """A context manager that starts and watches the processes of a run's ranks, and kills them when the context ends.
 
     Args:
         work: main function of a rank; its first argument is the rank's pipe (see `start_heartbeat`).
         arguments: for each rank, the further arguments of `work`.
-        timeout: seconds after which a rank is considered to hang, if it sends no heartbeat, or if other ranks wait for
-            it. Time in which this process itself was suspended (Ctrl-Z) does not count.
+        timeout: after this many seconds, a rank that sends no heartbeat, or for which other ranks wait, is considered
+            to hang. Time in which this process itself was suspended (Ctrl-Z) does not count.
     """
 
     def __init__(self, work: Callable[..., None], arguments: Sequence[tuple], timeout: float):

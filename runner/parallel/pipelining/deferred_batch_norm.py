@@ -38,8 +38,8 @@ def update(model: torch.nn.Module) -> None:
 class DeferredBatchNorm(BatchNormOfAnyDim):
     """Batch normalization of [n, channels, …] that defers the update of its running statistics to `update`.
 
-    Until the update, its buffers collect the statistics of the values in all micro-batches: their count, their mean,
-    and the sum of their squared deviations from the mean.
+    Between updates, the buffers collect statistics of the values in all micro-batches: count, mean, and sum of squared
+    deviations from the mean.
     """
 
     seen: torch.Tensor

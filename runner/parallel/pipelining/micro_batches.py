@@ -19,7 +19,7 @@ class MicrobatchConstraint(NamedTuple):
     num_processes: int
 
     def violation(self, count: int) -> str:
-        """Return why the schedule does not support `count` micro-batches; empty if it does."""
+        """Return why the schedule does not support `count` micro-batches; empty if the schedule supports them."""
         if self.schedule == "1f1b" and count < self.num_stages:
             return f"1f1b takes as many as there are stages or more: {self.num_stages}"
         if self.schedule in ("interleaved_1f1b", "zero_bubble"):
@@ -34,6 +34,8 @@ class MicrobatchConstraint(NamedTuple):
 
 def num_micro_batches(samples: int, split_size: int | None, count: int | None, constraint: MicrobatchConstraint) -> int:
     """Return the number of micro-batches into which `samples` are split.
+
+    If neither `split_size` nor `count` is specified, there are about four micro-batches per stage.
 
     Args:
         samples: samples in one pass through the pipeline.
@@ -74,7 +76,7 @@ def _check(
 
     Args:
         samples: samples in one pass through the pipeline.
-        count: number of micro-batches with this value; it may be a fraction.
+        count: number of micro-batches that follows from the value; may be a fraction.
         key: name of the option.
         got: value of the option.
         possible: possible values of the option, in increasing order.

@@ -133,10 +133,10 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
 
 
 def balanced(seconds: Sequence[float], count: int) -> list[int]:
-    """Return the partition into `count` stages whose slowest stage takes the least time.
+    """Return, of all partitions into `count` stages, the one whose slowest stage takes the least time.
 
-    A pipeline is as fast as its slowest stage. If several partitions have an equally fast slowest stage, the most even
-    partition is returned. The solution is exact, by dynamic programming over (blocks, stages).
+    A pipeline is as fast as its slowest stage. If this is true of several partitions, the most even one is returned.
+    The solution is exact, by dynamic programming over (blocks, stages).
 
     Args:
         seconds: time of each block.

@@ -74,7 +74,7 @@ class ProcessEngine:
         Args:
             inputs: inputs of all micro-batches; used in the process of the first stage.
             targets: targets of all micro-batches; used in the process of the last stage.
-            loss: computes the loss to differentiate from the outputs and the targets of a micro-batch.
+            loss: returns the loss of a micro-batch, a scalar to differentiate, given its outputs and targets.
         """
         self._loss = loss
         # As in the example given to torch: inputs must be contiguous, and only the last stage takes targets.

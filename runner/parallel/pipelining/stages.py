@@ -17,7 +17,7 @@ class ActivationSpec(NamedTuple):
     """The format of the activations that are passed from one stage to the next.
 
     Args:
-        shape: shape for one sample: (channels, height, width), or any other.
+        shape: the shape of one sample's activations: (channels, height, width), or any other shape.
         dtype: dtype of the activations.
         channels_last: whether the activations are in the NHWC memory format.
     """
@@ -34,7 +34,7 @@ class ActivationSpec(NamedTuple):
 
     @property
     def is_permuted(self) -> bool:
-        """Whether activations are sent as [n, height, width, channels], because only contiguous tensors can be sent."""
+        """Whether activations are sent as [n, height, width, channels], so that the sent tensors are contiguous."""
         return self.channels_last and len(self.shape) == 3
 
     def empty(self, count: int, device: torch.device) -> torch.Tensor:

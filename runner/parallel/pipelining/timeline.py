@@ -13,7 +13,7 @@ from runner.device import synchronize
 
 
 class Span(NamedTuple):
-    """One computation of a stage on a micro-batch, from `start` to `stop`, in seconds since the schedule began.
+    """One computation of a stage on a micro-batch, from `start` to `stop`, in seconds since the recording began.
 
     `kind` is `forward` or `backward`, or `weights` for gradients of weights that a schedule computes separately.
     """
@@ -93,7 +93,7 @@ def _between(start: Any, stop: Any) -> float:
 
 
 class Bubble(NamedTuple):
-    """Times from which the idle fraction of a pipeline, its bubble, is computed.
+    """The bubble of a pipeline, which is the idle fraction of the workers' time, and the times that determine it.
 
     Args:
         seconds: time from the start of the first computation to the end of the last one.
@@ -134,7 +134,7 @@ class Bubble(NamedTuple):
 
 
 def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
-    """Return the bubble of a step with the computations `spans`; stage i is on worker i modulo `num_workers`."""
+    """Return the bubble of a step whose computations are `spans`; stage i is on worker i modulo `num_workers`."""
     num_stages = 1 + max(span.stage for span in spans)
     num_micros = 1 + max(span.micro for span in spans)
     rounds = num_stages // num_workers
