@@ -34,10 +34,10 @@ class Workload(ABC):
     """Options that may differ on resume, because they do not affect what is computed."""
 
     def prepare(self) -> None:
-        """Load the data. If it is read or generated only during training, check that this is possible.
+        """Load the data. Data that is read or generated during training is only checked.
 
         Raises:
-            ConfigError: if the check fails or data is missing; the error names the key, such as `data.root`.
+            ConfigError: if the data is missing or cannot be used; the error names the key, such as `data.root`.
         """
 
     def steps_per_epoch(self, batch_size: int) -> float | None:
@@ -110,7 +110,7 @@ class Workload(ABC):
         """
 
     def after_step(self, model: torch.nn.Module, step: int) -> None:
-        """Finish optimizer step `step` of this process, for example by an update of a target network."""
+        """Do additional work after optimizer step `step` of this process, such as an update of a target network."""
 
     def describe(self) -> dict[str, str]:
         """Return descriptions of the data to show at the start: {"data": "Digits, 1,438 training samples, …"}."""

@@ -78,7 +78,7 @@ class Classifier(SupervisedWorkload):
         return self.train.batches(self._positions(plan, plan.stream(after_step)), plan.seed, device)
 
     def _positions(self, plan: Plan, micros: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """Return `micros`; if `overfit_batches` is not 0, with positions in the first `overfit_batches` batches."""
+        """Return `micros`; if `overfit_batches` is not 0, with the positions of the first batches, again and again."""
         if not self.overfit_batches:
             return micros
         span = self.overfit_batches * plan.batch_size

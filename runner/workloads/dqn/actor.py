@@ -21,7 +21,7 @@ Policy = Callable[[np.ndarray], np.ndarray]
 
 
 def greedy_policy(model: torch.nn.Module, device: torch.device) -> Policy:
-    """Return a policy that selects the action to which `model`, with its current weights, gives the highest value."""
+    """Return a policy that selects the action with the highest value, according to the current weights of `model`."""
 
     def policy(observations: np.ndarray) -> np.ndarray:
         with torch.no_grad():
@@ -52,7 +52,7 @@ class Actor:
         self._ended: list[tuple[float, int]] = []
 
     def step(self, policy: Policy | None, epsilon: float) -> None:
-        """Take one ε-greedy step in each environment (Watkins, 1989), and store the transitions that it completes.
+        """Take one ε-greedy step in each environment (Watkins, 1989), and store the completed transitions.
 
         Args:
             policy: returns greedy actions; None if all actions are to be random.

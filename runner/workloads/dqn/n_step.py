@@ -85,8 +85,8 @@ class NStepBuffer:
         Args:
             slot: the slot of the ring buffer that was written last.
             oldest: the slot of the ring buffer that was written first.
-            ended: bool [num_envs].
-            terminated: bool [num_envs].
+            ended: whether the episode ends now, bool [num_envs].
+            terminated: whether the episode reached a terminal state, bool [num_envs].
             next_observations: the observations after the step, [num_envs, observation_size].
         """
         closing = self._open & ended

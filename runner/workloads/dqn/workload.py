@@ -298,7 +298,7 @@ class DQN(Workload):
         return {} if self._actor is None else self._actor.state_dict() | {"best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check `state`, and keep it until `batches` creates the environments and buffers, and loads it into them.
+        """Check `state`, and keep it. Later, `batches` creates the environments and buffers, and restores their state.
 
         Raises:
             UnexpectedContentError: if `state` is not the state of an agent in these environments.
