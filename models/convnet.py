@@ -26,7 +26,7 @@ class ConvNet(nn.Sequential):
         padding: zero padding of each convolution.
         hidden: output features of the first linear layer.
         dropout: dropout probability after the first linear layer.
-        checkpoint_activations: store only each block's inputs for the backward pass, and recompute its activations.
+        checkpoint_activations: store only each block's inputs, and recompute other activations in the backward pass.
 
     Raises:
         ValueError: if the inputs are too small for the pooling layers.

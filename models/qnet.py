@@ -21,7 +21,7 @@ class QNet(nn.Sequential):
         num_actions: number of actions; the outputs are [n, num_actions].
         hidden: number of units in each hidden layer; if empty, the network is linear.
         duelling: whether to use separate heads for the state value and the advantages.
-        checkpoint_activations: store only each layer's inputs for the backward pass, and recompute its activations.
+        checkpoint_activations: store only each layer's inputs, and recompute other activations in the backward pass.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class WithTarget(nn.Module):
                 the target network.
 
         Returns:
-            The values of all actions [n, num_actions]; or a tuple of them and the value of the best next action [n, 1],
-            which is detached.
+            The values of all actions, [n, num_actions]; or a tuple of these values and the value of the best next
+            action, [n, 1], which is detached.
         """
         values = self.online(self._normalized(observations))
         if next_observations is None:

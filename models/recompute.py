@@ -23,7 +23,7 @@ Forward = TypeVar("Forward", bound=Callable[..., torch.Tensor])
 
 
 def recomputable(forward: Forward) -> Forward:
-    """Decorate a module's `forward`: the backward pass recomputes it if the module's `checkpoint_activations` is set.
+    """Decorate `forward` of a module so that the backward pass calls it again, if `checkpoint_activations` is set.
 
     The recomputation is part of the module, not a wrapper around it, so that the module behaves the same in any stage
     of a pipeline, and so that the module's hooks (such as the hooks of FSDP) run once.
@@ -46,7 +46,7 @@ class Block(nn.Sequential):
     """A sequence of layers that is never split between stages.
 
     Args:
-        checkpoint_activations: store only the input for the backward pass, and recompute the activations.
+        checkpoint_activations: store only the input, and recompute other activations in the backward pass.
         layers: the layers by name. A layer may also belong to another module; both modules then share its parameters.
     """
 

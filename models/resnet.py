@@ -57,7 +57,7 @@ class ResNet(resnet.ResNet):
             size of inputs of about 32×32 (3×3 convolution, no pooling; section 4.2 of the paper).
         norm: `batch` normalization, or `group` normalization (Wu and He, 2018; 32 groups), which is computed per
             sample, so that the results do not depend on how a batch is split.
-        checkpoint_activations: store only each block's inputs for the backward pass, and recompute its activations.
+        checkpoint_activations: store only each block's inputs, and recompute other activations in the backward pass.
     """
 
     def __init__(
