@@ -81,7 +81,8 @@ class WithTarget(nn.Module):
 
     Args:
         online: the network that is trained; it is copied to initialize the target network.
-        shift: subtracted from the observations of both networks, [num_inputs]; None: no normalization.
+        shift: subtracted from the observations of both networks, [num_inputs]; None, together with `scale`: no
+            normalization.
         scale: multiplies the shifted observations, [num_inputs]; None: no normalization.
     """
 

@@ -104,7 +104,7 @@ def _refusals(directory: Path) -> Iterator[None]:
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    """Read a manifest, and verify the manifest's own hash, which is computed in the same way in every schema."""
+    """Read a manifest of any version, and check that the hash which it contains is the hash of its content."""
     check_no_link(directory)
     path = directory / NAME
     try:
