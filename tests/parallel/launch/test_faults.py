@@ -202,9 +202,14 @@ def paused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple
         os.killpg(process.pid, signal.SIGCONT)
     yield begun
     for process, _ in begun.values():
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill(process)
+
+
+def kill(process: Any) -> None:
+    """Kill a command and all processes that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def steps_saved(cwd: Path) -> int:
@@ -218,6 +223,7 @@ def test_a_run_goes_on_after_all_its_processes_were_suspended(mode: str, paused:
     before = steps_saved(cwd)
     until(lambda: steps_saved(cwd) >= before + 50 or process.poll() is not None)
     assert process.poll() is None, (cwd / "console.txt").read_text()
+    kill(process)  # not only at the end of the module: six ranks keep the machine busy
 
 
 def test_a_killed_parent_leaves_no_stopped_rank_behind(tmp_path: Path) -> None:
