@@ -24,7 +24,7 @@ def is_lost_peer(error: BaseException) -> bool:
 def nondeterministic_operation(error: BaseException) -> str:
     """Return the message of `error` if an operation has no deterministic implementation; otherwise an empty text.
 
-    `torch.use_deterministic_algorithms` makes such operations raise a RuntimeError. No issue at github.com/pytorch/pytorch is known.
+    `torch.use_deterministic_algorithms` makes such operations raise a RuntimeError. No GitHub issue is known.
     """
     text = str(error)
     if "does not have a deterministic implementation" not in text and "not deterministic" not in text:
@@ -35,6 +35,6 @@ def nondeterministic_operation(error: BaseException) -> str:
 def is_single_value_batch_norm(error: BaseException) -> bool:
     """Return whether batch normalization raised `error` because a channel has only one value, and so no variance.
 
-    torch raises a ValueError. No issue at github.com/pytorch/pytorch is known.
+    torch raises a ValueError. No GitHub issue is known.
     """
     return "Expected more than 1 value per channel" in str(error)
