@@ -48,8 +48,13 @@ class EventFile:
         with storage_errors(path):
             self._file = path.open("xb")
         self._path, self._records = path, RecordWriter(self._file)
-        self._write(file_version="brain.Event:2")
-        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+        try:
+            with storage_errors(path):
+                self._write(file_version="brain.Event:2")
+                self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+        except StorageError:
+            self.close()
+            raise
 
     def add(self, summary: Summary, step: int = 0) -> None:
         """Write `summary` to the file, for `step`. From then on, it is not lost if the process is killed."""

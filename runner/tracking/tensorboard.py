@@ -65,6 +65,8 @@ class TensorBoard(Tracker):
     def close(self, done: bool) -> None:
         from runner.tracking.event_file import row_end
 
-        if done:
-            self._file.add(row_end())
-        self._file.close()
+        try:
+            if done:
+                self._file.add(row_end())
+        finally:
+            self._file.close()

@@ -167,6 +167,8 @@ def _reaching(generate: Callable[..., Iterator[Any]], point: str) -> Callable[..
 
 def _name(path: str) -> str:
     """The name of a file, the same one for each run and each step."""
+    if path == os.getcwd():
+        return "cwd"
     name = os.path.basename(path)
     return "run" if re.match(r"\d{4}-\d\d-\d\d_", name) else re.sub(r"\d{4,}", "N", name)
 
