@@ -146,6 +146,10 @@ def run_main(main: Callable[[], int]) -> int:
         _say("interrupted")
         return INTERRUPTED
     finally:
+        # If Ctrl-C interrupts code that runs inside `exec` (dataclasses are made by it), Python ends the process by
+        # SIGINT, although the exception was handled. Another `exec` makes it forget this: run_eval_code_obj in
+        # https://github.com/python/cpython/blob/3.13/Python/pythonrun.c
+        exec("")
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 

@@ -9,6 +9,8 @@ import pty
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import termios
 import threading
 from contextlib import suppress
@@ -20,7 +22,7 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
-from helpers.command import PATIENCE, Command, run_command, start_fresh, until
+from helpers.command import PATIENCE, Command, environment, run_command, start_fresh, until
 from helpers.compose import FAST
 
 from runner.storage.checkpoint import load
@@ -44,6 +46,13 @@ def test_a_signal_is_received_and_announced_at_once(number: signal.Signals, capf
         os.kill(os.getpid(), number)
         assert stop.received == number.name
         assert capfd.readouterr().err.startswith(f"\n{number.name}: ")
+
+
+def test_ctrl_c_inside_exec_ends_with_the_exit_code() -> None:
+    """Not by the signal, which Python would send to itself."""
+    words = [sys.executable, "-m", "helpers.interrupted_exec"]
+    ended = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    assert (ended.returncode, ended.stderr) == (130, "\ninterrupted\n")
 
 
 @pytest.mark.parametrize("first", SIGNALS)
