@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 from helpers.compose import FAST, built, prepared
 from helpers.events import curves
+from helpers.faults import Tally
 from helpers.power import Instant, Recorder, least_states, states, write
 from helpers.runs import assert_same, outcome
 
@@ -198,7 +199,7 @@ def session_of(values: dict[str, Any], resume: str) -> Session:
 
 @pytest.mark.parametrize("kind", ["resumed", "keeping_none"])
 def test_whatever_a_power_loss_leaves_the_run_goes_on_from_it(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, tally: Tally
 ) -> None:
     recorded: Recorded = request.getfixturevalue(kind)
     tried = 0
@@ -206,10 +207,11 @@ def test_whatever_a_power_loss_leaves_the_run_goes_on_from_it(
         root = tmp_path / str(number)
         root.mkdir()
         write(state, root)
-        try:
-            Found(recorded, instant, root, number).check()
-        except (AssertionError, ConfigError) as error:
-            pytest.fail(f"state {number}, {instant.call}, {instant.mark}, {sorted(state)}: {error!r}")
+        with tally("power loss: a state of the run directory"):
+            try:
+                Found(recorded, instant, root, number).check()
+            except (AssertionError, ConfigError) as error:
+                pytest.fail(f"state {number}, {instant.call}, {instant.mark}, {sorted(state)}: {error!r}")
         tried += 1
         shutil.rmtree(root)
     assert tried >= STATES // 3, "too few different states"
