@@ -20,6 +20,9 @@ _SWITCHES = (
     *("--shell-completion", "-sc"),
 )
 _FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
+RUN_DIRECTORY = "--run-directory"
+"""The flag that names the run directory: the scheduler of a sweep passes it to the jobs."""
+
 _OTHER_ROOT = "the root config is always conf/config.yaml;", "--config-dir=DIR adds a directory of your own options"
 _REFUSED_FLAGS = {
     **dict.fromkeys(("--config-path", "-cp", "--config-name", "-cn"), _OTHER_ROOT),
@@ -30,7 +33,10 @@ _ALLOWED_HYDRA_KEYS = re.compile(r"\+{0,2}hydra\.(verbose|searchpath|sweeper\.pa
 _HYDRA_REMEDIES = {
     **dict.fromkeys(("run", "sweep", "output_subdir", "output"), "output_root=DIR says where runs are written"),
     **dict.fromkeys(("job_logging", "hydra_logging"), "each run has its log.txt; hydra.verbose=true shows more"),
-    **dict.fromkeys(("launcher", "sweeper", "mode"), "-m runs the jobs of a sweep one after another"),
+    **dict.fromkeys(
+        ("launcher", "sweeper", "mode"),
+        "sweep=OPTION says where the jobs of -m run",
+    ),
     "job": "set environment variables in the shell, and the directory with cd",
 }
 _MOST_NESTED, _MOST_DIGITS, _MOST_CHARACTERS = 20, 300, 100_000
@@ -166,11 +172,27 @@ def _quote(value: str) -> str:
     return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + "\\'" * bool(found[2]), value) + "'"
 
 
+def is_sweep_option(override: str) -> bool:
+    """Return whether an override says how a sweep is run: `sweep=local` or `sweep.slots=2`."""
+    return override.lstrip("+~").partition("=")[0].partition(".")[0] == "sweep"
+
+
 def override_value(arguments: Iterable[str], key: str) -> str | None:
     """Return the value of the last override of `key` in `arguments`, without quotes; None if there is no override."""
     matches = [match for argument in arguments if (match := _OVERRIDE.fullmatch(argument)) and match["key"] == key]
     value = matches[-1]["value"] if matches else None
     return value[1:-1] if value and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+
+
+def without_flag(arguments: list[str], flag: str) -> list[str]:
+    """Return `arguments` without `flag` and its value."""
+    kept, words = [], iter(arguments)
+    for word in words:
+        if word == flag:
+            next(words, None)
+        elif not word.startswith(f"{flag}="):
+            kept.append(word)
+    return kept
 
 
 def flag_value(arguments: list[str], *names: str) -> str | None:

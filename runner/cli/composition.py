@@ -32,6 +32,8 @@ from runner.cli.hydra_errors import blamed, config_error
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.config.options import CONF, chosen_groups
 from runner.config.plain_values import resolved
+from runner.config.schema import build
+from runner.sweep.engines.base import Engine
 
 MOST_JOBS = 10_000
 """The largest number of jobs in a sweep. A larger sweep is a typing error, or should be divided into several."""
@@ -204,22 +206,26 @@ class SweepJobs:
         for values in itertools.product(*self._values.values()):
             yield list(values)
 
-    def check(self) -> None:
-        """Check that the jobs can be composed, by composing one job for each combination of config group options.
-
-        Other values need not be combined, because only the options decide which keys exist.
+    def engine(self) -> Engine:
+        """Return the engine that runs the jobs, with the options of the sweep.
 
         Raises:
-            ConfigError, HydraException, OmegaConfBaseException: if a job cannot be composed.
+            ConfigError: if an option is invalid.
         """
+        with composition_errors():
+            node: Any = OmegaConf.to_container(self._master, resolve=False).get("sweep")  # type: ignore[union-attr]
+        check(isinstance(node, dict), "sweep", node, "nothing is chosen", "choose one of the options in conf/sweep/")
+        return build(node, Engine, "sweep")
+
+    def samples(self) -> Iterator[list[str]]:
+        """Yield one job for each combination of options of config groups: the options decide which keys exist."""
         groups = chosen_groups()
         few = [
             values if key.lstrip("+~").partition("@")[0] in groups else values[:1]
             for key, values in self._values.items()
         ]
         for values in itertools.product(*few):
-            with composition_errors():
-                self._load(list(values))
+            yield list(values)
 
     def compose(self, number: int, overrides: list[str]) -> Job:
         """Compose the config of a job.
@@ -288,6 +294,7 @@ def _job(config: DictConfig) -> Job:
     overrides: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)["task"]  # pyright: ignore
     with read_write(config), open_dict(config):
         del config["hydra"]
+        config.pop("sweep", None)  # how a sweep is run does not change what its jobs compute
     return Job(resolved(config), overrides)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.system.lazy_import import import_lazily
@@ -65,7 +66,8 @@ def compose_and_run(arguments: list[str]) -> list[int]:
 
     If a flag only asks for information, print this information and return an empty list.
     """
-    arguments = command_line.overrides_first(arguments)
+    directory = command_line.flag_value(arguments, command_line.RUN_DIRECTORY)
+    arguments = command_line.overrides_first(command_line.without_flag(arguments, command_line.RUN_DIRECTORY))
     is_sweep = bool({"-m", "--multirun"} & set(arguments))
     config_name = "config"
     if not is_sweep and (source := command_line.resumed(arguments)):
@@ -87,9 +89,12 @@ def compose_and_run(arguments: list[str]) -> list[int]:
     elif is_sweep:
         from runner.cli.run_sweep import run_sweep  # imported here: a single run has no ledger
 
-        return run_sweep(SweepJobs(composer, overrides), flags.overrides)
+        return run_sweep(SweepJobs(composer, overrides), flags.overrides, flags.config_dir)
     else:
-        return [run_single(composer.run(overrides))]
+        swept = [word for word in overrides if command_line.is_sweep_option(word)]
+        why, remedy = "only a sweep has this option", "add -m, or leave it out"
+        check(not swept, "".join(swept[:1]).partition("=")[0], ABSENT, why, remedy)
+        return [run_single(composer.run(overrides), directory)]
     return []
 
 
@@ -115,11 +120,18 @@ def check_flags(flags: Namespace) -> None:
         )
 
 
-def run_single(job: Job) -> int:
-    """Run `job` as a single run, and return its exit code."""
+def run_single(job: Job, directory: str | None) -> int:
+    """Run `job` as a single run, and return its exit code.
+
+    Args:
+        job: the composed config.
+        directory: the run directory; None: a new one below `output_root`.
+    """
     from runner.run import build_run  # imported here: --help and Hydra's own flags need no components
 
     run = build_run(job.config)
-    from runner.cli.run_job import run_alone  # imported here: config errors are reported before torch is imported
+    # Imported here: config errors are reported before torch is imported.
+    from runner.cli.run_job import run_alone, run_in
 
-    return CODES[run_alone(run, job.overrides).status]
+    result = run_alone(run, job.overrides) if directory is None else run_in(Path(directory), run, job.overrides)
+    return CODES[result.status]

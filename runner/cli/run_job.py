@@ -38,13 +38,13 @@ def run_alone(run: Run, overrides: list[str]) -> Result:
     return run_one(run, overrides, Path(run.output_root) / run.name)
 
 
-def run_in_sweep(run: Run, overrides: list[str], directory: Path) -> Result:
-    """Train a run that is a job of a sweep.
+def run_in(directory: Path, run: Run, overrides: list[str]) -> Result:
+    """Train a run in a given run directory, as the jobs of a sweep do.
 
     Args:
+        directory: the run directory; with `resume=auto`, the run that is there is resumed if it has the same config.
         run: the run.
         overrides: the overrides that are already applied to the run's config; they are saved in the run directory.
-        directory: the run directory.
 
     Raises:
         ConfigError: if the config cannot run; no files are left behind.

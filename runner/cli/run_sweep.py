@@ -1,116 +1,166 @@
-"""Runs the jobs of a sweep one after another."""
+"""A sweep: composes its jobs, and lets the scheduler run each as a command, `python -m runner OVERRIDES`."""
 
 from __future__ import annotations
 
-import os
+import hashlib
+import json
 import sys
-from functools import partial
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.cli.arguments import is_sweep_option, override_value
 from runner.cli.composition import SweepJobs
-from runner.cli.exit_codes import CODES, DONE, REFUSED, STOPPED, WIDTH, is_first_process, report_error
-from runner.config.errors import ConfigError, escaped
-from runner.sweep.ledger import Sweep
-from runner.system.secrets import redacted_values
+from runner.cli.exit_codes import STOPPED, WIDTH, wrapped
+from runner.cli.hydra_errors import explain
+from runner.config.errors import ABSENT, ConfigError, check
+from runner.config.options import chosen_groups
+from runner.parallel.launch.cluster import external_rank_info
+from runner.run import build_run, config_hash
+from runner.storage.run_directory import job_name
+from runner.sweep.display import Display, Table
+from runner.sweep.engines.base import Demand
+from runner.sweep.ledger import Ledger
+from runner.sweep.scheduler import JobSource, PlannedJob, Scheduler, last_line
+from runner.system.signals import StopRequest
+
+REFUSALS = (ConfigError, HydraException, OmegaConfBaseException)
+"""The errors of a config that cannot run."""
+
+_FOR_ALL_JOBS = ("output_root", "resume", "sweep")
+"""Keys and groups that cannot be swept over."""
 
 
-def run_sweep(jobs: SweepJobs, typed: list[str]) -> list[int]:
-    """Run the jobs of a sweep one after another, and return their exit codes.
+def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None) -> list[int]:
+    """Run the jobs of a sweep, and return their exit codes.
 
     Args:
         jobs: the jobs of the sweep.
-        typed: the overrides on the command line; they are recorded in the ledger.
+        typed: the overrides of the command line.
+        config_dir: the directory of `--config-dir`; None if the flag was not typed.
+
+    Raises:
+        ConfigError: if no job can run.
+        SystemExit: with code 75, if a signal stopped the sweep.
     """
-    if is_first_process():
-        print(f"{len(jobs):,} jobs", file=sys.stderr)
-    jobs.check()
-    refusals, codes = Refusals(), []
-    with Sweep(typed, jobs.swept) as sweep:
-        for number, overrides in enumerate(jobs):
-            codes.append(run_sweep_job(sweep, jobs, number, overrides, refusals))
-            if codes[-1] == STOPPED:
-                raise SystemExit(STOPPED)  # the signal stops the whole sweep
-        sweep.end()
-    if is_first_process():
-        refusals.print_repeated()
-        print(f"\n{codes.count(DONE)} of {len(codes)} jobs done")
+    started_elsewhere = external_rank_info() is not None
+    remedy = "start the sweep by itself: parallel=ddp starts the processes of each job"
+    check(not started_elsewhere, "-m", ABSENT, "torchrun or SLURM has started several processes of it", remedy)
+    for key in jobs.swept:
+        name = key.lstrip("+~").partition(".")[0]
+        check(name not in _FOR_ALL_JOBS, key, ABSENT, "it is the same for all jobs of a sweep", "give it one value")
+    engine = jobs.engine()
+    grid = GridJobs(jobs, config_dir)
+    print(f"{len(jobs):,} jobs", file=sys.stderr, flush=True)
+    with StopSweep() as stop, Ledger(typed, grid.root, grid.resume) as ledger:
+        grid.path = ledger.path
+        terminal = sys.stderr.isatty()
+        display = Table(len(jobs), jobs.swept, last_line) if terminal else Display(len(jobs), jobs.swept, WIDTH)
+        with engine.connect(len(jobs), ledger.path) as pool:
+            codes = Scheduler(grid, pool, ledger, engine, display).run(stop)
+        ledger.end(len(jobs))
+        display.summary()
+    if stop.received:
+        raise SystemExit(STOPPED)
     return codes
 
 
-def run_sweep_job(sweep: Sweep, jobs: SweepJobs, number: int, overrides: list[str], refusals: Refusals) -> int:
-    """Run one job of a sweep, record its exit code in the ledger, and return the exit code.
+class StopSweep(StopRequest):
+    """A context manager in which a stop signal lets the running jobs of a sweep save and exit."""
 
-    A job that is already done or has diverged is not repeated; its recorded exit code is returned.
+    def _begin(self, number: int) -> None:
+        """Leave it to the scheduler to say what happens."""
+
+
+class _Base(NamedTuple):
+    """What jobs have in common whose config groups and devices are the same."""
+
+    config: dict[str, Any]
+    config_hash: str
+    demand: Demand
+
+
+class GridJobs(JobSource):
+    """One job for each combination of the swept values.
+
+    Only one job of each combination of config groups and devices is composed here, because that takes 50 ms. The
+    command of each job composes its own config.
 
     Args:
-        sweep: the sweep, which has the ledger.
-        jobs: the jobs of the sweep.
-        number: the number of the job, from 0.
-        overrides: the overrides of the job.
-        refusals: prints and records the error if the job fails.
+        jobs: the combinations.
+        config_dir: the directory of `--config-dir`; None if the flag was not typed.
+
+    Raises:
+        ConfigError: if the first job cannot run for a reason that all jobs share.
     """
-    from runner.run import build_run, config_hash  # imported here: a test replaces build_run
 
-    title, record = _title(number, overrides), None
-    try:
-        job = jobs.compose(number, overrides)
-        title = _title(number, job.overrides)
-        directory, known = sweep.job_directory(job.config, number, job.overrides), config_hash(job.config)
-        if (code := sweep.settled(directory.parent, number, known)) is not None:
-            if is_first_process():
-                print(f"{title}\nalready done: {os.path.relpath(directory)}", file=sys.stderr)
-            return code
-        entry = {"overrides": job.overrides, "config_hash": known, "directory": directory.name, "error": ""}
-        record = partial(sweep.record, directory.parent, number, **entry)
-        run = build_run(job.config)
-        if is_first_process():
-            print(title, file=sys.stderr)
-            title = ""
-        from runner.cli.run_job import run_in_sweep
+    def __init__(self, jobs: SweepJobs, config_dir: str | None):
+        self._jobs, self._flags = jobs, [] if config_dir is None else [f"--config-dir={config_dir}"]
+        self._bases: dict[tuple[str, ...], _Base | str] = {}
+        self._all: Iterator[tuple[int, list[str]]] = enumerate(jobs)
+        self.path = Path()
+        config = self._first_config()
+        self.root = Path(config["output_root"], "sweeps", config["name"])
+        self.resume = str(config["resume"])
 
-        code = CODES[run_in_sweep(run, job.overrides, directory).status]
-    except Exception as error:  # not raised, which would end the sweep
-        code = refusals.report(number, title, error)
-        if record is not None:
-            record(error=str(error), code=code)
-        return code
-    record(code=code)
-    return code
+    def __len__(self) -> int:
+        return len(self._jobs)
 
+    def next(self) -> PlannedJob | None:
+        number, overrides = next(self._all, (-1, []))
+        if number < 0:
+            return None
+        overrides = [text for text in overrides if not is_sweep_option(text)]
+        directory = self.path / job_name(number, overrides, self._jobs.swept)
+        base = self._base(number, overrides)
+        if isinstance(base, str):
+            return PlannedJob(number, overrides, [], directory, "", refusal=base)
+        words = [text for text in overrides if override_value([text], "resume") is None]
+        arguments = [*words, "resume=auto", f"--run-directory={directory}", *self._flags]
+        known = hashlib.sha256(json.dumps([base.config_hash, words]).encode()).hexdigest()[:12]
+        return PlannedJob(number, overrides, arguments, directory, known, base.demand)
 
-def _title(number: int, overrides: list[str]) -> str:
-    line = escaped(f"job {number}: {' '.join(redacted_values(overrides))}").replace("\n", "\\n")
-    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"
+    def _first_config(self) -> dict[str, Any]:
+        """Return the config of a job that can run, or that fails only because of a swept value.
 
-
-class Refusals:
-    """A record of why jobs were refused, so that each reason is printed only once."""
-
-    def __init__(self) -> None:
-        self._jobs: dict[str, list[int]] = {}
-
-    def report(self, number: int, title: str, error: Exception) -> int:
-        """Print the error of a job unless an earlier job was refused for the same reason, and return the exit code.
-
-        Args:
-            number: the number of the job, from 0.
-            title: the line to print above the error; empty if this line has already been printed.
-            error: why the job failed.
+        Raises:
+            ConfigError, HydraException, OmegaConfBaseException: if no job can run.
         """
-        if not isinstance(error, ConfigError):
-            print(title, file=sys.stderr)
-            return report_error(error)
-        jobs = self._jobs.setdefault(f"{error.key}: {error.why}", [])
-        jobs.append(number)
-        if len(jobs) == 1:
-            print(title, file=sys.stderr)
-            return report_error(error)
-        if not title:
-            print(f"refused for the same reason as job {jobs[0]}", file=sys.stderr)
-        return REFUSED
+        config, first = {}, None
+        for overrides in self._jobs.samples():
+            try:
+                config = self._jobs.compose(0, overrides).config
+                build_run(config)
+                return config
+            except REFUSALS as error:
+                if isinstance(error, ConfigError) and error.key in self._jobs.swept:
+                    return config  # another value of that key may be possible
+                first = first or error
+        assert first is not None
+        raise first
 
-    def print_repeated(self) -> None:
-        """Print, for each reason for which several jobs were refused, how many there were besides the first job."""
-        for reason, (first, *others) in self._jobs.items():
-            if others:
-                key, count = reason.partition(":")[0], f"{len(others):,} more job{'s' * (len(others) > 1)}"
-                print(f"{key}: {count} refused for the same reason as job {first}", file=sys.stderr)
+    def _base(self, number: int, overrides: list[str]) -> _Base | str:
+        """Return what a job has in common with others; the message of the error if its config cannot be composed."""
+        key = tuple(text for text in overrides if _is_shared(text))
+        if key not in self._bases:
+            try:
+                self._bases[key] = self._compose(number, overrides)
+            except REFUSALS as error:
+                return wrapped(explain(error))
+        return self._bases[key]
+
+    def _compose(self, number: int, overrides: list[str]) -> _Base:
+        config = self._jobs.compose(number, overrides).config
+        run = build_run(config)
+        devices = run.parallel.launcher(run.device).devices
+        gpus = len(devices) if devices[0].type == "cuda" else 0
+        return _Base(config, config_hash(config), Demand(len(devices), gpus, run.device.threads))
+
+
+def _is_shared(override: str) -> bool:
+    """Return whether jobs with different values of this override must be composed separately."""
+    key = override.lstrip("+~").partition("=")[0]
+    return key.partition("@")[0] in chosen_groups() or key.startswith(("parallel.", "device."))

@@ -1,177 +1,137 @@
-"""The ledger of a sweep (`-m`): the directory of each job, and how it ended."""
+"""The ledger of a sweep (`-m`): the file `sweep.json`, which says what became of each job, while the sweep runs too."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from runner.config.errors import ConfigError, check
-from runner.parallel.launch.cluster import external_rank_info
 from runner.storage import run_directory
-from runner.storage.durable_write import write_json
+from runner.storage.durable_write import write_text
 from runner.storage.run_directory import StorageError
 from runner.storage.safe_read import read_regular
 from runner.sweep.ledger_file import LEDGER, read_ledger
 from runner.system.secrets import redacted, redacted_values
 from runner.system.utf8 import printable
 
-_SETTLED = (0, 3)
+CONSOLE = "console"
+"""The folder in the directory of a sweep for what the jobs print, one file per job."""
+
+SETTLED = (0, 3)
 """Exit codes of jobs that are not repeated: done and diverged."""
 
 
-@dataclass
-class _Opened:
-    """The ledger of a sweep that this process runs.
+class Ledger:
+    """The ledger of a new sweep or, with `resume=auto`, of the unfinished sweep with the same overrides.
 
-    Args:
-        content: the overrides of the command (`typed`), whether the sweep is `complete`, and its `jobs`.
-        lock: the open lock file; None in a process that does not write the ledger, such as rank 1 under torchrun.
-        existing: the deepest directory that existed before the sweep; None if the sweep is resumed.
-    """
-
-    content: dict[str, Any]
-    lock: IO[str] | None = None
-    existing: Path | None = None
-
-
-class Sweep:
-    """A new sweep or, with `resume=auto`, the unfinished sweep with the same overrides.
-
-    The ledger is the file `sweep.json` in the directory of the sweep. It contains the overrides of the command, and how
-    each job ended. Only one process at a time can run a sweep: it holds a lock on the directory until it leaves the
-    context manager.
+    Only one process at a time can run a sweep: it holds a lock on the sweep's directory until it leaves the context
+    manager. A new sweep none of whose jobs has run is removed then.
 
     Args:
         typed: the overrides on the command line.
-        swept: the keys that have several values. They come first in the names of the jobs' directories.
+        root: the directory of all sweeps of this name.
+        resume: `auto` or `never`.
+        settings: overrides that may differ when the sweep is resumed, as prefixes.
+
+    Raises:
+        ConfigError: if another process runs this sweep, or the ledger is damaged or cannot be written.
     """
 
-    def __init__(self, typed: Iterable[str], swept: Iterable[str] = ()):
-        ignored = ("resume=", "output_root=")  # may differ when the sweep is resumed
+    def __init__(self, typed: Iterable[str], root: Path, resume: str):
+        ignored = ("resume=", "output_root=", "sweep")  # may differ when the sweep is resumed
         shown = redacted_values([text for text in typed if not text.startswith(ignored)])
         self.typed = sorted(printable(text) for text in shown)
-        self._swept = frozenset(swept)
-        self._name = run_directory.unique_name()
-        self._ledgers: dict[Path, _Opened] = {}  # by directory, because a sweep over `name` has several
-
-    def job_directory(self, config: dict[str, Any], number: int, overrides: list[str]) -> Path:
-        """Return the path of a job's run directory, `<sweep>/<job>-<overrides>`; create `<sweep>` if it is new.
-
-        Args:
-            config: the resolved config of the job.
-            number: the number of the job, from 0.
-            overrides: the overrides of the job.
-
-        Raises:
-            ConfigError: if `resume` names the directory of a single run, another process runs this sweep, or the ledger
-                is damaged or cannot be written.
-        """
-        root, name, resume = (str(config[key]) for key in ("output_root", "name", "resume"))
-        return self._directory(Path(root, "sweeps", name), resume) / run_directory.job_name(
-            number, overrides, self._swept
-        )
-
-    def _directory(self, parent: Path, resume: str) -> Path:
-        """Return the directory, under `parent`, of the unfinished sweep to resume or else of a new sweep."""
+        self.jobs: dict[int, dict[str, Any]] = {}
+        self._lines: dict[int, str] = {}
+        self._complete = False
         remedy = "resume=auto resumes the unfinished sweep with the same overrides"
         check(resume in ("auto", "never"), "resume", resume, "a sweep cannot be resumed in one run's directory", remedy)
-        for path in self._ledgers:
-            if path.parent == parent:
-                return path
-        process = external_rank_info()
-        if process is not None and process.rank != 0:  # rank 0 creates the directory
-            path, content = self._unfinished(parent) if resume == "auto" else (None, {})
-            path = path or parent / self._name
-            self._ledgers[path] = _Opened(content or self._new())
-            return path
-        existing = run_directory.nearest_existing(parent)
-        with _one_at_a_time(parent):
-            path, content = self._unfinished(parent) if resume == "auto" else (None, {})
+        self._existing: Path | None = run_directory.nearest_existing(root)
+        with _one_at_a_time(root):
+            path = self._unfinished(root) if resume == "auto" else None
             if path is None:
-                path, content = parent / self._name, self._new()
-                run_directory.create(parent, self._name)
+                path = root / run_directory.unique_name()
+                run_directory.create(root, path.name)
             else:
-                existing = None
-            self._ledgers[path] = _Opened(content, _locked(path), existing)
+                self._existing = None
+            self.path = path
+            self._lock = _locked(path)
             try:
-                self._write(path)
+                self._write()
             except StorageError as error:
+                self._lock.close()
                 why = f"{LEDGER} cannot be written there ({error.why})"
-                raise ConfigError("output_root", str(parent), why, "make room, or output_root=DIR elsewhere") from None
-        return path
+                raise ConfigError("output_root", str(root), why, "make room, or output_root=DIR elsewhere") from None
 
-    def _new(self) -> dict[str, Any]:
-        return {"typed": self.typed, "complete": False, "jobs": {}}
+    def _unfinished(self, root: Path) -> Path | None:
+        """Load the newest incomplete sweep under `root` with the same overrides, and return its directory."""
+        for path in sorted(root.glob("*"), reverse=True):
+            found = read_ledger(path, self.typed)
+            if found.get("typed") == self.typed and not found.get("complete"):
+                for number, entry in found["jobs"].items():
+                    self._set(int(number), entry)
+                return path
+        return None
 
-    def _unfinished(self, parent: Path) -> tuple[Path | None, dict[str, Any]]:
-        """Return the newest incomplete sweep under `parent` with the same overrides, and its ledger.
-
-        Return (None, {}) if there is no such sweep.
-        """
-        for path in sorted(parent.glob("*"), reverse=True):
-            ledger = read_ledger(path, self.typed)
-            if ledger.get("typed") == self.typed and not ledger.get("complete"):
-                return path, ledger
-        return None, {}
-
-    def settled(self, path: Path, number: int, config_hash: str) -> int | None:
-        """Return the exit code of job `number` if an earlier command finished it; None if the job has to be run."""
-        entry = self._ledgers[path].content["jobs"].get(str(number), {})
-        same = entry.get("config_hash") == config_hash and entry.get("code") in _SETTLED
+    def settled(self, number: int, config_hash: str) -> int | None:
+        """Return the exit code of job `number` if it has ended for good with the same config; otherwise None."""
+        entry = self.jobs.get(number, {})
+        same = entry.get("config_hash") == config_hash and entry.get("code") in SETTLED
         return entry["code"] if same else None
 
-    def record(self, path: Path, number: int, **entry: Any) -> None:
-        """Write how job `number` ended to the ledger of the sweep at `path`.
+    def console(self, number: int) -> Path:
+        """Return the path of the file for what job `number` prints."""
+        return self.path / CONSOLE / f"{number:03d}.txt"
+
+    def update(self, number: int, **changes: Any) -> None:
+        """Change the entry of job `number`, and write the ledger.
 
         Raises:
             StorageError: if the ledger cannot be written.
         """
         for key, show in (("overrides", redacted_values), ("error", redacted)):
-            if key in entry:
-                entry[key] = _printable(show(entry[key]))
-        self._ledgers[path].content["jobs"][str(number)] = entry
-        self._write(path)
+            if key in changes:
+                changes[key] = _printable(show(changes[key]))
+        self._set(number, {**self.jobs.get(number, {}), **changes})
+        self._write()
 
-    def end(self) -> None:
-        """Mark the sweep as complete if no job has to be repeated. This must be called after the last job.
+    def end(self, num_jobs: int) -> None:
+        """Mark the sweep as complete if none of its `num_jobs` jobs has to be repeated.
 
         Raises:
             StorageError: if the ledger cannot be written.
         """
-        for path, ledger in self._ledgers.items():
-            jobs = ledger.content["jobs"].values()
-            ledger.content["complete"] = all(entry["code"] in _SETTLED for entry in jobs)
-            self._write(path)
+        self._complete = sum(entry.get("code") in SETTLED for entry in self.jobs.values()) >= num_jobs
+        self._write()
 
     def close(self) -> None:
         """Unlock the sweep. If the sweep is new and none of its jobs has run, remove its files and directories."""
-        existing = [ledger.existing for ledger in self._ledgers.values() if ledger.existing is not None]
-        for path, ledger in self._ledgers.items():
-            if ledger.existing is not None:  # an earlier sweep, over another `name`, may have made some of the parents
-                above = [folder for folder in existing if folder in path.absolute().parents]
-                _remove_if_unused(path, min(above, key=lambda folder: len(folder.parts)))
-            if ledger.lock is not None:
-                ledger.lock.close()
-        self._ledgers.clear()
+        if self._existing is not None:
+            _remove_if_unused(self.path, self._existing)
+        self._lock.close()
 
-    def __enter__(self) -> Sweep:
+    def __enter__(self) -> Ledger:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(self, path: Path) -> None:
-        if self._ledgers[path].lock is None:
-            return
+    def _set(self, number: int, entry: dict[str, Any]) -> None:
+        self.jobs[number] = entry
+        self._lines[number] = f'"{number}": {json.dumps(entry, ensure_ascii=False)}'
+
+    def _write(self) -> None:
+        head = {"typed": self.typed, "complete": self._complete, "pid": os.getpid()}
+        jobs = ",\n".join(self._lines.values())  # a line per job, and none is encoded anew: a sweep may have thousands
         try:
-            write_json(path / LEDGER, self._ledgers[path].content)
+            write_text(self.path / LEDGER, f'{json.dumps(head, ensure_ascii=False)[:-1]}, "jobs": {{\n{jobs}\n}}}}\n')
         except OSError as error:
-            raise StorageError(path / LEDGER, error.strerror or str(error)) from error
+            raise StorageError(self.path / LEDGER, error.strerror or str(error)) from error
 
 
 @contextmanager
@@ -220,7 +180,11 @@ def _printable(value: Any) -> Any:
 def _remove_if_unused(path: Path, existing: Path) -> None:
     """Remove the sweep at `path` unless it has a job's directory, and then its empty parents below `existing`."""
     with suppress(OSError):  # on a disk that fails, the few files stay
-        if not any(entry.is_dir() for entry in path.iterdir()):
+        if not any(entry.is_dir() and entry.name != CONSOLE for entry in path.iterdir()):
+            for file in (path / CONSOLE).glob("*.txt"):
+                file.unlink()
+            with suppress(OSError):
+                (path / CONSOLE).rmdir()
             for file in (LEDGER, ".lock"):
                 (path / file).unlink(missing_ok=True)
             run_directory.remove_empty(path, existing)

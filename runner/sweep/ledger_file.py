@@ -16,8 +16,20 @@ log = logging.getLogger(__name__)
 LEDGER = "sweep.json"
 _LIMIT_BYTES = 64_000_000
 """Size limit of a ledger; each job takes a few hundred bytes."""
-_ENTRY = {"code": int, "config_hash": str, "directory": str, "error": str, "overrides": list}
-"""The type of each value in a job's entry; the first two values are required."""
+_ENTRY = {
+    "state": str,
+    "code": int,
+    "config_hash": str,
+    "overrides": list,
+    "directory": str,
+    "error": str,
+    "slot": str,
+    "pid": int,
+    "tries": int,
+    "started": float,
+    "seconds": float,
+}
+"""The type of each value in a job's entry; only `config_hash` is required."""
 
 
 def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
@@ -70,8 +82,8 @@ def _check(ledger: Any) -> None:
     if not isinstance(jobs, dict):
         raise ValueError("its jobs are not a JSON object")
     for number, entry in jobs.items():
-        if not isinstance(entry, dict) or not {"code", "config_hash"} <= entry.keys():
-            raise ValueError(f"job {number[:20]} has no exit code or no hash")
+        if not isinstance(entry, dict) or "config_hash" not in entry or not number.isdecimal():
+            raise ValueError(f"job {number[:20]} has no number or no hash of its config")
         for key, expected in _ENTRY.items():
             if key in entry and type(entry[key]) is not expected:
                 raise ValueError(f"{key} of job {number[:20]} is not of type {expected.__name__}")

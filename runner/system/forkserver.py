@@ -50,6 +50,8 @@ def become_command() -> None:
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # it is the main process of its run
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config.pop("tempdir", None)  # a directory of its own, because this process may outlive the parent
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers.command import PATIENCE, environment, run_command, run_fresh, start_fresh
+from helpers.command import PATIENCE, Command, environment, run_command, run_fresh, start_fresh, until
 from helpers.compose import FAST
 
-import runner.run
-from runner.cli.main import main
 from runner.config.options import CONF
-from runner.run import Result, Run, Session
 
 # What is typed, words apart by two blanks: what the answer must say. The first is the key, or the word, that is wrong.
 REFUSED = {
@@ -27,8 +25,8 @@ REFUSED = {
     "optimzer=sgd": ["optimzer:", "did you mean optimizer?"],
     "optimzer.lr=1": ["optimzer.lr:", "did you mean optimizer?"],
     "Optimizer=sgd": ["Optimizer:", "did you mean optimizer?"],
-    "seeed=1": ["seeed:", "did you mean seed?"],
-    "SEED=1": ["SEED:", "did you mean seed?"],
+    "seeed=1": ["seeed:", "did you mean seed"],
+    "SEED=1": ["SEED:", "did you mean seed"],
     "foo.bar=3": ["foo.bar:", "accumulation, ", "workload"],
     "+foo=3": ["foo:", "accumulation, "],
     "++seeed=3": ["seeed:", "did you mean seed"],
@@ -108,7 +106,12 @@ REFUSED = {
     # Sweeps, and what should have been one
     "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "add -m; for a list: optimizer.lr=[1,2]"],
     "precision=16,32": ["precision: got '16,32'", "for a sweep, add -m"],
-    "-m  optimizer=sgd,sgdd": ["optimizer: got 'sgdd'", "did you mean sgd?"],
+    "-m  optimizer=sgdd,sgde": ["optimizer: got 'sgdd'", "did you mean sgd?"],
+    "-m  sweep=here": ["sweep: got 'here'", "local"],
+    "-m  sweep.slots=0": ["sweep.slots: got 0"],
+    "-m  sweep.slots=1,2": ["sweep.slots:", "give it one value"],
+    "-m  output_root=a,b": ["output_root:", "give it one value"],
+    "sweep.slots=2": ["sweep.slots:", "add -m"],
     "-m  optimizer.lr=[1": ["optimizer.lr=[1:", "[1"],
     "-m  schedule=onecycle,step  schedule.gamma=0.5": ["schedule.gamma:", "a key of schedule=step"],
     "-m  optimizer.lr=interval(1,2)": ["optimizer.lr: got 'interval(1,2)'", "optimizer.lr=1,2,3"],
@@ -136,7 +139,7 @@ REFUSED = {
     "parallel=ddp  parallel.sync_batch_norm='5'": ["parallel.sync_batch_norm: got '5'", "true or false"],
     "data=imagefolder  data.root=x  data.pin_memory=-5": ["data.pin_memory: got -5", "true or false or null"],
     "data=imagefolder  data.root=": ["data.root: got ''", "not empty"],
-    "-m  seed=-1": ["job 0: seed=-1", "seed: got -1"],
+    "-m  seed=-1": ["seed: got -1"],
 }
 
 
@@ -169,7 +172,7 @@ REFUSED_LATER = {
     "device.index=99": ["device.index: got 99"],
     "output_root=/dev/null": ["output_root: got '/dev/null", "Not a directory", "choose another with output_root=DIR"],
     "output_root=/proc/here": ["output_root: got '/proc/here", "choose another with output_root=DIR"],
-    "-m  output_root=/proc/here,/dev/null": ["job 0: output_root", "job 1: output_root"],
+    "-m  output_root=/proc/here  seed=1,2": ["output_root: got '/proc/here", "choose another with output_root=DIR"],
 }
 if not torch.cuda.is_available():
     REFUSED_LATER["device=cuda"] = ["device.kind: got 'cuda'", "no CUDA device", "device=auto"]
@@ -317,7 +320,7 @@ def test_a_sweep_has_a_labelled_directory_for_each_job_and_nothing_else(tmp_path
     [sweep] = tmp_path.glob("outputs/sweeps/classifier/*")
     fixed = ",".join((*FAST, "steps=1"))
     labels = [f"{i:03d}-precision={precision},{fixed}" for i, precision in enumerate(("16", "32", "bf16"))]
-    assert sorted(path.name for path in sweep.iterdir()) == [".lock", *labels, "sweep.json"]
+    assert sorted(path.name for path in sweep.iterdir()) == [".lock", *labels, "console", "sweep.json"]
     classes = [yaml.safe_load((sweep / label / "config.yaml").read_text())["precision"]["_target_"] for label in labels]
     assert [name.rpartition(".")[2] for name in classes] == ["Float16", "Precision", "BFloat16"]
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["sweeps"]
@@ -333,37 +336,40 @@ def test_a_job_that_is_refused_or_diverges_does_not_end_the_others(tmp_path: Pat
     assert "Traceback" not in told
 
 
-def test_a_job_that_crashes_does_not_end_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def build(config: dict) -> Run:
-        return build_run(config) if config["seed"] != 1 else 1 / 0
-
-    def train(session: Session, directory: Path) -> Result:
-        seed = session.run.seed
-        return Result("done") if seed == 3 else Result(f"no such status {1 / (seed - 2)}")
-
-    build_run = runner.run.build_run
-    monkeypatch.setattr("runner.run.build_run", build)
-    monkeypatch.setattr("runner.cli.run_job.train", train)
-    monkeypatch.setattr(sys, "argv", ["runner", "-m", "seed=1,2,3", *FAST])
-    monkeypatch.chdir(tmp_path)
-    assert main() == 1
-    told = capsys.readouterr()
-    assert told.err.count("ZeroDivisionError") == 2
-    assert told.err.count("Traceback") == 1, "the one that is no run's own failure"
-    assert "resume=" not in told.out, "there is no checkpoint to go on from"
-    assert "1 of 3 jobs done" in told.out
-    statuses = {name[:3]: result["status"] for name, result in results(tmp_path).items()}
-    assert statuses == {"002": "done", "001": "crashed"}
+def test_options_that_do_not_fit_together_are_one_refused_job(tmp_path: Path) -> None:
+    words = ("optimizer=sgd,adam", "optimizer.momentum=0.9", "steps=1")
+    code, told = run_command(*FAST, "-m", *words, cwd=tmp_path, kind="ranks")
+    assert code == 2, told
+    assert "job 1: optimizer=adam: refused\noptimizer.momentum: " in told
+    assert {name[:3]: result["status"] for name, result in results(tmp_path).items()} == {"000": "done"}
+    assert "1 of 2 jobs done" in told
 
 
-def test_a_swept_name_and_output_root_are_each_jobs_own(tmp_path: Path) -> None:
-    code, told = run_command(*FAST, "-m", "name=a,b c", "output_root=x,y=z", "steps=1", cwd=tmp_path)
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_job_that_is_killed_does_not_end_the_others(retries: int, tmp_path: Path) -> None:
+    words = (*FAST, "-m", "seed=1,2,3", "steps=400", "save_every=20", "eval_every=0", f"sweep.retries={retries}")
+    command = Command(tmp_path, *words)
+    until(lambda: list(tmp_path.glob("outputs/sweeps/*/*/000-*/checkpoints/step_????????")))
+    [ledger] = tmp_path.glob("outputs/sweeps/*/*/sweep.json")
+    command.kill(signal.SIGKILL, json.loads(ledger.read_text())["jobs"]["0"]["pid"])
+    code, told = command.wait()
+    assert code == 1 - retries, told
+    assert "was killed by SIGKILL" in told
+    states = {number: entry["state"] for number, entry in json.loads(ledger.read_text())["jobs"].items()}
+    assert states == {"0": "done" if retries else "crashed", "1": "done", "2": "done"}
+    if retries:
+        log = next(tmp_path.glob("outputs/sweeps/*/*/000-*/log.txt")).read_text()
+        assert "resumed" in log or "step_" in log
+    else:
+        assert "everything it printed: outputs/sweeps/classifier/" in told
+
+
+def test_a_swept_name_is_each_jobs_own_in_one_sweep(tmp_path: Path) -> None:
+    code, told = run_command(*FAST, "-m", "name=a,b c", "output_root=y=z", "steps=1", cwd=tmp_path, kind="ranks")
     assert code == 0, told
-    found = sorted(path.parent.parent.relative_to(tmp_path).parts for path in tmp_path.glob("*/sweeps/*/*/0*"))
-    assert [(root, name) for root, _, name in found] == [("x", "a"), ("x", "b c"), ("y=z", "a"), ("y=z", "b c")]
-    assert leftovers(tmp_path) == {"x", "y=z"}
+    found = sorted(tmp_path.glob("y=z/sweeps/a/*/0*/config.yaml"))
+    assert [yaml.safe_load(path.read_text())["name"] for path in found] == ["a", "b c"]
+    assert leftovers(tmp_path) == {"y=z"}
 
 
 def test_saved_overrides_are_those_that_were_typed(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_secrets_in_the_overrides_of_a_sweep_and_in_its_files(tmp_path: Path) ->
     secret = ("data=synthetic", "+data.token=s3cret", "seed=1,2", "steps=1")
     code, console = run_command(*FAST, "-m", *secret, "name=https://ann:s3cret@host", cwd=tmp_path)
     assert code == 2, console  # there is no such option
-    assert "token=***" in console
+    assert "***" in console
     assert "s3cret" not in console
     for path in tmp_path.rglob("*"):
         assert "s3cret" not in path.name

@@ -21,8 +21,9 @@ from PIL import Image
 
 from runner.config.errors import ConfigError
 from runner.config.options import CONF, groups
-from runner.config.schema import load_class, option_fields, typed_values
+from runner.config.schema import build, load_class, option_fields, typed_values
 from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Result, Run
+from runner.sweep.engines.base import Engine
 
 # What an option needs beside itself to be tried.
 SMALL = ["data.num_samples=64", "data.num_classes=10", "data.size=32"]
@@ -102,6 +103,9 @@ def tried(options: Iterable[str], *more: str) -> Run:
     for option in options:
         group, _, name = option.partition("=")
         target = option_node(group, name).get("_target_")
+        if group == "sweep":  # no part of a run
+            assert build(option_node(group, name), Engine, "sweep")
+            continue
         assert target is None or run.config[group]["_target_"] == target, f"{option} was not chosen"
     if not ABSENT_HERE.keys() & set(options):
         prepared(run)

@@ -13,7 +13,7 @@ import string
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -30,6 +30,7 @@ from runner.cli.main import run_command
 from runner.config.errors import escaped
 from runner.config.options import chosen_groups, groups, option_keys, root_keys
 from runner.run import Result
+from runner.sweep.engines.base import Ended, Job, Pool, Started
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
 COMMANDS, FILES = (2000, 1000) if ALL else (100, 50)
@@ -94,12 +95,33 @@ def outcome(words: list[str], files: dict[str, bytes] | None = None) -> Outcome:
         before = {str(path) for path in directory.rglob("*")}
         with (
             mock.patch("runner.cli.run_job.run_alone", train),
-            mock.patch("runner.cli.run_job.run_in_sweep", train),
+            mock.patch("runner.cli.run_job.run_in", lambda directory, run, overrides: train(run)),
+            mock.patch("runner.sweep.engines.local.Local.connect", return_value=nullcontext(InThisProcess())),
             mock.patch.object(sys, "argv", ["runner"]),
         ):
             code = run_command(words)
         left = {str(path) for path in directory.rglob("*")} - before
     return Outcome(code, len(built), out.getvalue(), err.getvalue(), left)
+
+
+class InThisProcess(Pool):
+    """Runs each job as it is started, instead of in a process of its own."""
+
+    def __init__(self) -> None:
+        self._ended: list[Ended] = []
+
+    def submit(self, job: Job) -> Started:
+        with job.console.open("w") as console, redirect_stdout(console), redirect_stderr(console):
+            self._ended.append(Ended(job.number, run_command(job.arguments)))
+        return Started("this process")
+
+    def wait(self, seconds: float) -> list[Ended]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def stop(self, numbers: list[int]) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 @contextmanager

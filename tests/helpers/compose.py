@@ -34,7 +34,9 @@ def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("config", [quoted(text, sweep=False) for text in ("name=test", *overrides)])
-    return OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportReturnType]
+    values: Any = OmegaConf.to_container(config, resolve=True)
+    del values["sweep"]  # as the command does
+    return values
 
 
 def built(*overrides: str) -> Run:

@@ -1,4 +1,4 @@
-"""A sweep that is stopped and started again does only what is missing."""
+"""The ledger of a sweep: one process at a time writes it, and a sweep that was stopped is found again."""
 
 from __future__ import annotations
 
@@ -12,255 +12,146 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
-import torch
-from helpers.command import Command, run_command, until
+from helpers.command import Command, until
 from helpers.compose import FAST
 
 from runner.config.errors import ConfigError
 from runner.storage.run_directory import StorageError
-from runner.storage.saved_config import config_text, parse_config
-from runner.sweep.ledger import Sweep
+from runner.sweep.ledger import Ledger
 from runner.sweep.ledger_file import read_ledger
 
-TYPED = (*FAST, "steps=400", "save_every=20", "eval_every=0", "log_every=100", "-m", "seed=1,2,3", "resume=auto")
-
-
-def only_sweep(cwd: Path) -> Path:
-    [path] = cwd.glob("outputs/sweeps/*/*")
-    return path
-
-
-def jobs(sweep: Path) -> dict[str, Path]:
-    """The directories of a sweep's jobs by number."""
-    return {path.name[:3]: path for path in sorted(sweep.glob("0*"))}
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(max((run / "checkpoints").glob("step_*")) / "model.safetensors")
-
-
-def written(path: Path) -> dict[str, int]:
-    """When each file below `path` was written, in nanoseconds."""
-    return {str(file.relative_to(path)): file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file()}
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sweep that nothing ended early."""
-    cwd = tmp_path_factory.mktemp("whole")
-    assert run_command(*TYPED, cwd=cwd)[0] == 0
-    return only_sweep(cwd)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_sweep_resumes_where_it_was_ended(number: signal.Signals, whole: Path, tmp_path: Path) -> None:
-    cwd = tmp_path / "ended"
-    command = Command(cwd, *TYPED, kind="torch")
-    until(lambda: command.code is not None or list(cwd.glob("outputs/sweeps/*/*/001-*/checkpoints/step_????????")))
-    command.kill(number)
-    assert command.wait()[0] == (75 if number == signal.SIGTERM else -number)
-    first = jobs(only_sweep(cwd))["000"]
-    before = written(first)
-
-    code, told = run_command(*TYPED, cwd=cwd)
-    assert code == 0, told
-    assert f"{first.relative_to(cwd)}" in told, "it is named as done"
-    assert written(first) == before, "what is done is left alone"
-    wanted = jobs(whole)
-    assert list(jobs(only_sweep(cwd))) == list(wanted) == ["000", "001", "002"]
-    for job, path in jobs(only_sweep(cwd)).items():
-        ours, theirs = weights(path), weights(wanted[job])
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), job
-    ledger = read_ledger(only_sweep(cwd))
-    assert ledger["complete"]
-    assert [entry["code"] for entry in ledger["jobs"].values()] == [0, 0, 0]
-
-    assert run_command(*TYPED, cwd=cwd)[0] == 0
-    assert len(list(cwd.glob("outputs/sweeps/*/*"))) == 2, "a complete sweep is not gone on with"
-
-
-def test_a_refused_job_is_in_the_ledger_and_repeated(tmp_path: Path) -> None:
-    typed = (*FAST, "-m", "batch_size=64,7", "accumulation.steps=2", "steps=2", "resume=auto")
-    assert run_command(*typed, cwd=tmp_path)[0] == 2
-    ledger = read_ledger(only_sweep(tmp_path))
-    assert [entry["code"] for entry in ledger["jobs"].values()] == [0, 2]
-    assert ledger["jobs"]["1"]["error"].startswith("batch_size: got 7:")
-    assert not ledger["complete"]
-    code, told = run_command(*typed, cwd=tmp_path)
-    assert code == 2
-    assert str(jobs(only_sweep(tmp_path))["000"].relative_to(tmp_path)) in told, "it is named as done"
-    assert told.count("batch_size: got 7:") == 1
-
-
-def test_another_config_under_the_same_name_is_set_aside(tmp_path: Path) -> None:
-    typed = (*FAST, "-m", "seed=1,2", "steps=2", "resume=auto")
-    assert run_command(*typed, cwd=tmp_path)[0] == 0
-    sweep = only_sweep(tmp_path)
-    ledger = read_ledger(sweep)
-    ledger["complete"] = False
-    ledger["jobs"]["1"]["config_hash"] = "of another"
-    (sweep / "sweep.json").write_text(json.dumps(ledger))
-    other = jobs(sweep)["001"] / "config.yaml"
-    other.write_text(config_text(parse_config(other.read_bytes()) | {"keep": 3}))
-    assert run_command(*typed, cwd=tmp_path)[0] == 0
-    assert [path.name[:3] for path in sweep.iterdir() if path.name.endswith(".superseded")] == ["001"]
-    assert len(list(sweep.glob("0*"))) == 3
-    assert read_ledger(sweep)["complete"]
-
-
-def test_without_auto_every_sweep_is_a_new_one(tmp_path: Path) -> None:
-    for _ in range(2):
-        assert run_command(*FAST, "-m", "seed=1,2", "steps=1", cwd=tmp_path)[0] == 0
-    assert len(list(tmp_path.glob("outputs/sweeps/*/*"))) == 2
-
-
-def job_config(root: Path, name: str = "a", resume: str = "auto") -> dict[str, Any]:
-    return {"output_root": str(root), "name": name, "resume": resume}
+Opened = Callable[..., Ledger]
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., Sweep]]:
-    """Opens sweeps, which the end of the test closes."""
+def opened(tmp_path: Path) -> Iterator[Opened]:
+    """Opens ledgers below `tmp_path`, which the end of the test closes."""
     with ExitStack() as stack:
-        yield lambda *arguments: stack.enter_context(Sweep(*arguments))
+
+        def open_ledger(typed: list[str], resume: str = "auto") -> Ledger:
+            return stack.enter_context(Ledger(typed, tmp_path / "sweeps" / "a", resume))
+
+        yield open_ledger
 
 
-def test_a_sweep_cannot_be_resumed_in_the_directory_of_one_run(opened: Callable[..., Sweep], tmp_path: Path) -> None:
+def ran(ledger: Ledger, number: int, code: int, config_hash: str = "a") -> None:
+    """Let a job run, and end with `code`."""
+    (ledger.path / f"{number:03d}-seed={number}").mkdir(exist_ok=True)
+    ledger.update(number, config_hash=config_hash, code=code)
+
+
+def test_a_sweep_cannot_be_resumed_in_the_directory_of_one_run(opened: Opened) -> None:
     with pytest.raises(ConfigError) as refusal:
-        opened(["seed=1,2"]).job_directory(job_config(tmp_path, resume="outputs/x"), 0, [])
+        opened(["seed=1,2"], "outputs/x")
     assert (refusal.value.key, refusal.value.got) == ("resume", "outputs/x")
     assert "resume=auto" in refusal.value.remedy
 
 
-def test_a_job_has_a_labelled_directory_in_the_sweep(opened: Callable[..., Sweep], tmp_path: Path) -> None:
-    sweep = opened(["seed=1,2"])
-    first, second = (sweep.job_directory(job_config(tmp_path), n, [f"seed={n + 1}"]) for n in (0, 1))
-    assert (first.name, second.name) == ("000-seed=1", "001-seed=2")
-    assert first.parent == second.parent
-    assert first.parent.parent == tmp_path / "sweeps" / "a"
-    other = sweep.job_directory(job_config(tmp_path, name="b"), 2, [])
-    assert (other.parent.parent.name, other.parent.name) == ("b", first.parent.name), "one name in every parent"
-    assert read_ledger(first.parent) == {"typed": ["seed=1,2"], "complete": False, "jobs": {}}
-    sweep.end()
-    sweep.close()
-    assert not list(tmp_path.iterdir()), "without a job that ran, nothing is left"
+def test_a_sweep_none_of_whose_jobs_has_run_leaves_nothing(opened: Opened, tmp_path: Path) -> None:
+    ledger = opened(["seed=1,2"])
+    assert ledger.path.parent == tmp_path / "sweeps" / "a"
+    assert read_ledger(ledger.path) == {"typed": ["seed=1,2"], "complete": False, "pid": os.getpid(), "jobs": {}}
+    ledger.console(0).parent.mkdir()
+    ledger.console(0).write_text("seed: got -1\n")
+    ledger.update(0, config_hash="a", code=2)
+    ledger.end(2)
+    ledger.close()
+    assert not list(tmp_path.iterdir())
 
 
-def test_the_swept_keys_come_first_in_the_names_of_jobs(opened: Callable[..., Sweep], tmp_path: Path) -> None:
-    constants = [f"model.option_{number}=constant" for number in range(10)]
-    sweep = opened([*constants, "lr=1,2", "seed=1,2"], ["lr", "seed"])
-    names = [
-        sweep.job_directory(job_config(tmp_path), n, [*constants, f"lr={lr}", f"seed={seed}"]).name
-        for n, (lr, seed) in enumerate(((1, 1), (1, 2), (2, 1)))
-    ]
-    first = "model.option_0=constant,model.option_1=constant,model.option_2=constant,model.option_3=constant"
-    assert names == [f"000-lr=1,seed=1,{first}", f"001-lr=1,seed=2,{first}", f"002-lr=2,seed=1,{first}"]
-    unswept = opened([]).job_directory(job_config(tmp_path), 0, ["a=1", "lr=1"])
-    assert unswept.name == "000-a=1,lr=1", "as typed"
+def test_an_entry_keeps_what_is_not_changed_and_is_a_line(opened: Opened) -> None:
+    ledger = opened(["seed=1,2"])
+    ledger.update(0, state="running", tries=1)
+    ledger.update(1, state="running", tries=1)
+    ledger.update(0, state="done", code=0, config_hash="a")
+    entries = {"0": {"state": "done", "tries": 1, "code": 0, "config_hash": "a"}, "1": {"state": "running", "tries": 1}}
+    assert json.loads((ledger.path / "sweep.json").read_text())["jobs"] == entries
+    assert len((ledger.path / "sweep.json").read_text().splitlines()) == 2 + len(entries)
 
 
-def test_secrets_are_neither_in_names_nor_in_the_ledger(opened: Callable[..., Sweep], tmp_path: Path) -> None:
-    sweep = opened(["data.token=s3cret", "seed=1,2"], ["seed"])
-    path = sweep.job_directory(job_config(tmp_path), 0, ["data.token=s3cret", "seed=1"])
-    assert path.name == "000-seed=1,data.token=___"
+def test_secrets_are_not_in_the_ledger(opened: Opened) -> None:
+    ledger = opened(["data.token=s3cret", "seed=1,2"])
     overrides, error = ["data.token=s3cret", "seed=1"], "https://ann:s3cret@host/x cannot be read"
-    sweep.record(path.parent, 0, code=1, config_hash="a", overrides=overrides, error=error)
-    ledger = read_ledger(path.parent)
-    assert ledger["typed"] == ["data.token=***", "seed=1,2"]
-    assert ledger["jobs"]["0"]["overrides"] == ["data.token=***", "seed=1"]
-    assert ledger["jobs"]["0"]["error"] == "https://ann:***@host/x cannot be read"
+    ran(ledger, 0, 1)
+    ledger.update(0, overrides=overrides, error=error)
+    found = read_ledger(ledger.path)
+    assert found["typed"] == ["data.token=***", "seed=1,2"]
+    assert found["jobs"]["0"]["overrides"] == ["data.token=***", "seed=1"]
+    assert found["jobs"]["0"]["error"] == "https://ann:***@host/x cannot be read"
     assert overrides[0] == "data.token=s3cret"
-    for _ in range(2):  # it is found again with the secret, by the process that ended it or another
-        again = opened(["data.token=s3cret", "seed=1,2"])
-        path.mkdir(exist_ok=True)
-        sweep.close()
-        assert again.job_directory(job_config(tmp_path), 0, []).parent == path.parent
-        sweep = again
+    ledger.close()
+    assert opened(["data.token=s3cret", "seed=1,2"]).path == ledger.path, "it is found again with the secret"
 
 
-def test_names_that_are_not_utf_8_can_be_recorded(opened: Callable[..., Sweep], tmp_path: Path) -> None:
+def test_names_that_are_not_utf_8_can_be_recorded(opened: Opened) -> None:
     root = os.fsdecode(b"data.root=a\xff")
-    sweep = opened([root, "seed=1,2"])
-    path = sweep.job_directory(job_config(tmp_path), 0, [root, "seed=1"])
-    sweep.record(path.parent, 0, code=1, config_hash="a", overrides=[root, "seed=1"], error=f"{root} is missing")
-    ledger = read_ledger(path.parent)
-    assert ledger["typed"] == ["data.root=a\\xff", "seed=1,2"]
-    assert ledger["jobs"]["0"]["error"] == "data.root=a\\xff is missing"
+    ledger = opened([root, "seed=1,2"])
+    ledger.update(0, code=1, config_hash="a", overrides=[root, "seed=1"], error=f"{root} is missing")
+    found = read_ledger(ledger.path)
+    assert found["typed"] == ["data.root=a\\xff", "seed=1,2"]
+    assert found["jobs"]["0"]["error"] == "data.root=a\\xff is missing"
 
 
-def test_overrides_are_compared_without_order_output_root_and_resume(
-    opened: Callable[..., Sweep], tmp_path: Path
-) -> None:
-    typed = ["seed=1,2", "resume=auto", "output_root=x", "epochs=1"]
-    assert opened(typed).typed == opened(["epochs=1", "seed=1,2"]).typed == ["epochs=1", "seed=1,2"]
-    before = tmp_path / "sweeps" / "a" / "before"
-    before.mkdir(parents=True)
-    ledger = {"typed": ["epochs=1", "seed=1,2"], "complete": False, "jobs": {"0": {"code": 3, "config_hash": "a"}}}
-    (before / "sweep.json").write_text(json.dumps(ledger))
-    sweep = opened(typed)
-    path = sweep.job_directory(job_config(tmp_path), 0, ["seed=1"]).parent
-    assert path == before
-    assert sweep.settled(path, 0, "a") == 3, "diverged is a result"
-    assert sweep.settled(path, 0, "b") is None
-    assert sweep.settled(path, 1, "a") is None
-    assert opened(["epochs=2"]).job_directory(job_config(tmp_path), 0, []).parent.name != "before"
-    assert opened(typed).job_directory(job_config(tmp_path, resume="never"), 0, []).parent.name != "before"
+def test_overrides_are_compared_without_order_and_without_how_the_sweep_is_run(opened: Opened, tmp_path: Path) -> None:
+    typed = ["seed=1,2", "resume=auto", "output_root=x", "sweep.slots=2", "sweep=local", "epochs=1"]
+    assert opened(typed, "never").typed == opened(["epochs=1", "seed=1,2"], "never").typed == ["epochs=1", "seed=1,2"]
+    path = write_ledger(
+        tmp_path,
+        {
+            "typed": ["epochs=1", "seed=1,2"],
+            "complete": False,
+            "jobs": {"0": {"code": 3, "config_hash": "a"}, "1": {"state": "running", "config_hash": "a"}},
+        },
+    )
+    ledger = opened(typed)
+    assert ledger.path == path
+    assert ledger.settled(0, "a") == 3, "diverged is a result"
+    assert ledger.settled(0, "b") is None
+    assert ledger.settled(1, "a") is None
+    assert ledger.settled(2, "a") is None
+    assert opened(["epochs=2"]).path != path
+    assert opened(typed, "never").path != path
 
 
 @pytest.mark.parametrize(
-    ("codes", "complete"), [([0, 0], True), ([0, 3], True), ([0, 1], False), ([2, 0], False), ([0, 75], False)]
+    ("codes", "complete"),
+    [([0, 0], True), ([0, 3], True), ([0, 1], False), ([2, 0], False), ([0, 75], False), ([0], False)],
 )
-def test_a_sweep_is_complete_when_no_job_has_to_be_repeated(
-    opened: Callable[..., Sweep], codes: list[int], complete: bool, tmp_path: Path
-) -> None:
-    sweep = opened(["seed=1,2"])
+def test_a_sweep_is_complete_when_no_job_has_to_be_repeated(opened: Opened, codes: list[int], complete: bool) -> None:
+    ledger = opened(["seed=1,2"])
     for number, code in enumerate(codes):
-        path = sweep.job_directory(job_config(tmp_path), number, [f"seed={number}"])
-        path.mkdir(parents=True)
-        sweep.record(path.parent, number, code=code, config_hash="a")
-        assert read_ledger(path.parent)["jobs"][str(number)] == {"code": code, "config_hash": "a"}
-        assert not read_ledger(path.parent)["complete"]
-    sweep.end()
-    sweep.close()
-    path = next(tmp_path.glob("sweeps/a/*/000*"))
-    assert read_ledger(path.parent)["complete"] == complete
-    again = opened(["seed=1,2"]).job_directory(job_config(tmp_path), 0, ["seed=0"]).parent
-    assert (again == path.parent) == (not complete)
+        ran(ledger, number, code)
+        assert read_ledger(ledger.path)["jobs"][str(number)] == {"code": code, "config_hash": "a"}
+        assert not read_ledger(ledger.path)["complete"]
+    ledger.end(2)
+    ledger.close()
+    assert read_ledger(ledger.path)["complete"] == complete
+    assert (opened(["seed=1,2"]).path == ledger.path) == (not complete)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Two processes
 
 
-def test_a_sweep_that_another_process_runs_is_refused_and_left_alone(
-    opened: Callable[..., Sweep], tmp_path: Path
-) -> None:
+def test_a_sweep_that_another_process_runs_is_refused_and_left_alone(opened: Opened) -> None:
     first = opened(["seed=1,2"])
-    path = first.job_directory(job_config(tmp_path), 0, ["seed=1"])
-    path.mkdir()
-    first.record(path.parent, 0, code=0, config_hash="a")
-    before = (path.parent / "sweep.json").read_bytes()
-    second = opened(["seed=1,2"])
-    for number in (0, 1):
-        with pytest.raises(ConfigError) as refusal:
-            second.job_directory(job_config(tmp_path), number, ["seed=1"])
-        assert (refusal.value.key, refusal.value.got) == ("resume", "auto")
-        assert refusal.value.why == f"another process (pid {os.getpid()}) runs this sweep, {path.parent}"
-    second.end()
-    assert (path.parent / "sweep.json").read_bytes() == before
-    others = [opened(["seed=1,3"]), opened(["seed=1,2"])]
-    configs = [job_config(tmp_path), job_config(tmp_path, resume="never")]
-    for other, config in zip(others, configs, strict=True):
-        assert other.job_directory(config, 0, []).parent != path.parent, "another sweep is not waited for"
+    ran(first, 0, 0)
+    before = (first.path / "sweep.json").read_bytes()
+    with pytest.raises(ConfigError) as refusal:
+        opened(["seed=1,2"])
+    assert (refusal.value.key, refusal.value.got) == ("resume", "auto")
+    assert refusal.value.why == f"another process (pid {os.getpid()}) runs this sweep, {first.path}"
+    assert (first.path / "sweep.json").read_bytes() == before
+    for other in (opened(["seed=1,3"]), opened(["seed=1,2"], "never")):
+        assert other.path != first.path, "another sweep is not waited for"
         other.close()
     first.close()
-    assert second.job_directory(job_config(tmp_path), 1, ["seed=2"]).parent == path.parent, "it is free again"
+    assert opened(["seed=1,2"]).path == first.path, "it is free again"
 
 
 def test_one_sweep_typed_twice_at_once_runs_once(tmp_path: Path) -> None:
-    typed = (*TYPED, "steps=100000")
-    commands = [Command(tmp_path / name, *typed, f"output_root={tmp_path}", kind="torch") for name in ("a", "b")]
+    typed = (*FAST, "steps=100000", "save_every=20", "eval_every=0", "-m", "seed=1,2,3", "resume=auto")
+    commands = [Command(tmp_path / name, *typed, f"output_root={tmp_path}") for name in ("a", "b")]
     until(lambda: any(command.code is not None for command in commands))
     ended, running = sorted(commands, key=lambda command: command.code is None)
     assert ended.wait()[0] == 2, ended.console
@@ -269,28 +160,7 @@ def test_one_sweep_typed_twice_at_once_runs_once(tmp_path: Path) -> None:
     running.kill(signal.SIGTERM)
     assert running.wait()[0] == 75, running.console
     [sweep] = tmp_path.glob("sweeps/*/*")
-    assert {number: entry["code"] for number, entry in read_ledger(sweep)["jobs"].items()} == {"0": 75}
-
-
-def test_other_ranks_write_nothing(
-    opened: Callable[..., Sweep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = opened(["seed=1,2"])
-    path = first.job_directory(job_config(tmp_path), 0, ["seed=1"])
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    before = (path.parent / "sweep.json").read_bytes()
-    for resume in ("auto", "never"):
-        rank = opened(["seed=1,2"])
-        directory = rank.job_directory(job_config(tmp_path, resume=resume), 0, ["seed=1"])
-        assert (directory.parent == path.parent) == (resume == "auto")
-        rank.record(directory.parent, 0, code=0, config_hash="a")
-        rank.end()
-        rank.close()
-    assert (path.parent / "sweep.json").read_bytes() == before
-    assert list((tmp_path / "sweeps" / "a").iterdir()) == [path.parent]
+    assert {entry["code"] for entry in read_ledger(sweep)["jobs"].values()} == {75}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -313,45 +183,47 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
     "jobs a list": {"jobs": [1]},
     "jobs missing": {"jobs": None},
     "an entry": {"jobs": {"0": 3}},
-    "no code": {"jobs": {"0": {"config_hash": "a"}}},
+    "no hash": {"jobs": {"0": {"code": 0}}},
     "a code": {"jobs": {"0": {"code": "0", "config_hash": "a"}}},
     "a code of truth": {"jobs": {"0": {"code": True, "config_hash": "a"}}},
     "overrides": {"jobs": {"0": {"code": 0, "config_hash": "a", "overrides": "seed=1"}}},
+    "a state": {"jobs": {"0": {"state": 1, "config_hash": "a"}}},
+    "a number": {"jobs": {"first": {"code": 0, "config_hash": "a"}}},
     "a directory": {"jobs": {"0": {"code": 0, "config_hash": "a", "directory": 5}}},
 }
 
 
-def write_ledger(tmp_path: Path, content: bytes) -> Path:
+def write_ledger(tmp_path: Path, content: Any) -> Path:
     path = tmp_path / "sweeps" / "a" / "before"
     path.mkdir(parents=True)
-    (path / "sweep.json").write_bytes(content)
+    (path / "sweep.json").write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     return path
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_ledger_is_ignored_with_a_warning(
-    opened: Callable[..., Sweep], damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    opened: Opened, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_ledger(tmp_path, DAMAGED[damage])
     assert read_ledger(path) == {}
     assert caplog.messages[0].startswith(f"{path}/sweep.json is ignored: ")
-    assert opened(["seed=1,2"]).job_directory(job_config(tmp_path), 0, []).parent != path
+    assert opened(["seed=1,2"]).path != path
     assert (path / "sweep.json").read_bytes() == DAMAGED[damage]
 
 
 @pytest.mark.parametrize("key", OTHER_TYPES)
 def test_a_damaged_ledger_of_this_sweep_is_refused_and_of_another_ignored(
-    opened: Callable[..., Sweep], key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    opened: Opened, key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write_ledger(tmp_path, json.dumps(GOOD | OTHER_TYPES[key]).encode())
+    path = write_ledger(tmp_path, GOOD | OTHER_TYPES[key])
     with pytest.raises(ConfigError) as refusal:
-        opened(["seed=1,2"]).job_directory(job_config(tmp_path), 0, [])
+        opened(["seed=1,2"])
     assert (refusal.value.key, refusal.value.got) == ("resume", "auto")
     assert refusal.value.why.startswith(f"{path}/sweep.json is damaged: ")
     assert caplog.messages == []
-    assert opened(["seed=5"]).job_directory(job_config(tmp_path), 0, []).parent != path
+    assert opened(["seed=5"]).path != path
     assert caplog.messages[0].startswith(f"{path}/sweep.json is ignored: ")
-    assert opened(["seed=1,2"]).job_directory(job_config(tmp_path, resume="never"), 0, []).parent != path
+    assert opened(["seed=1,2"], "never").path != path
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "directory", "large"])
@@ -368,20 +240,17 @@ def test_a_ledger_that_is_no_plain_file_is_not_read(
     assert len(caplog.messages) == 1
 
 
-def test_a_ledger_that_cannot_be_written_is_an_error(
-    opened: Callable[..., Sweep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ledger_that_cannot_be_written_is_an_error(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    sweep = opened(["seed=1,2"])
-    path = sweep.job_directory(job_config(tmp_path), 0, ["seed=1"]).parent
-    monkeypatch.setattr("runner.sweep.ledger.write_json", fail)
+    ledger = opened(["seed=1,2"])
+    monkeypatch.setattr("runner.sweep.ledger.write_text", fail)
     with pytest.raises(StorageError) as caught:
-        sweep.record(path, 0, code=0, config_hash="a")
-    assert (caught.value.path, caught.value.why) == (path / "sweep.json", "Read-only file system")
+        ledger.update(0, code=0, config_hash="a")
+    assert (caught.value.path, caught.value.why) == (ledger.path / "sweep.json", "Read-only file system")
     with pytest.raises(ConfigError) as refusal:
-        opened(["seed=3"]).job_directory(job_config(tmp_path), 0, ["seed=1"])
+        opened(["seed=3"])
     assert refusal.value.key == "output_root"
     assert "Read-only file system" in refusal.value.why
 

@@ -1,0 +1,175 @@
+"""What a sweep shows while it runs: a table of the running jobs on a terminal, and lines when something happens."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from runner.config.errors import escaped
+from runner.system.secrets import redacted_values
+
+_REFRESH_SECONDS = 0.5
+_MOST_ROWS = 16
+
+
+class Shown(Protocol):
+    """What is shown of a job."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def overrides(self) -> list[str]: ...
+    @property
+    def directory(self) -> Path: ...
+
+
+class Display:
+    """Prints a line to standard error when a job starts or ends.
+
+    Args:
+        num_jobs: number of jobs of the sweep.
+        swept: the keys that have several values; jobs are named by them.
+        width: largest length of a line.
+    """
+
+    def __init__(self, num_jobs: int, swept: Collection[str], width: int = 200):
+        self.num_jobs, self.swept, self.width = num_jobs, swept, width
+        self.counts: dict[str, int] = {}
+        self._refusals: dict[str, list[int]] = {}
+        self._failures: list[str] = []
+
+    def title(self, job: Shown) -> str:
+        """Return the name of a job: its number, and the overrides in which jobs differ."""
+        overrides = [text for text in job.overrides if text.lstrip("+~").partition("=")[0] in self.swept]
+        words = escaped(" ".join(redacted_values(overrides or job.overrides)))
+        line = f"job {job.number}: {words}".replace("\n", "\\n")
+        return line if len(line) <= self.width else line[: self.width - 1] + "…"
+
+    def line(self, text: str) -> None:
+        """Print `text`."""
+        print(text, file=sys.stderr, flush=True)
+
+    def started(self, job: Shown, slot: str, console: Path) -> None:
+        """Show that a job has been started.
+
+        Args:
+            job: the job.
+            slot: where it runs.
+            console: the file with everything that it prints.
+        """
+        self.line(f"{self.title(job)}: started on {slot}")
+
+    def known(self, job: Shown, state: str) -> None:
+        """Show that an earlier command has completed a job."""
+        self._count(state)
+        self.line(f"{self.title(job)}: already {state}, {os.path.relpath(job.directory)}")
+
+    def ended(self, job: Shown, state: str, error: str, result: Mapping[str, Any], console: Path) -> None:
+        """Show how a job ended; the same refusal of several jobs is shown only once.
+
+        Args:
+            job: the job.
+            state: `done`, `crashed`, `refused`, `diverged` or `stopped`.
+            error: why it failed, if it did.
+            result: its result; empty if it has none.
+            console: the file with everything that it printed.
+        """
+        self._count(state)
+        if state == "refused":
+            jobs = self._refusals.setdefault(re.sub(r": got .*?: ", ": ", error.partition("\n")[0]), [])
+            jobs.append(job.number)
+            if len(jobs) == 1:
+                self.line(f"{self.title(job)}: refused\n{error}")
+            return
+        parts = [f"{self.title(job)}: {state}"]
+        if seconds := result.get("seconds"):
+            parts.append(f"{result['steps']} steps in {seconds:.1f} s")
+        if best := result.get("best"):
+            parts.append(f"best {best['metric']} {best['value']:.4f}")
+        self.line(", ".join(parts))
+        if state == "crashed":
+            failure = f"{error}\n  everything it printed: {os.path.relpath(console)}"
+            self.line(failure)
+            self._failures.append(f"{self.title(job)}: crashed\n{failure}")
+
+    def refresh(self) -> None:
+        """Update what is shown of the running jobs; called several times a second."""
+
+    def summary(self) -> None:
+        """Print what became of all jobs: the failures again, and how many are done."""
+        for reason, (first, *others) in self._refusals.items():
+            if others:
+                key, count = reason.partition(":")[0], f"{len(others):,} more job{'s' * (len(others) > 1)}"
+                self.line(f"{key}: {count} refused for the same reason as job {first}")
+        if sum(self.counts.values()) > len(self._failures) + 1:  # they are not still on the screen
+            for failure in self._failures:
+                self.line(failure)
+        print(f"\n{self.counts.get('done', 0)} of {self.num_jobs} jobs done", flush=True)
+
+    def _count(self, state: str) -> None:
+        self.counts[state] = self.counts.get(state, 0) + 1
+
+
+class Table(Display):
+    """A display for a terminal: below the lines, a table of the running jobs with the last line that each printed.
+
+    Args:
+        num_jobs: number of jobs of the sweep.
+        swept: the keys that have several values; jobs are named by them.
+        last_line: returns the last line of a file.
+    """
+
+    def __init__(self, num_jobs: int, swept: Collection[str], last_line: Callable[[Path], str]):
+        super().__init__(num_jobs, swept)
+        self._last_line = last_line
+        self._rows: dict[int, tuple[str, Path]] = {}
+        self._num_shown, self._drawn = 0, 0.0
+        self._begun, self._most_at_once = time.monotonic(), 1
+
+    def line(self, text: str) -> None:
+        self._erase()
+        super().line(text)
+
+    def started(self, job: Shown, slot: str, console: Path) -> None:
+        self._rows[job.number] = f"{self.title(job)} ({slot})", console
+        self._most_at_once = max(self._most_at_once, len(self._rows))
+
+    def ended(self, job: Shown, state: str, error: str, result: Mapping[str, Any], console: Path) -> None:
+        self._rows.pop(job.number, None)
+        super().ended(job, state, error, result, console)
+
+    def refresh(self) -> None:
+        if time.monotonic() < self._drawn + _REFRESH_SECONDS:
+            return
+        self._erase()
+        self._drawn = time.monotonic()
+        width = shutil.get_terminal_size().columns - 1
+        rows = [f"  {title}  {self._last_line(console)}" for title, console in list(self._rows.values())[:_MOST_ROWS]]
+        lines = [self._status(), *rows]
+        print("\n".join(line[:width] for line in lines), file=sys.stderr, flush=True)
+        self._num_shown = len(lines)
+
+    def summary(self) -> None:
+        self._erase()
+        super().summary()
+
+    def _erase(self) -> None:
+        if self._num_shown:
+            print(f"\x1b[{self._num_shown}A\x1b[J", end="", file=sys.stderr, flush=True)
+            self._num_shown = 0
+
+    def _status(self) -> str:
+        """Return one line: how many jobs are in each state, and how long the rest will take."""
+        ended = sum(self.counts.values())
+        counts = {"running": len(self._rows), **self.counts, "waiting": self.num_jobs - ended - len(self._rows)}
+        text = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
+        if not ended:
+            return text
+        seconds = round((time.monotonic() - self._begun) / ended * (self.num_jobs - ended))
+        return f"{text}; about {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"

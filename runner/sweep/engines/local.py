@@ -1,0 +1,231 @@
+"""`sweep=local`: jobs on this machine, as many at once as it has GPUs or CPU cores for.
+
+Each job is a process that is forked from a server which has imported torch, so that it starts in a fraction of a
+second, and which has run nothing, so that no job inherits anything from another one. A job keeps its cores and its GPUs
+for itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runner.config.errors import check, check_range
+from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
+from runner.system.cpu import usable_core_numbers
+from runner.system.forkserver import METHOD, become_command, start_server
+from runner.system.gpu import busy_gpus, visible_gpus
+
+log = logging.getLogger(__name__)
+
+PRELOADED = ("torch", "torch._dynamo", "runner.cli.run_job", "runner.cli.composition")
+"""Modules that every job imports; the server imports them once."""
+
+_RECHECK_GPUS = 5.0
+"""Seconds between two checks whether the GPUs that other users occupy are free."""
+
+
+@dataclass
+class Local(Engine):
+    """Runs jobs on this machine.
+
+    Args:
+        slots: the largest number of jobs at once; `auto`: as many as there are GPUs or cores for.
+        threads: CPU threads of each process of a job; `auto`: the cores are divided among the jobs that run at once.
+            `device.threads` of a job takes precedence.
+    """
+
+    slots: int | str = "auto"
+    threads: int | str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("slots", "threads"):
+            value = getattr(self, key)
+            known = value == "auto" or isinstance(value, int)
+            check(known, key, value, "it is neither auto nor a whole number", f"sweep.{key}=2")
+            if isinstance(value, int):
+                check_range(self, key, least=1, most=1024)
+
+    @contextmanager
+    def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
+        start_server(*PRELOADED)
+        pool = LocalPool(self.slots, self.threads, num_jobs)
+        try:
+            yield pool
+        finally:
+            pool.kill()
+
+
+class _Running(NamedTuple):
+    process: BaseProcess
+    cores: list[int]
+    gpus: list[str]
+
+
+class LocalPool(Pool):
+    """The jobs that run on this machine.
+
+    Args:
+        slots: the largest number of jobs at once, or `auto`.
+        threads: CPU threads of each process of a job, or `auto`.
+        num_jobs: number of jobs of the sweep.
+    """
+
+    def __init__(self, slots: int | str, threads: int | str, num_jobs: int):
+        self._cores = usable_core_numbers()
+        self._num_cores = len(self._cores)
+        self._gpus: list[str] | None = None
+        self._num_gpus = 0
+        self._slots = slots if isinstance(slots, int) else max(1, num_jobs)
+        at_once = max(1, min(num_jobs, self._slots, self._num_cores))
+        self._threads = threads if isinstance(threads, int) else max(1, self._num_cores // at_once)
+        self._running: dict[int, _Running] = {}
+        self._checked_gpus = -_RECHECK_GPUS
+
+    def submit(self, job: Job) -> Started | None:
+        demand = job.demand
+        if self._gpus is None:  # asked for only now, because it imports torch: all jobs may be refused
+            self._gpus = visible_gpus()
+            self._num_gpus = len(self._gpus)
+        why = f"{self._num_gpus} GPUs are visible, and job {job.number} needs {demand.gpus}"
+        check(demand.gpus <= self._num_gpus, "sweep", "local", why, "use fewer processes, or device=cpu")
+        num_cores = self._cores_for(demand)
+        if len(self._running) >= self._slots or num_cores > len(self._cores):
+            return None
+        gpus = self._free_gpus(self._gpus, demand.gpus)
+        if gpus is None:
+            return None
+        cores, self._cores = self._cores[:num_cores], self._cores[num_cores:]
+        self._gpus = [gpu for gpu in self._gpus if gpu not in gpus]
+        threads = demand.threads or max(1, num_cores // demand.processes)
+        own = {"OMP_NUM_THREADS": str(threads)} | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if self._num_gpus else {})
+        arguments = (job.arguments, str(job.console), cores, threads, {**os.environ, **own})
+        context: Any = get_context(METHOD)
+        process = context.Process(target=_run_command, args=arguments, name=f"job {job.number}")
+        process.start()
+        self._running[job.number] = _Running(process, cores, gpus)
+        return Started(f"GPU {','.join(gpus)}" if gpus else f"core {_ranges(cores)}", process.pid)
+
+    def _cores_for(self, demand: Demand) -> int:
+        """Return the number of cores that a job gets; a job that asks for more than there are gets all."""
+        if demand.gpus:
+            return min(len(self._cores), max(1, self._num_cores * demand.gpus // self._num_gpus))
+        return min(self._num_cores, demand.processes * (demand.threads or self._threads))
+
+    def _free_gpus(self, idle: list[str], count: int) -> list[str] | None:
+        """Return `count` of the `idle` GPUs, on which nobody else computes either; None if there are fewer."""
+        if not count:
+            return []
+        if len(idle) < count or time.monotonic() < self._checked_gpus + _RECHECK_GPUS:
+            return None
+        busy = busy_gpus(idle)
+        free = [gpu for gpu in idle if gpu not in busy]
+        if len(free) < count:
+            self._checked_gpus = time.monotonic()
+            log.warning("waiting for a GPU: others use %s", ", ".join(f"GPU {gpu}" for gpu in sorted(busy)))
+            return None
+        return free[:count]
+
+    def wait(self, seconds: float) -> list[Ended]:
+        if not self._running:
+            time.sleep(seconds)
+            return []
+        sentinels = {job.process.sentinel: number for number, job in self._running.items()}
+        ended = []
+        for sentinel in wait(list(sentinels), seconds):
+            number = sentinels[sentinel]  # type: ignore[index]
+            job = self._running.pop(number)
+            job.process.join()
+            self._cores = sorted([*self._cores, *job.cores])
+            self._gpus = sorted([*(self._gpus or []), *job.gpus])
+            code = job.process.exitcode
+            job.process.close()
+            ended.append(Ended(number, code))
+        return ended
+
+    def stop(self, numbers: list[int]) -> None:
+        for number in numbers:
+            if number in self._running:
+                _signal(self._running[number].process, signal.SIGTERM)
+
+    def kill(self) -> None:
+        for job in self._running.values():
+            _signal(job.process, signal.SIGKILL)
+        for job in self._running.values():
+            job.process.join()
+        self._running.clear()
+
+
+def _signal(process: BaseProcess, number: signal.Signals) -> None:
+    """Send a signal to a job; SIGKILL also to all processes that it has started."""
+    assert process.pid is not None
+    with suppress(ProcessLookupError):
+        if number == signal.SIGKILL:
+            with suppress(ProcessLookupError):  # it has not yet begun a process group of its own
+                os.killpg(process.pid, number)
+        os.kill(process.pid, number)
+
+
+def _ranges(cores: list[int]) -> str:
+    """Return sorted numbers as text: `0-3,6`."""
+    parts: list[list[int]] = []
+    for core in cores:
+        if parts and core == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], core]
+        else:
+            parts.append([core])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def _run_command(
+    arguments: list[str], console: str, cores: list[int], threads: int, environment: dict[str, str]
+) -> None:
+    """Run `python -m runner` with `arguments` in this process, which was forked for it, and exit with its code.
+
+    Args:
+        arguments: the arguments of the command.
+        console: the path of the file for everything that the command prints.
+        cores: the cores that the process may use.
+        threads: CPU threads of the process.
+        environment: the environment variables.
+    """
+    file = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    fcntl.flock(file, fcntl.LOCK_EX)  # until this process ends: another scheduler sees that the job is running
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    become_command()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    os.environ.clear()
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(threads)
+    sys.argv[1:] = arguments
+    code = 1
+    try:
+        runpy.run_module("runner", run_name="__main__", alter_sys=True)  # as `python -m runner` does
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)  # an interpreter that has imported torch takes a second to exit

@@ -1,0 +1,188 @@
+"""Jobs on this machine: what each process gets, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.command import until
+from helpers.compose import FAST
+
+from runner.config.errors import ConfigError
+from runner.sweep.engines import local
+from runner.sweep.engines.base import Demand, Ended, Job, Pool
+from runner.sweep.engines.local import Local, LocalPool
+from runner.sweep.scheduler import is_running
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    with Local().connect(2, tmp_path) as pool:
+        yield pool
+
+
+def job(tmp_path: Path, number: int, *arguments: str, **demand: int) -> Job:
+    words = [*FAST, *arguments, f"--run-directory={tmp_path / str(number)}"]
+    return Job(number, words, tmp_path / f"{number}.txt", Demand(**demand))
+
+
+def ended(pool: Pool, *wanted: int) -> dict[int, int | None]:
+    """The exit codes of jobs, once all of the wanted ones have ended."""
+    codes: dict[int, int | None] = {}
+    until(lambda: (codes.update({each.number: each.code for each in pool.wait(0.1)}), set(codes) >= set(wanted))[1])
+    return codes
+
+
+def test_jobs_run_as_commands_at_once_and_print_to_their_files(pool: Pool, tmp_path: Path) -> None:
+    for number, word in enumerate(("steps=2", "optimizer.lrr=1")):
+        assert pool.submit(job(tmp_path, number, word)) is not None
+    assert ended(pool, 0, 1) == {0: 0, 1: 2}
+    assert json.loads((tmp_path / "0" / "result.json").read_text())["status"] == "done"
+    assert "done after step 2/2" in (tmp_path / "0.txt").read_text()
+    assert (tmp_path / "1.txt").read_text() == "optimizer.lrr: there is no such key;\n  did you mean optimizer.lr?\n"
+
+
+def test_a_job_that_is_stopped_saves_and_one_that_is_killed_does_not(pool: Pool, tmp_path: Path) -> None:
+    for number in (0, 1):
+        pool.submit(job(tmp_path, number, "steps=1000000", "save_every=5"))
+    until(lambda: all(list((tmp_path / n / "checkpoints").glob("step_*")) for n in "01"))
+    assert is_running(tmp_path / "0.txt")
+    pool.stop([0])
+    assert ended(pool, 0) == {0: 75}
+    assert not is_running(tmp_path / "0.txt")
+    assert is_running(tmp_path / "1.txt"), "the other one goes on"
+    pool.kill()
+    assert not is_running(tmp_path / "1.txt")
+    assert not (tmp_path / "1" / "result.json").exists()
+
+
+def test_a_job_that_dies_has_the_code_of_its_signal(pool: Pool, tmp_path: Path) -> None:
+    started = pool.submit(job(tmp_path, 0, "steps=1000000"))
+    assert started is not None
+    os.kill(started.pid, signal.SIGSEGV)
+    assert ended(pool, 0) == {0: -signal.SIGSEGV}
+
+
+def test_killing_a_job_ends_its_ranks(pool: Pool, tmp_path: Path) -> None:
+    pool.submit(job(tmp_path, 0, "steps=1000000", "save_every=5", "parallel=ddp", processes=2))
+    until(lambda: list((tmp_path / "0" / "checkpoints").glob("step_*")))
+    pool.kill()
+    until(lambda: not is_running(tmp_path / "0.txt"), what="a rank is left")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who gets what, without starting anything
+
+
+class Process:
+    """A job's process that has not been started."""
+
+    def __init__(self, args: tuple) -> None:
+        self.args, self.pid, self.sentinel, self.exitcode = args, 1, id(self), 0
+
+    def start(self) -> None: ...
+    def join(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
+    """A machine with 8 cores, and GPUs of which some may be busy."""
+    has: dict[str, list] = {"gpus": [], "busy": [], "started": []}
+
+    class Context:
+        def Process(self, target: object, args: tuple, name: str) -> Process:
+            has["started"].append(args)
+            return Process(args)
+
+    monkeypatch.setattr(local, "usable_core_numbers", lambda: list(range(8)))
+    monkeypatch.setattr(local, "visible_gpus", lambda: list(has["gpus"]))
+    monkeypatch.setattr(local, "busy_gpus", lambda names: set(has["busy"]) & set(names))
+    monkeypatch.setattr(local, "get_context", lambda method: Context())
+    monkeypatch.setattr(local, "wait", lambda sentinels, seconds: sentinels[:1])
+    return has
+
+
+def submitted(pool: LocalPool, *demands: Demand) -> list[str | None]:
+    started = [pool.submit(Job(n, [], Path("console"), demand)) for n, demand in enumerate(demands)]
+    return [None if each is None else each.slot for each in started]
+
+
+@pytest.mark.parametrize(
+    ("slots", "threads", "num_jobs", "demands", "slots_given"),
+    [
+        ("auto", "auto", 20, [Demand()] * 9, [*(f"core {n}" for n in range(8)), None]),
+        ("auto", "auto", 2, [Demand()] * 2, ["core 0-3", "core 4-7"]),
+        ("auto", 3, 20, [Demand()] * 3, ["core 0-2", "core 3-5", None]),
+        (2, "auto", 20, [Demand()] * 3, ["core 0-3", "core 4-7", None]),
+        (1, "auto", 20, [Demand()] * 2, ["core 0-7", None]),
+        ("auto", "auto", 20, [Demand(processes=3), Demand(processes=6), Demand()], ["core 0-2", None, "core 3"]),
+        ("auto", "auto", 20, [Demand(threads=99), Demand()], ["core 0-7", None]),
+        ("auto", 2, 20, [Demand(processes=2), Demand(threads=1)], ["core 0-3", "core 4"]),
+    ],
+)
+def test_the_cores_are_divided_among_the_jobs(
+    slots: int | str,
+    threads: int | str,
+    num_jobs: int,
+    demands: list[Demand],
+    slots_given: list[str | None],
+    machine: dict[str, list],
+) -> None:
+    assert submitted(LocalPool(slots, threads, num_jobs), *demands) == slots_given
+
+
+def test_each_job_has_gpus_of_its_own(machine: dict[str, list]) -> None:
+    machine["gpus"] = ["0", "1", "3"]
+    pool = LocalPool("auto", "auto", 20)
+    assert submitted(pool, Demand(gpus=2), Demand(gpus=2), Demand(gpus=1), Demand(gpus=1)) == [
+        "GPU 0,1",
+        None,
+        "GPU 3",
+        None,
+    ]
+    assert [args[4]["CUDA_VISIBLE_DEVICES"] for args in machine["started"]] == ["0,1", "3"]
+    assert pool.wait(0) == [Ended(0, 0)]
+    assert submitted(pool, Demand(gpus=1)) == ["GPU 0"]
+
+
+def test_a_job_on_the_cpu_sees_no_gpu(machine: dict[str, list]) -> None:
+    machine["gpus"] = ["0"]
+    assert submitted(LocalPool("auto", "auto", 20), Demand()) == ["core 0"]
+    assert machine["started"][0][4]["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_gpu_that_somebody_else_uses_is_waited_for(
+    machine: dict[str, list], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine["gpus"], machine["busy"] = ["0", "1"], ["0"]
+    monkeypatch.setattr(local, "_RECHECK_GPUS", 0.0)
+    pool = LocalPool("auto", "auto", 20)
+    assert submitted(pool, Demand(gpus=2), Demand(gpus=1)) == [None, "GPU 1"]
+    assert caplog.messages == ["waiting for a GPU: others use GPU 0"]
+
+
+def test_a_job_that_needs_more_gpus_than_there_are_is_refused(machine: dict[str, list]) -> None:
+    machine["gpus"] = ["0"]
+    with pytest.raises(ConfigError, match="1 GPUs are visible, and job 0 needs 2"):
+        submitted(LocalPool("auto", "auto", 20), Demand(gpus=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"slots": 0}, "slots"),
+        ({"slots": "many"}, "slots"),
+        ({"threads": 0}, "threads"),
+        ({"retries": -1}, "retries"),
+        ({"on_failure": "explode"}, "on_failure"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict, key: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Local(**options)
+    assert refusal.value.key == key
