@@ -47,6 +47,7 @@ class StopRequest:
             self._outer = _installed()
             self._install()
             if self._outer is not None:
+                signal.setitimer(signal.ITIMER_REAL, 0)  # see `_raise_again_if_unraisable`
                 self._outer.before_training = False
                 self.received = self.received or self._outer.received
             self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -113,7 +114,7 @@ class CommandSignals(StopRequest):
     def __enter__(self) -> CommandSignals:
         if threading.current_thread() is threading.main_thread() and _installed() is None:
             self._install()
-            self._hook, sys.unraisablehook = sys.unraisablehook, _leave_if_unraisable
+            self._hook, sys.unraisablehook = sys.unraisablehook, _raise_again_if_unraisable
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -150,6 +151,7 @@ def run_main(main: Callable[[], int]) -> int:
         # SIGINT, although the exception was handled. Another `exec` makes it forget this: run_eval_code_obj in
         # https://github.com/python/cpython/blob/3.13/Python/pythonrun.c
         exec("")
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -196,11 +198,19 @@ def _forget_closed_terminal() -> None:
                 os.close(nowhere)
 
 
-def _leave_if_unraisable(lost: Any) -> None:
-    """Exit if `lost` comes from a signal that arrived where Python only prints exceptions, such as a destructor.
+def _raise_again_if_unraisable(lost: Any) -> None:
+    """Raise the exception of a stop signal again if it was raised where Python only prints exceptions.
 
-    Any other exception is printed.
+    This is so in destructors and in callbacks of weak references, of which importing a module runs many. A timer raises
+    the exception a moment later, when Python most probably runs other code, so that the command still cleans up. Any
+    other exception is printed.
     """
-    if isinstance(lost.exc_value, KeyboardInterrupt | SystemExit):
-        os._exit(STOPPED if isinstance(lost.exc_value, SystemExit) else INTERRUPTED)
-    sys.__unraisablehook__(lost)
+    if not isinstance(lost.exc_value, KeyboardInterrupt | SystemExit):
+        sys.__unraisablehook__(lost)
+        return
+
+    def raise_again(*_: object) -> None:
+        raise type(lost.exc_value)(*lost.exc_value.args)
+
+    signal.signal(signal.SIGALRM, raise_again)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)

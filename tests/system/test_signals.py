@@ -48,11 +48,13 @@ def test_a_signal_is_received_and_announced_at_once(number: signal.Signals, capf
         assert capfd.readouterr().err.startswith(f"\n{number.name}: ")
 
 
-def test_ctrl_c_inside_exec_ends_with_the_exit_code() -> None:
-    """Not by the signal, which Python would send to itself."""
-    words = [sys.executable, "-m", "helpers.interrupted_exec"]
+@pytest.mark.parametrize("place", ["exec", "destructor"])
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
+def test_a_command_that_is_stopped_at_an_awkward_place_cleans_up(place: str, name: str, code: int) -> None:
+    words = [sys.executable, "-m", "helpers.interrupted", place, name]
     ended = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
-    assert (ended.returncode, ended.stderr) == (130, "\ninterrupted\n")
+    assert (ended.returncode, ended.stdout) == (code, "cleaned up\n"), ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("first", SIGNALS)

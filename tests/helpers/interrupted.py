@@ -1,0 +1,39 @@
+"""A command that stops itself at an awkward place: `python -m helpers.interrupted PLACE SIGNAL`.
+
+- `exec`: in code that runs inside `exec`, as when a dataclass is made;
+- `destructor`: where Python only prints exceptions.
+
+It prints `cleaned up` when its exception is handled.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from runner.system.signals import run_main
+
+PLACE, NUMBER = sys.argv[1], signal.Signals[sys.argv[2]]
+
+
+class Destroyed:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), NUMBER)
+
+
+def main() -> int:
+    places: dict[str, Any] = {"exec": lambda: os.kill(os.getpid(), NUMBER), "destructor": Destroyed}
+    try:
+        exec("place()", {"place": places[PLACE]})
+        for _ in range(1000):
+            time.sleep(0.1)
+    finally:
+        print("cleaned up", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
