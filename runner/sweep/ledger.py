@@ -14,7 +14,7 @@ from runner.config.errors import ConfigError, check
 from runner.storage import run_directory
 from runner.storage.durable_write import write_text
 from runner.storage.run_directory import StorageError
-from runner.storage.safe_read import read_regular
+from runner.storage.safe_read import UnsafeFileError, read_regular
 from runner.sweep.ledger_file import LEDGER, read_ledger
 from runner.system.secrets import redacted, redacted_values
 from runner.system.utf8 import printable
@@ -150,10 +150,16 @@ def _locked(path: Path) -> IO[str]:
     """Lock the sweep at `path`, write the id of this process to the lock file, and return the open file.
 
     Raises:
-        ConfigError: if another process holds the lock, or the file cannot be locked.
+        ConfigError: if another process holds the lock, the file cannot be locked, or what the jobs print would be
+            written elsewhere.
     """
     try:
+        if os.path.lexists(path / CONSOLE):
+            run_directory.check_regular(path / CONSOLE)  # through a link, the jobs would print to files elsewhere
         lock = run_directory.lock(path)
+    except UnsafeFileError as error:
+        remedy = "resume=never starts another sweep"
+        raise ConfigError("resume", str(error.filename), str(error.strerror), remedy) from None
     except OSError as error:
         why = f"a file in it cannot be locked ({error.strerror})"
         raise ConfigError("output_root", str(path), why, "choose another with output_root=DIR") from None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError
 from runner.storage.run_directory import StorageError, read_result
+from runner.storage.safe_read import open_regular
 from runner.sweep.display import Display
 from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool
 from runner.sweep.ledger import SETTLED, Ledger
@@ -119,8 +120,9 @@ class Scheduler:
         self.display.line(f"{reason}: {count} running job{'s' * (count != 1)} save and stop; Ctrl-C ends them at once")
         self.pool.stop(list(self._running))
         for number in self._adopted:
-            with suppress(ProcessLookupError):
-                os.kill(self.ledger.jobs[number]["pid"], signal.SIGTERM)
+            pid, console = self.ledger.jobs[number].get("pid", 0), self.ledger.console(number)
+            if is_open_in(pid, console):  # anybody may have written the ledger
+                os.kill(pid, signal.SIGTERM)
 
     def _start_jobs(self) -> int:
         """Start jobs while there is room, and return how many were started, or ended without being started."""
@@ -217,13 +219,21 @@ class Scheduler:
 def is_running(console: Path) -> bool:
     """Return whether a process of the job that prints to `console` is alive: it holds a lock on the file."""
     try:
-        with console.open("rb") as file:
+        with open_regular(console) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return False
     return False
+
+
+def is_open_in(pid: int, path: Path) -> bool:
+    """Return whether the process `pid` has opened the file `path`; False where there is no /proc to see it in."""
+    try:
+        return any(os.path.samefile(file, path) for file in Path(f"/proc/{pid}/fd").iterdir() if file.exists())
+    except OSError:
+        return False
 
 
 def how_it_died(ended: Ended) -> str:
@@ -239,7 +249,7 @@ def how_it_died(ended: Ended) -> str:
 def message(console: Path) -> str:
     """Return the last ten lines that a job printed."""
     try:
-        with console.open("rb") as file:
+        with open_regular(console) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -365,9 +366,10 @@ def main(words: list[str]) -> int:
     """Try the bugs whose name contains one of `words`, or all; returns 1 if one is not noticed."""
     chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.bug for word in words)]
     outcomes = []
-    for mutation in chosen:
-        outcomes.append(try_out(mutation))
-        print(f"{mutation.bug}: {outcomes[-1].test or 'NOT NOTICED'}", flush=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for outcome in pool.map(try_out, chosen):
+            outcomes.append(outcome)
+            print(f"{outcome.bug}: {outcome.test or 'NOT NOTICED'}", flush=True)
     if not words:
         TABLE.write_text(table(outcomes), encoding="utf-8")
     return int(not all(outcome.test for outcome in outcomes))

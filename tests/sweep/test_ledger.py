@@ -240,6 +240,25 @@ def test_a_ledger_that_is_no_plain_file_is_not_read(
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.parametrize("kind", ["folder", "file", "pipe"])
+def test_a_sweep_whose_jobs_would_print_elsewhere_is_refused(kind: str, opened: Opened, tmp_path: Path) -> None:
+    path, elsewhere = write_ledger(tmp_path, GOOD), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "000.txt").touch()
+    if kind == "folder":
+        (path / "console").symlink_to(elsewhere)
+    else:
+        (path / "console").mkdir()
+        (path / "console" / "000.txt").symlink_to(elsewhere / "000.txt") if kind == "file" else os.mkfifo(
+            path / "console" / "000.txt"
+        )
+    with pytest.raises(ConfigError) as refusal:
+        opened(["seed=1,2"])
+    assert refusal.value.key == "resume"
+    assert refusal.value.got.startswith(str(path / "console"))
+    assert opened(["seed=1,2"], "never").path != path
+
+
 def test_a_ledger_that_cannot_be_written_is_an_error(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")

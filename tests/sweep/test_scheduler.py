@@ -6,12 +6,15 @@ import errno
 import fcntl
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.command import PATIENCE
 
 from runner.cli.exit_codes import CODES
 from runner.config.errors import check
@@ -21,7 +24,16 @@ from runner.sweep.engines.base import Ended, Engine, Job, Pool, Started
 from runner.sweep.engines.local import Local
 from runner.sweep.ledger import Ledger
 from runner.sweep.ledger_file import read_ledger
-from runner.sweep.scheduler import STATES, JobSource, PlannedJob, Scheduler, how_it_died, is_running, message
+from runner.sweep.scheduler import (
+    STATES,
+    JobSource,
+    PlannedJob,
+    Scheduler,
+    how_it_died,
+    is_open_in,
+    is_running,
+    message,
+)
 from runner.system.signals import StopRequest
 
 
@@ -236,6 +248,36 @@ def test_a_job_that_a_killed_scheduler_left_running_is_waited_for(ledger: Ledger
         assert scheduled(ledger, Jobs(ledger.path, 2), pool) == [3, 0]
     assert pool.started == [1]
     assert states(ledger) == ["diverged", "done"]
+
+
+def test_a_stop_reaches_the_process_that_prints_to_the_file_and_no_other(ledger: Ledger) -> None:
+    """Whatever process id the ledger names: somebody else may have written it."""
+    console, directory = ledger.console(0), ledger.path / "000"
+    console.parent.mkdir()
+    directory.mkdir()
+    words = [sys.executable, "-c", "import time; print(flush=True); time.sleep(300)"]
+    with console.open("w") as file:
+        own, other = subprocess.Popen(words, stdout=file), subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    try:
+        assert is_open_in(own.pid, console)
+        assert not is_open_in(other.pid, console)
+        for process, wanted in ((own, -signal.SIGTERM), (other, None)):
+            ledger.update(0, config_hash="hash 0", state="running", pid=process.pid, started=0.0, tries=1)
+            stop, pool = StopRequest(), FakePool({})
+            with console.open("r+") as held:
+                fcntl.flock(held, fcntl.LOCK_EX)
+                waits = iter(
+                    [lambda stop=stop: setattr(stop, "received", "SIGTERM"), lambda: fcntl.flock(held, fcntl.LOCK_UN)]
+                )
+                pool.on_wait = lambda waits=waits: next(waits, lambda: None)()
+                Scheduler(Jobs(ledger.path, 1), pool, ledger, Local(), Display(1, ["seed"])).run(stop)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE if wanted else 0.1)
+            assert process.returncode == wanted
+    finally:
+        for process in (own, other):
+            process.kill()
+            process.wait()
 
 
 def test_how_a_job_died() -> None:
