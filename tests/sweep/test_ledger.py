@@ -255,7 +255,7 @@ def test_a_sweep_whose_jobs_would_print_elsewhere_is_refused(kind: str, opened: 
     with pytest.raises(ConfigError) as refusal:
         opened(["seed=1,2"])
     assert refusal.value.key == "resume"
-    assert refusal.value.got.startswith(str(path / "console"))
+    assert str(refusal.value.got).startswith(str(path / "console"))
     assert opened(["seed=1,2"], "never").path != path
 
 
