@@ -110,6 +110,8 @@ class Display:
         if sum(self.counts.values()) > len(self._failures) + 1:  # they are not still on the screen
             for failure in self._failures:
                 self.line(failure)
+        if self.counts.get("stopped"):
+            self.line("the same command with resume=auto goes on")
         print(f"\n{self.counts.get('done', 0)} of {self.num_jobs} jobs done", flush=True)
 
     def _count(self, state: str) -> None:

@@ -117,7 +117,8 @@ class Scheduler:
             return
         self._stopping = True
         count = len(self._running)
-        self.display.line(f"{reason}: {count} running job{'s' * (count != 1)} save and stop; Ctrl-C ends them at once")
+        what = "1 running job saves and stops" if count == 1 else f"{count} running jobs save and stop"
+        self.display.line(f"{reason}: {what}; Ctrl-C again ends all at once")
         self.pool.stop(list(self._running))
         for number in self._adopted:
             pid, console = self.ledger.jobs[number].get("pid", 0), self.ledger.console(number)
