@@ -118,9 +118,13 @@ class CommandSignals(StopRequest):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before:
-            sys.unraisablehook = self._hook
+        if not self._before:
+            return
+        sys.unraisablehook = self._hook
+        is_pending = signal.setitimer(signal.ITIMER_REAL, 0)[0] > 0
         self._restore()
+        if is_pending:  # see `_raise_again_if_unraisable`
+            raise KeyboardInterrupt if self.exit_code == INTERRUPTED else SystemExit(STOPPED)
 
     def _begin(self, number: int) -> None:
         if not self.before_training:

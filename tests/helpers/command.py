@@ -32,9 +32,9 @@ def environment(**variables: str) -> dict[str, str]:
 
 def start_fresh(*arguments: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
     """`python -m runner ARGUMENTS` in a fresh interpreter in `cwd`, in the background."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    usual = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
     words = [sys.executable, "-m", "runner", *arguments]
-    return subprocess.Popen(words, cwd=cwd, env=environment(), **(pipes | options))
+    return subprocess.Popen(words, cwd=cwd, **(usual | options))
 
 
 def run_fresh(*arguments: str, cwd: Path, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
