@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from helpers.command import run_fresh
+from helpers.compose import FAST
 from helpers.events import curves
 from helpers.runs import only_run
 
@@ -44,3 +46,13 @@ def test_it_prints_where_its_results_are(finished):
     assert "tensorboard --logdir outputs" in process.stdout.replace("'", "")
     assert str(directory.relative_to(directory.parents[2])) in process.stdout
     assert "best eval/accuracy" in process.stdout
+
+
+@pytest.mark.parametrize("words", [("parallel=ddp",), ("-m", "seed=1,2")])
+def test_no_process_imports_a_module_of_the_current_directory(words: tuple[str, ...], tmp_path: Path) -> None:
+    """Not the ranks and jobs either, whose first process is started by `python -c`."""
+    for name in ("socket", "selectors", "pickle", "tempfile", "models", "torch"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
+    ended = run_fresh(*FAST, *words, "steps=2", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert not (tmp_path / "imported").exists()

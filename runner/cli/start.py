@@ -20,6 +20,8 @@ except OSError as error:  # it has been deleted
 if sys.path and sys.path[0] != _ROOT and os.path.realpath(sys.path[0]) == os.path.realpath(_HERE):
     del sys.path[0]
 
+os.environ.setdefault("PYTHONSAFEPATH", "1")  # for the processes that multiprocessing starts by `python -c`
+
 from runner.system.signals import run_main  # noqa: E402
 
 

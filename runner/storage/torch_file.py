@@ -15,6 +15,10 @@ from runner.storage.safe_read import open_regular, utf8_path
 _HARMLESS = ("builtins set", "__builtin__ set", "builtins complex", "__builtin__ complex")
 
 
+_ZIP = b"PK\x03\x04"
+"""The first bytes of a zip archive."""
+
+
 class UnusualFileError(Exception):
     """Raised for a file that `torch.save` cannot have written."""
 
@@ -42,8 +46,12 @@ def _checked(path: Path) -> bool:
     Files of PyTorch 1.5 or earlier are not zip archives.
     """
     with open_regular(path) as file:
-        if not zipfile.is_zipfile(file):
+        begin = file.read(len(_ZIP))
+        file.seek(0)
+        if begin != _ZIP:  # how torch tells them apart
             return False
+        if not zipfile.is_zipfile(file):
+            raise UnusualFileError("it begins like a zip archive, and is none")
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):

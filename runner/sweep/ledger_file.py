@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,10 @@ def _check(ledger: Any) -> None:
     if not isinstance(jobs, dict):
         raise ValueError("its jobs are not a JSON object")
     for number, entry in jobs.items():
-        if not isinstance(entry, dict) or "config_hash" not in entry or not number.isdecimal():
+        if not isinstance(entry, dict) or "config_hash" not in entry or not re.fullmatch("[0-9]{1,9}", number):
             raise ValueError(f"job {number[:20]} has no number or no hash of its config")
         for key, expected in _ENTRY.items():
             if key in entry and type(entry[key]) is not expected:
                 raise ValueError(f"{key} of job {number[:20]} is not of type {expected.__name__}")
+        if not 0 <= entry.get("tries", 0) < 10**6:
+            raise ValueError(f"tries of job {number[:20]} is no possible number")

@@ -123,7 +123,12 @@ class Scheduler:
         for number in self._adopted:
             pid, console = self.ledger.jobs[number].get("pid", 0), self.ledger.console(number)
             if is_open_in(pid, console):  # anybody may have written the ledger
-                os.kill(pid, signal.SIGTERM)
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGTERM)
+            else:  # it goes on without this scheduler, which must not wait for it
+                self._running.pop(number)
+                self._codes[number] = STOPPED
+        self._adopted &= self._running.keys()
 
     def _start_jobs(self) -> int:
         """Start jobs while there is room, and return how many were started, or ended without being started."""
@@ -183,7 +188,7 @@ class Scheduler:
     def _end(self, ended: Ended) -> None:
         """Record the end of a job; if it crashed and has retries left, start it again instead."""
         job = self._running.pop(ended.number)
-        entry = self.ledger.jobs[ended.number]
+        entry = {"tries": 1, "started": time.time(), **self.ledger.jobs[ended.number]}
         code = ended.code if ended.code in STATES else CRASHED
         text = "" if ended.code in STATES else how_it_died(ended)
         failed = code == CRASHED

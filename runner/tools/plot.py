@@ -19,6 +19,7 @@ from rich.console import Console
 
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.storage.run_directory import StorageError
+from runner.storage.safe_read import check_no_link
 from runner.system.utf8 import printable
 from runner.tools.plot_runs import Study, find_runs
 from runner.tools.plot_tables import render, write_points, write_runs
@@ -82,14 +83,16 @@ def plot(paths: list[Path], out: Path) -> None:
 def _write(study: Study, out: Path) -> list[Path]:
     from runner.tools.plot_pictures import pictures  # imported here, because it needs matplotlib
 
+    check_no_link(out)
     out.mkdir(parents=True, exist_ok=True)
     written = [out / "runs.csv", out / "points.csv"]
     write_runs(study, written[0])
     write_points(study, written[1])
     figures = pictures(study)
     for name, figure in figures.items():
-        figure.savefig(out / f"{name}.png")
         written.append(out / f"{name}.png")
+        written[-1].unlink(missing_ok=True)  # it may be a link, through which another file would be written
+        figure.savefig(written[-1])
     if figures:
         _show(figures, out)
     return written

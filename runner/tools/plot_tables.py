@@ -34,7 +34,7 @@ def render(study: Study) -> Group:
         parts += [Text(f"  {_shown(run.directory)}: {one_line(run.failure)}") for run in study.failed]
     for path, ledger in study.unfinished.items():
         parts.append(Text(f"{_shown(path)} is not complete: repeat its command with resume=auto", "bold red"))
-        refused = [job for job in ledger["jobs"].values() if job["code"] and not _has_directory(path, job)]
+        refused = [job for job in ledger["jobs"].values() if job.get("code") and not _has_directory(path, job)]
         parts += [
             Text(f"  {one_line(' '.join(map(str, job.get('overrides', []))))}: {one_line(job.get('error', ''))}")
             for job in refused
@@ -114,5 +114,6 @@ def write_points(study: Study, path: Path) -> None:
 
 
 def _write(path: Path, rows: list[list[Any]]) -> None:
-    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+    path.unlink(missing_ok=True)  # it may be a link, through which another file would be written
+    with path.open("x", encoding="utf-8", errors="backslashreplace", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)

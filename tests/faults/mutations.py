@@ -199,10 +199,12 @@ MUTATIONS = [
         (HOSTILE,),
     ),
     Mutation(
-        "compressed entries are loaded",
+        "archives that claim more than their file has are loaded",
         "runner/storage/torch_file.py",
-        'raise UnusualFileError("it is compressed")',
-        "pass",
+        "if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):\n"
+        '                raise UnusualFileError("it is compressed")\n'
+        "            if sum(entry.file_size for entry in entries) > path.stat().st_size:",
+        "if not entries:",
         (HOSTILE, "tests/model/test_weights.py"),
     ),
     Mutation(

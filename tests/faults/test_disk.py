@@ -128,6 +128,7 @@ def test_a_run_that_cannot_save_ends_with_what_it_has_saved(
         code, console = run(tmp_path, fault)
         assert code == 1, console
         assert os.strerror(fault.number) in console
+        assert "earlier checkpoints are intact: make room" in console, "what to do is said"
         [path] = tmp_path.glob("outputs/a/*")
         assert_whole_checkpoint(path, 0 if fault.file == EVENTS else 3)
         assert_resumes_to_the_same_end(tmp_path, undisturbed)

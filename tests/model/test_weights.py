@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from runner.config.errors import ConfigError
 from runner.model.weights import read_weights
+from runner.storage.torch_file import UnusualFileError, load_tensors
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
@@ -36,6 +37,16 @@ def test_anything_but_a_file_of_weights_is_refused(tmp_path: Path, name: str, ki
     with pytest.raises(ConfigError) as refused:
         read_weights(str(path))
     assert (refused.value.key, refused.value.got) == ("weights", str(path))
+
+
+def test_an_archive_that_only_torch_takes_for_one_is_refused(tmp_path: Path) -> None:
+    """With a comment at its end, Python does not find the directory of the archive; torch does."""
+    path = tmp_path / "weights.pt"
+    torch.save({"a": torch.zeros(3)}, path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-2] + (4).to_bytes(2, "little") + b"PK\5\6")
+    with pytest.raises(UnusualFileError, match="like a zip archive"):
+        load_tensors(path)
 
 
 def test_a_compressed_file_is_refused_before_it_takes_memory(tmp_path: Path) -> None:

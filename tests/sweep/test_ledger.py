@@ -187,6 +187,8 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
     "a code": {"jobs": {"0": {"code": "0", "config_hash": "a"}}},
     "a code of truth": {"jobs": {"0": {"code": True, "config_hash": "a"}}},
     "overrides": {"jobs": {"0": {"code": 0, "config_hash": "a", "overrides": "seed=1"}}},
+    "tries": {"jobs": {"0": {"config_hash": "a", "tries": -1}}},
+    "a number of a thousand digits": {"jobs": {"1" * 1000: {"config_hash": "a"}}},
     "a state": {"jobs": {"0": {"state": 1, "config_hash": "a"}}},
     "a number": {"jobs": {"first": {"code": 0, "config_hash": "a"}}},
     "a directory": {"jobs": {"0": {"code": 0, "config_hash": "a", "directory": 5}}},

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -568,6 +569,35 @@ def test_one_point_needs_no_picture(sweep: Sweep, capsys: pytest.CaptureFixture[
 # The command
 
 
+def test_nothing_is_written_through_links_in_a_directory_of_somebody_else(sweep: Sweep, tmp_path: Path) -> None:
+    modes(sweep)
+    canary = tmp_path / "canary"
+    canary.write_text("as it was")
+    plot.main([str(sweep.path)])
+    out = sweep.path / "plots"
+    written = [path for path in out.iterdir() if path.suffix in (".csv", ".png")]
+    assert len(written) > 2
+    for path in written:
+        path.unlink()
+        path.symlink_to(canary)
+    plot.main([str(sweep.path)])
+    assert not any(path.is_symlink() for path in written)
+    shutil.rmtree(out)
+    (tmp_path / "elsewhere").mkdir()
+    out.symlink_to(tmp_path / "elsewhere")
+    assert plot.main([str(sweep.path)]) == 2
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert canary.read_text() == "as it was"
+
+
+def test_a_sweep_that_was_interrupted_is_plotted(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    modes(sweep)
+    running = {"state": "running", "config_hash": "a", "directory": "099-seed=1"}
+    ledger = {"typed": [], "complete": False, "jobs": {"99": running}}
+    (sweep.path / "sweep.json").write_text(json.dumps(ledger))
+    assert plot.main([str(sweep.path)]) == 0
+
+
 def test_png_and_tensorboard_show_the_same_pictures(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
     modes(sweep)
     for _ in range(2):
@@ -604,7 +634,7 @@ def refusals(sweep: Sweep) -> Iterator[tuple[list[str], str]]:
     sweep.add(1.0)
     yield ["absent"], "PATH: got 'absent': there is no such directory\n  name the directory of a sweep"
     yield ["empty"], "PATH: got 'empty': it contains no run\n  "
-    yield ["sweep", "--out", "file"], "--out: got 'file': nothing can be written there (File exists)\n  "
+    yield ["sweep", "--out", "file"], "--out: got 'file': nothing can be written there (it is not a directory)\n  "
 
 
 def test_what_cannot_be_plotted_is_refused(
