@@ -220,7 +220,8 @@ class Leftovers:
             theirs = re.compile(rf"torch_({'|'.join(map(str, self.pids)) or 'none'})_")
             found += [path.name for path in Path("/dev/shm").iterdir() if theirs.match(path.name)]
         if self.temporary is not None:
-            found += [path.name for path in self.temporary.iterdir()]
+            # The compiler's cache is torch's own, one per user, and meant to stay.
+            found += [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
         return found
 
 
