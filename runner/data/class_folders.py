@@ -17,6 +17,8 @@ from runner.seeds import derive
 log = logging.getLogger(__name__)
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+MOST_LEVELS = 50
+"""How deeply directories may be nested: before Python 3.12, `os.walk` cannot walk a thousand nested directories."""
 HELD_OUT = ("val", "valid", "validation", "test")
 
 Files = dict[str, list[str]]
@@ -110,6 +112,9 @@ def _images(path: Path, others: Counter[str]) -> list[str]:
         if real in seen:  # a symbolic link to a parent directory
             continue
         seen.add(real)
+        levels = where.count(os.sep) - str(path).count(os.sep)
+        why = f"{path} contains directories that are nested more than {MOST_LEVELS} times"
+        check(levels <= MOST_LEVELS, "root", ABSENT, why, "put the images into fewer levels")
         for name in names:
             extension = os.path.splitext(name)[1].lower()
             if name.startswith("."):

@@ -20,13 +20,15 @@ class ImageFolder(Data):
     """Images of any size, loaded from files during training.
 
     The formats are BMP, GIF, JPEG, PNG, PPM, TIFF and WebP. A file must be a regular file, or a link to one, of at most
-    256 MiB and 89,478,485 pixels; any other file counts as unreadable.
+    256 MiB and 89,478,485 pixels; any other file with the extension of an image counts as unreadable.
 
     Args:
-        root: a directory that contains either `train` and one of `val`, `valid`, `validation` and `test`, each with one
-            directory per class, or the class directories themselves, of which the fraction `holdout` is held out.
+        root: a directory with one of two layouts. Either it contains `train` and a directory of held-out images, which
+            is the first that exists of `val`, `valid`, `validation` and `test`, and both contain one directory per
+            class. Or it contains one directory per class; then the fraction `holdout` of its images is held out.
         size: height and width of the network's inputs, in pixels.
-        holdout: fraction of each class's images that is held out; the same images in every run.
+        holdout: fraction of each class's images that is held out if `root` has no `train`; the same images in every
+            run.
         augment: transforms of training images: `crop` (random resized crop and random flip), `flip` (random flip) or
             `none`.
         crop_area: the smallest fraction of the image area that a random crop covers.

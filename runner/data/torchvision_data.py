@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torchvision
@@ -72,6 +72,15 @@ class Downloadable(Data):
 
     def __post_init__(self) -> None:
         check_range(self, "crop", least=0, most=self.side // 2)
+
+    @classmethod
+    def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the options that are changed in the config of a saved run: it must not start a download to its `root`.
+
+        Args:
+            values: the saved options that the command line does not override.
+        """
+        return {"download": False} if "download" in values else {}
 
     def load(self) -> tuple[Samples, Samples]:
         if self.download and self._missing():

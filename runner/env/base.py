@@ -45,6 +45,24 @@ class Env:
         check_choice(self, "vectorization", ("auto", "sync", "async"))
         check_range(self, "max_episode_steps", least=1)
 
+    @classmethod
+    def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Check the options in the config of a saved run, which must not decide which modules are imported.
+
+        Args:
+            values: the saved options that the command line does not override.
+
+        Returns:
+            The options that are changed.
+
+        Raises:
+            ConfigError: if the environment is in a module of its own.
+        """
+        name = values.get("id", "")
+        why = "a saved config does not decide which modules are imported"
+        check(":" not in name, "id", name, why, f"if you trust it, type it again: env.id='{name}'")
+        return {}
+
     def prepare(self) -> None:
         """Set `shape`, `num_actions` and `longest` (the maximum episode length), which are read from one environment.
 

@@ -117,10 +117,10 @@ class Vector:
         self._observe(observations, np.zeros(self.num_envs))
 
     def step(self, actions: np.ndarray) -> Steps:
-        """Take one step in each environment.
+        """Take one step in each environment. An environment whose episode has ended is reset; its action is ignored.
 
         Args:
-            actions: int64 [n], counted from 0.
+            actions: the index of each environment's action, int64 [num_envs]; 0 is the first action of the space.
 
         Raises:
             EnvironmentBrokenError: if an environment raises an error, or returns NaN or infinity.

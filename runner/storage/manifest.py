@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ConfigError
-from runner.storage.run_directory import step_of
+from runner.storage.run_directory import LIMIT_BYTES, step_of
 from runner.storage.safe_read import UnsafeFileError, check_no_link, open_regular, read_regular
 
 NAME = "manifest.json"
@@ -21,7 +21,7 @@ CONFIG = "config.yaml"
 SCHEMA = 2
 
 _MOST_BYTES = 2**24
-"""Size limit of a manifest and of a config in bytes; enough for a manifest with the files of 100,000 ranks."""
+"""Size limit of a manifest in bytes; enough for a manifest with the files of 100,000 ranks."""
 
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 """Error numbers that show that a checkpoint is damaged; other errors, such as a missing permission, do not."""
@@ -70,7 +70,7 @@ def saved_config_text(directory: Path) -> str | None:
         sha256 = _read(directory)["files"].get(CONFIG)
         if sha256 is None:
             return None
-        content = read_regular(directory / CONFIG, _MOST_BYTES)
+        content = read_regular(directory / CONFIG, LIMIT_BYTES)
         _verify(directory / CONFIG, hashlib.sha256(content).hexdigest(), sha256)
     try:
         return content.decode()

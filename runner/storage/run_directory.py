@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import re
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -17,9 +18,9 @@ from omegaconf import OmegaConf
 
 from runner.config.errors import ConfigError
 from runner.storage.durable_write import sync, write_text
-from runner.storage.safe_read import check_no_link, open_regular, read_regular
+from runner.storage.safe_read import MOST_LEVELS, UnsafeFileError, check_no_link, open_regular, read_regular
 from runner.storage.saved_config import config_text
-from runner.system.secrets import redacted_values
+from runner.system.secrets import MASK, redacted_values
 
 CONFIG, OVERRIDES, ENVIRONMENT, RESULT = "config.yaml", "overrides.yaml", "environment.json", "result.json"
 LIMIT_BYTES = 1_000_000
@@ -28,6 +29,10 @@ _DEFAULTS: dict[str, Any] = {"metrics": {}, "best": {}, "step_seconds": {}, "not
 """The default values of some keys of a result. They also give the types of these keys."""
 _LONGEST = 120
 """Length limit of a job's name in bytes: file systems allow 255, but that is too wide for a terminal."""
+_LONGEST_LABEL = 60
+"""Length limit in bytes of the overrides in the name of a single run, after the date, the time and the id."""
+_UNNAMED = ("name", "output_root", "resume", "hydra.")
+"""How the keys begin that are left out of the name of a run: they say where it is, not what it is."""
 
 
 class StorageError(Exception):
@@ -44,24 +49,37 @@ class StorageError(Exception):
         )
 
 
-def unique_name() -> str:
-    """Return `<date>_<time>-<id>`; the random id distinguishes runs that start in the same second."""
-    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"
+def unique_name(overrides: Iterable[str] = ()) -> str:
+    """Return `<date>_<time>-<id>-<overrides>`; the random id distinguishes runs that start in the same second.
+
+    Names sort by time. Unlike the names of jobs, they have no commas, so that `-m model.weights=DIR/…` is one value.
+
+    Args:
+        overrides: the overrides of the run. They are shown without secrets, as far as they fit.
+    """
+    known = {text.partition("=")[0].lstrip("+"): text for text in redacted_values(list(overrides)) if "=" in text}
+    shown = [text for key, text in known.items() if MASK not in text and not key.startswith(_UNNAMED)]
+    labels = [_label(text).lstrip("+").replace(",", "_").rstrip("_.-") for text in shown]
+    cut = _cut(labels, "+", _LONGEST_LABEL)
+    if len(cut) < len(labels[0] if labels else ""):  # in the middle of a word
+        cut = re.sub(r"(?<==)(.+)[\W_][^\W_]*", r"\1", cut).rstrip("_.-")
+    return "-".join(filter(None, (time.strftime("%Y-%m-%d_%H-%M-%S"), secrets.token_hex(3), cut)))
 
 
-def create(parent: Path, name: str | None = None) -> Path:
+def create(parent: Path, name: str | None = None, overrides: Iterable[str] = ()) -> Path:
     """Create a new directory in `parent`, and return the absolute path of the new directory.
 
     Args:
         parent: a directory, which is created if it does not exist.
-        name: the name of the new directory; None for `unique_name()`.
+        name: the name of the new directory; None for `unique_name(overrides)`.
+        overrides: the overrides of the run.
 
     Raises:
         ConfigError: if the new directory cannot be created, for example on a read-only or full disk.
     """
-    why = None
+    why, overrides = None, list(overrides)
     for _ in range(10):
-        directory = parent / (name or unique_name())
+        directory = parent / (name or unique_name(overrides))
         try:
             _make(directory)
             return directory.resolve()
@@ -118,10 +136,21 @@ def job_name(number: int, overrides: list[str], swept: Collection[str] = ()) -> 
         swept: the keys that differ between the jobs. These keys come first, because the end of a long name is cut off.
     """
     ordered = sorted(redacted_values(overrides), key=lambda text: text.partition("=")[0] not in swept)
-    labels = [re.sub(r"[^\w.=,+-]", "_", text.replace("'", "").replace('"', "")) for text in ordered]
-    while len(labels) > 1 and len(f"{number:03d}-{','.join(labels)}".encode()) > _LONGEST:
+    first, *others = (_label(text) for text in ordered) if ordered else ("",)
+    return _cut([f"{number:03d}-{first}", *others], ",", _LONGEST).rstrip(".-")
+
+
+def _label(override: str) -> str:
+    """Return an override with only the characters that every file system and shell takes as they are."""
+    return re.sub(r"[^\w.=,+-]", "_", override.replace("'", "").replace('"', ""))
+
+
+def _cut(labels: list[str], separator: str, limit_bytes: int) -> str:
+    """Return the first of `labels`, as many as fit into `limit_bytes` and at least one, of which the end is cut off."""
+    labels = labels.copy()
+    while len(labels) > 1 and len(separator.join(labels).encode()) > limit_bytes:
         labels.pop()
-    return f"{number:03d}-{','.join(labels)}".encode()[:_LONGEST].decode(errors="ignore").rstrip(".-")
+    return separator.join(labels).encode()[:limit_bytes].decode(errors="ignore")
 
 
 def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:
@@ -153,7 +182,8 @@ def _is_result(result: Any) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Return whether `value` is a float, or an integer that can be converted to one."""
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023)
 
 
 def is_step(value: object) -> bool:
@@ -200,18 +230,24 @@ def lock(directory: Path) -> IO[str] | None:
     return file
 
 
-def check_regular(directory: Path) -> None:
+def check_regular(directory: Path, most_levels: int = MOST_LEVELS) -> None:
     """Check that everything in a run directory is a regular file or a directory, before a run writes to it.
 
     A symbolic link would let a run write, or rename, files elsewhere.
 
+    Args:
+        directory: the run directory.
+        most_levels: how deeply directories may be nested; Python cannot delete a thousand nested directories.
+
     Raises:
-        UnsafeFileError: if something is a link, a pipe or a device.
+        UnsafeFileError: if something is a link, a pipe or a device, or nested too deeply.
     """
     check_no_link(directory)
+    if most_levels < 0:
+        raise UnsafeFileError(errno.EPERM, "its directories are nested too deeply", str(directory))
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
-            check_regular(path)
+            check_regular(path, most_levels - 1)
         else:
             open_regular(path).close()
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+
+MOST_LEVELS = 50
+"""How deeply directories from somebody else may be nested."""
 
 
 class UnsafeFileError(OSError):
@@ -91,3 +95,27 @@ def _refusal(path: Path, mode: int, wanted: str) -> UnsafeFileError:
 
 def _unsafe(path: Path, why: str) -> UnsafeFileError:
     return UnsafeFileError(errno.EPERM, why, str(path))
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds an exclusive lock on the file `path`; False if it is no regular file."""
+    try:
+        with open_regular(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def walk(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield what `os.walk` yields, but nothing more than `MOST_LEVELS` levels below `top`.
+
+    Before Python 3.12, `os.walk` is recursive, and cannot walk a thousand nested directories.
+    """
+    levels = os.path.join(top, "").count(os.sep)
+    for folder, folders, files in os.walk(top):
+        if folder.count(os.sep) >= levels + MOST_LEVELS - 1:
+            folders.clear()
+        yield folder, folders, files

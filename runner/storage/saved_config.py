@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Any
 
 import yaml
@@ -12,14 +13,20 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.renamed_classes import with_current_names
 from runner.system.secrets import redacted_values
+from runner.system.utf8 import printable
 
 LIMIT_BYTES = 1_000_000
-_DEEPEST = 20
+_DEEPEST, _MOST_EVENTS = 20, 10_000
+_LONG_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_.:+-]{1000}")
+"""The beginning of a number on which PyYAML may spend minutes: the time for 59:59:59:… is quadratic."""
 _SEAL = "# sha256 of the lines above: "
 
 
 class UnreadableConfigError(Exception):
     """Raised when a saved config is damaged, or contains anything but plain values."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())  # it may quote the file
 
 
 def config_text(config: dict[str, Any]) -> str:
@@ -49,31 +56,50 @@ def parse_config(content: bytes) -> dict[str, Any]:
         text, seal, sha256 = text.partition(_SEAL)
         if seal and sha256.strip() != _sha256(text):
             raise UnreadableConfigError("its content does not match its SHA-256; options change on the command line")
-        _check_plain(text)
-        config = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-        json.dumps(config, default=str)  # raises ValueError for a number of thousands of digits: 59:59:59:…
-    except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UnreadableConfigError(str(error).splitlines()[0]) from None
-    if not isinstance(config, dict):
-        raise UnreadableConfigError("it is no mapping")
+    except UnicodeDecodeError as error:
+        raise UnreadableConfigError(str(error)) from None
+    config = plain_values(text, yaml.MappingStartEvent)
     if not all(isinstance(key, str) for key in _keys(config)):
         raise UnreadableConfigError("a key is no text")
     return with_current_names(config)
 
 
-def _check_plain(text: str) -> None:
-    """Raise an `UnreadableConfigError` if a YAML text is no mapping, is nested too deeply, or has tags or anchors."""
+def plain_values(text: str, root: type[yaml.CollectionStartEvent]) -> Any:
+    """Return the plain values in a YAML text, with interpolations (`${…}`) as text.
+
+    Args:
+        text: the text; if it is short, it is read in a short time.
+        root: the kind of collection that the text must be: `yaml.MappingStartEvent` or `yaml.SequenceStartEvent`.
+
+    Raises:
+        UnreadableConfigError: if the text is no such collection of plain values.
+    """
+    try:
+        _check_plain(text, root)
+        return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, OverflowError) as error:
+        raise UnreadableConfigError(str(error).splitlines()[0]) from None
+    except RecursionError:
+        raise UnreadableConfigError("an interpolation in it is nested too deeply") from None
+
+
+def _check_plain(text: str, root: type[yaml.CollectionStartEvent]) -> None:
+    """Raise an `UnreadableConfigError` if a YAML text is no `root`, has tags or anchors, or takes long to read."""
     depth, count = 0, 0
     for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader), start=1):
-        if count == 3 and not isinstance(event, yaml.MappingStartEvent):  # after those of the stream and the document
-            raise UnreadableConfigError("it is no mapping")
+        if count == 3 and not isinstance(event, root):  # after those of the stream and the document
+            raise UnreadableConfigError(f"it is no {'mapping' if root is yaml.MappingStartEvent else 'list'}")
         if getattr(event, "tag", None) is not None:
             raise UnreadableConfigError(f"it has the tag {event.tag}")
         if getattr(event, "anchor", None) is not None:
             raise UnreadableConfigError("it has an anchor or an alias")
+        if isinstance(event, yaml.ScalarEvent) and not event.style and _LONG_NUMBER.match(event.value):
+            raise UnreadableConfigError("it has a number of more than a thousand digits")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _DEEPEST:
             raise UnreadableConfigError(f"it is nested more than {_DEEPEST} times")
+        if count > _MOST_EVENTS:
+            raise UnreadableConfigError(f"it has more than {_MOST_EVENTS:,} keys and values")
     if count < 3:
         raise UnreadableConfigError("it is empty")
 

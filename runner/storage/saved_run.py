@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+import yaml
 
 from runner.storage.run_directory import CONFIG, LIMIT_BYTES, OVERRIDES, step_of
 from runner.storage.safe_read import check_no_link, read_regular
-from runner.storage.saved_config import UnreadableConfigError, is_sealed, parse_config
+from runner.storage.saved_config import UnreadableConfigError, is_sealed, parse_config, plain_values
 
 
 class SavedConfig(NamedTuple):
@@ -77,9 +75,7 @@ def checkpoints(path: Path) -> list[Path]:
 def saved_overrides(path: Path) -> list[str]:
     """Return the overrides with which the run at `path` was started, for display; empty if they cannot be read."""
     try:
-        overrides = OmegaConf.to_container(
-            OmegaConf.create(read_regular(path / OVERRIDES, LIMIT_BYTES).decode()), resolve=False
-        )
-    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException):
+        overrides = plain_values(read_regular(path / OVERRIDES, LIMIT_BYTES).decode(), yaml.SequenceStartEvent)
+    except (OSError, UnicodeDecodeError, UnreadableConfigError):
         return []
-    return [str(text) for text in overrides] if isinstance(overrides, list) else []
+    return [str(text) for text in overrides]

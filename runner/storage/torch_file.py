@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import pickletools
 import reprlib
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from runner.storage.safe_read import open_regular, utf8_path
 
 _HARMLESS = ("builtins set", "__builtin__ set", "builtins complex", "__builtin__ complex")
-
+_HARMFUL = ("bytearray", "encode", "_rebuild_nested_tensor")
+"""Functions that `torch.load` allows: they take any amount of memory, or give access to memory outside of a tensor."""
+_LEGACY_PICKLES = 5
+"""The number of pickles in a file of PyTorch 1.5 or earlier: magic number, version, machine, content, storage keys."""
+_MOST_SHARED = 10
+"""How often the elements of a file may be in tensors, such as tied parameters."""
 
 _ZIP = b"PK\x03\x04"
 """The first bytes of a zip archive."""
@@ -31,13 +37,15 @@ def load_tensors(path: Path) -> Any:
 
     Raises:
         UnusualFileError: if the file is a zip archive whose entries are compressed or overlap, or contain objects other
-            than tensors and plain values.
+            than tensors and plain values; or if the tensors are far larger than the file.
         OSError: if the file cannot be read.
         Exception: whatever torch raises for other content.
     """
     mapped = _checked(path)
     with utf8_path(path) as file:
-        return torch.load(file, weights_only=True, map_location="cpu", mmap=mapped)
+        content = torch.load(file, weights_only=True, map_location="cpu", mmap=mapped)
+    _check_sizes(content, path.stat().st_size)
+    return content
 
 
 def _checked(path: Path) -> bool:
@@ -49,6 +57,9 @@ def _checked(path: Path) -> bool:
         begin = file.read(len(_ZIP))
         file.seek(0)
         if begin != _ZIP:  # how torch tells them apart
+            for _ in range(_LEGACY_PICKLES):
+                if file.peek(1):
+                    _check_harmless(file)
             return False
         if not zipfile.is_zipfile(file):
             raise UnusualFileError("it begins like a zip archive, and is none")
@@ -65,12 +76,39 @@ def _checked(path: Path) -> bool:
 
 
 def _check_names(pickled: bytes) -> None:
-    """Check that a pickle names only classes and functions that tensors and plain values need.
+    """Check that a pickle names only classes and functions that tensors and plain values need."""
+    for name in _check_harmless(io.BytesIO(pickled)):
+        module = name.partition(" ")[0]
+        if not (module in ("torch", "collections") or module.startswith("torch.") or name in _HARMLESS):
+            raise UnusualFileError(f"it contains {reprlib.repr(name)}")
 
-    `torch.load` also allows `bytearray` and encodings, which can take any amount of memory.
+
+def _check_harmless(file: BinaryIO) -> list[str]:
+    """Check that a pickle names none of `_HARMFUL`, and return the names of its classes and functions."""
+    names = [str(argument) for opcode, argument, _ in pickletools.genops(file) if opcode.name == "GLOBAL"]
+    for name in names:
+        if name.rpartition(" ")[2] in _HARMFUL:
+            raise UnusualFileError(f"it contains {reprlib.repr(name)}")
+    return names
+
+
+def _check_sizes(content: Any, file_bytes: int) -> None:
+    """Check that tensors in nested dicts and lists are not far larger than the file.
+
+    A few bytes can describe a tensor of any size: all elements are the same one, or they are not in the file.
     """
-    for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name == "GLOBAL":
-            module = str(argument).partition(" ")[0]
-            if not (module in ("torch", "collections") or module.startswith("torch.") or argument in _HARMLESS):
-                raise UnusualFileError(f"it contains {reprlib.repr(argument)}")
+    seen, remaining, tensor_bytes = set(), [content], 0
+    while remaining:
+        value = remaining.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            dense = value.layout == torch.strided and value.device.type == "cpu"
+            tensor_bytes += value.nbytes if dense else 0
+            if not dense or tensor_bytes > _MOST_SHARED * file_bytes:
+                raise UnusualFileError(f"it contains a tensor {reprlib.repr(list(value.shape))} without its values")
+        elif isinstance(value, dict):
+            remaining += value.values()
+        elif isinstance(value, list | tuple | set):
+            remaining += value

@@ -45,16 +45,13 @@ def cpu_model() -> str:
 
 def allowed_cores() -> int:
     """Return the number of logical cores in the affinity mask of this process."""
-    affinity = getattr(os, "sched_getaffinity", None)  # missing on macOS
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    return len(_affinity())
 
 
 def usable_core_numbers() -> list[int]:
     """Return the numbers of the logical cores that this process may use, not more of them than the CPU quota allows."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    numbers = sorted(affinity(0)) if affinity else list(range(os.cpu_count() or 1))
     quota = _quota_cores()
-    return numbers if quota is None else numbers[: max(1, int(quota))]
+    return _affinity() if quota is None else _affinity()[: max(1, int(quota))]
 
 
 def usable_cores(processor: dict[str, Any]) -> float:
@@ -64,6 +61,13 @@ def usable_cores(processor: dict[str, Any]) -> float:
         processor: the result of `cpu()`.
     """
     return min(processor["allowed_cores"], processor["quota_cores"] or processor["allowed_cores"])
+
+
+def _affinity() -> list[int]:
+    """Return the numbers of the logical cores in the affinity mask of this process."""
+    if hasattr(os, "sched_getaffinity"):  # missing on macOS
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def _cpuinfo() -> list[dict[str, str]]:

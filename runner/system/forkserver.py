@@ -11,7 +11,9 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from runner.system.signals import STOP_SIGNALS
 from runner.system.temporary import claim_directory, remove_abandoned
@@ -56,6 +58,15 @@ def become_command() -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def run_in_child(function: Callable[..., object], *arguments: Any) -> None:
+    """Call `function` in a child of the fork server, which has imported what it needs, and wait until it returns."""
+    start_server()
+    context: Any = multiprocessing.get_context(METHOD)
+    process = context.Process(target=function, args=arguments)
+    process.start()
+    process.join()
 
 
 def death_of_server() -> str:

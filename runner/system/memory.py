@@ -33,7 +33,7 @@ def usage(device: torch.device) -> dict[str, float]:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak memory usage and free cached memory, because the jobs of a sweep share a process."""
+    """Reset the peak memory usage and free cached memory, because a process may train several runs."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -41,7 +41,8 @@ _TABLE = {
     "AWS": r"\b(?P<secret>A(?:KIA|SIA)[A-Z0-9]{16})\b",
     "Google": r"\b(?P<secret>AIza[\w-]{35})",
     "Slack": r"\b(?P<secret>xox[abeoprs]-[\w-]{10,})",
-    "a JSON Web Token": r"\b(?P<secret>eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*)",
+    # the lookahead examines each word only once: without it, eyJ-eyJ-eyJ-… would take quadratic time
+    "a JSON Web Token": r"(?<![\w-])(?=[\w-]+\.eyJ[\w-]{8,}\.)[\w-]*?\b(?P<secret>eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*)",
     "a private key": r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?P<secret>.*?)(?:-----END|\Z)",
 }
 """Patterns by the context or the issuer of a credential; the group `secret` matches it, and `name` its name."""

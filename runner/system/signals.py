@@ -104,7 +104,7 @@ class CommandSignals(StopRequest):
 
     The exception is `KeyboardInterrupt` for Ctrl-C, and `SystemExit` for other signals. During training, the signals go
     to the `StopRequest` of the training loop. After training, a signal is only remembered: the result is still written,
-    and the next job of a sweep does not begin.
+    and no other run of this process begins.
     """
 
     before_training = True
@@ -164,7 +164,7 @@ def before_training() -> None:
     """Let stop signals end the command at once, until the training loop enters a `StopRequest`.
 
     Raises:
-        SystemExit: if a stop signal was received during the previous job of a sweep.
+        SystemExit: if a stop signal was received during the previous run of this process.
     """
     command = _installed()
     if isinstance(command, CommandSignals):

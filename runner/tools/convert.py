@@ -22,8 +22,9 @@ from safetensors.torch import load_file, save_file
 from runner.config.errors import ConfigError, check
 from runner.model.weights import read_weights
 from runner.storage.checkpoint import load
+from runner.storage.content_checks import UnexpectedContentError, check_count, check_like
 from runner.storage.manifest import NAME as MANIFEST
-from runner.storage.manifest import DamagedError, verified_manifest
+from runner.storage.manifest import DamagedError, untrusted, verified_manifest
 from runner.storage.run_directory import step_name, step_of
 
 Tensors = dict[str, torch.Tensor]
@@ -135,11 +136,12 @@ def _newest(run: Path) -> Path:
     """Return the path of the newest intact checkpoint of `run`. Damaged checkpoints are not renamed or deleted."""
     found = [path for path in (run / "checkpoints").iterdir() if step_of(path) is not None]
     for path in sorted(found, key=lambda path: step_of(path) or 0, reverse=True):
-        try:
-            verified_manifest(path)
-            return path
-        except DamagedError as error:
-            print(f"{error}; trying the previous checkpoint", file=sys.stderr)
+        with _errors_as_source(path):
+            try:
+                verified_manifest(path)
+                return path
+            except DamagedError as error:
+                print(f"{error}; trying the previous checkpoint", file=sys.stderr)
     why = "none of its checkpoints is intact" if found else "it has no checkpoint yet"
     raise ConfigError("SOURCE", str(run), why, "let the run save one (keep=1 or more), or name another run")
 
@@ -148,7 +150,11 @@ def _best(run: Path) -> Path:
     """Return the path of the checkpoint with the best evaluation. The newest checkpoint records its step."""
     newest = _newest(run)
     with _errors_as_source(newest):
-        best: dict[str, Any] = load(newest).state["best"]
+        checkpoint = load(newest)
+        best: Any = checkpoint.state.get("best")
+        check_like(best, dict, "the best evaluation")
+        if best:
+            check_count(best.get("step"), "the best evaluation, step", most=checkpoint.step)
     check(bool(best), "--best", True, f"{run} has not been evaluated", "leave out --best to take the newest checkpoint")
     path = newest.with_name(step_name(best["step"]))
     check(path.is_dir(), "--best", True, f"{path} does not exist", "leave out --best, or name another checkpoint")
@@ -158,6 +164,8 @@ def _best(run: Path) -> Path:
 def _read_checkpoint(path: Path) -> Weights:
     with _errors_as_source(path):
         manifest = verified_manifest(path)
+        if _CHECKPOINT_WEIGHTS not in manifest["files"]:  # it may be a pipe or a device
+            raise untrusted(path, f"{MANIFEST} does not list {_CHECKPOINT_WEIGHTS}")
         return Weights(load_file(path / _CHECKPOINT_WEIGHTS), f"{path}, after step {manifest['step']}")
 
 
@@ -169,7 +177,7 @@ def _errors_as_source(checkpoint: Path) -> Iterator[None]:
         yield
     except ConfigError as error:
         why = error.why
-    except (DamagedError, SafetensorError, OSError) as error:
+    except (DamagedError, SafetensorError, UnexpectedContentError, OSError) as error:
         why = str(error)
     check(not why, "SOURCE", str(checkpoint), why, "name another checkpoint of the run")
 

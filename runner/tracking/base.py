@@ -36,8 +36,13 @@ class Tracker:
     def texts(self, texts: dict[str, str], step: int) -> None:
         """Log preformatted texts by tag, after `step` optimizer steps."""
 
-    def hyperparameters(self, values: dict[str, float | str | bool]) -> None:
-        """Log the config of the run, flattened to dotted keys."""
+    def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
+        """Log the config of the run, as values by dotted key.
+
+        Args:
+            config: the whole config.
+            typed: the values of the keys that the user overrode. All runs of a sweep have the same keys here.
+        """
 
     def flush(self) -> None:
         """Flush to disk everything that was logged.

@@ -14,20 +14,28 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.plugins.hparams import metadata, plugin_data_pb2
-from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
+from tensorboard.plugins.hparams.api_pb2 import (
+    DATA_TYPE_BOOL,
+    DATA_TYPE_FLOAT64,
+    DATA_TYPE_STRING,
+    STATUS_SUCCESS,
+    Experiment,
+    MetricName,
+)
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import Summary
 
 from runner.storage.run_directory import StorageError
 
-_NAME = re.compile(r"events\.out\.tfevents\.(\d+)")
+_NAME = re.compile(r"events\.out\.tfevents\.([0-9]{1,18})(?![0-9])")
+"""The name of an event file. A number of more digits is not that of a session: it could fill the name of a file."""
 
 
 class EventFile:
@@ -106,9 +114,8 @@ def animation(tag: str, gif: bytes, height: int, width: int) -> Summary:
 def row_start(values: dict[str, float | str | bool]) -> Summary:
     """Return the summary that starts a run's row in the HPARAMS tab.
 
-    No `Experiment` message is written, because it would restrict the columns of a sweep to the columns of the first
-    run. Without this message, TensorBoard infers the columns from all runs, and the columns in which the runs differ
-    come first.
+    A run writes no `Experiment` message, because this would set the columns of all runs: TensorBoard takes the first
+    one that it finds. Without one, it infers the columns from all runs, and those in which the runs differ come first.
 
     Args:
         values: the hyper-parameters of the run.
@@ -124,6 +131,28 @@ def row_end() -> Summary:
     """Return the summary that marks a run as successful in the HPARAMS tab."""
     end = plugin_data_pb2.SessionEndInfo(status=STATUS_SUCCESS, end_time_secs=time.time())
     return _hparams(metadata.SESSION_END_INFO_TAG, session_end_info=end)
+
+
+def columns(values: dict[str, list[float | str | bool]], metrics: Iterable[str]) -> Summary:
+    """Return the summary that sets the columns of the HPARAMS tab for all runs in TensorBoard's log directory.
+
+    Args:
+        values: the different values of each hyper-parameter.
+        metrics: the tags of the metrics, in order.
+    """
+    experiment = Experiment(time_created_secs=time.time())
+    for name, each in values.items():
+        column = experiment.hparam_infos.add(name=name, differs=len(each) > 1)
+        if any(isinstance(value, str | bool) for value in each):
+            is_bool = all(isinstance(value, bool) for value in each)
+            column.type = DATA_TYPE_BOOL if is_bool else DATA_TYPE_STRING
+            column.domain_discrete.extend(each)  # TensorBoard hides the rows that have none of these values
+        else:
+            column.type = DATA_TYPE_FLOAT64
+            column.domain_interval.min_value, column.domain_interval.max_value = min(each), max(each)
+    for tag in metrics:
+        experiment.metric_infos.add(name=MetricName(tag=tag))
+    return _hparams(metadata.EXPERIMENT_TAG, experiment=experiment)
 
 
 def _hparams(tag: str, **content: Any) -> Summary:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from runner.system.secrets import redacted, redacted_values
+from runner.storage.saved_run import saved_overrides
+from runner.system.secrets import MASK, redacted, redacted_values
 from runner.system.utf8 import printable
 from runner.tracking.base import Tracker
 
@@ -46,10 +48,10 @@ class Recorder:
         self._tracker.texts({tag: printable(redacted(text)) for tag, text in texts.items()}, self._first_step)
 
     def hyperparameters(self, config: dict[str, Any]) -> None:
-        """Log the config of the run, without secrets."""
-        leaves = flatten(redacted_values(config))
-        shown = {key: printable(value) if isinstance(value, str) else value for key, value in leaves.items()}
-        self._tracker.hyperparameters({key: value for key, value in shown.items() if value is not None})
+        """Log the config of the run, and which of its keys the user overrode, without secrets."""
+        config = redacted_values(config)  # an override may refer to an environment variable, but this has its value
+        typed = typed_values(saved_overrides(self._directory), config)
+        self._tracker.hyperparameters(_shown(flatten(config)), _shown(typed))
 
     def finish(self) -> None:
         """Mark the run as done. This must be called after the last step of the run."""
@@ -58,6 +60,37 @@ class Recorder:
     def flush(self) -> None:
         """Flush to disk everything that was logged so far."""
         self._tracker.flush()
+
+
+_WRITTEN = ("name", "output_root", "resume")
+"""Keys that say where a run is written."""
+
+
+def typed_values(overrides: Iterable[str], config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the keys in `overrides`, without secrets and without the keys that say where a run is.
+
+    The value of a config group is the name that was typed (`cosine`, `16`); others have their types in the config.
+
+    Args:
+        overrides: the overrides of a run, as typed.
+        config: the config of the run.
+    """
+    values: dict[str, Any] = {}
+    for text in overrides:
+        key, equals, typed = text.lstrip("+").partition("=")
+        if not equals or key in _WRITTEN or key.startswith(("~", "hydra.")) or MASK in redacted_values([text])[0]:
+            continue
+        value: Any = config
+        for name in key.split("."):
+            value = value.get(name, typed) if isinstance(value, dict) else typed
+        values[key] = typed.strip("'\"") if isinstance(value, dict) or value is typed else value
+    return values
+
+
+def _shown(values: dict[str, Any]) -> dict[str, float | str | bool]:
+    """Return the values as a tracker takes them: lists as text, and without null, which has no type."""
+    plain = {key: v if isinstance(v, int | float | str) else str(v) for key, v in values.items() if v is not None}
+    return {printable(key): printable(value) if isinstance(value, str) else value for key, value in plain.items()}
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TensorBoard(Tracker):
-    """A tracker that logs scalars, images, texts and the config to TensorBoard. The config is in the HPARAMS tab.
+    """A tracker that logs scalars, images, texts and the config to TensorBoard. Overrides are in the HPARAMS tab.
 
     Animations are also written as GIF files to the run directory.
 
@@ -53,11 +53,12 @@ class TensorBoard(Tracker):
         for tag, content in texts.items():
             self._file.add(text(tag, f"```\n{content}\n```"), step)
 
-    def hyperparameters(self, values: dict[str, float | str | bool]) -> None:
+    def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
         from runner.tracking.event_file import row_start
 
-        # `SummaryWriter.add_hparams` would write the row to another run, without the metrics of this one.
-        self._file.add(row_start(values))
+        # `SummaryWriter.add_hparams` would write the row to another run, without the metrics of this one. The row has
+        # what was typed: a column for each of the other keys, which have the same value in all runs, would hide it.
+        self._file.add(row_start(typed))
 
     def flush(self) -> None:
         self._file.sync()

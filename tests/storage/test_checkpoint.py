@@ -432,6 +432,13 @@ def test_a_checkpoint_brings_its_config_along(tmp_path: Path) -> None:
         saved_config_text(path)
 
 
+def test_a_config_of_megabytes_is_not_read_from_a_checkpoint(tmp_path: Path) -> None:
+    """Its hash is right, but PyYAML would need half a minute."""
+    path = Checkpoints(tmp_path, keep=1, config=config_text({"name": "x" * 1_000_000})).save(checkpoint(1))
+    with pytest.raises(ConfigError, match="1,000,000 bytes"):
+        saved_config_text(path)
+
+
 def test_an_earlier_checkpoint_has_no_config(two: Checkpoints) -> None:
     assert saved_config_text(two.root / "step_00000001") is None
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from helpers.command import PATIENCE, ROOT, environment, run_command
 from helpers.compose import FAST
+from helpers.deep import nested
 from helpers.storage_work import SECOND
 
 from runner.config.errors import ConfigError
@@ -66,7 +67,7 @@ def test_twenty_processes_in_the_same_second_make_a_hundred_directories(tmp_path
 
 def test_another_name_is_drawn_where_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = iter(["a", "a", "a", "b"])
-    monkeypatch.setattr(directory, "unique_name", lambda: next(names))
+    monkeypatch.setattr(directory, "unique_name", lambda _: next(names))
     assert [directory.create(tmp_path).name, directory.create(tmp_path).name] == ["a", "b"]
 
 
@@ -234,6 +235,44 @@ def test_names_sort_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first < second
 
 
+STAMP = "2026-01-02_03-04-05-a1b2c3"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], STAMP),
+        (["parallel=ddp", "precision='16'"], f"{STAMP}-parallel=ddp+precision=16"),
+        (["output_root=/tmp/x", "resume=auto", "name='a b'", "hydra.verbose=true", "seed=1"], f"{STAMP}-seed=1"),
+        (["data.token=s3cret", "data.url='https://ann:s3cret@host/x'", "seed=1"], f"{STAMP}-seed=1"),
+        (["seed=1", "seed=2", "+seed=3", "~schedule"], f"{STAMP}-seed=3"),
+        (["schedule.milestones=[0.5,0.7]", "a='../b c'"], f"{STAMP}-schedule.milestones=_0.5_0.7+a=.._b_c"),
+        (
+            ["optimizer.lr=1e+3", "optimizer.weight_decay=-0.5"],
+            f"{STAMP}-optimizer.lr=1e+3+optimizer.weight_decay=-0.5",
+        ),
+        (["seed=1", f"data.root={'x' * 60}", "steps=3"], f"{STAMP}-seed=1"),
+        (["model.weights=/data/all/experiments/of-november/resnet50/step_00000100/model"], None),
+        ([f"data.root={'x' * 100}"], f"{STAMP}-data.root={'x' * 50}"),
+        ([f"data.root={'日' * 100}"], f"{STAMP}-data.root={'日' * 16}"),
+    ],
+)
+def test_the_name_of_a_run_holds_what_was_typed(
+    overrides: list[str], name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "strftime", lambda _: SECOND)
+    monkeypatch.setattr(directory.secrets, "token_hex", lambda _: "a1b2c3")
+    cut_at_a_word = f"{STAMP}-model.weights=_data_all_experiments_of-november_resnet50"
+    assert directory.unique_name(overrides) == (name or cut_at_a_word)
+
+
+def test_names_sort_by_time_whatever_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stamps = iter(["2026-01-02_03-04-05", "2026-01-02_03-04-06", "2026-01-02_03-04-07"])
+    monkeypatch.setattr(time, "strftime", lambda _: next(stamps))
+    names = [directory.unique_name(["seed=1"]), directory.unique_name(), directory.unique_name(["a=1"])]
+    assert sorted(names) == names
+
+
 def test_a_free_name_is_numbered(tmp_path: Path) -> None:
     path = tmp_path / "step_1"
     names = []
@@ -284,6 +323,25 @@ def test_a_run_directory_has_only_regular_files(make: Callable[[Path], None], pl
     with pytest.raises(UnsafeFileError) as refusal:
         directory.check_regular(tmp_path)
     assert refusal.value.filename == str(path)
+
+
+@pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 400, "9" * 5_000, "true", '"1"', "null", "[1]"])
+@pytest.mark.parametrize("key", ["seconds", "samples_per_second", "best"])
+def test_a_result_whose_numbers_are_none_is_no_result(key: str, number: str, tmp_path: Path) -> None:
+    result = tmp_path / directory.RESULT
+    best = '{"metric": "eval/loss", "step": 1, "value": NUMBER}' if key == "best" else "NUMBER"
+    text = f'{{"status": "done", "steps": 1, "{key}": {best}}}'
+    result.write_text(text.replace("NUMBER", "123"))
+    assert directory.read_result(tmp_path)["steps"] == 1
+    result.write_text(text.replace("NUMBER", number))
+    assert directory.read_result(tmp_path) == {}
+
+
+def test_directories_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+    with nested(tmp_path, 50):
+        directory.check_regular(tmp_path)
+    with nested(tmp_path), pytest.raises(UnsafeFileError, match="nested too deeply"):
+        directory.check_regular(tmp_path)
 
 
 def test_a_lock_is_not_made_through_a_link(tmp_path: Path) -> None:

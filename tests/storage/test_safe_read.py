@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.deep import nested
 
-from runner.storage.safe_read import UnsafeFileError, check_no_link, open_regular, read_regular
+from runner.storage.safe_read import UnsafeFileError, check_no_link, open_regular, read_regular, walk
 
 
 def link(path: Path) -> None:
@@ -88,3 +89,11 @@ def test_a_directory_is_no_link(tmp_path: Path) -> None:
     for name in ("link", "file"):
         with pytest.raises(UnsafeFileError):
             check_no_link(tmp_path / name)
+
+
+def test_walking_ends_below_fifty_levels(tmp_path: Path) -> None:
+    with nested(tmp_path, 50) as deep:
+        (deep / "file").touch()
+        assert [files for _, _, files in walk(tmp_path)] == [[]] * 50 + [["file"]]
+    with nested(tmp_path):
+        assert len(list(walk(tmp_path))) == 51

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -82,9 +83,37 @@ def test_a_truncated_file_is_found_or_is_that_of_an_earlier_version() -> None:
         b"a: " + b"[" * 30 + b"]" * 30,
         b"[" * 100_000,
         b"a: " + b"{b: " * 5_000,
+        b"a: " + b"9" * 2_000,
+        b"a: 0x" + b"f" * 5_000,
+        b"a: " + b"${b:" * 500 + b"c" + b"}" * 500,
+        b"a: " + b"59:" * 300 + b"59.5",
+        b"a: [" + b"1, " * 10_000 + b"1]",
     ],
     ids=lambda content: content[:20].decode(errors="replace"),
 )
 def test_anything_but_plain_values_is_refused(content: bytes) -> None:
     with pytest.raises(UnreadableConfigError):
         parse_config(content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"a: " + b"59:" * 330_000 + b"59", b"a: [" + b"a, " * 330_000 + b"a]", b"a: " + b"{b: 1, " * 140_000],
+    ids=["sexagesimal", "many values", "deep"],
+)
+def test_a_file_of_a_megabyte_is_refused_in_seconds(content: bytes) -> None:
+    begun = time.process_time()
+    with pytest.raises(UnreadableConfigError):
+        parse_config(content)
+    assert time.process_time() - begun < 5  # the first two took a minute
+
+
+def test_a_config_may_have_long_texts_and_lists() -> None:
+    config = {"a": "5" * 5_000, "b": ":".join(["59"] * 1_000), "c": 10**300, "d": list(range(5_000))}
+    assert parse_config(config_text(config).encode()) == config
+
+
+def test_an_error_has_no_escape_codes_of_the_file() -> None:
+    with pytest.raises(UnreadableConfigError) as error:
+        parse_config(b"a: !<tag:%1b]0;title%07> b")
+    assert str(error.value) == "it has the tag tag:\\x1b]0;title\\x07"

@@ -99,6 +99,9 @@ def test_a_linked_folder_of_checkpoints_is_not_followed(run: Path) -> None:
         (b"\xff", []),
         (b"[" * 5_000, []),
         (b"- !!python/object/apply:os.system [true]", []),
+        (b"- 0x" + b"f" * 5_000, []),
+        (b"- " + b"59:" * 1_000 + b"59.5", []),
+        (b"- &a [x, x]\n- &b [*a, *a]\n", []),
     ],
 )
 def test_overrides_are_shown_as_they_were_typed(content: bytes, wanted: list[str], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,3 +96,52 @@ def test_a_bare_pickle_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / "file.pt").write_bytes(pickle.dumps(Path("x"), protocol=2))
     with pytest.raises(pickle.UnpicklingError):
         load_tensors(tmp_path / "file.pt")
+
+
+class Call:
+    """Unpickled, it is the result of a call."""
+
+    def __init__(self, *call: Any):
+        self.call = call
+
+    def __reduce__(self) -> tuple:
+        return self.call[0], self.call[1:]
+
+
+HUGE: dict[str, Any] = {
+    "no values": Call(torch.Tensor, 10**8),
+    "a type with no values": Call(torch._tensor._rebuild_from_type_v2, torch.Tensor, torch.Tensor, (10**8,), {}),
+    "one value": torch.zeros(1).expand(10**8),
+    "many views": [torch.zeros(1_000).expand(100, 1_000) for _ in range(100)],
+    "no memory": torch.empty(10**8, device="meta"),
+    "sparse": torch.sparse_coo_tensor(
+        torch.zeros(1, 1, dtype=torch.long), torch.ones(1), (10**8,), check_invariants=True
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize("kind", HUGE)
+def test_a_tensor_of_more_than_the_file_is_refused(tmp_path: Path, kind: str, is_zip: bool) -> None:
+    torch.save({"a": torch.zeros(2), "b": HUGE[kind]}, tmp_path / "file.pt", _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(UnusualFileError, match="without its values"):
+        load_tensors(tmp_path / "file.pt")
+
+
+@pytest.mark.parametrize("call", [Call(bytearray, 10**8), Call(torch._utils._rebuild_nested_tensor, 1, 2, 3, 4)])
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_what_takes_memory_that_is_not_in_the_file_is_refused(tmp_path: Path, call: Call, is_zip: bool) -> None:
+    torch.save({"a": torch.zeros(2), "b": call}, tmp_path / "file.pt", _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(UnusualFileError, match=call.call[0].__name__[-12:]):
+        load_tensors(tmp_path / "file.pt")
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_tied_and_sliced_tensors_are_loaded(tmp_path: Path, is_zip: bool) -> None:
+    tensor = torch.arange(10_000.0)
+    content = {"a": tensor, "b": [tensor, tensor[::2]], "c": torch.nn.Parameter(tensor.view(100, 100).mT)}
+    torch.save(content, tmp_path / "file.pt", _use_new_zipfile_serialization=is_zip)
+    loaded = load_tensors(tmp_path / "file.pt")
+    assert torch.equal(loaded["b"][1], tensor[::2])
+    assert torch.equal(loaded["c"], content["c"])

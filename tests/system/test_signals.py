@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import safetensors.torch
 import torch
@@ -252,6 +253,8 @@ SLOW = ("model=resnet18", "device=cpu", "device.threads=1", "batch_size=1024", "
 def test_the_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
     command = Command(tmp_path, *SLOW, kind="torch")
     until(lambda: command.code is not None or "directory " in command.log)  # the first lines: it handles signals now
+    used = psutil.Process(command.pid).cpu_times().user
+    until(lambda: command.code is not None or psutil.Process(command.pid).cpu_times().user > used + 1)  # in the step
     command.kill(signal.SIGINT)
     until(lambda: "SIGINT: " in command.console)
     assert command.code is None, "still in the step"

@@ -1,4 +1,4 @@
-"""Text that Python holds, but UTF-8 does not."""
+"""Text that Python holds, but that UTF-8 does not, or that a terminal would execute."""
 
 from __future__ import annotations
 
@@ -20,4 +20,19 @@ from runner.system.utf8 import printable
     ],
 )
 def test_bytes_that_are_not_utf_8_are_spelled_out(text: str, expected: str) -> None:
+    assert printable(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
+        ("a\x9b31m\x7f\0", r"a\x9b31m\x7f\x00"),  # C1 has an escape code of one character
+        ("a\rb\vc\x85\u2028d", r"a\rb\x0bc\x85\u2028d"),
+        ("\u202egnp.exe", r"\u202egnp.exe"),
+        (os.fsdecode(b"\xff\x1b"), r"\xff\x1b"),
+        ("a\tb\nc \xa0\u3000", "a\tb\nc \xa0\u3000"),
+    ],
+)
+def test_control_characters_are_spelled_out(text: str, expected: str) -> None:
     assert printable(text) == expected

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.command import environment, run_command
 from helpers.compose import FAST, Trained, built
+from helpers.forged import ABSENT, changed, reseal, write
 from safetensors.torch import load_file, save_file
 
 from runner.storage.checkpoint import Checkpoint
@@ -246,6 +247,46 @@ def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+
+
+@pytest.mark.parametrize("what", ["the run", "the checkpoint", "the file"])
+def test_weights_that_the_manifest_does_not_list_are_not_opened(
+    run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    """There may be a pipe, for whose writer they would be waited for without end."""
+    newest = checkpoints(run)[-1]
+    file = newest / "model.safetensors"
+    file.unlink()
+    reseal(newest)
+    os.mkfifo(file)
+    source = {"the run": run.directory, "the checkpoint": newest, "the file": file}[what]
+    told = refusal(capsys, source, tmp_path / "out.safetensors")
+    assert told.startswith("SOURCE: ")
+    assert "manifest.json does not list model.safetensors" in told
+
+
+@pytest.mark.parametrize(
+    "best", [ABSENT, None, [], {"value": 1.0}, {"step": "../../x"}, {"step": 10**40}, {"step": -1}, {"step": True}]
+)
+def test_a_best_evaluation_of_another_form_is_refused(
+    run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], best: object
+) -> None:
+    file = checkpoints(run)[-1] / "state.pt"
+    write(file, changed(torch.load(file, weights_only=True), ("best",), lambda _: best))
+    told = refusal(capsys, run.directory, tmp_path / "out.safetensors", "--best")
+    assert told.startswith("SOURCE: ")
+    assert "the best evaluation" in told
+
+
+def test_a_checkpoint_of_another_version_is_refused_as_the_source(
+    run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = checkpoints(run)[-1]
+    reseal(newest, schema=99)
+    for source in (run.directory, newest):
+        told = refusal(capsys, source, tmp_path / "out.safetensors")
+        assert told.startswith("SOURCE: ")
+        assert "it has schema 99" in told
 
 
 def test_a_file_that_runs_code_is_refused_and_runs_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

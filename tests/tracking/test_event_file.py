@@ -90,3 +90,13 @@ def test_a_file_whose_first_event_cannot_be_written_is_closed(tmp_path: Path, mo
     assert caught.value.path.parent == tmp_path
     del caught
     gc.collect()  # pytest makes the warning about an unclosed file an error
+
+
+@pytest.mark.parametrize("digits", ["9" * 235, "9" * 19, "٣" * 10])
+def test_a_file_with_a_number_of_no_session_does_not_matter(tmp_path: Path, digits: str) -> None:
+    """The next number might be too long for the name of a file."""
+    (tmp_path / f"events.out.tfevents.{digits}").write_bytes(b"somebody else's")
+    before = int(time.time())
+    EventFile(tmp_path, 0).close()
+    [name] = {path.name for path in tmp_path.iterdir()} - {f"events.out.tfevents.{digits}"}
+    assert before <= int(name.removeprefix("events.out.tfevents.")) <= time.time()

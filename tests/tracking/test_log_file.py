@@ -127,3 +127,11 @@ def test_nothing_logged_leaves_no_file(tmp_path: Path) -> None:
     with LogFile(tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_escape_codes_are_spelled_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also in the file, which may be shown with `cat`."""
+    with LogFile(tmp_path):
+        logging.getLogger("runner.anything").warning("skipped %s", "a\x1b]0;title\x07.png")
+    assert "skipped a\\x1b]0;title\\x07.png" in (tmp_path / "log.txt").read_text()
+    assert capsys.readouterr().err == "skipped a\\x1b]0;title\\x07.png\n"
