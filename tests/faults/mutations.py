@@ -205,7 +205,7 @@ MUTATIONS = [
         '                raise UnusualFileError("it is compressed")\n'
         "            if sum(entry.file_size for entry in entries) > path.stat().st_size:",
         "if not entries:",
-        (HOSTILE, "tests/model/test_weights.py"),
+        (HOSTILE, "tests/storage/test_torch_file.py"),
     ),
     Mutation(
         "symbolic links are followed",

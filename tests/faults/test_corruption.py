@@ -22,13 +22,13 @@ from helpers.forged import reseal
 from helpers.probe import probe
 from helpers.runs import assert_same, outcome
 
-from runner.cli.run_job import run_alone
+from runner.cli.run_job import run_one
 from runner.config.errors import ConfigError
 from runner.run import build_run
 from runner.storage.checkpoint import Checkpoint, load
 from runner.storage.saved_run import saved_config
 from runner.sweep.ledger_file import read_ledger
-from runner.tools.plot_runs import find_runs
+from runner.tools.saved_runs import find_runs
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
 OPTIONS = (*FAST, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "steps=8", "save_every=2", "eval_every=4")
@@ -70,7 +70,7 @@ DAMAGE: dict[str, Damage] = {
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that is done."""
     root = tmp_path_factory.mktemp("whole")
-    run_alone(built(*OPTIONS, f"output_root={root}/outputs"), ["steps=8"])
+    run_one(built(*OPTIONS, f"output_root={root}/outputs"), ["steps=8"])
     [path] = root.glob("outputs/a/*")
     return path
 
@@ -154,7 +154,7 @@ def test_a_damaged_event_file_shows_no_value_twice_and_no_other_value(kind: str,
     events = file_of(path, "events")
     events.write_bytes(DAMAGE[kind](events.read_bytes(), random.Random(kind)))
     values = saved_config(path).values | {"resume": str(path)}
-    assert run_alone(build_run(values), [f"resume={path}"]).steps == 8
+    assert run_one(build_run(values), [f"resume={path}"]).steps == 8
     wanted = curves(whole)
     for tag, points in curves(path).items():
         steps = [step for step, _ in points]
@@ -209,7 +209,7 @@ def test_swapped_files_are_noticed(
 def test_the_config_of_another_run_is_noticed(whole: Path, tmp_path: Path) -> None:
     """Whole by itself, it is not the one of the checkpoints."""
     root = tmp_path / "other"
-    run_alone(built(*OPTIONS, "seed=1", f"output_root={root}/outputs"), ["seed=1"])
+    run_one(built(*OPTIONS, "seed=1", f"output_root={root}/outputs"), ["seed=1"])
     [other] = root.glob("outputs/a/*")
     path = copied(whole, tmp_path)
     shutil.copy(other / "config.yaml", path)
@@ -259,5 +259,5 @@ def test_a_damaged_run_that_is_resumed_ends_like_the_undisturbed_one(file: str, 
     if file != "events":  # the curve up to here would be lost with it
         file_of(path, file).write_bytes(data[: len(data) // 2])
     values = saved_config(path).values | {"resume": str(path)}
-    assert run_alone(build_run(values), [f"resume={path}"]).status == "done"
+    assert run_one(build_run(values), [f"resume={path}"]).status == "done"
     assert_same(outcome(path), outcome(whole))

@@ -94,8 +94,7 @@ def outcome(words: list[str], files: dict[str, bytes] | None = None) -> Outcome:
             (directory / name).mkdir() if name.endswith("/") else (directory / name).write_bytes(content)
         before = {str(path) for path in directory.rglob("*")}
         with (
-            mock.patch("runner.cli.run_job.run_alone", train),
-            mock.patch("runner.cli.run_job.run_in", lambda directory, run, overrides: train(run)),
+            mock.patch("runner.cli.run_job.run_one", train),
             mock.patch("runner.sweep.engines.local.Local.connect", return_value=nullcontext(InThisProcess())),
             mock.patch.object(sys, "argv", ["runner"]),
         ):

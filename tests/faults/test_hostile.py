@@ -36,7 +36,7 @@ from helpers.probe import in_process, probe
 from omegaconf import OmegaConf
 from PIL import Image
 
-from runner.cli.run_job import run_alone
+from runner.cli.run_job import run_one
 from runner.storage.saved_config import config_text
 from runner.system.signals import STOPPED
 
@@ -133,7 +133,7 @@ def assert_no_harm(world: World, before: dict[str, tuple], console: str, *writte
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of four steps that was killed after two."""
     root = tmp_path_factory.mktemp("original")
-    run_alone(built(*OPTIONS, f"output_root={root}/outputs"), ["seed=0"])
+    run_one(built(*OPTIONS, f"output_root={root}/outputs"), ["seed=0"])
     [path] = root.glob("outputs/first/*")
     shutil.rmtree(path / "checkpoints/step_00000004")
     (path / "result.json").unlink()

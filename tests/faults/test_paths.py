@@ -25,8 +25,9 @@ from helpers.runs import assert_same, only_run, outcome, write_images
 
 import runner.train
 from runner.tools import plot
-from runner.tools.plot_runs import Study, find_runs
+from runner.tools.plot_runs import Study
 from runner.tools.plot_tables import render, write_points, write_runs
+from runner.tools.saved_runs import find_runs
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
 OPTIONS = (*FAST, "steps=4", "save_every=1", "eval_every=2", "log_every=1")

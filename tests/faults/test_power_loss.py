@@ -22,7 +22,7 @@ from helpers.faults import Tally
 from helpers.power import Instant, Recorder, least_states, states, write
 from helpers.runs import assert_same, outcome
 
-from runner.cli.run_job import run_alone
+from runner.cli.run_job import run_one
 from runner.config.errors import ConfigError
 from runner.resume import claimed_directory, finished
 from runner.run import Run, Session, build_run, config_hash
@@ -78,7 +78,7 @@ class Sessions:
             return path
 
         with mock.patch.object(Checkpoints, "save", saved):
-            assert run_alone(run, list(overrides)).status == "done"
+            assert run_one(run, list(overrides)).status == "done"
         [path] = self.root.glob("outputs/a/*")
         whole = outcome(path) if run.keep else {}
         self.references[session] = Reference(run, found, compared(path), whole)
@@ -239,7 +239,7 @@ def test_a_run_is_resumed_to_the_same_end(resumed: Recorded, tmp_path: Path) -> 
             continue
         reference = resumed.references[config_hash(values)]
         run = build_run(values | {"resume": str(path), "output_root": f"{root}/outputs"})
-        assert run_alone(run, [f"resume={path}"]).status == "done"
+        assert run_one(run, [f"resume={path}"]).status == "done"
         assert_same(outcome(path), reference.outcome)
         tried += 1
     assert tried >= RESUMES // 2

@@ -14,17 +14,18 @@ from helpers.runs import assert_same, only_run, outcome
 RESULTS = ("status", "steps", "metrics", "best", "config_hash")
 
 
-def train_with_kills(cwd: Path, arguments: list[str], kills: int, seconds: float) -> int:
+def train_with_kills(cwd: Path, arguments: list[str], kills: int, seconds: float, kind: str) -> int:
     """Run the command to its end, killed up to `kills` times and resumed; returns how often it was killed.
 
     Args:
         seconds: the longest time from the first event of a session to its kill.
+        kind: of the server of commands.
     """
     killed = 0
     while True:
         runs = [path.parent for path in cwd.glob("outputs/*/*/config.yaml")]
         sessions = len(list(cwd.glob("outputs/*/*/events*")))
-        command = Command(cwd, *([f"resume={runs[0]}"] if runs else arguments), kind="torch")
+        command = Command(cwd, *([f"resume={runs[0]}"] if runs else arguments), kind=kind)
         # Most kills hit the loop; some the start, where the directory is claimed and the config written.
         early = time.monotonic() + random.choice([0.3, 60, 60, 60, 60])
         while command.code is None and len(list(cwd.glob("outputs/*/*/events*"))) == sessions:
@@ -41,16 +42,16 @@ def train_with_kills(cwd: Path, arguments: list[str], kills: int, seconds: float
         killed += 1
 
 
-def assert_kills_change_nothing(tmp_path: Path, arguments: list[str], kills: int) -> None:
+def assert_kills_change_nothing(tmp_path: Path, arguments: list[str], kills: int, kind: str = "torch") -> None:
     """Fail unless runs of `arguments` that are killed, `kills` times in all, end like one that is not."""
-    code, console = run_command(*arguments, cwd=tmp_path / "whole")
+    code, console = run_command(*arguments, cwd=tmp_path / "whole", kind=kind)
     assert code == 0, console
     result = json.loads((only_run(tmp_path / "whole") / "result.json").read_text())
     wanted = outcome(only_run(tmp_path / "whole"))
     left = kills
     while left:
         cwd = tmp_path / f"killed_{left}"
-        left -= train_with_kills(cwd, arguments, left, result["seconds"] / 2)
+        left -= train_with_kills(cwd, arguments, left, result["seconds"] / 2, kind)
         path = only_run(cwd)
         assert_same(outcome(path), wanted)
         again = json.loads((path / "result.json").read_text())

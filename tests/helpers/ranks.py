@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from runner.parallel.launch.processes import PRELOADED
+from runner.parallel.launch import processes
 from runner.system.forkserver import METHOD, start_server
 
 PATIENCE = 300.0
@@ -35,7 +35,7 @@ class Ranks:
     def start(self) -> None:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-        start_server(*PRELOADED)
+        start_server(*processes.PRELOADED)
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.count):
             ours, theirs = multiprocessing.Pipe()
