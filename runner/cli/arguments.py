@@ -22,6 +22,8 @@ _SWITCHES = (
 _FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
 RUN_DIRECTORY = "--run-directory"
 """The flag that names the run directory: the scheduler of a sweep passes it to the jobs."""
+DETACHED = "--detached"
+"""The flag that names a pipe to the command that has started this sweep in the background."""
 
 _OTHER_ROOT = "the root config is always conf/config.yaml;", "--config-dir=DIR adds a directory of your own options"
 _REFUSED_FLAGS = {
@@ -128,7 +130,7 @@ def quoted(argument: str, sweep: bool) -> str:
             return f"~{name}"  # Hydra's syntax for a group without an option
         parts = (_quote(part) if _NUMBER.fullmatch(part) or _is_literal(part) else part for part in value.split(","))
         return f"{key}={','.join(parts)}"
-    if value[:1] in "'\"[{":
+    if value[:1] in "'\"[{" or value.startswith("zip("):
         return argument
     parts = value.split(",") if sweep else [value]
     return f"{key}={','.join(_text(name, part) for part in parts)}"

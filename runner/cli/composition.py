@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 import os
 from argparse import Namespace
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, RangeSweep
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -30,13 +28,8 @@ from yaml import YAMLError
 from runner.cli.config_source import OptionFiles
 from runner.cli.hydra_errors import blamed, config_error
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
-from runner.config.options import CONF, chosen_groups
+from runner.config.options import CONF
 from runner.config.plain_values import resolved
-from runner.config.schema import build
-from runner.sweep.engines.base import Engine
-
-MOST_JOBS = 10_000
-"""The largest number of jobs in a sweep. A larger sweep is a typing error, or should be divided into several."""
 
 _JOB_KEYS = ("job.name", "job.override_dirname", "job.config_name")
 _OWN_KEYS = ("verbose", "searchpath", "sweeper.params", "overrides", "runtime", *_JOB_KEYS)
@@ -126,6 +119,47 @@ class Composer:
             why = " ".join(str(error).split())
             raise ConfigError(flag, ABSENT, why, "for example runner -sc install=bash") from None
 
+    def sweep(self, overrides: list[str]) -> DictConfig:
+        """Compose the config that all jobs of a sweep have in common, with Hydra's node.
+
+        Raises:
+            ConfigError, HydraException, OmegaConfBaseException: if the config cannot be composed.
+        """
+        with composition_errors():
+            config = self._load(overrides, RunMode.MULTIRUN)
+            _set_log_level(config)
+            return config
+
+    def parse(self, overrides: list[str]) -> list[Override]:
+        """Parse overrides with Hydra's grammar.
+
+        Raises:
+            ConfigError, HydraException: if one does not conform to it.
+        """
+        with composition_errors():
+            return OverridesParser.create(self._loader).parse_overrides(overrides)
+
+    def job(self, sweep: DictConfig, number: int, overrides: list[str]) -> Job:
+        """Compose the config of a job of a sweep.
+
+        Args:
+            sweep: the config of the sweep.
+            number: the number of the job, from 0.
+            overrides: the overrides of the job.
+
+        Raises:
+            ConfigError, HydraException, OmegaConfBaseException: if the config cannot be composed.
+        """
+        with composition_errors():
+            try:
+                config = self._loader.load_sweep_config(sweep, overrides)
+            except Exception as error:
+                raise self._explained(error, overrides, RunMode.RUN) from error
+            self._check_hydra(config)
+            with open_dict(config):
+                config.hydra.job.id = config.hydra.job.num = number
+            return _job(config)
+
     def _load(self, overrides: list[str], mode: RunMode) -> DictConfig:
         try:
             config = self._loader.load_configuration(self._root, overrides, mode)
@@ -169,96 +203,6 @@ class Composer:
             check(own, f"hydra.{key}", ours.get(key), why, remedy)
 
 
-class SweepJobs:
-    """The jobs of a sweep: one for each combination of the values that the overrides list.
-
-    Args:
-        composer: composes the config of each job.
-        overrides: the overrides on the command line. Entries of `hydra.sweeper.params` in an option file count as
-            further overrides.
-
-    Raises:
-        ConfigError: if there are more than `MOST_JOBS` jobs, or an override has an interval instead of values.
-    """
-
-    def __init__(self, composer: Composer, overrides: list[str]):
-        self._composer = composer
-        with composition_errors():
-            self._master = composer._load(overrides, RunMode.MULTIRUN)
-            _set_log_level(self._master)
-            params = (f"{key}={value}" for key, value in (self._master.hydra.sweeper.params or {}).items())
-            typed: Any = OmegaConf.to_container(self._master.hydra.overrides, resolve=False)  # each job resolves them
-            words = [*params, *typed["task"]]
-            parsed = OverridesParser.create(self._composer._loader).parse_overrides(words)
-            self._check_count([override for override in parsed if override.is_sweep_override()])
-            self._values: dict[str, list[str]] = {o.get_key_element(): _words(o) for o in parsed}
-
-    @property
-    def swept(self) -> list[str]:
-        """The keys that have several values."""
-        return [key for key, values in self._values.items() if len(values) > 1]
-
-    def __len__(self) -> int:
-        return math.prod(len(values) for values in self._values.values())
-
-    def __iter__(self) -> Iterator[list[str]]:
-        """Yield the overrides of each job."""
-        for values in itertools.product(*self._values.values()):
-            yield list(values)
-
-    def engine(self) -> Engine:
-        """Return the engine that runs the jobs, with the options of the sweep.
-
-        Raises:
-            ConfigError: if an option is invalid.
-        """
-        with composition_errors():
-            node: Any = OmegaConf.to_container(self._master, resolve=False).get("sweep")  # type: ignore[union-attr]
-        check(isinstance(node, dict), "sweep", node, "nothing is chosen", "choose one of the options in conf/sweep/")
-        return build(node, Engine, "sweep")
-
-    def samples(self) -> Iterator[list[str]]:
-        """Yield one job for each combination of options of config groups: the options decide which keys exist."""
-        groups = chosen_groups()
-        few = [
-            values if key.lstrip("+~").partition("@")[0] in groups else values[:1]
-            for key, values in self._values.items()
-        ]
-        for values in itertools.product(*few):
-            yield list(values)
-
-    def compose(self, number: int, overrides: list[str]) -> Job:
-        """Compose the config of a job.
-
-        Args:
-            number: the number of the job, from 0.
-            overrides: the overrides of the job.
-        """
-        with composition_errors():
-            config = self._load(overrides)
-            with open_dict(config):
-                config.hydra.job.id = config.hydra.job.num = number
-            return _job(config)
-
-    def _load(self, overrides: list[str]) -> DictConfig:
-        try:
-            config = self._composer._loader.load_sweep_config(self._master, overrides)
-        except Exception as error:
-            raise self._composer._explained(error, overrides, RunMode.RUN) from error
-        self._composer._check_hydra(config)
-        return config
-
-    def _check_count(self, swept: list[Override]) -> None:
-        for override in swept:
-            key, typed = override.key_or_group, str(override.input_line).partition("=")[2]
-            check(override.is_discrete_sweep(), key, typed, "an interval has no list of values", f"{key}=1,2,3")
-        counts = {override.key_or_group: _count(override) for override in swept}
-        most = max(counts, key=lambda key: counts[key], default="")
-        why = f"the sweep has {math.prod(counts.values()):,} jobs, more than {MOST_JOBS:,}"
-        remedy = "sweep over fewer values, or in several sweeps"
-        check(math.prod(counts.values()) <= MOST_JOBS, most, ABSENT, why, remedy)
-
-
 def _set_log_level(config: DictConfig) -> None:
     """Show the debug messages of the loggers that `hydra.verbose` names, or of all loggers if it is true."""
     verbose = config.hydra.verbose
@@ -267,26 +211,6 @@ def _set_log_level(config: DictConfig) -> None:
     check(is_known, "hydra.verbose", verbose, "it must be true, false or names of loggers", "hydra.verbose=true")
     for name in names if verbose is not False else []:
         logging.getLogger(None if name is True else name).setLevel(logging.DEBUG)
-
-
-def _count(override: Override) -> int:
-    """Return the number of values of a swept override, without listing the values of a range."""
-    swept = override.value()
-    if not isinstance(swept, RangeSweep):
-        return len(list(override.sweep_string_iterator()))
-    start, stop, step = (float(value) for value in (swept.start or 0, swept.stop or 0, swept.step))
-    key, typed = override.key_or_group, str(override.input_line).partition("=")[2]
-    usable = step != 0 and all(math.isfinite(value) for value in (start, stop, step))
-    check(usable, key, typed, "a range needs finite numbers, and a step that is not 0", f"{key}=range(0,10,1)")
-    return max(0, math.ceil((stop - start) / step))
-
-
-def _words(override: Override) -> list[str]:
-    """Return `override` as one override for each of its values: `lr=1,2` becomes `lr=1` and `lr=2`."""
-    key = override.get_key_element()
-    if override.is_sweep_override():
-        return [f"{key}={value}" for value in override.sweep_string_iterator()]
-    return [str(override.input_line)]
 
 
 def _job(config: DictConfig) -> Job:

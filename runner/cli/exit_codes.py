@@ -7,8 +7,8 @@ import textwrap
 import traceback
 
 from runner.config.errors import ConfigError, escaped
-from runner.parallel.launch.cluster import external_rank_info
 from runner.system.secrets import redacted
+from runner.system.utf8 import printable
 
 DONE, CRASHED, REFUSED, DIVERGED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 CODES = {"done": DONE, "crashed": CRASHED, "diverged": DIVERGED, "stopped": STOPPED}
@@ -28,7 +28,7 @@ def report_error(error: Exception) -> int:
     if isinstance(error, HydraException | OmegaConfBaseException | ConfigError):
         print(wrapped(explain(error)), file=sys.stderr)
     else:
-        print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        print(printable(redacted("".join(traceback.format_exception(error)))), end="", file=sys.stderr)
         return CRASHED
     return REFUSED
 
@@ -41,9 +41,3 @@ def wrapped(message: str) -> str:
         for part in (textwrap.wrap(line, WIDTH, subsequent_indent="  ") if len(line) > WIDTH else [line])
     ]
     return "\n".join(lines[:10])
-
-
-def is_first_process() -> bool:
-    """Return whether this process prints messages: if torchrun or SLURM started several, only rank 0 does."""
-    rank_info = external_rank_info()
-    return rank_info is None or rank_info.rank == 0

@@ -66,8 +66,11 @@ def compose_and_run(arguments: list[str]) -> list[int]:
 
     If a flag only asks for information, print this information and return an empty list.
     """
-    directory = command_line.flag_value(arguments, command_line.RUN_DIRECTORY)
-    arguments = command_line.overrides_first(command_line.without_flag(arguments, command_line.RUN_DIRECTORY))
+    typed, directory = arguments, command_line.flag_value(arguments, command_line.RUN_DIRECTORY)
+    pipe = command_line.flag_value(arguments, command_line.DETACHED)
+    for flag in (command_line.RUN_DIRECTORY, command_line.DETACHED):
+        arguments = command_line.without_flag(arguments, flag)
+    arguments = command_line.overrides_first(arguments)
     is_sweep = bool({"-m", "--multirun"} & set(arguments))
     config_name = "config"
     if not is_sweep and (source := command_line.resumed(arguments)):
@@ -76,7 +79,8 @@ def compose_and_run(arguments: list[str]) -> list[int]:
         config_name = register_saved(source, arguments)
     from hydra._internal.utils import get_args_parser  # imported here: --help needs no Hydra
 
-    from runner.cli.composition import Composer, SweepJobs
+    from runner.cli.composition import Composer
+    from runner.cli.zipped import parse_zip
 
     flags = get_args_parser().parse_args(arguments)
     check_flags(flags)
@@ -88,12 +92,20 @@ def compose_and_run(arguments: list[str]) -> list[int]:
         composer.answer(overrides, flags)
     elif is_sweep:
         from runner.cli.run_sweep import run_sweep  # imported here: a single run has no ledger
+        from runner.cli.sweep_jobs import SweepJobs
 
-        return run_sweep(SweepJobs(composer, overrides), flags.overrides, flags.config_dir)
+        jobs = SweepJobs(composer, overrides)
+        if jobs.engine.detach and pipe is None:
+            from runner.cli.detached import start_detached
+
+            return [start_detached(typed)]
+        return run_sweep(jobs, flags.overrides, flags.config_dir, pipe)
     else:
         swept = [word for word in overrides if command_line.is_sweep_option(word)]
         why, remedy = "only a sweep has this option", "add -m, or leave it out"
         check(not swept, "".join(swept[:1]).partition("=")[0], ABSENT, why, remedy)
+        pairs = [word for word in overrides if parse_zip(word)]
+        check(not pairs, "".join(pairs[:1]).partition("=")[0], ABSENT, "only a sweep has pairs of values", "add -m")
         return [run_single(composer.run(overrides), directory)]
     return []
 
@@ -131,7 +143,7 @@ def run_single(job: Job, directory: str | None) -> int:
 
     run = build_run(job.config)
     # Imported here: config errors are reported before torch is imported.
-    from runner.cli.run_job import run_alone, run_in
+    from runner.cli.run_job import run_one
 
-    result = run_alone(run, job.overrides) if directory is None else run_in(Path(directory), run, job.overrides)
+    result = run_one(run, job.overrides, None if directory is None else Path(directory))
     return CODES[result.status]

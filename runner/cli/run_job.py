@@ -19,48 +19,27 @@ from runner.storage import run_directory
 from runner.storage.checkpoint import delete_all
 from runner.storage.durable_write import write_json
 from runner.system.secrets import redacted
+from runner.system.utf8 import printable
 from runner.tracking.log_file import LogFile
 from runner.train import train, train_rank
 
 log = logging.getLogger(__name__)
 
 
-def run_alone(run: Run, overrides: list[str]) -> Result:
-    """Train a run that is not part of a sweep, in a new directory or in the directory that `resume` names.
-
-    Args:
-        run: the run.
-        overrides: the overrides that are already applied to the run's config; they are saved in the run directory.
-
-    Raises:
-        ConfigError: if the config cannot run; no files are left behind.
-    """
-    return run_one(run, overrides, Path(run.output_root) / run.name)
-
-
-def run_in(directory: Path, run: Run, overrides: list[str]) -> Result:
-    """Train a run in a given run directory, as the jobs of a sweep do.
-
-    Args:
-        directory: the run directory; with `resume=auto`, the run that is there is resumed if it has the same config.
-        run: the run.
-        overrides: the overrides that are already applied to the run's config; they are saved in the run directory.
-
-    Raises:
-        ConfigError: if the config cannot run; no files are left behind.
-    """
-    return run_one(run, overrides, directory.parent, directory.name)
-
-
-def run_one(run: Run, overrides: list[str], parent: Path, name: str | None = None) -> Result:
+def run_one(run: Run, overrides: list[str], directory: Path | None = None) -> Result:
     """Check `run`, train it, and print where the result is.
 
     Args:
         run: the run.
         overrides: the overrides that are already applied to the run's config; they are saved in the run directory.
-        parent: the directory in which a new run directory is created.
-        name: the name of the run directory; None: a new, unique name.
+        directory: the run directory, as the jobs of a sweep have it: with `resume=auto`, the run that is there is
+            resumed if it has the same config. None: a new directory, or the one that `resume` names.
+
+    Raises:
+        ConfigError: if the config cannot run; no files are left behind.
     """
+    root = Path(run.output_root) / run.name
+    parent, name = (root, None) if directory is None else (directory.parent, directory.name)
     check_used(run, overrides)
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as process, ExitStack() as claims:
@@ -104,9 +83,7 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
         result, error = crash.result, crash.__cause__
     except Exception as early:  # before the first step
         result, error = Result("crashed", config_hash=known, error=f"{type(early).__name__}: {early}"), early
-    print(
-        redacted(trace), end="", file=sys.stderr
-    )  # the traceback of another process; this one's traceback is in the log
+    print(printable(redacted(trace)), end="", file=sys.stderr)  # of another process; this one's trace is in the log
     log.debug("crashed", exc_info=error)
     log.error("%s", result.error)
     return result

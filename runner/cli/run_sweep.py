@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
+import shlex
 import sys
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
-from runner.cli.arguments import is_sweep_option, override_value
-from runner.cli.composition import SweepJobs
-from runner.cli.exit_codes import STOPPED, WIDTH, wrapped
-from runner.cli.hydra_errors import explain
-from runner.config.errors import ABSENT, ConfigError, check
+from runner.cli.arguments import is_sweep_option
+from runner.cli.detached import Background
+from runner.cli.exit_codes import STOPPED, WIDTH
+from runner.cli.plan_jobs import GridJobs, Planner, experiment_file
+from runner.cli.sweep_jobs import SweepJobs
+from runner.config.errors import ABSENT, check
 from runner.config.options import chosen_groups
 from runner.parallel.launch.cluster import external_rank_info
-from runner.run import build_run, config_hash
-from runner.storage.run_directory import job_name
+from runner.storage.durable_write import write_text
+from runner.sweep.console import last_line
 from runner.sweep.display import Display, Table
-from runner.sweep.engines.base import Demand
-from runner.sweep.ledger import Ledger
-from runner.sweep.scheduler import JobSource, PlannedJob, Scheduler, last_line
+from runner.sweep.ledger import OPTIONS, Ledger
+from runner.sweep.objective import Objective
+from runner.sweep.scheduler import Scheduler
+from runner.sweep.search import SearchJobs, Space
+from runner.sweep.summary import best_job, write_summary
+from runner.system.forkserver import run_in_child
 from runner.system.signals import StopRequest
-
-REFUSALS = (ConfigError, HydraException, OmegaConfBaseException)
-"""The errors of a config that cannot run."""
 
 _FOR_ALL_JOBS = ("output_root", "resume", "sweep")
 """Keys and groups that cannot be swept over."""
 
 
-def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None) -> list[int]:
+def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: str | None = None) -> list[int]:
     """Run the jobs of a sweep, and return their exit codes.
 
     Args:
-        jobs: the jobs of the sweep.
+        jobs: what is swept.
         typed: the overrides of the command line.
         config_dir: the directory of `--config-dir`; None if the flag was not typed.
+        pipe: in the background, the pipe to the command that was typed; otherwise None.
 
     Raises:
         ConfigError: if no job can run.
@@ -50,19 +48,37 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None) -> list
     remedy = "start the sweep by itself: parallel=ddp starts the processes of each job"
     check(not started_elsewhere, "-m", ABSENT, "torchrun or SLURM has started several processes of it", remedy)
     for key in jobs.swept:
-        name = key.lstrip("+~").partition(".")[0]
+        name = key.partition(".")[0]
         check(name not in _FOR_ALL_JOBS, key, ABSENT, "it is the same for all jobs of a sweep", "give it one value")
-    engine = jobs.engine()
-    grid = GridJobs(jobs, config_dir)
-    print(f"{len(jobs):,} jobs", file=sys.stderr, flush=True)
-    with StopSweep() as stop, Ledger(typed, grid.root, grid.resume) as ledger:
-        grid.path = ledger.path
+    background = None if pipe is None else Background(pipe)
+    if background is None:  # otherwise not yet: what it starts would keep the pipes of the typed command open
+        jobs.engine.prepare()
+    engine, planner = jobs.engine, Planner(jobs, config_dir)
+    root = Path(planner.config["output_root"], "sweeps", planner.config["name"])
+    command = typed if config_dir is None else [*typed, f"--config-dir={os.path.abspath(config_dir)}"]
+    with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), command) as ledger:
+        planner.path = ledger.path
+        source = GridJobs(jobs, planner) if engine.search is None else _search(jobs, planner, ledger)
+        print(f"{len(source):,} jobs", file=sys.stderr, flush=True)
         terminal = sys.stderr.isatty()
-        display = Table(len(jobs), jobs.swept, last_line) if terminal else Display(len(jobs), jobs.swept, WIDTH)
-        with engine.connect(len(jobs), ledger.path) as pool:
-            codes = Scheduler(grid, pool, ledger, engine, display).run(stop)
-        ledger.end(len(jobs))
+        display = Table(len(source), jobs.swept, last_line) if terminal else Display(len(source), jobs.swept, WIDTH)
+        if background is not None:
+            background.leave_terminal(ledger.path)
+        with engine.connect(len(source), ledger.path) as pool:
+            if background is not None:
+                background.announce_start()
+            codes = Scheduler(source, pool, ledger, engine, display).run(stop)
+        source.close()
+        ledger.end(source.is_complete(ledger.num_settled))
         display.summary()
+        best = best_job(ledger.path)
+        if isinstance(source, SearchJobs):
+            _report_best(source, ledger.path, engine.seeds)
+        elif best is not None:
+            print(f"best {best.metric} {best.value:.4f}: {best.name}", flush=True)
+        if best is not None:
+            run_in_child(write_summary, ledger.path)  # it needs torch, which the server of the jobs has imported
+            print(f"look: tensorboard --logdir {shlex.quote(os.path.relpath(ledger.path))}", flush=True)
     if stop.received:
         raise SystemExit(STOPPED)
     return codes
@@ -75,92 +91,44 @@ class StopSweep(StopRequest):
         """Leave it to the scheduler to say what happens."""
 
 
-class _Base(NamedTuple):
-    """What jobs have in common whose config groups and devices are the same."""
-
-    config: dict[str, Any]
-    config_hash: str
-    demand: Demand
-
-
-class GridJobs(JobSource):
-    """One job for each combination of the swept values.
-
-    Only one job of each combination of config groups and devices is composed here, because that takes 50 ms. The
-    command of each job composes its own config.
-
-    Args:
-        jobs: the combinations.
-        config_dir: the directory of `--config-dir`; None if the flag was not typed.
+def _search(jobs: SweepJobs, planner: Planner, ledger: Ledger) -> SearchJobs:
+    """Return the jobs of a search.
 
     Raises:
-        ConfigError: if the first job cannot run for a reason that all jobs share.
+        ConfigError: if an option of the search is invalid.
     """
-
-    def __init__(self, jobs: SweepJobs, config_dir: str | None):
-        self._jobs, self._flags = jobs, [] if config_dir is None else [f"--config-dir={config_dir}"]
-        self._bases: dict[tuple[str, ...], _Base | str] = {}
-        self._all: Iterator[tuple[int, list[str]]] = enumerate(jobs)
-        self.path = Path()
-        config = self._first_config()
-        self.root = Path(config["output_root"], "sweeps", config["name"])
-        self.resume = str(config["resume"])
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def next(self) -> PlannedJob | None:
-        number, overrides = next(self._all, (-1, []))
-        if number < 0:
-            return None
-        overrides = [text for text in overrides if not is_sweep_option(text)]
-        directory = self.path / job_name(number, overrides, self._jobs.swept)
-        base = self._base(number, overrides)
-        if isinstance(base, str):
-            return PlannedJob(number, overrides, [], directory, "", refusal=base)
-        words = [text for text in overrides if override_value([text], "resume") is None]
-        arguments = [*words, "resume=auto", f"--run-directory={directory}", *self._flags]
-        known = hashlib.sha256(json.dumps([base.config_hash, words]).encode()).hexdigest()[:12]
-        return PlannedJob(number, overrides, arguments, directory, known, base.demand)
-
-    def _first_config(self) -> dict[str, Any]:
-        """Return the config of a job that can run, or that fails only because of a swept value.
-
-        Raises:
-            ConfigError, HydraException, OmegaConfBaseException: if no job can run.
-        """
-        config, first = {}, None
-        for overrides in self._jobs.samples():
-            try:
-                config = self._jobs.compose(0, overrides).config
-                build_run(config)
-                return config
-            except REFUSALS as error:
-                if isinstance(error, ConfigError) and error.key in self._jobs.swept:
-                    return config  # another value of that key may be possible
-                first = first or error
-        assert first is not None
-        raise first
-
-    def _base(self, number: int, overrides: list[str]) -> _Base | str:
-        """Return what a job has in common with others; the message of the error if its config cannot be composed."""
-        key = tuple(text for text in overrides if _is_shared(text))
-        if key not in self._bases:
-            try:
-                self._bases[key] = self._compose(number, overrides)
-            except REFUSALS as error:
-                return wrapped(explain(error))
-        return self._bases[key]
-
-    def _compose(self, number: int, overrides: list[str]) -> _Base:
-        config = self._jobs.compose(number, overrides).config
-        run = build_run(config)
-        devices = run.parallel.launcher(run.device).devices
-        gpus = len(devices) if devices[0].type == "cuda" else 0
-        return _Base(config, config_hash(config), Demand(len(devices), gpus, run.device.threads))
+    options, (metric, goal) = jobs.engine, planner.best
+    intervals = [each.name for each in jobs.dimensions if each.interval]
+    listed = options.search != "grid" or not intervals
+    why = "a grid needs a list of values for each key"
+    check(listed, "".join(intervals[:1]), ABSENT, why, "list some values, or sweep.search=tpe")
+    check(
+        bool(jobs.swept), "sweep.search", options.search, "no key has several values", "optimizer.lr=interval(0.01,1)"
+    )
+    seeded = options.seeds > 1 and any("seed" in each.keys and each.varies for each in jobs.dimensions)
+    check(not seeded, "sweep.seeds", options.seeds, "seed is swept, too", "leave one of them out")
+    tag = options.metric or f"eval/{metric}"
+    known = options.goal is not None or tag == f"eval/{metric}"
+    check(known, "sweep.metric", tag, "it may be better large or small", "add sweep.goal=min or sweep.goal=max")
+    objective = Objective(tag, options.goal or goal, best=options.metric is None)
+    dimensions = [each for each in jobs.dimensions if not is_sweep_option(each.name)]
+    space = Space(dimensions, planner.has_key, chosen_groups())
+    seed = int(planner.config["seed"]) if options.seeds > 1 else None
+    return SearchJobs(space, options, objective, planner.plan, seed, ledger)
 
 
-def _is_shared(override: str) -> bool:
-    """Return whether jobs with different values of this override must be composed separately."""
-    key = override.lstrip("+~").partition("=")[0]
-    return key.partition("@")[0] in chosen_groups() or key.startswith(("parallel.", "device."))
+def _report_best(source: SearchJobs, path: Path, num_seeds: int) -> None:
+    """Print the best trial of a search, and write it as an option file that can be run."""
+    found = source.best()
+    if found is None:
+        return
+    overrides, value = found
+    seeds = f", the mean of {num_seeds} seeds" if num_seeds > 1 else ""
+    words = " ".join(shlex.quote(text) for text in overrides)
+    lines = [f"best {source.objective.tag} {value:.4f}{seeds}: {words}"]
+    file = path / OPTIONS / "experiment" / "best.yaml"
+    with suppress(OSError):  # the line above says it, too
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, experiment_file(overrides, f"The best of {source.num_trials} trials: {lines[0]}"))
+        lines.append(f"run: python -m runner --config-dir {shlex.quote(str(path / OPTIONS))} experiment=best")
+    print("\n".join(lines), flush=True)

@@ -79,6 +79,8 @@ def _plain(value: Any, key: str, overridden: set[str]) -> Any:
 def _check(config: dict[str, Any], overridden: set[str]) -> None:
     """Check that every key is an option of the run or of a component, and that each value has the right type.
 
+    A component may refuse or change values that have to be typed: see `untrusted_values` of `Env` and `Downloadable`.
+
     The values of the keys `overridden` are not checked.
     """
     options = [name for name in option_fields(Run) if name not in CONFIG_GROUPS]
@@ -89,7 +91,10 @@ def _check(config: dict[str, Any], overridden: set[str]) -> None:
             check(isinstance(node, dict), key, node, "it is no component", f"choose an option: {key}=…")
             with errors_under(key):
                 cls = load_class(node.get("_target_"), _GROUPS[key])
-                checked_schema(cls, _not_overridden(node, f"{key}.", overridden))
+                saved = _not_overridden(node, f"{key}.", overridden)
+                checked_schema(cls, saved)
+                untrusted_values = getattr(cls, "untrusted_values", None)
+                node |= untrusted_values(saved) if untrusted_values is not None else {}
     own = {key: value for key, value in config.items() if key in options}
     checked_schema(Run, _not_overridden(own, "", overridden))
 

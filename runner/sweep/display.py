@@ -75,7 +75,7 @@ class Display:
 
         Args:
             job: the job.
-            state: `done`, `crashed`, `refused`, `diverged` or `stopped`.
+            state: `done`, `crashed`, `refused`, `diverged`, `stopped` or `pruned`.
             error: why it failed, if it did.
             result: its result; empty if it has none.
             console: the file with everything that it printed.
@@ -89,7 +89,7 @@ class Display:
             return
         parts = [f"{self.title(job)}: {state}"]
         if seconds := result.get("seconds"):
-            parts.append(f"{result['steps']} steps in {seconds:.1f} s")
+            parts.append(f"{result['steps']} step{'s' * (result['steps'] != 1)} in {seconds:.1f} s")
         if best := result.get("best"):
             parts.append(f"best {best['metric']} {best['value']:.4f}")
         self.line(", ".join(parts))

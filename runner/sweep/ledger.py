@@ -22,6 +22,12 @@ from runner.system.utf8 import printable
 CONSOLE = "console"
 """The folder in the directory of a sweep for what the jobs print, one file per job."""
 
+OPTIONS = "conf"
+"""The folder in the directory of a sweep for the best trial of a search, as an experiment."""
+
+STUDY = "study.log"
+"""The file in the directory of a sweep in which a search keeps its trials."""
+
 SETTLED = (0, 3)
 """Exit codes of jobs that are not repeated: done and diverged."""
 
@@ -36,13 +42,15 @@ class Ledger:
         typed: the overrides on the command line.
         root: the directory of all sweeps of this name.
         resume: `auto` or `never`.
-        settings: overrides that may differ when the sweep is resumed, as prefixes.
+        command: the overrides and flags of the command, with which it can be typed again; None: `typed`.
 
     Raises:
         ConfigError: if another process runs this sweep, or the ledger is damaged or cannot be written.
     """
 
-    def __init__(self, typed: Iterable[str], root: Path, resume: str):
+    def __init__(self, typed: Iterable[str], root: Path, resume: str, command: Iterable[str] | None = None):
+        typed = list(typed)
+        self._command = [printable(text) for text in redacted_values(typed if command is None else list(command))]
         ignored = ("resume=", "output_root=", "sweep")  # may differ when the sweep is resumed
         shown = redacted_values([text for text in typed if not text.startswith(ignored)])
         self.typed = sorted(printable(text) for text in shown)
@@ -81,8 +89,8 @@ class Ledger:
     def settled(self, number: int, config_hash: str) -> int | None:
         """Return the exit code of job `number` if it has ended for good with the same config; otherwise None."""
         entry = self.jobs.get(number, {})
-        same = entry.get("config_hash") == config_hash and entry.get("code") in SETTLED
-        return entry["code"] if same else None
+        is_settled = entry.get("config_hash") == config_hash and entry.get("code") in SETTLED
+        return entry["code"] if is_settled else None
 
     def console(self, number: int) -> Path:
         """Return the path of the file for what job `number` prints."""
@@ -91,22 +99,35 @@ class Ledger:
     def update(self, number: int, **changes: Any) -> None:
         """Change the entry of job `number`, and write the ledger.
 
+        Args:
+            number: the number of the job.
+            changes: the new values by key; None removes a key.
+
         Raises:
             StorageError: if the ledger cannot be written.
         """
         for key, show in (("overrides", redacted_values), ("error", redacted)):
-            if key in changes:
+            if changes.get(key) is not None:
                 changes[key] = _printable(show(changes[key]))
-        self._set(number, {**self.jobs.get(number, {}), **changes})
+        entry = {**self.jobs.get(number, {}), **changes}
+        self._set(number, {key: value for key, value in entry.items() if value is not None})
         self._write()
 
-    def end(self, num_jobs: int) -> None:
-        """Mark the sweep as complete if none of its `num_jobs` jobs has to be repeated.
+    @property
+    def num_settled(self) -> int:
+        """The number of jobs that need not be repeated: done, diverged, or stopped because others are better."""
+        return sum(entry.get("code") in SETTLED or entry.get("state") == "pruned" for entry in self.jobs.values())
+
+    def end(self, complete: bool) -> None:
+        """Record that the sweep has ended.
+
+        Args:
+            complete: whether nothing is left to do.
 
         Raises:
             StorageError: if the ledger cannot be written.
         """
-        self._complete = sum(entry.get("code") in SETTLED for entry in self.jobs.values()) >= num_jobs
+        self._complete = complete
         self._write()
 
     def close(self) -> None:
@@ -126,7 +147,8 @@ class Ledger:
         self._lines[number] = f'"{number}": {json.dumps(entry, ensure_ascii=False)}'
 
     def _write(self) -> None:
-        head = {"typed": self.typed, "complete": self._complete, "pid": os.getpid()}
+        pid = os.getpid()
+        head = {"typed": self.typed, "command": self._command, "complete": self._complete, "pid": pid}
         jobs = ",\n".join(self._lines.values())  # a line per job, and none is encoded anew: a sweep may have thousands
         try:
             write_text(self.path / LEDGER, f'{json.dumps(head, ensure_ascii=False)[:-1]}, "jobs": {{\n{jobs}\n}}}}\n')
@@ -154,8 +176,9 @@ def _locked(path: Path) -> IO[str]:
             written elsewhere.
     """
     try:
-        if os.path.lexists(path / CONSOLE):
-            run_directory.check_regular(path / CONSOLE)  # through a link, the jobs would print to files elsewhere
+        for folder in (path / CONSOLE, path / OPTIONS):
+            if os.path.lexists(folder):
+                run_directory.check_regular(folder)  # through a link, files elsewhere would be written
         lock = run_directory.lock(path)
     except UnsafeFileError as error:
         remedy = "resume=never starts another sweep"
@@ -191,6 +214,6 @@ def _remove_if_unused(path: Path, existing: Path) -> None:
                 file.unlink()
             with suppress(OSError):
                 (path / CONSOLE).rmdir()
-            for file in (LEDGER, ".lock"):
+            for file in (LEDGER, STUDY, ".lock"):
                 (path / file).unlink(missing_ok=True)
             run_directory.remove_empty(path, existing)

@@ -78,6 +78,9 @@ def _check(ledger: Any) -> None:
     typed, jobs = ledger.get("typed"), ledger.get("jobs")
     if not isinstance(typed, list) or not all(isinstance(text, str) for text in typed):
         raise ValueError("its overrides are not a list of strings")
+    command = ledger.get("command", [])
+    if not isinstance(command, list) or not all(isinstance(text, str) for text in command):
+        raise ValueError("its command is not a list of strings")
     if not isinstance(ledger.get("complete"), bool):
         raise ValueError("it does not say whether the sweep is complete")
     if not isinstance(jobs, dict):

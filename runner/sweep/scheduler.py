@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import fcntl
-import logging
-import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError
 from runner.storage.run_directory import StorageError, read_result
-from runner.storage.safe_read import open_regular
+from runner.sweep.console import last_line, message
 from runner.sweep.display import Display
-from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool
+from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
 from runner.sweep.ledger import SETTLED, Ledger
 from runner.system.signals import StopRequest
-
-log = logging.getLogger(__name__)
+from runner.system.utf8 import printable
 
 STATES = {0: "done", 1: "crashed", 2: "refused", 3: "diverged", 75: "stopped", 130: "stopped"}
 """The state of a job that has ended, by the exit code of its command."""
 
-CRASHED, REFUSED, STOPPED = 1, 2, 75
+DONE, CRASHED, REFUSED, STOPPED = 0, 1, 2, 75
+_CODES = {state: code for code, state in reversed(STATES.items())}
 
 _POLL_SECONDS = 0.25
 
@@ -65,7 +63,25 @@ class JobSource(ABC):
         """Return the number of all jobs."""
 
     def tell(self, number: int, code: int, result: dict[str, Any]) -> None:
-        """Receive the exit code and the result of job `number`, which has ended."""
+        """Receive the exit code and the result of job `number`, which has ended.
+
+        Raises:
+            ConfigError: if no further job makes sense after this result.
+        """
+
+    def close(self) -> None:
+        """End it, when no job is running any more."""
+
+    def is_complete(self, num_settled: int) -> bool:
+        """Return whether nothing is left to do, now that `num_settled` jobs need not be repeated."""
+        return num_settled >= len(self)
+
+    def unpromising(self, running: Collection[int]) -> list[int]:
+        """Return those of the `running` jobs that shall save and stop, because their results are worse than others'.
+
+        `next` may return such a job again; it then continues from its checkpoint.
+        """
+        return []
 
 
 class Scheduler:
@@ -83,10 +99,11 @@ class Scheduler:
         self.source, self.pool, self.ledger, self.options, self.display = source, pool, ledger, options, display
         self._waiting: deque[PlannedJob] = deque()
         self._running: dict[int, PlannedJob] = {}
-        self._adopted: set[int] = set()
+        self._pruned: set[int] = set()
+        self._attempts: Counter[int] = Counter()
         self._codes: dict[int, int] = {}
         self._stopping = False
-        self._unwritten: StorageError | None = None
+        self._error: StorageError | ConfigError | None = None
 
     def run(self, stop: StopRequest) -> list[int]:
         """Run all jobs, and return their exit codes.
@@ -97,6 +114,7 @@ class Scheduler:
         Raises:
             KeyboardInterrupt: at Ctrl-C after a stop signal; all jobs have been killed.
             StorageError: if the ledger cannot be written; the running jobs have saved and exited.
+            ConfigError: if the result of a job shows that the others make no sense; they have saved and exited.
         """
         while not (self._stopping and not self._running):
             if stop.received:
@@ -104,11 +122,12 @@ class Scheduler:
             started = self._start_jobs()
             if not self._running and not started and not self._waiting:
                 break
-            for ended in [*self.pool.wait(_POLL_SECONDS), *self._ended_adopted()]:
+            for ended in self.pool.wait(_POLL_SECONDS):
                 self._end(ended)
+            self._prune()
             self.display.refresh()
-        if self._unwritten is not None:
-            raise self._unwritten
+        if self._error is not None:
+            raise self._error
         return [self._codes[number] for number in sorted(self._codes)]
 
     def stop(self, reason: str) -> None:
@@ -119,21 +138,25 @@ class Scheduler:
         count = len(self._running)
         what = "1 running job saves and stops" if count == 1 else f"{count} running jobs save and stop"
         self.display.line(f"{reason}: {what}; Ctrl-C again ends all at once")
-        self.pool.stop(list(self._running))
-        for number in self._adopted:
-            pid, console = self.ledger.jobs[number].get("pid", 0), self.ledger.console(number)
-            if is_open_in(pid, console):  # anybody may have written the ledger
-                with suppress(OSError):
-                    os.kill(pid, signal.SIGTERM)
-            else:  # it goes on without this scheduler, which must not wait for it
-                self._running.pop(number)
-                self._codes[number] = STOPPED
-        self._adopted &= self._running.keys()
+        self._ask_to_stop(list(self._running))
+
+    def _ask_to_stop(self, numbers: list[int]) -> None:
+        """Let jobs save and exit. Those that cannot be asked run on without this scheduler, which does not wait."""
+        for number in self.pool.stop(numbers):
+            self._running.pop(number)
+            self._codes[number] = STOPPED
+
+    def _prune(self) -> None:
+        """Let the unpromising jobs save and stop."""
+        pruned = [] if self._stopping else self.source.unpromising(self._running.keys() - self._pruned)
+        self._pruned.update(pruned)
+        if pruned:
+            self._ask_to_stop(pruned)
 
     def _start_jobs(self) -> int:
         """Start jobs while there is room, and return how many were started, or ended without being started."""
         count = 0
-        while not self._stopping and (job := self._next()) is not None:
+        while not self._stopping and self.pool.has_room() and (job := self._next()) is not None:
             if not self._started(job):
                 self._waiting.appendleft(job)
                 break
@@ -145,59 +168,54 @@ class Scheduler:
 
     def _started(self, job: PlannedJob) -> bool:
         """Start `job` unless it has ended already or is running; return False if it has to wait for room."""
-        entry = self.ledger.jobs.get(job.number, {})
         code = self.ledger.settled(job.number, job.config_hash)
         if code is not None:
             self._codes[job.number] = code
             self.display.known(job, STATES[code])
-            self.source.tell(job.number, code, read_result(job.directory))
+            self._tell(job.number, code, read_result(job.directory))
             return True
         if job.refusal:
             self._record(job, REFUSED, error=job.refusal)
             return True
-        console = self.ledger.console(job.number)
-        if entry.get("state") == "running" and is_running(console):
-            self._running[job.number] = job
-            self._adopted.add(job.number)
-            self.display.line(f"{self.display.title(job)} is still running, started by an earlier command")
-            return True
+        entry, console = self.ledger.jobs.get(job.number, {}), self.ledger.console(job.number)
+        command = Job(job.number, job.arguments, console, job.demand)
+        if entry.get("state") == "running":
+            earlier = Started(entry.get("slot", ""), entry.get("pid", 0))
+            if self.pool.adopt(command, earlier):
+                self._running[job.number] = job
+                self.display.started(job, f"{printable(earlier.slot)}, by an earlier command", console)
+                return True
         console.parent.mkdir(exist_ok=True)
         try:
-            started = self.pool.submit(Job(job.number, job.arguments, console, job.demand))
+            started = self.pool.submit(command)
         except ConfigError as error:
             self._record(job, REFUSED, error=str(error))
             return True
         if started is None:
             return False
         self._running[job.number] = job
-        changes = {"overrides": job.overrides, "config_hash": job.config_hash, "directory": job.directory.name}
-        tries = entry.get("tries", 0) + 1
-        where = {"slot": started.slot, "pid": started.pid, "tries": tries, "started": time.time()}
-        self._update(job.number, **changes, **where, state="running")
+        self._attempts[job.number] += 1
+        self._pruned.discard(job.number)
+        where = {"slot": started.slot, "pid": started.pid, "tries": entry.get("tries", 0) + 1, "started": time.time()}
+        self._update(job, **where, state="running", code=None, error=None, seconds=None)
         self.display.started(job, started.slot, console)
         return True
-
-    def _ended_adopted(self) -> list[Ended]:
-        """Return the jobs of an earlier command that have ended; their results say how."""
-        ended = [number for number in self._adopted if not is_running(self.ledger.console(number))]
-        self._adopted -= set(ended)
-        codes = {state: code for code, state in reversed(STATES.items())}
-        results = {number: read_result(self._running[number].directory) for number in ended}
-        return [Ended(number, codes.get(results[number].get("status", ""))) for number in ended]
 
     def _end(self, ended: Ended) -> None:
         """Record the end of a job; if it crashed and has retries left, start it again instead."""
         job = self._running.pop(ended.number)
-        entry = {"tries": 1, "started": time.time(), **self.ledger.jobs[ended.number]}
-        code = ended.code if ended.code in STATES else CRASHED
-        text = "" if ended.code in STATES else how_it_died(ended)
-        failed = code == CRASHED
-        if failed and not self._stopping and entry["tries"] <= self.options.retries:
-            self._update(ended.number, state="queued", error=text or last_line(self.ledger.console(ended.number)))
+        code = ended.code
+        if code is None:  # a job of an earlier command, or a lost one: its result says how it ended, if it did
+            code = _CODES.get(read_result(job.directory).get("status", ""))
+        text = "" if code in STATES else how_it_died(ended)
+        code = code if code in STATES else CRASHED
+        if code == CRASHED and not self._stopping and self._attempts[job.number] <= self.options.retries:
+            self._update(job, state="queued", error=text or last_line(self.ledger.console(job.number)))
             self.display.line(f"{self.display.title(job)} {text or 'crashed'}: it is started again")
             self._waiting.append(job)
             return
-        self._record(job, code, error=text, seconds=round(time.time() - entry["started"], 3))
+        started = self.ledger.jobs[job.number].get("started", time.time())
+        self._record(job, code, error=text, seconds=round(time.time() - started, 3))
         if code in (CRASHED, REFUSED) and self.options.on_failure == "stop":
             self.stop(f"{self.display.title(job)} failed, and sweep.on_failure=stop")
 
@@ -205,41 +223,31 @@ class Scheduler:
         console = self.ledger.console(job.number)
         if code not in SETTLED and not error:
             error = last_line(console) if code != REFUSED else message(console)
-        self._codes[job.number] = code
+        state = "pruned" if code == STOPPED and job.number in self._pruned else STATES[code]
+        self._codes[job.number] = DONE if state == "pruned" else code
         result = read_result(job.directory) if code != REFUSED else {}
-        known = {"overrides": job.overrides, "config_hash": job.config_hash, "directory": job.directory.name}
-        self._update(job.number, **known, state=STATES[code], code=code, error=error, **more)
-        self.display.ended(job, STATES[code], error, result, console)
-        self.source.tell(job.number, code, result)
+        self._update(job, state=state, code=code, error=error, **more)
+        self.display.ended(job, state, error, result, console)
+        self._tell(job.number, code, result)
 
-    def _update(self, number: int, **changes: Any) -> None:
-        """Write the ledger; if that is impossible, let the running jobs save and exit: nobody could find them again."""
+    def _tell(self, number: int, code: int, result: dict[str, Any]) -> None:
         try:
-            self.ledger.update(number, **changes)
+            self.source.tell(number, code, result)
+        except ConfigError as error:
+            self._fail(error)
+
+    def _update(self, job: PlannedJob, **changes: Any) -> None:
+        """Write the ledger; if that is impossible, let the running jobs save and exit: nobody could find them again."""
+        known = {"overrides": job.overrides, "config_hash": job.config_hash, "directory": job.directory.name}
+        try:
+            self.ledger.update(job.number, **known, **changes)
         except StorageError as error:
-            if self._unwritten is None:
-                self._unwritten = error
-                self.stop(str(error).splitlines()[0])
+            self._fail(error)
 
-
-def is_running(console: Path) -> bool:
-    """Return whether a process of the job that prints to `console` is alive: it holds a lock on the file."""
-    try:
-        with open_regular(console) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def is_open_in(pid: int, path: Path) -> bool:
-    """Return whether the process `pid` has opened the file `path`; False where there is no /proc to see it in."""
-    try:
-        return any(os.path.samefile(file, path) for file in Path(f"/proc/{pid}/fd").iterdir() if file.exists())
-    except OSError:
-        return False
+    def _fail(self, error: StorageError | ConfigError) -> None:
+        if self._error is None:
+            self._error = error
+            self.stop(str(error).splitlines()[0])
 
 
 def how_it_died(ended: Ended) -> str:
@@ -250,19 +258,3 @@ def how_it_died(ended: Ended) -> str:
         with suppress(ValueError):
             return f"was killed by {signal.Signals(-ended.code).name}"
     return f"ended with exit code {ended.code}"
-
-
-def message(console: Path) -> str:
-    """Return the last ten lines that a job printed."""
-    try:
-        with open_regular(console) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return "\n".join([line for line in lines if line.strip()][-10:])
-
-
-def last_line(console: Path) -> str:
-    """Return the last line that a job printed; empty if it printed nothing."""
-    return message(console).rpartition("\n")[2]

@@ -21,8 +21,9 @@ from runner.config.errors import ABSENT, ConfigError, check
 from runner.storage.run_directory import StorageError
 from runner.storage.safe_read import check_no_link
 from runner.system.utf8 import printable
-from runner.tools.plot_runs import Study, find_runs
+from runner.tools.plot_runs import Study
 from runner.tools.plot_tables import render, write_points, write_runs
+from runner.tools.saved_runs import find_runs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,19 +101,12 @@ def _write(study: Study, out: Path) -> list[Path]:
 
 def _show(figures: dict[str, Figure], out: Path) -> None:
     """Write the figures to the directory `out` as TensorBoard images, which replace the images of an earlier call."""
-    import torch  # imported here, so that errors are reported without waiting for it
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from torch.utils.tensorboard.summary import image
-
+    from runner.tracking.charts import image_summary  # imported here, because they need matplotlib and torch
     from runner.tracking.event_file import EventFile
 
     events = EventFile(out, first_step=0)
     for name, figure in figures.items():
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        pixels = torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8)
-        width, height = canvas.get_width_height()
-        events.add(image(f"study/{name}", pixels.view(height, width, 4)[:, :, :3].permute(2, 0, 1), dataformats="CHW"))
+        events.add(image_summary(f"study/{name}", figure))
     events.close()
 
 

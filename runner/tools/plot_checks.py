@@ -34,13 +34,13 @@ def _damages(labels: dict[str, Any], result: dict[str, Any]) -> Iterator[str]:
     numbers |= {f"metrics.{tag}": number for tag, number in metrics.items()}
     numbers |= {key: result[key] for key in ("peak_memory_bytes", "world_size") if key in result}
     for key, number in numbers.items():
-        if not _is_number(number):
+        if not is_finite(number):
             yield f"{key} in its result.json is no finite number, but {_shown(number)}"
-    if times and not (_is_number(times.get("median")) and times["median"] > 1e-12):
+    if times and not (is_finite(times.get("median")) and times["median"] > 1e-12):
         yield f"step_seconds.median in its result.json is no duration, but {_shown(times.get('median'))}"
 
 
-def _is_number(value: object) -> bool:
+def is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # not if nan
 
 

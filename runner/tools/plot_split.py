@@ -74,12 +74,12 @@ def split_size_of(point: Point) -> int | None:
     if isinstance(labels.get(_SPLIT), int):
         return labels[_SPLIT]
     num_micro_batches = labels.get(_NUM_MICRO_BATCHES)
-    return _pipeline_batch_size(point) // num_micro_batches if isinstance(num_micro_batches, int) else None
+    return max(1, _pipeline_batch_size(point) // num_micro_batches) if isinstance(num_micro_batches, int) else None
 
 
 def _pipeline_batch_size(point: Point) -> int:
     labels = point.runs[0].labels
-    return labels["batch_size"] // labels.get("accumulation.steps", 1)
+    return max(1, labels["batch_size"] // labels.get("accumulation.steps", 1))  # 0 in no run that was done
 
 
 def _stages(point: Point) -> int:

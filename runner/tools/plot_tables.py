@@ -15,14 +15,16 @@ from rich.text import Text
 from runner.config.errors import escaped
 from runner.system.utf8 import printable
 from runner.tools.plot_checks import one_line
-from runner.tools.plot_runs import REPEATS, Point, Spread, Study
+from runner.tools.plot_runs import Point, Study
+from runner.tools.saved_runs import REPEATS
+from runner.tracking.spread import Spread
 
 
 def render(study: Study) -> Group:
     """Render a table of the points, with mean ± standard deviation over their repeats, and a list of failed runs."""
     table = Table(box=SIMPLE_HEAD)
     for title in (*study.keys, "runs", *_cells(study, study.points[0])) if study.points else ():
-        table.add_column(title, overflow="fold")
+        table.add_column(Text(one_line(title)), overflow="fold")  # Text, so that brackets are no markup
     for point in study.points:
         keys = [format_value(point.values.get(key, "")) for key in study.keys]
         table.add_row(*map(Text, (*keys, str(len(point.runs)), *_cells(study, point).values())))

@@ -231,7 +231,7 @@ class Recorder:
         self.computes_below_float64 |= gradient.is_floating_point() and gradient.dtype != torch.float64
 
     def _keep_first_gradients(self, *_: Any) -> None:
-        """Keep the gradients of the first step only: in later steps, the weights may already differ."""
+        """Keep the gradients of the first step only: in later steps, the weights of the two runs may already differ."""
         if len(self._samples) == 1:
             named = self._model.named_parameters()
             self._gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}

@@ -51,16 +51,18 @@ class Pair(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One line of the table.
+    """One line of the table: how far the tested run is from the reference, for one kind of tensors.
 
     Args:
-        what: the kind of tensors.
-        exact: the difference from the reference in float64; None if the device has no float64.
-        own: the difference from the reference in the config's own precision; None if that is float64.
-        rounding: the difference between the reference in the config's own precision and the reference in float64.
-        limit: the limit of `own`.
-        tolerance: the limit of `own` if the device has no float64 or the reference is noisy; never above `limit`.
-        exact_limit: the limit of `exact`.
+        what: the kind of tensors, for example `gradients`.
+        exact: the difference between the tested run and the reference, both in float64; None if the device has no
+            float64.
+        own: the same difference, with both runs in the precision of the config; None if that is float64.
+        rounding: the rounding error of the reference: its difference in the precision of the config from float64.
+        limit: the largest acceptable `own`.
+        tolerance: a stricter limit than `limit`, which replaces it if `own` alone must decide, because the device has
+            no float64, or if the rounding error of the reference is large (see `is_noisy`).
+        exact_limit: the largest acceptable `exact`.
     """
 
     what: str
@@ -152,7 +154,7 @@ def _row(kind: str, own: Pair | None, exact: Pair | None, precision: Precision) 
 
 
 def difference(kind: str, tested: Steps, reference: Steps) -> Difference:
-    """Return the largest relative difference between the tensors of one kind, for example `gradients`."""
+    """Return the largest relative difference between two runs, over the tensors of a kind such as `gradients`."""
     ours, theirs = tested.tensors[kind], reference.tensors[kind]
     if kind in _OPTIONAL and not (ours and theirs):
         return Difference(0.0, "not compared")

@@ -10,7 +10,8 @@ from helpers.command import run_command
 from hydra.core.hydra_config import HydraConfig
 
 from runner.cli.arguments import overrides_first
-from runner.cli.composition import MOST_JOBS, Composer, SweepJobs
+from runner.cli.composition import Composer
+from runner.cli.sweep_jobs import MOST_JOBS, SweepJobs
 from runner.config.errors import ConfigError
 
 FOREIGN = [

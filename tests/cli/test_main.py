@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers.command import PATIENCE, Command, environment, run_command, run_fresh, start_fresh, until
+from helpers.command import PATIENCE, Command, environment, leftovers, run_command, run_fresh, start_fresh, until
 from helpers.compose import FAST
 
 from runner.config.options import CONF
@@ -141,11 +141,6 @@ REFUSED = {
     "data=imagefolder  data.root=": ["data.root: got ''", "not empty"],
     "-m  seed=-1": ["seed: got -1"],
 }
-
-
-def leftovers(cwd: Path) -> set[str]:
-    """What is in `cwd`, but for what the command's server writes."""
-    return {path.name for path in cwd.iterdir()} - {"console.txt", "code"}
 
 
 def refusal(arguments: list[str], cwd: Path, kind: str) -> str:
@@ -310,7 +305,8 @@ def test_a_run_as_typed(tmp_path: Path) -> None:
     [path] = tmp_path.glob("outputs/classifier/*")
     saved = yaml.safe_load((path / "config.yaml").read_text())
     assert (saved["precision"]["_target_"], saved["accumulation"]["steps"]) == ("runner.precision.Float16", 4)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-[0-9a-f]{6}", path.name)
+    typed = "-precision=16+accumulation=4+steps=2"
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d_\d\d-\d\d-\d\d-[0-9a-f]{{6}}{re.escape(typed)}.*", path.name)
     assert f"run: outputs/classifier/{path.name}\n" in told
 
 
@@ -320,7 +316,10 @@ def test_a_sweep_has_a_labelled_directory_for_each_job_and_nothing_else(tmp_path
     [sweep] = tmp_path.glob("outputs/sweeps/classifier/*")
     fixed = ",".join((*FAST, "steps=1"))
     labels = [f"{i:03d}-precision={precision},{fixed}" for i, precision in enumerate(("16", "32", "bf16"))]
-    assert sorted(path.name for path in sweep.iterdir()) == [".lock", *labels, "console", "sweep.json"]
+    [summary] = sweep.glob("events.out.tfevents.*")
+    assert sorted(path.name for path in sweep.iterdir()) == [".lock", *labels, "console", summary.name, "sweep.json"]
+    assert re.search(r"^best eval/accuracy \d\.\d{4}: 00\d-precision=", told, re.MULTILINE)
+    assert f"look: tensorboard --logdir outputs/sweeps/classifier/{sweep.name}\n" in told
     classes = [yaml.safe_load((sweep / label / "config.yaml").read_text())["precision"]["_target_"] for label in labels]
     assert [name.rpartition(".")[2] for name in classes] == ["Float16", "Precision", "BFloat16"]
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["sweeps"]

@@ -85,7 +85,7 @@ def test_a_config_without_a_group_has_its_default(run: Path, tmp_path: Path) -> 
 def test_the_overrides_of_all_sessions_are_shown_and_never_read(run: Path, tmp_path: Path) -> None:
     (run / "overrides.yaml").write_text("- seed=5\n- --experimental-rerun=x\n- steps=4\n- hydra.run.dir=/nowhere\n")
     succeed(tmp_path, f"resume={run}", "steps=5")
-    listed = ["seed=5", "--experimental-rerun=x", "hydra.run.dir=/nowhere", f"resume={run}", "steps=5"]
+    listed = ["seed=5", "--experimental-rerun=x", "hydra.run.dir=/nowhere", f"resume='{run}'", "steps=5"]
     assert yaml.safe_load((run / "overrides.yaml").read_text()) == listed
     assert saved(run)["seed"] == 0
 
@@ -109,6 +109,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "wrong type": {"steps": "many"},
     "node for a value": {"steps": {"a": 1}},
     "out of range": {"steps": -1},
+    "module to import": {"env": {"_target_": "runner.env.base.Env", "id": "__hello__:CartPole-v1"}},
 }
 
 
@@ -123,6 +124,22 @@ def test_a_hostile_config_is_refused_and_nothing_is_written(values: dict[str, An
     after = {name: content for name, content in tree(tmp_path).items() if not name.startswith("cwd")}
     assert after == before
     assert {path.name for path in (tmp_path / "cwd").iterdir()} <= {"console.txt", "code"}
+
+
+def test_a_download_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
+    """It would write files to any directory."""
+    mnist = {"_target_": "runner.data.torchvision_data.Mnist", "root": str(tmp_path / "elsewhere"), "download": True}
+    change(run, data=mnist)
+    assert show(tmp_path, f"resume={run}")["data"] == mnist | {"download": False}
+    assert show(tmp_path, f"resume={run}", "data.download=true")["data"]["download"] is True
+    code, console = run_command(f"resume={run}", cwd=tmp_path)
+    assert (code, console.startswith("data.root: ")) == (2, True), console
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_module_of_an_environment_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
+    change(run, env={"_target_": "runner.env.base.Env", "id": "mine:Game-v0"})
+    assert show(tmp_path, f"resume={run}", "env.id='yours:Game-v0'")["env"]["id"] == "yours:Game-v0"
 
 
 def test_a_secret_in_the_environment_is_not_shown(run: Path, tmp_path: Path) -> None:

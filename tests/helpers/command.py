@@ -146,6 +146,11 @@ def succeed(cwd: Path, *arguments: str, **variables: str) -> str:
     return console
 
 
+def leftovers(cwd: Path) -> set[str]:
+    """What is in `cwd`, but for what the command's server writes."""
+    return {path.name for path in cwd.iterdir()} - {"console.txt", "code"}
+
+
 def until(condition: Callable[[], Any], seconds: float = PATIENCE, what: str = "it never happened") -> Any:
     """What `condition` returns once that is true."""
     end = time.monotonic() + seconds

@@ -20,7 +20,7 @@ import signal
 import sys
 from typing import Any
 
-FAULT_POINTS = "helpers.fault_points_installed"
+FAULT_POINTS, FROZEN = "helpers.fault_points_installed", "helpers.frozen"
 
 
 def main() -> None:
@@ -50,6 +50,7 @@ def import_everything() -> None:
     import runner.cli.run_job  # noqa: F401
 
     torch.use_deterministic_algorithms(False)  # imports torch's compiler, as every optimizer does: two seconds
+    importlib.import_module(FROZEN)
 
 
 def share_fork_server(*modules: str) -> None:
@@ -59,7 +60,7 @@ def share_fork_server(*modules: str) -> None:
     from runner.parallel.launch.processes import PRELOADED
     from runner.system.forkserver import start_server
 
-    start_server(*PRELOADED, *modules)
+    start_server(*PRELOADED, *modules, FROZEN)
     nothing: Any = lambda: None  # noqa: E731
     server.ensure_running = server._forkserver.ensure_running = nothing  # type: ignore[attr-defined]
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from tensorboard import context
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.plugins import base_plugin
+from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment, list_session_groups
 
 
 def events(directory: Path) -> EventAccumulator:
@@ -16,3 +22,34 @@ def curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """(step, value) of every scalar in a run directory, by tag."""
     read = events(directory)
     return {tag: [(point.step, point.value) for point in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+def hparams_table(root: Path) -> tuple[list[dict[str, Any]], dict[str, bool]]:
+    """The rows of the HPARAMS tab as the plugin reads them, and for each column in order whether it differs."""
+    experiment, groups = _hparams(root)
+    rows = [
+        {
+            "run": group.name,
+            "status": [api_pb2.Status.Name(session.status) for session in group.sessions],
+            "hparams": {name: getattr(value, value.WhichOneof("kind")) for name, value in group.hparams.items()},
+            "metrics": {metric.name.tag: (metric.training_step, metric.value) for metric in group.metric_values},
+        }
+        for group in groups
+    ]
+    return rows, {info.name: info.differs for info in experiment.hparam_infos}
+
+
+def hparams_columns(root: Path) -> tuple[dict[str, str], list[str]]:
+    """The columns of the HPARAMS tab: the type of each hyper-parameter, and the tags of the metrics."""
+    experiment, _ = _hparams(root)
+    types = {info.name: api_pb2.DataType.Name(info.type) for info in experiment.hparam_infos}
+    return types, [info.name.tag for info in experiment.metric_infos]
+
+
+def _hparams(root: Path) -> tuple[Any, Any]:
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(root)).Reload()
+    plugin = base_plugin.TBContext(data_provider=MultiplexerDataProvider(multiplexer, str(root)))
+    backend, request = backend_context.Context(plugin), context.RequestContext()
+    asked = api_pb2.ListSessionGroupsRequest(start_index=0, slice_size=100, allowed_statuses=[0, 1, 2, 3])
+    groups = list_session_groups.Handler(request, backend, "", asked).run().session_groups
+    return get_experiment.Handler(request, backend, "", api_pb2.GetExperimentRequest()).run(), groups

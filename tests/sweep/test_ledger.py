@@ -50,11 +50,12 @@ def test_a_sweep_cannot_be_resumed_in_the_directory_of_one_run(opened: Opened) -
 def test_a_sweep_none_of_whose_jobs_has_run_leaves_nothing(opened: Opened, tmp_path: Path) -> None:
     ledger = opened(["seed=1,2"])
     assert ledger.path.parent == tmp_path / "sweeps" / "a"
-    assert read_ledger(ledger.path) == {"typed": ["seed=1,2"], "complete": False, "pid": os.getpid(), "jobs": {}}
+    head = {"typed": ["seed=1,2"], "command": ["seed=1,2"], "complete": False, "pid": os.getpid()}
+    assert read_ledger(ledger.path) == head | {"jobs": {}}
     ledger.console(0).parent.mkdir()
     ledger.console(0).write_text("seed: got -1\n")
     ledger.update(0, config_hash="a", code=2)
-    ledger.end(2)
+    ledger.end(ledger.num_settled == 2)
     ledger.close()
     assert not list(tmp_path.iterdir())
 
@@ -123,7 +124,7 @@ def test_a_sweep_is_complete_when_no_job_has_to_be_repeated(opened: Opened, code
         ran(ledger, number, code)
         assert read_ledger(ledger.path)["jobs"][str(number)] == {"code": code, "config_hash": "a"}
         assert not read_ledger(ledger.path)["complete"]
-    ledger.end(2)
+    ledger.end(ledger.num_settled == 2)
     ledger.close()
     assert read_ledger(ledger.path)["complete"] == complete
     assert (opened(["seed=1,2"]).path == ledger.path) == (not complete)
@@ -242,22 +243,23 @@ def test_a_ledger_that_is_no_plain_file_is_not_read(
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.parametrize("folder", ["console", "conf"])
 @pytest.mark.parametrize("kind", ["folder", "file", "pipe"])
-def test_a_sweep_whose_jobs_would_print_elsewhere_is_refused(kind: str, opened: Opened, tmp_path: Path) -> None:
+def test_a_sweep_that_would_write_elsewhere_is_refused(kind: str, folder: str, opened: Opened, tmp_path: Path) -> None:
+    """What its jobs print, or its best trial."""
     path, elsewhere = write_ledger(tmp_path, GOOD), tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "000.txt").touch()
     if kind == "folder":
-        (path / "console").symlink_to(elsewhere)
+        (path / folder).symlink_to(elsewhere)
     else:
-        (path / "console").mkdir()
-        (path / "console" / "000.txt").symlink_to(elsewhere / "000.txt") if kind == "file" else os.mkfifo(
-            path / "console" / "000.txt"
-        )
+        (path / folder).mkdir()
+        file = path / folder / "000.txt"
+        file.symlink_to(elsewhere / "000.txt") if kind == "file" else os.mkfifo(file)
     with pytest.raises(ConfigError) as refusal:
         opened(["seed=1,2"])
     assert refusal.value.key == "resume"
-    assert str(refusal.value.got).startswith(str(path / "console"))
+    assert str(refusal.value.got).startswith(str(path / folder))
     assert opened(["seed=1,2"], "never").path != path
 
 

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command import PATIENCE
+from helpers.fake_pool import FakePool
 
 from runner.cli.exit_codes import CODES
 from runner.config.errors import check
 from runner.storage.run_directory import StorageError
 from runner.sweep.display import Display
-from runner.sweep.engines.base import Ended, Engine, Job, Pool, Started
+from runner.sweep.engines.base import Ended, Engine, Job, Started
 from runner.sweep.engines.local import Local
 from runner.sweep.ledger import Ledger
 from runner.sweep.ledger_file import read_ledger
@@ -30,9 +27,6 @@ from runner.sweep.scheduler import (
     PlannedJob,
     Scheduler,
     how_it_died,
-    is_open_in,
-    is_running,
-    message,
 )
 from runner.system.signals import StopRequest
 
@@ -48,6 +42,7 @@ class Jobs(JobSource):
     def __init__(self, path: Path, count: int, refused: tuple[int, ...] = (), one_by_one: bool = False):
         self.path, self.count, self.refused, self.one_by_one = path, count, refused, one_by_one
         self.told: list[tuple[int, int]] = []
+        self.on_next: Callable[[], None] = lambda: None
         self.num_yielded = 0
 
     def __len__(self) -> int:
@@ -58,48 +53,15 @@ class Jobs(JobSource):
         if number == self.count or (self.one_by_one and len(self.told) < number):
             return None
         self.num_yielded += 1
+        self.on_next()
+        return self.job(number)
+
+    def job(self, number: int) -> PlannedJob:
         overrides, refusal = [f"seed={number}"], "seed: got it: it is refused" if number in self.refused else ""
         return PlannedJob(number, overrides, overrides, self.path / f"{number:03d}", f"hash {number}", refusal=refusal)
 
     def tell(self, number: int, code: int, result: dict[str, Any]) -> None:
         self.told.append((number, code))
-
-
-class FakePool(Pool):
-    """Jobs end in the order in which they were started, one in each wait.
-
-    Args:
-        codes: the exit codes of a job's attempts, by its number; 0 if there are none left.
-        slots: how many jobs run at once.
-    """
-
-    def __init__(self, codes: dict[int, list[int | None]], slots: int = 2):
-        self.codes, self.slots = codes, slots
-        self.running: list[int] = []
-        self.started: list[int] = []
-        self.stopped: set[int] = set()
-        self.on_wait: Callable[[], None] = lambda: None
-
-    def submit(self, job: Job) -> Started | None:
-        if len(self.running) == self.slots:
-            return None
-        assert job.number not in self.running
-        job.console.write_text(f"it is job {job.number}\nthe last words of job {job.number}\n")
-        self.running.append(job.number)
-        self.started.append(job.number)
-        return Started("a slot", 0)
-
-    def wait(self, seconds: float) -> list[Ended]:
-        self.on_wait()
-        if not self.running:
-            return []
-        number = self.running.pop(0)
-        return [Ended(number, 75 if number in self.stopped else (self.codes.get(number) or [0]).pop(0))]
-
-    def stop(self, numbers: list[int]) -> None:
-        self.stopped |= set(numbers)
-
-    def kill(self) -> None: ...
 
 
 @pytest.fixture
@@ -108,7 +70,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
         yield stack.enter_context(Ledger(["seed=0,1,2,3"], tmp_path / "sweeps" / "a", "auto"))
 
 
-def scheduled(ledger: Ledger, jobs: Jobs, pool: Pool, options: Engine | None = None) -> list[int]:
+def scheduled(ledger: Ledger, jobs: Jobs, pool: FakePool, options: Engine | None = None) -> list[int]:
     return Scheduler(jobs, pool, ledger, options or Local(), Display(len(jobs), ["seed"])).run(StopRequest())
 
 
@@ -230,64 +192,90 @@ def test_a_ledger_that_cannot_be_written_any_more_stops_the_sweep(
     assert pool.stopped == {1}, "job 0 had ended"
 
 
-def test_a_job_that_a_killed_scheduler_left_running_is_waited_for(ledger: Ledger, tmp_path: Path) -> None:
+def test_the_end_of_an_earlier_attempt_is_forgotten_when_a_job_starts(ledger: Ledger) -> None:
+    """Otherwise a job whose scheduler is killed would count as done."""
+    ledger.update(0, config_hash="hash of another config", code=0, state="done", error="an error", seconds=1.0)
+    pool, seen = FakePool({}), []
+    pool.on_wait = lambda: seen.append(read_ledger(ledger.path)["jobs"]["0"])
+    scheduled(ledger, Jobs(ledger.path, 1), pool)
+    assert seen[0]["state"] == "running"
+    assert not {"code", "error", "seconds"} & seen[0].keys()
+
+
+def test_attempts_of_earlier_commands_do_not_use_up_the_retries(ledger: Ledger) -> None:
+    ledger.update(0, config_hash="hash 0", code=75, state="stopped", tries=3)
+    pool = FakePool({0: [1, 0]})
+    assert scheduled(ledger, Jobs(ledger.path, 1), pool, Local(retries=1)) == [0]
+    assert read_ledger(ledger.path)["jobs"]["0"]["tries"] == 5
+
+
+def test_a_job_that_a_killed_scheduler_left_running_is_waited_for(ledger: Ledger) -> None:
     ledger.update(0, config_hash="hash 0", state="running", pid=0, started=0.0, tries=1)
-    console, directory = ledger.console(0), ledger.path / "000"
-    console.parent.mkdir()
+    pool, directory = FakePool({0: [None]}, slots=1), ledger.path / "000"
     directory.mkdir()
-    pool = FakePool({}, slots=1)
-    with console.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert is_running(console)
-
-        def end() -> None:
-            (directory / "result.json").write_text(json.dumps({"status": "diverged", "steps": 3}))
-            fcntl.flock(file, fcntl.LOCK_UN)
-
-        pool.on_wait = end
-        assert scheduled(ledger, Jobs(ledger.path, 2), pool) == [3, 0]
+    (directory / "result.json").write_text(json.dumps({"status": "diverged", "steps": 3}))
+    pool.alive = {0}
+    assert scheduled(ledger, Jobs(ledger.path, 2), pool) == [3, 0]
     assert pool.started == [1]
     assert states(ledger) == ["diverged", "done"]
 
 
-def test_a_stop_reaches_the_process_that_prints_to_the_file_and_no_other(ledger: Ledger) -> None:
-    """Whatever process id the ledger names: somebody else may have written it."""
-    console, directory = ledger.console(0), ledger.path / "000"
-    console.parent.mkdir()
-    directory.mkdir()
-    words = [sys.executable, "-c", "import time; print(flush=True); time.sleep(300)"]
-    with console.open("w") as file:
-        own, other = subprocess.Popen(words, stdout=file), subprocess.Popen(words, stdout=subprocess.DEVNULL)
-    try:
-        assert is_open_in(own.pid, console)
-        assert not is_open_in(other.pid, console)
-        for process, wanted in ((own, -signal.SIGTERM), (other, None)):
-            ledger.update(0, config_hash="hash 0", state="running", pid=process.pid, started=0.0, tries=1)
-            stop, pool = StopRequest(), FakePool({})
-            with console.open("r+") as held:
-                fcntl.flock(held, fcntl.LOCK_EX)
-                waits = iter(
-                    [lambda stop=stop: setattr(stop, "received", "SIGTERM"), lambda: fcntl.flock(held, fcntl.LOCK_UN)]
-                )
-                pool.on_wait = lambda waits=waits: next(waits, lambda: None)()
-                Scheduler(Jobs(ledger.path, 1), pool, ledger, Local(), Display(1, ["seed"])).run(stop)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(PATIENCE if wanted else 0.1)
-            assert process.returncode == wanted
-    finally:
-        for process in (own, other):
-            process.kill()
-            process.wait()
+def test_a_stopped_sweep_does_not_wait_for_a_job_that_it_cannot_stop(ledger: Ledger) -> None:
+    ledger.update(0, config_hash="hash 0", state="running", pid=0, started=0.0, tries=1)
+    pool, stop = FakePool({}), StopRequest()
+    pool.alive, pool.unreachable = {0}, {0}
+    source = Jobs(ledger.path, 2)
+    source.on_next = lambda: setattr(stop, "received", "SIGTERM")
+    assert Scheduler(source, pool, ledger, Local(), Display(2, ["seed"])).run(stop) == [75, 0]
+    assert states(ledger) == ["running", "done"], "the next command looks for it"
+
+
+def test_unpromising_jobs_are_stopped_and_may_go_on_later(ledger: Ledger) -> None:
+    class Search(Jobs):
+        def unpromising(self, running: Collection[int]) -> list[int]:
+            return [1] if self.told == [(0, 0)] and 1 in running else []
+
+        def next(self) -> PlannedJob | None:
+            if self.told[1:] == [(1, 75)] and not seen:
+                seen.append(states(ledger))
+                return self.job(1)
+            return super().next()
+
+    pool, seen = FakePool({}), []
+    source = Search(ledger.path, 2)
+    assert scheduled(ledger, source, pool) == [0, 0]
+    assert pool.started == [0, 1, 1]
+    assert source.told == [(0, 0), (1, 75), (1, 0)]
+    assert seen == [["done", "pruned"]]
+    assert states(ledger) == ["done", "done"]
+    ledger.end(ledger.num_settled == 2)
+    assert read_ledger(ledger.path)["complete"]
+
+
+def test_an_unpromising_job_that_cannot_be_stopped_is_not_waited_for(ledger: Ledger) -> None:
+    class Search(Jobs):
+        def unpromising(self, running: Collection[int]) -> list[int]:
+            return list(running)
+
+    ledger.update(0, config_hash="hash 0", state="running", pid=0, started=0.0, tries=1)
+    pool = FakePool({})
+    pool.alive, pool.unreachable = {0}, {0}
+    assert scheduled(ledger, Search(ledger.path, 1), pool) == [75]
+    assert states(ledger) == ["running"], "the next command looks for it"
+
+
+def test_a_sweep_is_complete_with_pruned_jobs(ledger: Ledger) -> None:
+    class Search(Jobs):
+        def unpromising(self, running: Collection[int]) -> list[int]:
+            return list(running)
+
+    assert scheduled(ledger, Search(ledger.path, 2), FakePool({})) == [0, 0], "no failure"
+    assert states(ledger) == ["done", "pruned"]
+    ledger.end(ledger.num_settled == 2)
+    assert read_ledger(ledger.path)["complete"]
 
 
 def test_how_a_job_died() -> None:
     assert how_it_died(Ended(0, -signal.SIGSEGV)) == "was killed by SIGSEGV"
     assert how_it_died(Ended(0, 77)) == "ended with exit code 77"
     assert how_it_died(Ended(0, None, "node 3 is down")) == "was lost: node 3 is down"
-
-
-def test_the_last_lines_of_a_file(tmp_path: Path) -> None:
-    assert message(tmp_path / "missing") == ""
-    path = tmp_path / "console"
-    path.write_bytes(b"x" * 50_000 + b"\n\n" + b"".join(b"line %d \xff\n" % number for number in range(20)))
-    assert message(path).splitlines() == [f"line {number} \ufffd" for number in range(10, 20)]

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -21,16 +22,22 @@ import pytest
 from helpers.command import environment, run_command
 from helpers.compose import FAST, composed
 from helpers.events import events
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from omegaconf import OmegaConf
 from PIL import Image
 from rich.console import Console
 
 from runner.sweep.ledger_file import LEDGER
 from runner.tools import plot
+from runner.tools.plot_checks import one_line
 from runner.tools.plot_pictures import pictures
-from runner.tools.plot_runs import Spread, Study, find_runs, labels_of
+from runner.tools.plot_runs import Study
 from runner.tools.plot_split import best_pipelines, split_curves
 from runner.tools.plot_tables import plus_minus, render
+from runner.tools.saved_runs import find_runs, labels_of
+from runner.tracking import charts
+from runner.tracking.event_file import EventFile, points
+from runner.tracking.spread import Spread
 
 BATCH = 120
 PIPELINE = {"_target_": "runner.parallel.pipeline.Pipeline", "split_size": 12, "num_micro_batches": None, "stages": 2}
@@ -508,41 +515,235 @@ def test_over_split_size_the_best_is_marked_and_the_theory_drawn(sweep: Sweep) -
     assert bars_of(axes) == [(pytest.approx(m - 0.3), pytest.approx(m + 0.3)) for m in (5.3, 4.3, 5.1)]
 
 
-def test_another_sweep_is_drawn_over_its_numbers(sweep: Sweep) -> None:
-    for lr, seconds in ((0.3, 3.0), (0.1, 1.0), (0.2, 2.0)):
-        sweep.add(seconds, optimizer__lr=lr)
-    figure = pictures(sweep.study)["sweep"]
-    time, final = figure.axes
-    assert list(time.lines[0].get_xdata()) == [0.1, 0.2, 0.3]
-    assert list(time.lines[0].get_ydata()) == [1.0, 2.0, 3.0]
-    assert list(final.lines[0].get_ydata()) == [pytest.approx(x) for x in (0.1, 0.2, 0.3)]
-    assert (time.get_xlabel(), time.get_ylabel(), final.get_ylabel()) == (
+def drawn_lines(axes: Any) -> dict[str, list[tuple[float, float]]]:
+    """The points of each line by its label."""
+    return {line.get_label(): [tuple(point) for point in line.get_xydata()] for line in axes.lines}
+
+
+def bands(axes: Any) -> list[list[tuple[float, float]]]:
+    """(lower, upper) edge of each band at each of its points."""
+    found = []
+    for collection in axes.collections:
+        [path] = collection.get_paths()
+        corners: dict[float, list[float]] = {}
+        for x, y in path.vertices:
+            corners.setdefault(float(x), []).append(float(y))
+        found.append([(min(ys), max(ys)) for _, ys in sorted(corners.items())])
+    return found
+
+
+def test_a_sweep_over_numbers_is_a_line_with_a_band_the_metric_first(sweep: Sweep) -> None:
+    for lr, seconds in ((0.3, 3.0), (0.01, 1.0), (0.1, 2.0)):
+        for seed in (0, 1):
+            sweep.add(seconds + 0.2 * seed, optimizer__lr=lr, seed=seed)
+    quality, time = pictures(sweep.study)["sweep"].axes
+    [line] = drawn_lines(quality).values()
+    assert line == [(0.01, pytest.approx(0.11)), (0.1, pytest.approx(0.21)), (0.3, pytest.approx(0.31))]
+    deviation = 0.02 / math.sqrt(2)
+    [band] = bands(quality)
+    assert band == [(pytest.approx(m - deviation), pytest.approx(m + deviation)) for m in (0.11, 0.21, 0.31)]
+    assert [y for _, y in next(iter(drawn_lines(time).values()))] == [pytest.approx(y) for y in (1.1, 2.1, 3.1)]
+    assert (quality.get_xlabel(), quality.get_ylabel(), time.get_ylabel()) == (
         "optimizer.lr",
-        "seconds per step",
         "eval/accuracy",
+        "seconds per step",
     )
+    assert quality.get_xscale() == "log"
+    assert [label.get_text() for label in quality.get_xticklabels()] == ["0.01", "0.1", "0.3"]
+    assert time.get_ylim()[0] == 0
 
 
-def test_another_sweep_is_drawn_over_its_names_side_by_side(sweep: Sweep) -> None:
+@pytest.mark.parametrize(
+    ("values", "geometric"),
+    [
+        ((1, 2, 4, 8), True), ((0.01, 0.02, 0.05, 0.1), True), ((0.0, 1e-4, 1e-3), True), ((32, 64, 128), True),
+        ((1, 2, 3, 4), False), ((0.1, 0.2), False), ((1, 10), True), ((-1, 1, 10), False), ((5,), False),
+        ((0, 1), False), ((10, 20, 30), False), ((0.8, 0.9, 0.99), False),
+    ],
+)  # fmt: skip
+def test_values_whose_ratios_are_alike_are_drawn_on_a_logarithmic_axis(
+    values: tuple[float, ...], geometric: bool
+) -> None:
+    assert charts.is_geometric(values) == geometric
+
+
+def test_a_sweep_over_options_is_drawn_as_bars_side_by_side(sweep: Sweep) -> None:
     for precision in ("32", "bf16", "tf32"):
         for lr in (0.1, 0.2):
             node = composed(f"precision='{precision}'")["precision"]
             sweep.add(10 * lr, optimizer__lr=lr, precision=node)
-    time = axes_of(sweep.study, "sweep")
+    figure = pictures(sweep.study)["sweep"]
+    quality, time = figure.axes
     assert [label.get_text() for label in time.get_xticklabels()] == ["32", "bf16", "tf32"]
     assert heights(time) == [pytest.approx(1.0)] * 3 + [pytest.approx(2.0)] * 3
-    assert [text.get_text() for text in time.get_legend().get_texts()] == ["optimizer.lr=0.1", "optimizer.lr=0.2"]
+    assert heights(quality) == [pytest.approx(0.1)] * 3 + [pytest.approx(0.2)] * 3
+    assert [text.get_text() for text in quality.texts] == ["0.1000"] * 3 + ["0.2000"] * 3
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["optimizer.lr=0.1", "optimizer.lr=0.2"]
     spans = sorted((patch.get_x(), patch.get_x() + patch.get_width()) for patch in time.patches)
     assert all(end < start for (_, end), (start, _) in itertools.pairwise(spans)), "no bar hides another"
+
+
+def boxes(figure: Any) -> Any:
+    """Draw the figure, and return a function that says where an artist is in pixels."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return lambda artist: artist.get_window_extent(canvas.get_renderer())
+
+
+def test_a_legend_covers_no_axes(sweep: Sweep) -> None:
+    for batch_size in (30, 60, 120):
+        for lr in (0.1, 0.2, 0.3):
+            sweep.add(lr, optimizer__lr=lr, batch_size=batch_size)
+    figure = pictures(sweep.study)["sweep"]
+    where = boxes(figure)
+    [legend] = figure.legends
+    assert not any(where(legend).overlaps(where(axes)) for axes in figure.axes)
+    assert where(legend).x1 <= figure.bbox.x1
+
+
+@pytest.mark.parametrize("count", [2, 5, 12])
+def test_the_labels_of_modes_are_readable_however_many_there_are(sweep: Sweep, count: int) -> None:
+    """Not white on white, not over each other, and not outside of the figure."""
+    for number in range(count):
+        sweep.add(0.01 * (1 + number), epochs=number + 1)
+        sweep.add(0.02 * (1 + number), epochs=number + 1, parallel=MODEL)
+    figure = pictures(sweep.study)["modes"]
+    where = boxes(figure)
+    [axes] = figure.axes
+    texts = [*axes.texts, *(axes.get_xticklabels() if count < 5 else axes.get_yticklabels())]
+    assert len(axes.texts) == 2 * count
+    assert all(text.get_color() != "white" for text in texts)
+    assert not any(where(one).overlaps(where(other)) for one, other in itertools.combinations(texts, 2))
+    assert all(where(text).x0 >= 0 and where(text).x1 <= figure.bbox.x1 for text in texts)
+
+
+def test_two_keys_are_a_heat_map(sweep: Sweep) -> None:
+    for batch_size in (60, 30):
+        for lr in (0.1, 0.2, 0.3):
+            if (batch_size, lr) != (30, 0.3):
+                sweep.add(lr + batch_size, optimizer__lr=lr, batch_size=batch_size)
+    axes = axes_of(sweep.study, "heat_map")
+    [image] = axes.images
+    expected = [[3.01, 3.02, math.nan], [6.01, 6.02, 6.03]]
+    assert image.get_array().filled(math.nan).tolist() == [pytest.approx(row, nan_ok=True) for row in expected]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0.1", "0.2", "0.3"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["30", "60"]
+    assert [text.get_text() for text in axes.texts] == ["3.01", "3.02", "6.01", "6.02", "6.03"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("optimizer.lr", "batch_size")
+
+
+def test_a_search_over_numbers_has_no_heat_map(sweep: Sweep) -> None:
+    """Each trial has a number of its own: most cells would be empty, and the labels unreadable."""
+    for i in range(20):
+        sweep.add(0.1 * i, optimizer__lr=0.01 * 1.1**i, batch_size=(30, 60)[i % 2])
+    assert list(pictures(sweep.study)) == ["sweep"]
+
+
+def test_more_keys_are_ranked_and_drawn_over_each_key(sweep: Sweep) -> None:
+    for batch_size, lr, epochs in itertools.product((30, 60), (0.1, 0.2), (1, 2)):
+        sweep.add(batch_size / 10 + lr + epochs / 20, optimizer__lr=lr, batch_size=batch_size, epochs=epochs)
+    drawn = pictures(sweep.study)
+    assert list(drawn) == ["ranking", "sweep"]
+    [axes] = drawn["ranking"].axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels[0] == "epochs=2, batch_size=60, lr=0.2"
+    assert labels[-1] == "epochs=1, batch_size=30, lr=0.1"
+    assert axes.get_ylim()[0] > axes.get_ylim()[1], "the best is at the top"
+    assert [text.get_text() for text in axes.texts][:2] == ["0.6300", "0.6250"]
+    panels = {axes.get_xlabel(): axes for axes in drawn["sweep"].axes}
+    assert set(panels) == {"epochs", "batch_size", "optimizer.lr"}
+    [mean] = [line for line in panels["batch_size"].lines if line.get_linestyle() == "-"]
+    assert [tuple(point) for point in mean.get_xydata()] == [(30, pytest.approx(0.3225)), (60, pytest.approx(0.6225))]
+
+
+def test_runs_that_have_little_in_common_are_told_apart_by_what_is_unusual(sweep: Sweep) -> None:
+    sweep.add(1.0)
+    for number, changes in enumerate(
+        ({"batch_size": 60}, {"optimizer__lr": 0.3}, {"epochs": 8}, {"max_grad_norm": 1.0})
+    ):
+        sweep.add(2.0 + number, **changes)
+    sweep.add(7.0, epochs=9, optimizer__lr=0.4)
+    drawn = pictures(sweep.study)
+    assert list(drawn) == ["ranking"], "no key was varied by itself"
+    labels = [label.get_text() for label in drawn["ranking"].axes[0].get_yticklabels()]
+    assert labels == [
+        "epochs=9, lr=0.4",
+        "max_grad_norm=1.0",
+        "epochs=8",
+        "lr=0.3",
+        "batch_size=60",
+        "all as in most runs",
+    ]
+
+
+def test_of_many_settings_the_best_are_shown(sweep: Sweep) -> None:
+    for number in range(30):
+        sweep.add(1.0 + number, optimizer__lr=number / 100, batch_size=30 + number, epochs=1 + number)
+    figure = pictures(sweep.study)["ranking"]
+    assert figure.get_suptitle() == "The best 20 of 30 settings by eval/accuracy"
+    assert [text.get_text() for text in figure.axes[0].texts][:2] == ["3", "2.9"]
+
+
+def log_curve(directory: Path, values: dict[int, float], first_step: int = 1, tag: str = "eval/accuracy") -> None:
+    file = EventFile(directory, first_step)
+    for step, value in values.items():
+        file.add(points({tag: value}), step)
+    file.close()
+
+
+def test_learning_curves_are_averaged_over_seeds(sweep: Sweep) -> None:
+    for lr in (0.1, 0.2, 0.3):
+        for seed in (0, 1):
+            directory = sweep.add(1.0, optimizer__lr=lr, seed=seed)
+            log_curve(directory, {5: lr + seed, 10: 0.5, 15: 99.0})
+            log_curve(directory, {15: 2 * lr, 20: 0.75}, first_step=11)  # it was resumed from step 10
+    axes = axes_of(sweep.study, "curves")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("optimizer steps", "eval/accuracy")
+    lines = drawn_lines(axes)
+    assert list(lines) == ["lr=0.1", "lr=0.2", "lr=0.3"]
+    assert lines["lr=0.2"] == [(5, pytest.approx(0.7)), (10, 0.5), (15, pytest.approx(0.4)), (20, 0.75)]
+    assert bands(axes)[1][0] == (pytest.approx(0.7 - math.sqrt(0.5)), pytest.approx(0.7 + math.sqrt(0.5)))
+    assert len({line.get_color() for line in axes.lines}) == 3
+
+
+def test_a_metric_that_was_measured_once_has_no_curve_but_the_training_has(sweep: Sweep) -> None:
+    for seed in (0, 1):
+        directory = sweep.add(1.0, seed=seed)
+        log_curve(directory, {9: 0.5})
+        log_curve(directory, {3: 0.1, 6: 0.2, 9: 0.4}, tag="train/accuracy")
+    assert list(pictures(sweep.study)) == ["curves"]
+    axes = axes_of(sweep.study, "curves")
+    assert axes.get_ylabel() == "train/accuracy"
+    assert drawn_lines(axes) == {"2 runs": [(3, pytest.approx(0.1)), (6, pytest.approx(0.2)), (9, pytest.approx(0.4))]}
+
+
+EVENTS = "events.out.tfevents.0000000001"
+BROKEN_EVENTS: dict[str, Callable[[Path], object]] = {
+    "nothing": write(b""),
+    "bytes": write(bytes(range(256))),
+    "a pipe": os.mkfifo,
+    "a directory": Path.mkdir,
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "large": lambda path: (path.touch(), os.truncate(path, 10**10)),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_EVENTS)
+def test_a_run_with_broken_event_files_has_no_curve(kind: str, sweep: Sweep) -> None:
+    for lr in (0.1, 0.2):
+        log_curve(sweep.add(1.0, optimizer__lr=lr), {1: 0.1, 2: 0.2, 3: 0.3})
+    BROKEN_EVENTS[kind](sweep.add(1.0, optimizer__lr=0.3) / EVENTS)
+    assert list(drawn_lines(axes_of(sweep.study, "curves"))) == ["lr=0.1", "lr=0.2"]
 
 
 def test_lists_and_truth_values_are_names(sweep: Sweep) -> None:
     for indices in ([], [0, 1]):
         for compiled in (False, True):
             sweep.add(1.0, device__indices=indices, compile=compiled)
-    time = axes_of(sweep.study, "sweep")
-    assert [label.get_text() for label in time.get_xticklabels()] == ["false", "true"]
-    assert [text.get_text() for text in time.get_legend().get_texts()] == ["device.indices=[]", "device.indices=[0, 1]"]
+    figure = pictures(sweep.study)["sweep"]
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["false", "true"]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["device.indices=[]", "device.indices=[0, 1]"]
 
 
 def test_a_line_without_the_metric_is_left_out_of_its_panel(sweep: Sweep) -> None:
@@ -551,9 +752,9 @@ def test_a_line_without_the_metric_is_left_out_of_its_panel(sweep: Sweep) -> Non
     directory = sweep.add(1.0, optimizer__lr=0.1, batch_size=60)
     result = json.loads((directory / "result.json").read_text())
     (directory / "result.json").write_text(json.dumps(result | {"metrics": {}, "best": {}}))
-    time, final = pictures(sweep.study)["sweep"].axes
-    assert [len(container.lines[0].get_xdata()) for container in time.containers] == [3, 1]
-    assert [len(container.lines[0].get_xdata()) for container in final.containers] == [3]
+    quality, time = pictures(sweep.study)["sweep"].axes
+    assert [len(line) for line in drawn_lines(time).values()] == [1, 3]
+    assert [len(line) for line in drawn_lines(quality).values()] == [3]
 
 
 def test_one_point_needs_no_picture(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
@@ -673,3 +874,61 @@ def test_it_reads_what_a_real_sweep_leaves(tmp_path: Path) -> None:
         ]
         assert float(point["seconds_per_step"]) == pytest.approx(statistics.mean(results))
     assert (tmp_path / "outputs" / "sweeps" / "plots" / "sweep.png").is_file()
+
+
+HOSTILE = {
+    "a formula": ("$\\frac{$", "\\$\\frac{\\$"),
+    "an empty formula": ("$$", "\\$\\$"),
+    "markup": ("[/red]", "[/red]"),
+    "an escape code": ("\x1b[31mred", "\\x1b[31mred"),
+    "half a surrogate": ("\ud800", "\\ud800"),
+}
+"""Texts in the files of a run, and how they are drawn: what matplotlib and rich would interpret is escaped."""
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_keys_metrics_and_machines_are_shown_as_they_are_written(sweep: Sweep, kind: str) -> None:
+    text, drawn = HOSTILE[kind]
+    for value in (1, 2):
+        machine = MACHINE | {"cpu": {"model": text, "allowed_cores": 2}}
+        key: dict[str, Any] = {f"model__{text}": value}
+        directory = sweep.add(1.0 + value, machine=machine, **key)
+        result = json.loads((directory / "result.json").read_text())
+        result |= {"best": {"metric": text, "value": 0.5, "step": 1}, "metrics": {text: 0.5}}
+        (directory / "result.json").write_text(json.dumps(result))
+    shown = drawn.replace("\\$", "$")
+    title = re.split("  +", told(sweep.study).split("\n")[1].strip())
+    assert title == [f"model.{shown}", "runs", "seconds per step", "samples/s", shown]
+    figure = pictures(sweep.study)["sweep"]
+    figure.savefig(io.BytesIO())
+    first, _ = figure.axes
+    assert (first.get_xlabel(), first.get_ylabel()) == (f"model.{drawn}", drawn)
+    assert first.get_title(loc="left").startswith(f"{drawn}, 2 cores")
+
+
+@pytest.mark.parametrize("values", [("$\\frac{$", "[/red]"), (10**400, 1), (-(10**400), "\x1b")])
+def test_values_that_cannot_be_drawn_as_numbers_or_formulas_are_names(sweep: Sweep, values: tuple[Any, Any]) -> None:
+    for value in values:
+        sweep.add(1.0, model__depth=value)
+    [(name, figure)] = pictures(sweep.study).items()  # long names are in a ranking
+    figure.savefig(io.BytesIO())
+    ticks = figure.axes[0].get_xticklabels() if name == "sweep" else figure.axes[0].get_yticklabels()
+    labels = [label.get_text().replace("\\$", "$").removeprefix("depth=") for label in ticks]
+    assert [label[:19] for label in labels] == [one_line(str(value))[:19] for value in values]
+
+
+def test_a_key_with_a_dot_outside_of_a_group_is_a_key(sweep: Sweep) -> None:
+    keys: list[dict[str, Any]] = [{"x.y": value} for value in (1, 2)]
+    for key in keys:
+        sweep.add(1.0, **key)
+    assert sweep.study.keys == ["x.y"]
+
+
+def test_more_micro_batches_than_samples_end_nothing(sweep: Sweep) -> None:
+    """No run is like this, but somebody may write it."""
+    sweep.add(1.0, parallel=PIPELINE | {"num_micro_batches": 10 * BATCH, "split_size": None})
+    for split_size in (3, 7):
+        sweep.add(1.0, accumulation__steps=10 * BATCH, parallel=PIPELINE | {"split_size": split_size})
+    first, second = split_curves(sweep.study.points), pictures(sweep.study)
+    assert [[size for size, _ in curve.points] for curve in first] == [[3, 7]]
+    second["split_size"].savefig(io.BytesIO())

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.compose import FAST
+from helpers.compose import FAST, option_node
 
 from runner.precision import BFloat16, Double, Precision
-from runner.tools import verify
+from runner.run import Run
+from runner.tools import verify, verify_steps
 from runner.tools.verify_samples import first_other_samples, sample_hashes
 from runner.tools.verify_steps import Steps
 from runner.tools.verify_verdict import Pair, Verdict, compare, largest
 
 ROOT = Path(__file__).parent.parent.parent
+RESNET = ("model=resnet18", "data.size=16", "data.holdout=0.02", "batch_size=8")
+SINGLE = option_node("parallel", "single")["_target_"]
 KINDS = ("samples", "loss per sample", "loss", "gradients", "weights", "buffers", "evaluation")
 
 
@@ -26,6 +31,27 @@ def _helpers_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: helpers\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[runner.components]\nhelpers = helpers.wrong_modes\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, list[Steps]]:
+    """What single devices computed in the first steps of configs."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _references_are_computed_once(references: dict[str, list[Steps]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute the reference of many rows only once."""
+
+    def first_steps(runs: list[Run]) -> list[Steps]:
+        if any(run.config["parallel"]["_target_"] != SINGLE for run in runs):
+            return verify_steps.first_steps(runs)
+        key = json.dumps([run.config for run in runs])
+        if key not in references:
+            references[key] = verify_steps.first_steps(runs)
+        return copy.deepcopy(references[key])
+
+    monkeypatch.setattr(verify, "first_steps", first_steps)
 
 
 def code_of(*overrides: str) -> int:
@@ -65,14 +91,12 @@ def too_large(out: str) -> list[str]:
         ["parallel=pipeline", "parallel.schedule=interleaved_1f1b", "model=convnet", "data.size=16", "precision=bf16"],
         ["parallel=hogwild", "parallel.processes=1"],
         [
-            "model=resnet18",
-            "data.size=16",
-            "batch_size=8",
+            *RESNET,
             "parallel=ddp",
             "parallel.sync_batch_norm=true",
             "--steps=1",
         ],
-        ["model=resnet18", "model.norm=group", "data.size=16", "batch_size=8", "accumulation=2", "--steps=1"],
+        [*RESNET, "model.norm=group", "accumulation=2", "--steps=1"],
         [mode("Replicas"), "accumulation=2"],
         ["parallel=ddp", workload("WithRunningMean")],
         ["workload=dqn", "model=qnet", "accumulation=2", "workload.warm_up=100"],
@@ -151,7 +175,7 @@ def test_a_planted_mistake_is_told_from_rounding(name: str, capfd: pytest.Captur
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model=resnet18", "data.size=16", "batch_size=8", "accumulation=2"], "Batch normalization"),
+        ([*RESNET, "accumulation=2"], "Batch normalization"),
         (["parallel=ddp", "model=convnet", "data.size=16", "model.dropout=0.5"], "dropout"),
     ],
 )

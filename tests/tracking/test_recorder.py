@@ -13,18 +13,14 @@ import pytest
 import torch
 import yaml
 from helpers.compose import FAST, Trained, built, train_in
-from helpers.events import curves, events
+from helpers.events import curves, events, hparams_table
 from PIL import Image
-from tensorboard import context
-from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
-from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
-from tensorboard.plugins import base_plugin
-from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment, list_session_groups
 
 from runner.run import CrashedError, Run
 from runner.seeds import derive
+from runner.storage.run_directory import write_config
 from runner.tracking.base import Tracker
-from runner.tracking.recorder import Recorder, flatten
+from runner.tracking.recorder import Recorder, typed_values
 from runner.tracking.tensorboard import TensorBoard
 
 PLAIN = ("data.crop=0", "batch_size=32", "schedule=constant", "optimizer.lr=0.05")
@@ -165,35 +161,34 @@ def test_a_loss_scale_is_logged_on_cuda(tmp_path: Path) -> None:
 # The HPARAMS tab
 
 
-def table(root: Path) -> tuple[list[dict[str, Any]], dict[str, bool]]:
-    """The rows of the HPARAMS tab as the plugin reads them, and for each column whether it differs."""
-    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(root)).Reload()
-    plugin = base_plugin.TBContext(data_provider=MultiplexerDataProvider(multiplexer, str(root)))
-    backend, request = backend_context.Context(plugin), context.RequestContext()
-    asked = api_pb2.ListSessionGroupsRequest(start_index=0, slice_size=100, allowed_statuses=[0, 1, 2, 3])
-    groups = list_session_groups.Handler(request, backend, "", asked).run().session_groups
-    experiment = get_experiment.Handler(request, backend, "", api_pb2.GetExperimentRequest()).run()
-    rows = [
-        {
-            "status": [api_pb2.Status.Name(session.status) for session in group.sessions],
-            "hparams": {name: getattr(value, value.WhichOneof("kind")) for name, value in group.hparams.items()},
-            "metrics": {metric.name.tag: (metric.training_step, metric.value) for metric in group.metric_values},
-        }
-        for group in groups
-    ]
-    return rows, {info.name: info.differs for info in experiment.hparam_infos}
+TYPED = ["optimizer.lr=0.07", "schedule=cosine", "+precision='16'", "optimizer.lr=0.08", "seed=3", "deterministic=true"]
+VALUES = {"optimizer.lr": 0.08, "schedule": "cosine", "precision": "16", "seed": 3.0, "deterministic": True}
 
 
-def test_one_row_with_the_final_metric(trained: Callable[..., Trained]) -> None:
-    run = trained("steps=6", "eval_every=3", "optimizer.lr=0.07")
-    [row], _ = table(run.directory.parent)
+def test_one_row_with_what_was_typed_and_the_final_metric(trained: Callable[..., Trained], tmp_path: Path) -> None:
+    others = ["resume=auto", "output_root=/tmp/x", "name='a'", "~profiler", "hydra.verbose=true", "max_grad_norm=null"]
+    (tmp_path / "run").mkdir()
+    write_config(tmp_path / "run", {}, [*TYPED, *others, "data.token=***", "model.channels=[16,32]"])
+    run = trained("steps=6", "eval_every=3", "optimizer.lr=0.08", "seed=3", "deterministic=true")
+    [row], columns = hparams_table(run.directory.parent)
     assert row["status"] == ["STATUS_SUCCESS"]
     assert row["metrics"]["eval/accuracy"] == (6, pytest.approx(run.result.metrics["eval/accuracy"]))
-    wanted = {key: value for key, value in flatten(run.run.config).items() if value is not None}
-    assert row["hparams"] == wanted
-    assert wanted["optimizer.lr"] == 0.07
-    assert row["hparams"]["deterministic"] is False, "a truth value, not a number"
-    assert row["hparams"]["model.channels"] == "[16, 32]"
+    assert row["hparams"] == VALUES | {"model.channels": "[16, 32]"}
+    assert row["hparams"]["deterministic"] is True, "a truth value, not a number"
+    assert set(columns) == set(row["hparams"])
+
+
+def test_an_override_is_shown_as_it_was_typed_where_the_config_has_no_value_for_it() -> None:
+    config = {"schedule": {"_target_": "runner.schedule.Cosine", "warmup": 5}, "steps": 7, "token": "***"}
+    typed = ["schedule=cosine", "schedule.warmup=5", "data.size=9", "steps.x=1", "steps=7", "token=${oc.env:TOKEN}"]
+    assert typed_values(typed, config) == {
+        "schedule": "cosine",
+        "schedule.warmup": 5,
+        "data.size": "9",
+        "steps.x": "1",
+        "steps": 7,
+        "token": "***",
+    }
 
 
 def test_one_row_after_a_resume_and_after_a_crash(
@@ -207,26 +202,30 @@ def test_one_row_after_a_resume_and_after_a_crash(
                 raise ZeroDivisionError
 
         patched.setattr("runner.workloads.base.Workload.after_step", crash)
+        (tmp_path / "run").mkdir()
+        write_config(tmp_path / "run", {}, ["steps=9"])
         with pytest.raises(CrashedError):
             trained(*steps)
-    [row], _ = table(tmp_path)
+    [row], _ = hparams_table(tmp_path)
     assert row["status"] == ["STATUS_UNKNOWN"]
     assert row["metrics"]["eval/accuracy"][0] == 3
     run = trained(*steps)
-    [row], _ = table(tmp_path)
+    [row], _ = hparams_table(tmp_path)
     assert row["status"] == ["STATUS_SUCCESS"]
     assert row["metrics"]["eval/accuracy"] == (9, pytest.approx(run.result.metrics["eval/accuracy"]))
 
 
-def test_runs_with_different_components_share_a_table(trained: Callable[..., Trained]) -> None:
-    runs = [
-        trained("steps=2", "optimizer=sgd", directory="first"),
-        trained("steps=2", "optimizer=adam", directory="second"),
-    ]
-    rows, columns = table(runs[0].directory.parent)
-    assert len(rows) == 2
-    assert {"optimizer.momentum", "optimizer.beta1"} <= set(columns), "those of both"
-    assert [name for name, differs in columns.items() if differs] == ["optimizer", "optimizer.lr"]
+def test_runs_with_different_overrides_share_a_table(tmp_path: Path) -> None:
+    for name, typed in {"a": {"optimizer": "sgd", "seed": 1}, "b": {"optimizer": "adam", "seed": 1}, "c": {}}.items():
+        (tmp_path / name).mkdir()
+        board = TensorBoard()
+        board.open(tmp_path / name, 1)
+        board.hyperparameters({"batch_size": 64}, typed)
+        board.scalars({"eval/accuracy": 0.5}, 4)
+        board.close(done=True)
+    rows, columns = hparams_table(tmp_path)
+    assert [row["hparams"] for row in rows] == [{"optimizer": "sgd", "seed": 1}, {"optimizer": "adam", "seed": 1}, {}]
+    assert columns == {"optimizer": True, "seed": False}
 
 
 class Calls(Tracker):
@@ -255,13 +254,14 @@ def record(recorder: Recorder, picture: torch.Tensor) -> None:
 
 def test_the_recorder_passes_everything_to_the_tracker(tmp_path: Path) -> None:
     tracker, picture = Calls(), torch.zeros(3, 4, 4, dtype=torch.uint8)
+    write_config(tmp_path, {}, ["e=class", "e.f=1", "h=[1,2]", "e.g=null"])
     record(Recorder(tracker, tmp_path, 3), picture)
     assert tracker.calls == [
         ("open", tmp_path, 4),
         ("scalars", {"a": 1.5}, 4),
         ("images", {"b": picture}, 4),
         ("texts", {"c": "d"}, 4),
-        ("hyperparameters", {"e": "Class", "e.f": 1, "h": "[1, 2]"}),
+        ("hyperparameters", {"e": "Class", "e.f": 1, "h": "[1, 2]"}, {"e": "class", "e.f": 1, "h": "[1, 2]"}),
         ("flush",),
         ("close", True),
     ]
@@ -282,7 +282,7 @@ def test_secrets_and_bytes_that_are_no_text_are_not_passed_on(tmp_path: Path) ->
     }
     assert tracker.calls[1:3] == [
         ("texts", {"config": "token: ***\nroot: /data/\\xff\n"}, 1),
-        ("hyperparameters", hidden),
+        ("hyperparameters", hidden, {}),
     ]
     assert config["data"]["token"] == "s3cret"
     board = TensorBoard()  # accepts them
@@ -302,7 +302,7 @@ def test_a_session_that_is_broken_off_is_not_done(tmp_path: Path) -> None:
 def test_off_rank_0_nothing_is_written(tmp_path: Path) -> None:
     for tracker in (TensorBoard(), tracked := Calls()):
         record(Recorder(tracker, tmp_path, 0, visible=False), torch.zeros(3, 4, 4, dtype=torch.uint8))
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("events*"))
     assert tracked.calls == []
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.config.errors import check, check_range
+from runner.sweep.console import is_open_in, is_running
 from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
 from runner.system.cpu import usable_core_numbers
 from runner.system.forkserver import METHOD, become_command, start_server
@@ -61,9 +62,12 @@ class Local(Engine):
             if isinstance(value, int):
                 check_range(self, key, least=1, most=1024)
 
+    def prepare(self) -> None:
+        start_server(*PRELOADED)
+
     @contextmanager
     def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
-        start_server(*PRELOADED)
+        self.prepare()
         pool = LocalPool(self.slots, self.threads, num_jobs)
         try:
             yield pool
@@ -95,7 +99,11 @@ class LocalPool(Pool):
         at_once = max(1, min(num_jobs, self._slots, self._num_cores))
         self._threads = threads if isinstance(threads, int) else max(1, self._num_cores // at_once)
         self._running: dict[int, _Running] = {}
+        self._adopted: dict[int, tuple[Path, int]] = {}
         self._checked_gpus = -_RECHECK_GPUS
+
+    def has_room(self) -> bool:
+        return len(self._running) + len(self._adopted) < self._slots and bool(self._cores)
 
     def submit(self, job: Job) -> Started | None:
         demand = job.demand
@@ -105,7 +113,7 @@ class LocalPool(Pool):
         why = f"{self._num_gpus} GPUs are visible, and job {job.number} needs {demand.gpus}"
         check(demand.gpus <= self._num_gpus, "sweep", "local", why, "use fewer processes, or device=cpu")
         num_cores = self._cores_for(demand)
-        if len(self._running) >= self._slots or num_cores > len(self._cores):
+        if not self.has_room() or num_cores > len(self._cores):
             return None
         gpus = self._free_gpus(self._gpus, demand.gpus)
         if gpus is None:
@@ -120,6 +128,12 @@ class LocalPool(Pool):
         process.start()
         self._running[job.number] = _Running(process, cores, gpus)
         return Started(f"GPU {','.join(gpus)}" if gpus else f"core {_ranges(cores)}", process.pid)
+
+    def adopt(self, job: Job, started: Started) -> bool:
+        if not is_running(job.console):
+            return False
+        self._adopted[job.number] = job.console, started.pid
+        return True
 
     def _cores_for(self, demand: Demand) -> int:
         """Return the number of cores that a job gets; a job that asks for more than there are gets all."""
@@ -142,11 +156,13 @@ class LocalPool(Pool):
         return free[:count]
 
     def wait(self, seconds: float) -> list[Ended]:
+        ended = [Ended(number, None) for number, (console, _) in self._adopted.items() if not is_running(console)]
+        for each in ended:
+            del self._adopted[each.number]
         if not self._running:
-            time.sleep(seconds)
-            return []
+            time.sleep(0 if ended else seconds)
+            return ended
         sentinels = {job.process.sentinel: number for number, job in self._running.items()}
-        ended = []
         for sentinel in wait(list(sentinels), seconds):
             number = sentinels[sentinel]  # type: ignore[index]
             job = self._running.pop(number)
@@ -158,10 +174,20 @@ class LocalPool(Pool):
             ended.append(Ended(number, code))
         return ended
 
-    def stop(self, numbers: list[int]) -> None:
+    def stop(self, numbers: list[int]) -> list[int]:
+        unreached = []
         for number in numbers:
             if number in self._running:
                 _signal(self._running[number].process, signal.SIGTERM)
+            elif number in self._adopted:
+                console, pid = self._adopted[number]
+                if is_open_in(pid, console):  # anybody may have written the ledger
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
+                else:
+                    del self._adopted[number]
+                    unreached.append(number)
+        return unreached
 
     def kill(self) -> None:
         for job in self._running.values():

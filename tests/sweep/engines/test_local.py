@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.command import until
+from helpers.command import PATIENCE, until
 from helpers.compose import FAST
 
 from runner.config.errors import ConfigError
+from runner.sweep.console import is_running
 from runner.sweep.engines import local
-from runner.sweep.engines.base import Demand, Ended, Job, Pool
+from runner.sweep.engines.base import Demand, Ended, Job, Pool, Started
 from runner.sweep.engines.local import Local, LocalPool
-from runner.sweep.scheduler import is_running
 
 
 @pytest.fixture
@@ -70,8 +73,40 @@ def test_a_job_that_dies_has_the_code_of_its_signal(pool: Pool, tmp_path: Path) 
 def test_killing_a_job_ends_its_ranks(pool: Pool, tmp_path: Path) -> None:
     pool.submit(job(tmp_path, 0, "steps=1000000", "save_every=5", "parallel=ddp", processes=2))
     until(lambda: list((tmp_path / "0" / "checkpoints").glob("step_*")))
+    assert is_running(tmp_path / "0.txt")
     pool.kill()
     until(lambda: not is_running(tmp_path / "0.txt"), what="a rank is left")
+    assert not (tmp_path / "0" / "result.json").exists(), "it had no time to end by itself"
+
+
+def test_a_job_of_an_earlier_command_is_adopted_while_it_runs(pool: Pool, tmp_path: Path) -> None:
+    earlier = job(tmp_path, 0)
+    assert not pool.adopt(earlier, Started("core 0"))
+    with earlier.console.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert pool.adopt(earlier, Started("core 0"))
+        assert pool.wait(0) == []
+    assert pool.wait(0) == [Ended(0, None)]
+    assert pool.wait(0) == [], "only once"
+
+
+def test_a_stop_reaches_the_process_that_prints_to_the_file_and_no_other(tmp_path: Path) -> None:
+    """Whatever process id the ledger names: somebody else may have written it."""
+    earlier, words = job(tmp_path, 0), [sys.executable, "-c", "import time; time.sleep(300)"]
+    with earlier.console.open("w") as file:
+        own, other = subprocess.Popen(words, stdout=file), subprocess.Popen(words, stdout=subprocess.DEVNULL)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            for process, unreached in ((other, [0]), (own, [])):
+                pool = LocalPool("auto", "auto", 1)
+                assert pool.adopt(earlier, Started("core 0", process.pid))
+                assert pool.stop([0]) == unreached
+            assert own.wait(PATIENCE) == -signal.SIGTERM
+            assert other.poll() is None
+        finally:
+            for process in (own, other):
+                process.kill()
+                process.wait()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

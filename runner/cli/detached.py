@@ -1,0 +1,92 @@
+"""`sweep.detach=true`: the sweep goes on in the background, and survives its terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from runner.cli.arguments import DETACHED
+from runner.cli.exit_codes import CRASHED, DONE
+from runner.config.errors import check
+from runner.sweep.console import message
+from runner.sweep.ledger import CONSOLE
+
+OUTPUT = "sweep.txt"
+"""The file in the folder `console` to which a detached sweep prints."""
+
+
+def start_detached(arguments: list[str]) -> int:
+    """Start the sweep with these arguments in a session of its own, wait until its jobs can start, and return.
+
+    What it prints until then, for example why it cannot run, appears on this terminal.
+
+    Args:
+        arguments: the arguments of this command.
+
+    Returns:
+        The exit code: 0 if the sweep has begun, otherwise the code with which it ended.
+    """
+    ready, announce = os.pipe()
+    words = [sys.executable, "-m", "runner", *arguments, f"{DETACHED}={announce}"]
+    process = subprocess.Popen(words, start_new_session=True, pass_fds=(announce,), stdin=subprocess.DEVNULL)
+    os.close(announce)
+    try:
+        with os.fdopen(ready, encoding="utf-8") as file:
+            path, _, begun = file.read().partition("\n")  # until the process closes it, or ends
+    except BaseException:
+        process.send_signal(signal.SIGTERM)
+        raise
+    if not begun:
+        code = process.wait()
+        if path:
+            print(message(Path(path, CONSOLE, OUTPUT)), file=sys.stderr)
+        return code if code >= 0 else CRASHED
+    print(f"the sweep runs in the background, process {process.pid}: {os.path.relpath(path)}")
+    print(f"look: python -m runner.tools.sweep {os.path.relpath(path)}", flush=True)
+    process.returncode = DONE  # it outlives this process, which is no reason for a warning
+    return DONE
+
+
+class Background:
+    """In the detached process: its connection to the command that was typed.
+
+    Args:
+        descriptor: the number of the pipe to that command, as it was passed with the flag.
+
+    Raises:
+        ConfigError: if `descriptor` is not a pipe.
+    """
+
+    def __init__(self, descriptor: str):
+        is_pipe = False
+        with suppress(ValueError, OSError):
+            is_pipe = stat.S_ISFIFO(os.fstat(int(descriptor)).st_mode)
+        check(is_pipe, DETACHED, descriptor, "only the command itself uses this flag", "sweep.detach=true")
+        os.set_inheritable(int(descriptor), False)
+        self._pipe = os.fdopen(int(descriptor), "w", encoding="utf-8")
+
+    def leave_terminal(self, path: Path) -> None:
+        """Print to a file from now on.
+
+        Args:
+            path: the directory of the sweep.
+        """
+        (path / CONSOLE).mkdir(exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = os.open(path / CONSOLE / OUTPUT, flags, 0o666)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for stream in (1, 2):
+            os.dup2(file, stream)
+        os.close(file)
+        self._pipe.write(f"{path}\n")
+
+    def announce_start(self) -> None:
+        """Let the command that was typed return."""
+        self._pipe.write("begun")
+        self._pipe.close()

@@ -1,0 +1,187 @@
+"""Plans the jobs of a sweep: their commands and run directories, and what they need."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.cli.arguments import is_sweep_option, override_value
+from runner.cli.exit_codes import wrapped
+from runner.cli.hydra_errors import explain
+from runner.cli.sweep_jobs import SweepJobs
+from runner.config.errors import ConfigError
+from runner.config.options import chosen_groups
+from runner.run import build_run, config_hash
+from runner.storage.run_directory import job_name
+from runner.sweep.engines.base import Demand
+from runner.sweep.scheduler import JobSource, PlannedJob
+
+REFUSALS = (ConfigError, HydraException, OmegaConfBaseException)
+"""The errors of a config that cannot run."""
+
+
+class _Base(NamedTuple):
+    """What jobs have in common whose config groups and devices are the same."""
+
+    config_hash: str
+    demand: Demand
+
+
+class Planner:
+    """Plans jobs.
+
+    Only one job of each combination of config groups and devices is composed here, because that takes 50 ms. The
+    command of each job composes its own config.
+
+    Args:
+        jobs: what is swept.
+        config_dir: the directory of `--config-dir`; None if the flag was not typed.
+
+    Attributes:
+        config: the config of the first job that can run, or that fails only because of a swept value.
+        best: the metric of the workload by which its best checkpoint is selected, and whether its `min` or `max` is
+            best.
+        path: the directory of the sweep.
+
+    Raises:
+        ConfigError, HydraException, OmegaConfBaseException: if no job can run.
+    """
+
+    def __init__(self, jobs: SweepJobs, config_dir: str | None):
+        self._jobs, self._flags = jobs, [] if config_dir is None else [f"--config-dir={config_dir}"]
+        self._bases: dict[tuple[str, ...], _Base] = {}
+        self._configs: dict[tuple[str, ...], dict[str, Any] | None] = {}
+        self.path = Path()
+        self.best = ("", "")
+        self.config = self._first_config()
+
+    def plan(self, number: int, overrides: list[str]) -> PlannedJob:
+        """Return the job with this number and these overrides."""
+        overrides = _without_sweep_options(overrides)
+        directory = self.path / job_name(number, overrides, self._jobs.swept)
+        base = self._base(number, overrides)
+        if isinstance(base, str):
+            return PlannedJob(number, overrides, [], directory, "", refusal=base)
+        words = [text for text in overrides if override_value([text], "resume") is None]
+        arguments = [*words, "resume=auto", f"--run-directory={directory}", *self._flags]
+        known = hashlib.sha256(json.dumps([base.config_hash, words]).encode()).hexdigest()[:12]
+        return PlannedJob(number, overrides, arguments, directory, known, base.demand)
+
+    def has_key(self, groups: list[str], key: str) -> bool:
+        """Return whether the config that `groups` compose has `key`; True if they compose none.
+
+        Args:
+            groups: overrides of config groups.
+            key: a dotted key.
+        """
+        if tuple(groups) not in self._configs:
+            try:
+                self._configs[tuple(groups)] = self._jobs.compose(0, groups).config
+            except REFUSALS:
+                self._configs[tuple(groups)] = None
+        config = self._configs[tuple(groups)]
+        return config is None or _has(config, key.split("."))
+
+    def _first_config(self) -> dict[str, Any]:
+        first = None
+        for overrides in self._jobs.samples():
+            overrides = _without_sweep_options(overrides)
+            try:
+                config = self._jobs.compose(0, overrides).config
+            except REFUSALS as error:
+                first = first or error
+                continue
+            try:
+                self._bases[_shared(overrides)] = self._build(config)
+                return config
+            except REFUSALS as error:
+                if isinstance(error, ConfigError) and error.key in self._jobs.swept:
+                    return config  # another value of that key may be possible
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _base(self, number: int, overrides: list[str]) -> _Base | str:
+        """Return what a job has in common with others; the message of the error if its config cannot be composed."""
+        key = _shared(overrides)
+        if key not in self._bases:
+            try:
+                self._bases[key] = self._build(self._jobs.compose(number, overrides).config)
+            except REFUSALS as error:
+                return wrapped(explain(error))
+        return self._bases[key]
+
+    def _build(self, config: dict[str, Any]) -> _Base:
+        run = build_run(config)
+        self.best = run.workload.best
+        devices = run.parallel.launcher(run.device).devices
+        gpus = len(devices) if devices[0].type == "cuda" else 0
+        return _Base(config_hash(config), Demand(len(devices), gpus, run.device.threads))
+
+
+class GridJobs(JobSource):
+    """One job for each combination of the swept values.
+
+    Args:
+        jobs: the combinations.
+        planner: plans each job.
+    """
+
+    def __init__(self, jobs: SweepJobs, planner: Planner):
+        self._jobs, self._planner = jobs, planner
+        self._all: Iterator[tuple[int, list[str]]] = enumerate(jobs)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def next(self) -> PlannedJob | None:
+        number, overrides = next(self._all, (-1, []))
+        return None if number < 0 else self._planner.plan(number, overrides)
+
+
+def experiment_file(overrides: list[str], comment: str) -> str:
+    """Return the content of a file for conf/experiment/ that has the same effect as overrides.
+
+    Args:
+        overrides: the overrides of a job.
+        comment: the first line, without the #.
+    """
+    groups, values = [], OmegaConf.create()
+    for text in overrides:
+        key, _, value = text.lstrip("+").partition("=")
+        if key in chosen_groups():
+            groups.append(f"  - override /{key}: {value}\n")
+        elif not key.startswith("~"):
+            values = OmegaConf.merge(values, OmegaConf.from_dotlist([text.lstrip("+")]))
+    defaults = f"defaults:\n{''.join(groups)}  - _self_\n" if groups else ""
+    return f"# @package _global_\n# {comment}\n{defaults}{OmegaConf.to_yaml(values) if values else ''}"
+
+
+def _has(config: Any, path: list[str]) -> bool:
+    for name in path:
+        if not isinstance(config, dict) or name not in config:
+            return False
+        config = config[name]
+    return True
+
+
+def _without_sweep_options(overrides: list[str]) -> list[str]:
+    return [text for text in overrides if not is_sweep_option(text)]
+
+
+def _shared(overrides: list[str]) -> tuple[str, ...]:
+    """Return the overrides of config groups and devices; other overrides do not change what a job needs."""
+    keys = {text: text.lstrip("+~").partition("=")[0] for text in overrides}
+    groups = chosen_groups()
+    return tuple(
+        text
+        for text, key in keys.items()
+        if key.partition("@")[0] in groups or key.startswith(("parallel.", "device."))
+    )

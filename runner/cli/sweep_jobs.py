@@ -1,0 +1,161 @@
+"""The values that a sweep combines: what the user typed, as dimensions of the sweep."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from omegaconf import OmegaConf
+
+from runner.cli.arguments import quoted
+from runner.cli.composition import Composer, Job, composition_errors
+from runner.cli.zipped import parse_zip
+from runner.config.errors import ABSENT, check
+from runner.config.options import chosen_groups, root_keys
+from runner.config.schema import build
+from runner.sweep.engines.base import Engine
+from runner.sweep.space import Dimension, Interval
+
+MOST_JOBS = 10_000
+"""The largest number of jobs in a sweep. A larger sweep is a typing error, or should be divided into several."""
+
+
+class SweepJobs:
+    """The combinations of the values that the overrides of a sweep list.
+
+    Args:
+        composer: composes the config of each job.
+        overrides: the overrides on the command line. Entries of `hydra.sweeper.params` in an option file count as
+            further overrides.
+
+    Raises:
+        ConfigError: if there are more than `MOST_JOBS` combinations, or a key is swept twice.
+    """
+
+    def __init__(self, composer: Composer, overrides: list[str]):
+        self._composer = composer
+        zips = [word for word in overrides if parse_zip(word)]
+        self._config = composer.sweep([word for word in overrides if word not in zips])
+        with composition_errors():
+            node: Any = OmegaConf.to_container(self._config, resolve=False).get("sweep")  # type: ignore[union-attr]
+            params = [f"{key}={value}" for key, value in (self._config.hydra.sweeper.params or {}).items()]
+            typed: Any = OmegaConf.to_container(self._config.hydra.overrides, resolve=False)  # each job resolves them
+        check(isinstance(node, dict), "sweep", node, "nothing is chosen", "choose one of the options in conf/sweep/")
+        self.engine = build(node, Engine, "sweep")
+        zips += [word for word in params if parse_zip(word)]
+        parsed = composer.parse([word for word in [*params, *typed["task"]] if word not in zips])
+        self._check_count({override.key_or_group: _count(override) for override in parsed})
+        found = [*map(self._dimension, parsed), *map(self._pairs, zips)]
+        self.dimensions = list({each.name: each for each in found}.values())  # what is typed later counts
+        self._check_count({each.name: len(each.choices) for each in self.dimensions})
+        self._check_pairs()
+
+    @property
+    def swept(self) -> list[str]:
+        """The keys that have several values."""
+        return [key for each in self.dimensions if each.varies for key in each.keys]
+
+    def __len__(self) -> int:
+        return math.prod(len(each.choices) for each in self.dimensions)
+
+    def __iter__(self) -> Iterator[list[str]]:
+        """Yield the overrides of each job."""
+        for words in itertools.product(*(each.choices for each in self.dimensions)):
+            yield list(itertools.chain(*words))
+
+    def samples(self) -> Iterator[list[str]]:
+        """Yield one job for each combination of options of config groups: the options decide which keys exist."""
+        groups = chosen_groups()
+        few = [
+            each.choices if any(_bare(key).partition("@")[0] in groups for key in each.keys) else [each.first]
+            for each in self.dimensions
+        ]
+        for words in itertools.product(*few):
+            yield list(itertools.chain(*words))
+
+    def compose(self, number: int, overrides: list[str]) -> Job:
+        """Compose the config of a job.
+
+        Args:
+            number: the number of the job, from 0.
+            overrides: the overrides of the job.
+        """
+        return self._composer.job(self._config, number, overrides)
+
+    def _dimension(self, override: Override) -> Dimension:
+        key, value = override.get_key_element(), override.value()
+        if not isinstance(value, IntervalSweep):
+            return Dimension(key, (_bare(key),), _words(override))
+        typed = str(override.input_line).partition("=")[2]
+        why = "an interval has no list of values"
+        check(self.engine.search is not None, key, typed, why, f"{key}=1,2,3, or sweep.search=tpe to search it")
+        return Dimension(key, (_bare(key),), [[]], _interval(key, typed, value))
+
+    def _pairs(self, word: str) -> Dimension:
+        """Return the dimension of `NAME=zip(KEY=[…],KEY=[…])`."""
+        name, members = parse_zip(word) or ("", [])
+        why = "it names the pairs, and must not be a key of the config"
+        typed = word.partition("=")[2]
+        check(name not in root_keys(), name, typed, why, f"pairs={typed}")
+        overrides = self._composer.parse([quoted(member, sweep=True) for member in members])
+        counts = {override.key_or_group: _count(override) for override in overrides}
+        why = f"paired keys have equally many values: {', '.join(f'{key} has {n:,}' for key, n in counts.items())}"
+        check(len(set(counts.values())) == 1, name, typed, why, "add or remove some")
+        self._check_count(dict(list(counts.items())[:1]))
+        keys = tuple(_bare(override.get_key_element()) for override in overrides)
+        rows = zip(*map(_words, overrides), strict=True)
+        return Dimension(name, keys, [list(itertools.chain(*row)) for row in rows])
+
+    def _check_pairs(self) -> None:
+        """Raise a `ConfigError` if an override sets one of the paired keys, too."""
+        keys = [key for each in self.dimensions for key in each.keys]
+        paired = [key for each in self.dimensions if len(each.keys) > 1 for key in each.keys]
+        twice = next((key for key in paired if keys.count(key) > 1), "")
+        check(not twice, twice, ABSENT, "it is paired with other keys, and set by another override", "leave one out")
+
+    def _check_count(self, counts: dict[str, int]) -> None:
+        most = max(counts, key=lambda key: counts[key], default="")
+        count = math.prod(counts.values())
+        why = f"the sweep has {count:,} jobs, more than {MOST_JOBS:,}"
+        check(count <= MOST_JOBS, most, ABSENT, why, "sweep over fewer values, or in several sweeps")
+
+
+def _interval(key: str, typed: str, value: IntervalSweep) -> Interval:
+    low, high = value.start, value.end
+    is_range = isinstance(low, int | float) and isinstance(high, int | float) and -math.inf < low < high < math.inf
+    check(is_range, key, typed, "the interval is empty or not finite", f"{key}=interval(0.1,1)")
+    assert isinstance(low, int | float)
+    assert isinstance(high, int | float)
+    check(value.tags <= {"log"}, key, typed, "the only tag of an interval is log", f"{key}=tag(log,interval(1e-4,1))")
+    log = "log" in value.tags
+    check(low > 0 or not log, key, typed, "a logarithm needs values above 0", f"{key}=tag(log,interval(1e-4,1))")
+    return Interval(low, high, log, isinstance(low, int) and isinstance(high, int))
+
+
+def _count(override: Override) -> int:
+    """Return the number of values of an override, without listing the values of a range."""
+    swept = override.value()
+    if not override.is_discrete_sweep():
+        return 1
+    if not isinstance(swept, RangeSweep):
+        return len(list(override.sweep_string_iterator()))
+    start, stop, step = (float(value) for value in (swept.start or 0, swept.stop or 0, swept.step))
+    key, typed = override.key_or_group, str(override.input_line).partition("=")[2]
+    usable = step != 0 and all(math.isfinite(value) for value in (start, stop, step))
+    check(usable, key, typed, "a range needs finite numbers, and a step that is not 0", f"{key}=range(0,10,1)")
+    return max(0, math.ceil((stop - start) / step))
+
+
+def _words(override: Override) -> list[list[str]]:
+    """Return `override` as one override for each of its values: `lr=1,2` becomes `lr=1` and `lr=2`."""
+    key = override.get_key_element()
+    if override.is_sweep_override():
+        return [[f"{key}={value}"] for value in override.sweep_string_iterator()]
+    return [[str(override.input_line)]]
+
+
+def _bare(key: str) -> str:
+    return key.lstrip("+~")

@@ -1,0 +1,38 @@
+"""The file to which a job prints: its last lines, and whether a process still prints to it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from runner.storage.safe_read import is_locked, open_regular
+from runner.system.utf8 import printable
+
+
+def is_running(console: Path) -> bool:
+    """Return whether a process of the job that prints to `console` is alive: it holds a lock on the file."""
+    return is_locked(console)
+
+
+def is_open_in(pid: int, path: Path) -> bool:
+    """Return whether the process `pid` has opened the file `path`; False where there is no /proc to see it in."""
+    try:
+        return any(os.path.samefile(file, path) for file in Path(f"/proc/{pid}/fd").iterdir() if file.exists())
+    except OSError:
+        return False
+
+
+def message(console: Path) -> str:
+    """Return the last ten lines that a job printed, without control characters."""
+    try:
+        with open_regular(console) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return printable("\n".join([line for line in lines if line.strip()][-10:]))
+
+
+def last_line(console: Path) -> str:
+    """Return the last line that a job printed; empty if it printed nothing."""
+    return message(console).rpartition("\n")[2]

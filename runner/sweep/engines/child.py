@@ -1,0 +1,164 @@
+"""The command of a job as a child process of the process that SLURM or Ray starts for the job.
+
+Only the standard library is imported: the process that looks after a job needs no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+STOPPED = 75
+"""The exit code of a job that has saved, or has not begun, because it was asked to stop."""
+
+COMMAND = ("-m", "runner")
+"""The arguments of Python that make it the command, to which those of the job are added."""
+
+_RECHECK_SECONDS = 0.2
+
+
+class Task(NamedTuple):
+    """What the child runs; plain strings, because they are sent to another machine.
+
+    Args:
+        words: the arguments of Python.
+        console: the absolute path of the file for everything that it prints.
+        directory: the working directory.
+        variables: environment variables that it has in addition to those of its parent.
+    """
+
+    words: list[str]
+    console: str
+    directory: str
+    variables: dict[str, str]
+
+
+def task(arguments: list[str], console: Path, variables: dict[str, str]) -> Task:
+    """Return a task that runs `python -m runner` with `arguments` in the current working directory.
+
+    Args:
+        arguments: the arguments of the command.
+        console: the file for everything that the command prints.
+        variables: additional environment variables.
+    """
+    return Task([*COMMAND, *arguments], str(console.absolute()), os.getcwd(), variables)
+
+
+def python_path() -> dict[str, str]:
+    """Return the environment variables by which Python finds this project, and nothing in the current directory."""
+    root = Path(__file__).parents[3]
+    installed = root.name in ("site-packages", "dist-packages")  # as opposed to a checkout
+    paths = [*([] if installed else [str(root)]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+
+
+class Child:
+    """Runs a task; `stop` and `kill` may be called from signal handlers and other threads.
+
+    Args:
+        task: the task.
+    """
+
+    def __init__(self, task: Task):
+        self.task = task
+        self.code: int | None = None
+        """The exit code; None while the task runs."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+
+    def run(self, variables: dict[str, str] | None = None, first_line: str = "") -> int:
+        """Run the task to its end, and return its exit code; negative: the number of the signal that killed it.
+
+        The task holds a lock on its console file. If another process still holds it, because the job was started
+        twice, this one waits: the run is resumed, or is found done, when the other one has ended.
+
+        Args:
+            variables: further environment variables.
+            first_line: is printed before the task begins.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        console = os.open(self.task.console, flags, 0o666)
+        try:
+            while not self._stopped and not _locked(console):
+                time.sleep(_RECHECK_SECONDS)
+            if self._stopped:
+                self.code = STOPPED
+                return self.code
+            os.write(console, first_line.encode())
+            tied = str(Path(__file__).with_name("tied.py"))
+            words = [sys.executable, "-I", "-S", tied, str(os.getpid()), sys.executable, *self.task.words]
+            self._process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                cwd=self.task.directory,
+                env=_environment() | self.task.variables | (variables or {}),
+                start_new_session=True,  # a signal to the whole group, as SLURM may send it, reaches its parent alone
+            )
+        finally:
+            os.close(console)
+        if self._stopped:  # since it was last looked at
+            self.stop()
+        return self.wait()
+
+    def wait(self) -> int:
+        """Return the exit code of the task when it has ended."""
+        if self.code is None and self._process is None:  # it never began
+            self.code = STOPPED
+        if self.code is None:
+            assert self._process is not None
+            # Not `Popen.wait`: its lock is not reentrant, and a signal handler may call this while it is waited here.
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            code = self._process.wait()
+            too_early = self._stopped and code == -signal.SIGTERM  # before it could handle the signal
+            self.code = STOPPED if too_early else code
+        return self.code
+
+    def stop(self) -> None:
+        """Ask the task to save and to exit; a task that has not begun will not begin."""
+        self._stopped = True
+        if self._process is not None and self.code is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the task and all processes that it has started, at once."""
+        self._stopped = True
+        if self._process is not None and self.code is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def say(self, line: str) -> None:
+        """Add a line to the console file."""
+        with suppress(OSError), open(self.task.console, "a", encoding="utf-8") as file:
+            print(line, file=file)
+
+
+def _locked(console: int) -> bool:
+    """Lock the open file; false if another process has locked it."""
+    try:
+        fcntl.flock(console, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: the lock of the run directory is left
+        pass
+    return True
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment without the variables by which a launcher tells a process its rank.
+
+    The job is one process for its engine; those that `parallel=ddp` needs are started by the job itself.
+    """
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    slurm = ("SLURM_STEP_", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SUBMITIT_")
+    return {k: value for k, value in os.environ.items() if k not in ranks and not k.startswith(slurm)}

@@ -1,0 +1,234 @@
+"""`sweep=ray`: jobs on the machines of a Ray cluster, or on this machine. Only Ray Core is used.
+
+Each job has an actor, which keeps the cores and the GPUs that the job needs, and runs its command as a child process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runner.config.errors import ConfigError, check, check_range
+from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
+from runner.sweep.engines.child import STOPPED, python_path, task
+from runner.sweep.engines.ray_task import RayTask, import_ray
+from runner.system.cpu import usable_core_numbers
+
+_OBJECT_STORE_BYTES = 100 * 2**20
+"""Memory that Ray reserves for objects when it is started here; jobs exchange none."""
+
+_ACTOR = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}
+"""Options of an actor. One of its threads waits for the command, while the others stop or kill it."""
+
+_ADDRESS = re.compile(r"(ray://)?(?P<host>[^/:\s]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})")
+_REMEDY = "name a cluster that is running; sweep.address=null starts Ray on this machine"
+_SECONDS_TO_CONNECT = 10.0
+_SECONDS_TO_KILL = 5.0
+
+
+@dataclass
+class Ray(Engine):
+    """Runs jobs with Ray.
+
+    Args:
+        slots: the largest number of jobs at once; `auto`: as many as the cluster has cores and GPUs for.
+        address: of the cluster: `auto`, HOST:PORT or `ray://HOST:PORT`; null: Ray is started on this machine.
+        threads: CPU threads, and cores, of each process of a job. `device.threads` of a job takes precedence.
+        gpus: GPUs of each job; null: as many as it would use on this machine.
+    """
+
+    slots: int | str = "auto"
+    address: str | None = None
+    threads: int = 1
+    gpus: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = self.slots == "auto" or isinstance(self.slots, int)
+        check(known, "slots", self.slots, "it is neither auto nor a whole number", "sweep.slots=2")
+        if isinstance(self.slots, int):
+            check_range(self, "slots", least=1, most=10_000)
+        well_formed = self.address is None or self.address == "auto" or _ADDRESS.fullmatch(self.address) is not None
+        remedy = "null starts Ray on this machine"
+        check(well_formed, "address", self.address, "it must be auto, HOST:PORT or ray://HOST:PORT", remedy)
+        check_range(self, "threads", least=1, most=1024)
+        check_range(self, "gpus", least=0, most=1024)
+
+    @contextmanager
+    def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
+        missing = find_spec("ray") is None
+        remedy = "pip install -e '.[ray]', or sweep=local"
+        check(not missing, "sweep", "ray", "the package ray is not installed", remedy)
+        ray = import_ray()
+        is_ours = not ray.is_initialized()
+        if is_ours:
+            self._init()
+        pool = RayPool(self)
+        try:
+            yield pool
+        finally:
+            pool.kill()
+            if is_ours:
+                with _handlers_kept():
+                    ray.shutdown()
+
+    def _init(self) -> None:
+        """Start Ray here, or connect to the cluster.
+
+        Raises:
+            ConfigError: if that fails.
+        """
+        ray = import_ray()
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers over the network
+        here = {
+            "address": "local",
+            "num_cpus": len(usable_core_numbers()),
+            "object_store_memory": _OBJECT_STORE_BYTES,
+            "include_dashboard": False,
+        }
+        self._check_reachable()
+        options: dict[str, Any] = here if self.address is None else {"address": self.address}
+        try:
+            with _handlers_kept():
+                ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:  # Ray documents none, and raises several kinds
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigError("sweep.address", self.address, f"Ray cannot be used: {why}", _REMEDY) from None
+
+    def _check_reachable(self) -> None:
+        """Check that something listens at the address: Ray itself would try for minutes, and then end the process.
+
+        Raises:
+            ConfigError: if not.
+        """
+        match = _ADDRESS.fullmatch(self.address or "")
+        if match is None:
+            return
+        try:
+            socket.create_connection((match["host"].strip("[]"), int(match["port"])), _SECONDS_TO_CONNECT).close()
+        except (OSError, OverflowError) as error:
+            why = f"it cannot be reached ({getattr(error, 'strerror', None) or error})"
+            raise ConfigError("sweep.address", self.address, why, _REMEDY) from None
+
+
+class _Running(NamedTuple):
+    actor: Any
+    end: Any
+    ready: Any
+    cores: int
+    gpus: int
+
+
+class RayPool(Pool):
+    """The jobs that Ray runs.
+
+    Args:
+        options: the options of the sweep.
+    """
+
+    def __init__(self, options: Ray):
+        self._ray, self._options = import_ray(), options
+        self._actor: Any = self._ray.remote(RayTask)
+        self._running: dict[int, _Running] = {}
+        self._ended: list[Ended] = []
+
+    def submit(self, job: Job) -> Started | None:
+        cores, gpus, threads = self._needs(job.demand)
+        self._check_possible(job.number, cores, gpus)
+        if not self._has_room(cores, gpus):
+            return None
+        variables = python_path() | {"OMP_NUM_THREADS": str(threads)}
+        what = task(job.arguments, job.console, variables)
+        actor = self._actor.options(num_cpus=cores, num_gpus=gpus, **_ACTOR).remote(what, dict(os.environ))
+        self._running[job.number] = _Running(actor, actor.run.remote(), actor.ready.remote(), cores, gpus)
+        devices = [f"{gpus} GPU{'s' * (gpus > 1)}"] * bool(gpus)
+        return Started("Ray, " + ", ".join([f"{cores} core{'s' * (cores > 1)}", *devices]))
+
+    def _needs(self, demand: Demand) -> tuple[int, int, int]:
+        """Return the cores and the GPUs of a job, and the threads of each of its processes."""
+        gpus = demand.gpus if self._options.gpus is None else self._options.gpus
+        threads = demand.threads or self._options.threads
+        return max(demand.processes, gpus) * threads, gpus, threads
+
+    def _check_possible(self, number: int, cores: int, gpus: int) -> None:
+        """Check that a machine has as many cores and GPUs: Ray itself would wait for one forever."""
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        possible = any(node.get("CPU", 0) >= cores and node.get("GPU", 0) >= gpus for node in nodes)
+        largest = max(((int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes), default=(0, 0))
+        why = (
+            f"job {number} needs {cores} cores and {gpus} GPUs on one machine, and no machine of Ray has as many: "
+            f"the largest of {len(nodes)} has {largest[0]} and {largest[1]}"
+        )
+        check(possible, "sweep", "ray", why, "use fewer processes, or fewer sweep.threads or device.threads")
+
+    def _has_room(self, cores: int, gpus: int) -> bool:
+        if isinstance(self._options.slots, int):
+            return len(self._running) < self._options.slots
+        has = self._ray.cluster_resources()
+        used = sum(job.cores for job in self._running.values()), sum(job.gpus for job in self._running.values())
+        return not self._running or (used[0] + cores <= has.get("CPU", 0) and used[1] + gpus <= has.get("GPU", 0))
+
+    def wait(self, seconds: float) -> list[Ended]:
+        numbers = {job.end: number for number, job in self._running.items()}
+        if numbers:
+            pause = 0 if self._ended else seconds
+            if self._ray.wait(list(numbers), timeout=pause)[0]:
+                for end in self._ray.wait(list(numbers), num_returns=len(numbers), timeout=0)[0]:
+                    self._end(numbers[end])
+        elif not self._ended:
+            time.sleep(seconds)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _end(self, number: int) -> None:
+        job = self._running.pop(number)
+        try:
+            self._ended.append(Ended(number, self._ray.get(job.end)))
+        except self._ray.exceptions.RayError as error:  # the actor, or its machine, is gone
+            reason = " ".join(str(error).split())
+            self._ended.append(Ended(number, None, reason if len(reason) <= 300 else f"{reason[:299]}…"))
+        self._ray.kill(job.actor)  # it keeps its cores otherwise, until Python forgets it
+
+    def stop(self, numbers: list[int]) -> list[int]:
+        for number in numbers:
+            job = self._running.get(number)
+            if job is None:
+                continue
+            if self._ray.wait([job.ready], timeout=0)[0]:
+                job.actor.stop.remote()
+            else:  # it waits for cores
+                self._ray.kill(job.actor)
+                del self._running[number]
+                self._ended.append(Ended(number, STOPPED))
+        return []
+
+    def kill(self) -> None:
+        jobs = list(self._running.values())
+        begun = [job.actor.kill.remote() for job in jobs if self._ray.wait([job.ready], timeout=0)[0]]
+        if begun:
+            self._ray.wait(begun, num_returns=len(begun), timeout=_SECONDS_TO_KILL)
+        for job in jobs:
+            self._ray.kill(job.actor)  # a command that still runs is killed by the kernel, see `tied`
+        self._running.clear()
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Restore the signal handlers afterwards, because Ray installs its own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            with suppress(ValueError):  # not in the main thread, where Ray installs none either
+                signal.signal(number, handler)

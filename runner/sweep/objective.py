@@ -1,0 +1,78 @@
+"""What a search compares: a metric of the jobs, at their ends and while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runner.config.errors import ConfigError, did_you_mean
+from runner.storage.safe_read import open_regular
+
+
+class Objective(NamedTuple):
+    """What a search compares.
+
+    Args:
+        tag: the TensorBoard tag of the metric.
+        goal: whether its `min` or its `max` is best.
+        best: whether the best value of a job counts, instead of the last one.
+    """
+
+    tag: str
+    goal: str
+    best: bool
+
+    def value(self, result: dict[str, Any]) -> float:
+        """Return the value of a job that is done.
+
+        Raises:
+            ConfigError: if the job did not measure it.
+        """
+        measured = {str(tag): value for tag, value in result.get("metrics", {}).items()}
+        if self.best and result.get("best", {}).get("metric") == self.tag:
+            return float(result["best"]["value"])
+        if self.tag in measured:
+            return float(measured[self.tag])
+        why = f"the jobs do not measure it, but {', '.join(sorted(measured)) or 'nothing'};"
+        raise ConfigError("sweep.metric", self.tag, why, did_you_mean(self.tag, measured))
+
+    def is_better(self, one: float, other: float) -> bool:
+        """Return whether the value `one` is better than `other`."""
+        return one > other if self.goal == "max" else one < other
+
+
+class Curve:
+    """The values of a metric in the evaluations of a job, read from its event files while the job writes them.
+
+    Args:
+        directory: the run directory of the job.
+        tag: the TensorBoard tag of the metric.
+    """
+
+    def __init__(self, directory: Path, tag: str):
+        self._directory, self._tag = directory, tag
+        self._values: dict[int, float] = {}
+        self._files: dict[Path, Any] = {}
+
+    def read(self) -> list[float]:
+        """Return the values of all evaluations so far, in the order of their steps."""
+        # Imported here, because only searches that prune need it.
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+
+        for path in sorted(self._directory.glob("events.out.tfevents.*")):
+            for event in self._new_events(path):
+                if event.session_log.status == SessionLog.START:  # this session computes the later steps again
+                    self._values = {step: value for step, value in self._values.items() if step < event.step}
+                for each in event.summary.value:
+                    if each.tag == self._tag and each.tensor.float_val:
+                        self._values[event.step] = float(each.tensor.float_val[0])
+        return [self._values[step] for step in sorted(self._values)]
+
+    def _new_events(self, path: Path) -> Iterator[Any]:
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+        if path not in self._files:
+            with open_regular(path):
+                self._files[path] = EventFileLoader(str(path))
+        yield from self._files[path].Load()

@@ -1,0 +1,82 @@
+"""Which trials of a search are not worth finishing, by their values after the same number of evaluations."""
+
+from __future__ import annotations
+
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from runner.sweep.objective import Objective
+
+_LEAST_OTHERS = 4
+"""Number of other trials with which a value must be compared before its trial can be stopped."""
+_REDUCTION = 3
+"""Of the trials at a rung of successive halving, one in so many continues."""
+
+
+class Pruner(ABC):
+    """Decides whether a trial continues. A trial that was stopped may continue later, when others turn out worse.
+
+    Args:
+        objective: what is compared.
+    """
+
+    def __init__(self, objective: Objective):
+        self.objective = objective
+
+    @abstractmethod
+    def continues(self, number: int, curves: Sequence[Sequence[float]], trial: int) -> bool:
+        """Return whether a trial continues after its evaluation `number`.
+
+        Args:
+            number: the number of the evaluation, from 1.
+            curves: the values of each trial, one per evaluation; some trials may have fewer evaluations.
+            trial: the index of the trial in `curves`.
+        """
+
+    def _others(self, number: int, curves: Sequence[Sequence[float]], trial: int) -> list[float]:
+        return [curve[number - 1] for i, curve in enumerate(curves) if i != trial and len(curve) >= number]
+
+
+class Median(Pruner):
+    """A trial continues while it is not worse than the median of the other trials after as many evaluations.
+
+    See Golovin et al., "Google Vizier: A Service for Black-Box Optimization", KDD 2017, section 3.2.1.
+    """
+
+    def continues(self, number: int, curves: Sequence[Sequence[float]], trial: int) -> bool:
+        others = self._others(number, curves, trial)
+        if len(others) < _LEAST_OTHERS:
+            return True
+        return not self.objective.is_better(statistics.median(others), curves[trial][number - 1])
+
+
+class Halving(Pruner):
+    """Asynchronous successive halving: after 1, 3, 9, … evaluations, the best third continues.
+
+    See Li et al., "A System for Massively Parallel Hyperparameter Tuning", MLSys 2020, https://arxiv.org/abs/1810.05934.
+    """
+
+    def continues(self, number: int, curves: Sequence[Sequence[float]], trial: int) -> bool:
+        if not _is_rung(number):
+            return True
+        others, own = self._others(number, curves, trial), curves[trial][number - 1]
+        num_better = sum(self.objective.is_better(other, own) for other in others)
+        return num_better < max(1, (len(others) + 1) // _REDUCTION)
+
+
+def _is_rung(number: int) -> bool:
+    while number % _REDUCTION == 0:
+        number //= _REDUCTION
+    return number == 1
+
+
+def mean_curve(curves: Iterable[Sequence[float]]) -> list[float]:
+    """Return the mean of curves, evaluation by evaluation, as far as at least one of them goes."""
+    curves = list(curves)
+    longest = max(map(len, curves), default=0)
+    return [statistics.fmean(curve[i] for curve in curves if len(curve) > i) for i in range(longest)]
+
+
+PRUNERS: dict[str, type[Pruner]] = {"median": Median, "halving": Halving}
+"""The classes of the values of `sweep.prune`."""

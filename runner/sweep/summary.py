@@ -1,0 +1,227 @@
+"""The summary of a sweep in TensorBoard, beside its runs: the columns of the HPARAMS tab, tables and pictures."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from runner.config.options import chosen_groups
+from runner.storage.run_directory import read_result
+from runner.sweep.ledger_file import read_ledger
+from runner.sweep.metric_direction import direction
+from runner.system.utf8 import printable
+from runner.tracking.spread import Spread
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
+
+_REPEATS = ("seed", "repeat")
+"""Keys that distinguish repeats of one measurement."""
+
+_MOST_KEYS, _MOST_ROWS = 9, 50
+_SPEED = "time/samples_per_second"
+
+
+class BestJob(NamedTuple):
+    """The best job of a sweep.
+
+    Args:
+        number: the number of the job.
+        name: the name of its run directory.
+        metric: the tag of the metric that selects the best checkpoint.
+        value: the best value of the metric in the job.
+    """
+
+    number: int
+    name: str
+    metric: str
+    value: float
+
+
+class _Job(NamedTuple):
+    number: int
+    path: Path
+    values: dict[str, str]
+    result: dict[str, Any]
+
+
+class _Sweep:
+    """The jobs of the sweep at `path` that are done, what they measured, and the keys that differ between its jobs."""
+
+    def __init__(self, path: Path):
+        entries = read_ledger(path).get("jobs", {}).items()
+        typed = {number: _typed(entry.get("overrides", [])) for number, entry in entries}
+        known = dict.fromkeys(key for values in typed.values() for key in values)
+        found = {key: list(dict.fromkeys(v[key] for v in typed.values() if key in v)) for key in known}
+        self.swept = {key: values for key, values in found.items() if len(values) > 1}
+        self.states = Counter(str(entry.get("state", "unknown")) for _, entry in entries)
+        results = [
+            _Job(int(number), path / entry["directory"], typed[number], read_result(path / entry["directory"]))
+            for number, entry in entries
+            if _is_name(entry.get("directory", ""))
+        ]
+        self.done = [job for job in results if job.result.get("status") == "done"]
+        best = Counter(str(job.result["best"]["metric"]) for job in self.done if job.result.get("best"))
+        self.metric = best.most_common(1)[0][0] if best else ""
+        self.measured = [(job, value) for job in self.done if (value := _best(job, self.metric)) is not None]
+        self.goal = direction(self.metric, {job.path: job.result for job in self.done}) if self.metric else "max"
+
+    @property
+    def best_first(self) -> list[tuple[_Job, float]]:
+        """The jobs and their best values; the best job is the first."""
+        return sorted(self.measured, key=lambda pair: -pair[1] if self.goal == "max" else pair[1])
+
+    def over(self, key: str) -> list[tuple[Any, float]]:
+        """Return pairs of the value of `key` and what a job measured, in the order of the values that were typed."""
+        order = {typed: i for i, typed in enumerate(self.swept[key])}
+        jobs = sorted((pair for pair in self.measured if key in pair[0].values), key=lambda p: order[p[0].values[key]])
+        return [(_value(key, job.values[key]), number) for job, number in jobs]
+
+
+def best_job(path: Path) -> BestJob | None:
+    """Return the best job of the sweep at `path`; None if no job is done, or none was evaluated."""
+    jobs = (sweep := _Sweep(path)).best_first
+    return BestJob(jobs[0][0].number, jobs[0][0].path.name, sweep.metric, jobs[0][1]) if jobs else None
+
+
+def write_summary(path: Path) -> None:
+    """Write an event file for TensorBoard to the directory of a sweep, in place of the summary of an earlier command.
+
+    It has the columns of the HPARAMS tab, a text with tables and, if matplotlib is installed, a picture of the metric
+    over each swept key. What cannot be written is logged as a warning.
+
+    Args:
+        path: the directory of the sweep.
+    """
+    try:
+        _write(path)
+    except Exception as error:  # the jobs are done, and their results are saved: nothing here may fail the sweep
+        log.warning("the summary of the sweep cannot be written: %s", printable(f"{type(error).__name__}: {error}"))
+
+
+def _write(path: Path) -> None:
+    sweep = _Sweep(path)
+    if not sweep.swept or not sweep.done:
+        return
+    from torch.utils.tensorboard.summary import text  # imported here, because a sweep without jobs needs none of it
+
+    from runner.tracking.event_file import EventFile, columns
+
+    for old in path.glob("events.out.tfevents.*"):  # TensorBoard would keep the columns of the first file
+        old.unlink()
+    file = EventFile(path, first_step=0)
+    try:
+        file.add(columns(_hparams(sweep), _metrics(sweep)))
+        file.add(text("sweep/summary", _tables(sweep)))
+        if (figure := _figure(sweep)) is not None:
+            from runner.tracking.charts import image_summary
+
+            file.add(image_summary(f"sweep/{sweep.metric.rpartition('/')[2]}", figure))
+    finally:
+        file.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Jobs
+
+
+def _typed(overrides: list[Any]) -> dict[str, str]:
+    """Return the values of overrides by key, as typed."""
+    pairs = (str(text).lstrip("+").partition("=") for text in overrides)
+    return {key: value for key, equals, value in pairs if equals}
+
+
+def _is_name(directory: str) -> bool:
+    """Return whether `directory`, from a ledger that somebody else may have written, is a name in the sweep."""
+    return directory not in ("", ".", "..") and "/" not in directory and "\0" not in directory
+
+
+def _best(job: _Job, metric: str) -> float | None:
+    """Return the best value of `metric` in a job; None if the job did not measure it, or it is not finite."""
+    best = job.result.get("best", {})
+    value = best["value"] if best.get("metric") == metric else job.result.get("metrics", {}).get(metric)
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else None  # not if nan
+
+
+def _value(key: str, typed: str) -> float | str | bool | None:
+    """Return the value that was typed for `key`, with its type; names of options are text, as in `precision=16`."""
+    if key.partition("@")[0] in chosen_groups() or typed[:1] in ("'", '"'):
+        return printable(typed.strip("'\""))
+    words = {"null": None, "true": True, "false": False}
+    if typed.lower() in words:
+        return words[typed.lower()]
+    try:
+        number = float(typed)
+    except ValueError:
+        return printable(typed)
+    return number if math.isfinite(number) else printable(typed)
+
+
+def _hparams(sweep: _Sweep) -> dict[str, list[float | str | bool]]:
+    """Return the values of each swept key, without null, because it would make a column of numbers one of texts."""
+    values = {key: [_value(key, text) for text in typed] for key, typed in sweep.swept.items()}
+    known = {printable(key): [value for value in each if value is not None] for key, each in values.items()}
+    return {key: each for key, each in known.items() if each}
+
+
+def _metrics(sweep: _Sweep) -> list[str]:
+    """Return the tags of the metrics of the HPARAMS tab: the best one, other evaluations, training, and the speed."""
+    tags = dict.fromkeys(tag for job in sweep.done for tag in map(str, job.result.get("metrics", {})))
+    groups = [[sweep.metric], *([tag for tag in tags if tag.startswith(start)] for start in ("eval/", "train/"))]
+    return list(dict.fromkeys(printable(tag) for tag in (*(t for group in groups for t in group if t), _SPEED)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables and pictures
+
+
+def _tables(sweep: _Sweep) -> str:
+    """Return the summary as Markdown: how the jobs ended, the best jobs, and the metric over each swept key."""
+    ended = ", ".join(f"{count} {state}" for state, count in sweep.states.most_common())
+    parts = [f"{sum(sweep.states.values())} jobs: {ended}"]
+    if sweep.measured:
+        metric = f"best {sweep.metric}"
+        best = [[job.path.name, _digits(value)] for job, value in sweep.best_first[:10]]
+        parts.append(_table(["job", metric], best))
+        for key in [key for key in sweep.swept if key not in _REPEATS][:_MOST_KEYS]:
+            groups: dict[str, list[float]] = {}
+            for value, number in sweep.over(key):
+                shown = f"{value:g}" if isinstance(value, float) else str(value)
+                groups.setdefault(shown, []).append(number)
+            spreads = {value: Spread.of(numbers) for value, numbers in groups.items()}
+            rows = [[v, str(len(groups[v])), f"{_digits(s.mean)} ± {_digits(s.bar)}"] for v, s in spreads.items()]
+            parts.append(_table([key, "jobs", f"{metric}, mean ± standard deviation"], rows[:_MOST_ROWS]))
+    return printable("\n\n".join(parts))
+
+
+def _table(titles: list[str], rows: list[list[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/').replace('`', '') for cell in line)} |" for line in lines)
+
+
+def _digits(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _figure(sweep: _Sweep) -> Figure | None:
+    """Draw the metric over each swept key; None if matplotlib is not installed, or only seeds were swept."""
+    keys = [key for key in sweep.swept if key not in _REPEATS and len(sweep.over(key)) > 1][:_MOST_KEYS]
+    if not keys or importlib.util.find_spec("matplotlib") is None:
+        return None
+    from runner.tracking import charts
+
+    caption = f"{len(sweep.measured)} jobs; line and band: mean and standard deviation over all jobs with this value"
+    title = f"best {sweep.metric} over each swept key"
+    figure, panels = charts.canvas(title, caption, (4.2, 3.4), len(keys))
+    for axes, key in zip(panels, keys, strict=True):
+        charts.over_values(axes, sweep.over(key))
+        charts.scale_y(axes, [number for _, number in sweep.measured])
+        axes.set_xlabel(charts.shown(key, 40))
+        axes.set_ylabel(charts.shown(sweep.metric, 40))
+    return figure

@@ -1,0 +1,141 @@
+"""Writes a comparison as a table for a terminal, as Markdown, as CSV and as JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from runner.system.utf8 import printable
+from runner.tools.compare_rows import BEST, LAST, RATE, STEPS, Comparison, Row
+from runner.tools.plot_checks import one_line
+from runner.tools.plot_tables import format_value, plus_minus
+from runner.tracking.spread import Spread
+
+_FAILURE_TITLES: list[str] = ["run", "state", "step", "reason"]
+
+
+def terminal(comparison: Comparison) -> Group:
+    """Return the tables of the runs that are done, and of those that failed."""
+    parts: list[RenderableType] = []
+    for titles, rows, caption in _tables(comparison):
+        table = Table(box=SIMPLE_HEAD, title=caption, title_justify="left", title_style="bold red")
+        for title in titles:
+            table.add_column(Text(title), overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        parts.append(table)
+    return Group(*parts)
+
+
+def markdown(comparison: Comparison) -> str:
+    """Return the tables of `terminal` in Markdown."""
+    blocks = []
+    for titles, rows, caption in _tables(comparison):
+        lines = [_markdown_line(titles), _markdown_line(["---"] * len(titles)), *map(_markdown_line, rows)]
+        blocks.append("\n".join(([f"{caption}:", ""] if caption else []) + lines) + "\n")
+    return "\n".join(blocks)
+
+
+def _markdown_line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"
+
+
+def _tables(comparison: Comparison) -> list[tuple[list[str], list[list[str]], str]]:
+    """Return the titles, the rows and the caption of each table that is not empty."""
+    titles = [*map(format_value, comparison.keys), "runs", *(_title(comparison, name) for name in comparison.measures)]
+    done = [
+        [*_values(comparison, row.values), str(len(row.runs)), *(_cell(row, name) for name in comparison.measures)]
+        for row in comparison.rows
+    ]
+    failed = [[f.name, f.state, "" if f.step is None else str(f.step), f.reason] for f in comparison.failures]
+    count = len(failed)
+    caption = f"{count} {'run is' if count == 1 else 'runs are'} not done"
+    tables = [(titles, done, ""), (_FAILURE_TITLES, failed, caption)]
+    return [table for table in tables if table[1]]
+
+
+def _title(comparison: Comparison, measure: str) -> str:
+    titles = {BEST: f"best {comparison.metric}", LAST: f"last {comparison.metric}", RATE: "samples/s"}
+    return one_line(titles.get(measure, measure))
+
+
+def _values(comparison: Comparison, values: dict[str, Any]) -> list[str]:
+    return [format_value(values[key]) if key in values else "" for key in comparison.keys]
+
+
+def _cell(row: Row, measure: str) -> str:
+    spread = row.spread(measure)
+    if spread is None:
+        return ""
+    same = len(set(row.measures[measure])) == 1
+    return f"{spread.mean:.0f}" if measure == STEPS and same else plus_minus(spread)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# For programs
+
+
+def as_csv(comparison: Comparison) -> str:
+    """Return one table: a line for each row, with standard deviations in columns of their own, then the failures."""
+    names = comparison.measures
+    titles = [_title(comparison, name) if name in (BEST, LAST) else name for name in names]
+    keys = [format_value(key) for key in comparison.keys]
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*keys, "runs", *(f"{title}{end}" for title in titles for end in ("", "_std")), *_FAILURE_TITLES])
+    for row in comparison.rows:
+        spreads = [row.spread(name) for name in names]
+        numbers = ["" if n is None or math.isnan(n) else n for spread in spreads for n in spread or (None, None)]
+        writer.writerow([*_values(comparison, row.values), len(row.runs), *numbers, "", "done", "", ""])
+    for f in comparison.failures:
+        empty = [""] * (1 + 2 * len(names))
+        step = "" if f.step is None else f.step
+        writer.writerow([*_values(comparison, f.values), *empty, f.name, f.state, step, f.reason])
+    return file.getvalue()
+
+
+def as_json(comparison: Comparison) -> str:
+    """Return the comparison with all numbers unrounded, as JSON."""
+    content = {
+        "keys": comparison.keys,
+        "metric": comparison.metric,
+        "direction": comparison.direction,
+        "rows": [
+            {
+                "values": row.values,
+                "runs": len(row.runs),
+                **{name: _spread(row.spread(name)) for name in comparison.measures},
+                "directories": [str(run.directory) for run in row.runs],
+            }
+            for row in comparison.rows
+        ],
+        "failures": [
+            {"run": f.name, "state": f.state, "step": f.step, "reason": f.reason, "values": f.values}
+            for f in comparison.failures
+        ],
+    }
+    return json.dumps(_plain(content), indent=2) + "\n"
+
+
+def _spread(spread: Spread | None) -> dict[str, float | None] | None:
+    return spread and {"mean": spread.mean, "std": spread.deviation}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON can express: a number that is not finite becomes null, a date becomes text."""
+    if isinstance(value, dict):
+        return {printable(str(key)): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, int) else printable(str(value))

@@ -1,0 +1,285 @@
+"""Draws the figures of a sweep over any keys: its metric over the swept keys, a ranking, and learning curves."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import matplotlib
+from matplotlib import colors
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from runner.sweep.metric_direction import direction
+from runner.tools.plot_curves import LearningCurve, learning_curves
+from runner.tools.plot_runs import Point, Study
+from runner.tools.plot_tables import format_value
+from runner.tracking import charts
+from runner.tracking.charts import COLORS, is_number, shown
+from runner.tracking.spread import Spread
+
+_SECONDS = "seconds per step"
+_MOST_LINES, _MOST_NAMES, _MOST_ROWS, _MOST_PANELS, _MOST_CELLS = 6, 8, 20, 6, 16
+
+
+def figures(study: Study, caption: str) -> dict[str, Figure]:
+    """Return the figures of `study` by name.
+
+    Args:
+        study: a study with several points.
+        caption: a line below the title of each figure.
+    """
+    keys = study.keys
+    if len(keys) <= 2 and _is_grid(study) and (lines := _line_keys(study)) is not None:
+        drawn = {"sweep": _over_one_key(study, caption, *lines)}
+    elif len(keys) > 2 or not _is_grid(study) or len(keys) == 1:
+        drawn = {"ranking": _ranking(study, caption)}
+        if panels := [key for key in keys if _varies_by_itself(study, key)][:_MOST_PANELS]:
+            drawn["sweep"] = _over_each_key(study, caption, panels)
+    else:
+        drawn = {}
+    if len(keys) == 2 and _fills_heat_map(study):
+        drawn["heat_map"] = _heat_map(study, caption)
+    return drawn
+
+
+def curves(study: Study, caption: str) -> dict[str, Figure]:
+    """Return a figure with the learning curves of `study`; an empty dictionary if there are no event files."""
+    tag, found = learning_curves(study)
+    return {"curves": _curves(study, caption, tag, found)} if found else {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measurements
+
+
+def _value(point: Point, key: str) -> Any:
+    """Return the value of `key` as it is shown: a number, or a text."""
+    value = point.values.get(key)
+    return value if is_number(value) else format_value(value)
+
+
+def _values(study: Study, key: str) -> list[Any]:
+    """Return the different values of `key`: numbers by size, others in the order of the runs."""
+    values = list(dict.fromkeys(_value(point, key) for point in study.points))
+    return sorted(values) if all(map(is_number, values)) else values
+
+
+def _quality(study: Study) -> tuple[str, dict[Point, Spread]]:
+    """Return the name of the metric of a study and the metric of each point; seconds per step if there is no metric."""
+    finals = {point: point.final for point in study.points}
+    measured = {point: final for point, final in finals.items() if final is not None}
+    return (study.metric, measured) if measured else (_SECONDS, {point: point.seconds for point in study.points})
+
+
+def _larger_is_better(study: Study, metric: str) -> bool:
+    results = {run.directory: run.result for point in study.points for run in point.runs}
+    return metric != _SECONDS and direction(metric, results) == "max"
+
+
+def _best_first(study: Study) -> list[Point]:
+    """Return the points that have the metric, the best first."""
+    metric, quality = _quality(study)
+    return sorted(quality, key=lambda point: quality[point].mean, reverse=_larger_is_better(study, metric))
+
+
+def _runs(study: Study, point: Point) -> list[float]:
+    """Return the metric of each run of a point."""
+    if _quality(study)[0] == _SECONDS:
+        return [run.seconds for run in point.runs]
+    metrics = [run.result.get("metrics", {}) for run in point.runs]
+    return [values[study.metric] for values in metrics if study.metric in values]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which figures fit
+
+
+def _is_grid(study: Study) -> bool:
+    """Return whether the points are most of the combinations of the values of the keys, as in a sweep."""
+    return len(study.points) >= 0.5 * math.prod(len(_values(study, key)) for key in study.keys)
+
+
+def _fills_heat_map(study: Study) -> bool:
+    """Return whether a heat map would have few gaps and readable labels, unlike that of a search over numbers."""
+    sizes = [len(_values(study, key)) for key in study.keys]
+    return len(study.points) >= 0.75 * math.prod(sizes) and max(sizes) <= _MOST_CELLS
+
+
+def _line_keys(study: Study) -> tuple[str, str | None] | None:
+    """Return the key of the x-axis and the key that distinguishes the lines; None if they would be too many."""
+    sizes = {key: len(_values(study, key)) for key in study.keys}
+    numbers = {key for key in study.keys if all(map(is_number, _values(study, key)))}
+    for key in sorted(study.keys, key=lambda key: (key not in numbers or sizes[key] < 3, -sizes[key])):
+        other = next((name for name in study.keys if name != key), None)
+        fits = key in numbers or sizes[key] * sizes.get(other or "", 1) <= 2 * _MOST_NAMES
+        short = key in numbers or max(len(shown(value)) for value in _values(study, key)) <= 20
+        if (other is None or sizes[other] <= _MOST_LINES) and fits and short:
+            return key, other
+    return None
+
+
+def _varies_by_itself(study: Study, key: str) -> bool:
+    """Return whether several values of `key` were measured more than once: otherwise other keys explain as much."""
+    counts = Counter(_value(point, key) for point in study.points if key in point.values)
+    if len(counts) > 2 and all(map(is_number, counts)):
+        return max(counts.values()) <= sum(counts.values()) / 2
+    return 2 <= len(counts) <= 2 * _MOST_NAMES and sum(count > 1 for count in counts.values()) >= 2
+
+
+def _short(key: str, study: Study) -> str:
+    """Return the last part of a key if it is unambiguous: `lr`."""
+    last = key.rpartition(".")[2]
+    return last if [name.rpartition(".")[2] for name in study.keys].count(last) == 1 else key
+
+
+def label(point: Point, study: Study, without: str = "") -> str:
+    """Return the values of the swept keys of a point; if there are many keys, those that most points do not have.
+
+    Args:
+        point: the point.
+        study: the study that has it.
+        without: a key that is left out.
+    """
+    usual: dict[str, Any] = {}
+    if len(study.keys) > 3 and not _is_grid(study):
+        usual = {key: Counter(_value(p, key) for p in study.points).most_common(1)[0][0] for key in study.keys}
+    values = {key: _value(point, key) for key in study.keys if key in point.values and key != without}
+    parts = [f"{_short(key, study)}={shown(v, 20)}" for key, v in values.items() if key not in usual or v != usual[key]]
+    lines = [", ".join(parts[i : i + 4]) for i in range(0, len(parts), 4)]
+    return "\n".join(lines) or ("" if without else "all as in most runs")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Over the swept keys
+
+
+def _over_one_key(study: Study, caption: str, key: str, other: str | None) -> Figure:
+    """Draw the metric and the step time over `key`: lines with bands over numbers, bars over options."""
+    metric, quality = _quality(study)
+    panels = {metric: quality} | {_SECONDS: {point: point.seconds for point in study.points}}
+    values, groups = _values(study, key), _values(study, other) if other else [None]
+    is_line = all(map(is_number, values))
+    width = 5.4 if is_line else max(4.2, 1.0 + 0.55 * len(values) * len(groups))
+    title = f"{metric} over {shown(key, 40)}" if metric != _SECONDS else f"Over {shown(key, 40)}"
+    figure, axes = charts.canvas(title, caption, (width, 4.0), len(panels))
+    palette = _sequence(groups)
+    for each, (name, spreads) in zip(axes, panels.items(), strict=True):
+        lines: dict[str, list[tuple[Any, Spread]]] = {}
+        for group in groups:
+            text = f"{other}={shown(group)}" if other else ""
+            found = [(_value(p, key), s) for p, s in spreads.items() if other is None or _value(p, other) == group]
+            if found:
+                lines[text] = sorted(found, key=lambda pair: values.index(pair[0]))
+        if is_line:
+            for text, pairs in lines.items():
+                color = palette[[f"{other}={shown(group)}" if other else "" for group in groups].index(text)]
+                charts.line(each, [x for x, _ in pairs], [s for _, s in pairs], color, text or None)
+            charts.scale_x(each, values)
+        else:
+            charts.bars(each, {text: [(shown(x), s) for x, s in pairs] for text, pairs in lines.items()})
+        if name != _SECONDS and is_line:
+            charts.scale_y(each, [spread.mean for spread in spreads.values()])
+        if name == _SECONDS:
+            each.set_ylim(0, 1.15 * max(spread.mean + spread.bar for spread in spreads.values()))  # not to show noise
+        each.set_xlabel(shown(key, 40))
+        each.set_ylabel(shown(name, 40))
+    if other:
+        charts.legend_beside(figure, axes[0])
+    return figure
+
+
+def _sequence(values: list[Any]) -> list[str]:
+    """Return a color for each value: shades from dark to light for several numbers, which have an order."""
+    if len(values) < 3 or not all(map(is_number, values)):
+        return [COLORS[i % len(COLORS)] for i in range(len(values))]
+    shades = matplotlib.colormaps["viridis"]
+    return [colors.to_hex(shades(0.9 * i / (len(values) - 1))) for i in range(len(values))]
+
+
+def _heat_map(study: Study, caption: str) -> Figure:
+    metric, quality = _quality(study)
+    down, across = sorted(study.keys, key=lambda key: len(_values(study, key)))
+    columns, rows = len(_values(study, across)), len(_values(study, down))
+    size = min(12.0, 3.0 + 0.75 * columns), min(9.0, 1.6 + 0.55 * rows)
+    figure, (axes,) = charts.canvas(
+        f"{shown(metric, 40)} over two keys", caption, (max(5.5, size[0]), max(3.0, size[1]))
+    )
+    cells = {(_value(point, across), _value(point, down)): spread.mean for point, spread in quality.items()}
+    charts.heat_map(figure, axes, cells, shown(metric, 40), _larger_is_better(study, metric))
+    axes.set_xlabel(shown(across, 40))
+    axes.set_ylabel(shown(down, 40))
+    return figure
+
+
+def _ranking(study: Study, caption: str) -> Figure:
+    """Draw one row for each setting, the best first."""
+    metric, quality = _quality(study)
+    points = _best_first(study)[:_MOST_ROWS]
+    labels = [label(point, study) for point in points]
+    height = sum(0.16 + 0.14 * (1 + text.count("\n")) for text in labels) + 0.9
+    count = f"The best {len(points)} of {len(quality)} settings" if len(points) < len(quality) else "All settings"
+    figure, (axes,) = charts.canvas(f"{count} by {shown(metric, 40)}", caption, (8.5, height))
+    charts.ranking(axes, [(text, quality[p], _runs(study, p)) for text, p in zip(labels, points, strict=True)])
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_xlabel(shown(metric, 40))
+    return figure
+
+
+def _over_each_key(study: Study, caption: str, keys: list[str]) -> Figure:
+    """Draw the metric of all runs over each of `keys`, whatever the values of the other keys are."""
+    metric, quality = _quality(study)
+    across = 2 if len(keys) == 4 else 3
+    title = f"{shown(metric, 40)} over each key, whatever the others are"
+    figure, panels = charts.canvas(title, caption, (4.2, 3.4), len(keys), across)
+    for axes, key in zip(panels, keys, strict=True):
+        points = sorted(
+            (p for p in quality if key in p.values), key=lambda p: _values(study, key).index(_value(p, key))
+        )
+        charts.over_values(axes, [(_value(point, key), number) for point in points for number in _runs(study, point)])
+        charts.scale_y(axes, [spread.mean for spread in quality.values()])
+        axes.set_xlabel(shown(key, 40))
+        axes.set_ylabel(shown(metric, 40))
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Learning curves
+
+
+def _curves(study: Study, caption: str, tag: str, found: list[LearningCurve]) -> Figure:
+    """Draw the learning curves: those of the best settings in color, and the others in gray."""
+    ranks = {point: rank for rank, point in enumerate(_best_first(study))}
+    few = len(found) <= _MOST_LINES
+    colored = found if few else sorted(found, key=lambda curve: ranks.get(curve.point, len(ranks)))[:_MOST_LINES]
+    if few and len(study.keys) == 1:
+        colored = sorted(
+            found, key=lambda curve: _values(study, study.keys[0]).index(_value(curve.point, study.keys[0]))
+        )
+    ordered = few and len(study.keys) == 1
+    names = [label(curve.point, study) if study.keys else f"{len(curve.point.runs)} runs" for curve in colored]
+    longest = max(len(line) for name in names for line in name.split("\n"))
+    title, width = f"{shown(tag, 40)} over steps", 6.6 + (0.08 * longest if len(found) > 1 else 0)
+    figure, (axes,) = charts.canvas(title, caption, (width, 4.4))
+    palette = _sequence([_value(curve.point, study.keys[0]) if ordered else "" for curve in colored])
+    for curve in found:
+        if all(curve is not each for each in colored):
+            axes.plot(curve.steps, [s.mean for s in curve.spreads], color="#cccccc", lw=0.8, zorder=1)
+    for curve, color, name in zip(colored, palette, names, strict=True):
+        _curve(axes, curve, color, name)
+    if len(colored) < len(found):
+        axes.plot([], [], color="#cccccc", lw=0.8, label=f"{len(found) - len(colored)} others")
+    charts.scale_y(axes, [spread.mean for curve in found for spread in curve.spreads])
+    axes.set_xlabel("optimizer steps")
+    axes.set_ylabel(shown(tag, 40))
+    charts.legend_beside(figure, axes)
+    return figure
+
+
+def _curve(axes: Axes, curve: LearningCurve, color: str, text: str) -> None:
+    means, bars = [s.mean for s in curve.spreads], [s.bar for s in curve.spreads]
+    axes.plot(curve.steps, means, color=color, lw=1.6, label=text, zorder=3)
+    if any(bars):
+        low, high = ([m + sign * bar for m, bar in zip(means, bars, strict=True)] for sign in (-1, 1))
+        axes.fill_between(curve.steps, low, high, color=color, alpha=0.15, lw=0, zorder=2)

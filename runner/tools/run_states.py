@@ -1,0 +1,47 @@
+"""The states of runs and sweeps: how they ended, and whether a process is writing to them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from runner.storage import safe_read
+from runner.storage.run_directory import RESULT, newest_step
+from runner.storage.safe_read import UnsafeFileError, check_no_link
+
+ENDED = ("done", "crashed", "diverged", "stopped")
+"""The states that a run records in its `result.json`."""
+
+STATES = (*ENDED, "running", "killed", "damaged")
+"""All states of a run. A killed run has no result; a damaged one has a result or a config that cannot be read."""
+
+
+def is_locked(directory: Path) -> bool:
+    """Return whether a process is writing to the run directory or the sweep `directory`: it holds a lock there."""
+    return safe_read.is_locked(directory / ".lock")
+
+
+def state_of(directory: Path, result: dict[str, Any]) -> str:
+    """Return the state of a run, one of `STATES`.
+
+    Args:
+        directory: the run directory.
+        result: the content of its `result.json`; empty if there is none, or it is damaged.
+    """
+    if not result and is_locked(directory):  # only then: for a moment, the test keeps a run from locking its directory
+        return "running"
+    if not result:
+        return "damaged" if os.path.lexists(directory / RESULT) else "killed"
+    return result["status"] if result["status"] in ENDED else "damaged"
+
+
+def steps_of(directory: Path, result: dict[str, Any]) -> int | None:
+    """Return how many steps a run has completed or, without a result, saved; None if that is not known."""
+    if "steps" in result:
+        return result["steps"] if result["steps"] < 10**15 else None
+    try:
+        check_no_link(directory / "checkpoints")
+        return newest_step(directory) or None
+    except UnsafeFileError:
+        return None

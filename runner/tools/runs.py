@@ -1,0 +1,199 @@
+"""`python -m runner.tools.runs [PATH]` lists the runs below PATH, and removes those that are no longer needed.
+
+Each run is a line with its status, age, size on disk, steps, best evaluation and directory; the newest is the last.
+`--sweeps` lists sweeps instead. `--clean` removes what is listed, after a question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.config.errors import ABSENT, ConfigError, check, escaped
+from runner.system.utf8 import printable
+from runner.tools.plot_checks import one_line
+from runner.tools.run_states import STATES
+from runner.tools.runs_clean import KeptError, remove_run, remove_sweep
+from runner.tools.runs_list import (
+    REMAINS,
+    SWEEP_STATES,
+    Entry,
+    Filter,
+    age,
+    comparison,
+    duration,
+    listed_runs,
+    listed_sweeps,
+    states,
+)
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, and return the exit code.
+
+    The exit code is 0, or 1 if something could not be removed, or 2 after printing to standard error why the command
+    cannot be carried out.
+    """
+    options, unknown = _parser().parse_known_args(arguments)
+    root = Path(options.path).expanduser()
+    try:
+        check(not unknown, " ".join(unknown), ABSENT, "there is no such option", "--help lists the options")
+        check(root.is_dir(), "PATH", str(root), "there is no such directory", "name a directory with runs below it")
+        wanted = _filter(options)
+        answered = options.yes or sys.stdin.isatty()
+        why = "there is no terminal to ask on whether the listed runs shall be removed"
+        check(not options.clean or answered, "--clean", ABSENT, why, "--clean --yes removes them without a question")
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    now = time.time()
+    found = listed_sweeps(root) if options.sweeps else listed_runs(root)
+    entries = [entry for entry in found if wanted.accepts(entry, now)]
+    if options.json:
+        print(json.dumps([_as_dict(entry, now) for entry in entries], indent=2))
+    else:
+        print("\n".join(_lines(entries, now)) or f"nothing of this kind is in {_shown(root)}")
+    return clean(root, entries, options.yes) if options.clean and entries else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m runner.tools.runs", description="List runs and sweeps, and remove them.", allow_abbrev=False
+    )
+    parser.add_argument("path", metavar="PATH", nargs="?", default="outputs", help="a directory (default: outputs)")
+    parser.add_argument("--sweeps", action="store_true", help="list sweeps, and not runs")
+    parser.add_argument(
+        "--status",
+        metavar="A,B",
+        help=f"only these: {', '.join((*STATES, REMAINS))}; with --sweeps: {', '.join(SWEEP_STATES)}",
+    )
+    parser.add_argument("--older", metavar="AGE", help="only those last written to at least so long ago: 12h, 7d, 4w")
+    parser.add_argument("--newer", metavar="AGE", help="only those last written to at most so long ago")
+    parser.add_argument("--name", metavar="TEXT", default="", help="only those whose path contains TEXT")
+    parser.add_argument(
+        "--best", metavar="'>X'", default="", help="only those whose best evaluation is >, >=, < or <= X"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument("--clean", action="store_true", help="remove what is listed, after a question")
+    parser.add_argument("--yes", action="store_true", help="with --clean: do not ask")
+    return parser
+
+
+def _filter(options: argparse.Namespace) -> Filter:
+    """Return the filter that the options describe.
+
+    Raises:
+        ConfigError: if an option has an impossible value.
+    """
+    known = SWEEP_STATES if options.sweeps else (*STATES, REMAINS)
+    if options.best:
+        comparison("--best", options.best)
+    check(options.clean or not options.yes, "--yes", ABSENT, "it answers the question of --clean", "add --clean")
+    return Filter(
+        states("--status", options.status, known) if options.status is not None else (),
+        None if options.older is None else duration("--older", options.older),
+        None if options.newer is None else duration("--newer", options.newer),
+        options.name,
+        options.best,
+    )
+
+
+def clean(root: Path, entries: list[Entry], yes: bool) -> int:
+    """Remove the directories of `entries`, and return the exit code.
+
+    Args:
+        root: the directory that is kept even if it becomes empty, unless it is an entry itself.
+        entries: runs or sweeps. Those that are running are kept.
+        yes: do not ask on the terminal.
+    """
+    chosen = [entry for entry in entries if entry.state != "running"]
+    if len(chosen) < len(entries):
+        print(f"{_count(len(entries) - len(chosen), entries[0])} kept, because still running", file=sys.stderr)
+    if not chosen:
+        return 0
+    if not yes and not _confirmed(f"remove {_count(len(chosen), chosen[0])}, {_total(chosen)}? [y/N] "):
+        print("nothing was removed", file=sys.stderr)
+        return 0
+    removed: list[Entry] = []
+    for entry in chosen:
+        path = entry.path.absolute()
+        end = path.parent if entry.path == root else root.absolute()
+        try:
+            (remove_run if entry.jobs is None else remove_sweep)(path, end)
+            removed.append(entry)
+        except (KeptError, OSError) as error:
+            why = error if isinstance(error, KeptError) else error.strerror
+            print(f"{_shown(entry.path)} was not removed: {why}", file=sys.stderr)
+    print(f"{_count(len(removed), chosen[0])} removed, {_total(removed)}", file=sys.stderr)
+    return 0 if len(removed) == len(chosen) else 1
+
+
+def _confirmed(question: str) -> bool:
+    """Return whether the user answers `question` with yes."""
+    print(question, end="", file=sys.stderr, flush=True)
+    try:
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return False
+
+
+def _count(number: int, entry: Entry) -> str:
+    return f"{number} {'run' if entry.jobs is None else 'sweep'}{'' if number == 1 else 's'}"
+
+
+def _total(entries: list[Entry]) -> str:
+    return file_size(sum(entry.size for entry in entries))
+
+
+def file_size(number: float) -> str:
+    """Return a number of bytes with three digits and its unit, such as `1.23 MB`."""
+    power = 0
+    while number >= 999.5 and power + 1 < len(_UNITS):
+        number, power = number / 1000, power + 1
+    return f"{number:.3g} {_UNITS[power]}"
+
+
+def _lines(entries: list[Entry], now: float) -> list[str]:
+    """Return the lines of the table. The directory is the last column, because it may be long."""
+    if not entries:
+        return []
+    steps = "steps" if entries[0].jobs is None else "jobs done"
+    rows = [("status", "age", "size", steps, "best", "directory"), *(_row(entry, now) for entry in entries)]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[5]]) for row in rows]
+
+
+def _row(entry: Entry, now: float) -> tuple[str, ...]:
+    steps = "" if entry.steps is None else f"{entry.steps}"
+    steps += "" if entry.jobs is None else f" of {entry.jobs}"
+    best = "" if entry.best is None else f"{one_line(entry.metric)} {entry.best:.4g}"
+    return entry.state, age(now - entry.changed), file_size(entry.size), steps, best, _shown(entry.path)
+
+
+def _as_dict(entry: Entry, now: float) -> dict[str, object]:
+    steps = {"steps": entry.steps} if entry.jobs is None else {"jobs_done": entry.steps, "jobs": entry.jobs}
+    best = {"metric": printable(entry.metric), "best": entry.best}
+    times = {"changed": entry.changed, "age_seconds": now - entry.changed}
+    return {
+        "directory": printable(str(entry.path)),
+        "status": entry.state,
+        **times,
+        "size": entry.size,
+        **steps,
+        **best,
+    }
+
+
+def _shown(path: Path) -> str:
+    return escaped(printable(str(path))).replace("\n", "\\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Lists the runs and the sweeps below a directory, with their states, ages and sizes."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.config.errors import check, did_you_mean
+from runner.storage.run_directory import CONFIG, OVERRIDES, read_result
+from runner.storage.safe_read import walk
+from runner.sweep.ledger_file import LEDGER, read_ledger
+from runner.sweep.metric_direction import direction
+from runner.tools.plot_checks import is_finite
+from runner.tools.run_states import is_locked, state_of, steps_of
+from runner.tools.saved_runs import REMOVED
+
+REMAINS = "removed"
+"""The state of what is left of a run, if the command was killed while it removed the run."""
+
+SWEEP_STATES = ("done", "running", "unfinished")
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run or a sweep in the list.
+
+    Args:
+        path: the path of its directory.
+        state: one of `run_states.STATES` or `REMAINS`; of a sweep, one of `SWEEP_STATES`.
+        changed: when it was last written to, in seconds since the epoch.
+        size: bytes on disk.
+        steps: the number of completed steps; None if it is not known. Of a sweep, the number of jobs that are done.
+        jobs: the number of jobs of a sweep; None for a run.
+        metric: the tag of the metric that selects the best checkpoint; empty if there is none.
+        best: its best value; None if there is none.
+    """
+
+    path: Path
+    state: str
+    changed: float
+    size: int
+    steps: int | None
+    jobs: int | None = None
+    metric: str = ""
+    best: float | None = None
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which entries are listed; the defaults list all.
+
+    Args:
+        states: the states; empty for all.
+        older: the minimum age in seconds.
+        newer: the maximum age in seconds.
+        name: a text in the path.
+        best: a comparison such as `>0.9`; empty for all.
+    """
+
+    states: tuple[str, ...] = ()
+    older: float | None = None
+    newer: float | None = None
+    name: str = ""
+    best: str = ""
+
+    def accepts(self, entry: Entry, now: float) -> bool:
+        """Return whether `entry` is listed."""
+        age = now - entry.changed
+        return (
+            (not self.states or entry.state in self.states)
+            and (self.older is None or age >= self.older)
+            and (self.newer is None or age <= self.newer)
+            and self.name in str(entry.path)
+            and (not self.best or (entry.best is not None and comparison("--best", self.best)(entry.best)))
+        )
+
+
+def duration(key: str, text: str) -> float:
+    """Return the seconds in a duration such as `7d` or `1.5h`.
+
+    Raises:
+        ConfigError: with `key`, if `text` is no duration.
+    """
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", text)
+    check(found is not None, key, text, "it is no duration", "a number and s, m, h, d or w: 7d is a week")
+    assert found is not None
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def comparison(key: str, text: str) -> Callable[[float], bool]:
+    """Return the comparison with a number that a text such as `>0.9` describes.
+
+    Raises:
+        ConfigError: with `key`, if `text` is no comparison.
+    """
+    found = re.fullmatch(r"\s*(>=|<=|>|<)\s*([-+]?[0-9]*\.?[0-9]+(?:e[-+]?[0-9]{1,3})?)\s*", text, re.IGNORECASE)
+    check(found is not None, key, text, "it is no comparison with a number", f"{key} '>0.9', in quotes; or >=, <, <=")
+    assert found is not None
+    compare, number = _COMPARISONS[found[1]], float(found[2])
+    return lambda value: compare(value, number)
+
+
+def states(key: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the states in a text with commas between them.
+
+    Raises:
+        ConfigError: with `key`, if one of them is not in `known`.
+    """
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        check(name in known, key, name, "there is no such status", did_you_mean(name, known))
+    return names
+
+
+def listed_runs(root: Path) -> list[Entry]:
+    """Return all runs at and below `root`, the oldest first. Links are not followed."""
+    return _oldest_first(_run, (path for path in directories(root) if is_run(path)))
+
+
+def listed_sweeps(root: Path) -> list[Entry]:
+    """Return all sweeps at and below `root`, the oldest first. Links are not followed."""
+    return _oldest_first(_sweep, (path for path in directories(root) if not is_run(path) and read_ledger(path)))
+
+
+def _oldest_first(read: Callable[[Path], Entry], paths: Iterable[Path]) -> list[Entry]:
+    entries = []
+    for path in paths:
+        with suppress(OSError):  # another process has just removed it
+            entries.append(read(path))
+    return sorted(entries, key=lambda entry: (entry.changed, str(entry.path)))
+
+
+def directories(root: Path) -> Iterator[Path]:
+    """Yield `root` and every directory below it, but none inside a run directory. Links are not followed."""
+    for folder, subfolders, _ in walk(root):
+        yield Path(folder)
+        if is_run(Path(folder)):
+            subfolders.clear()
+        subfolders.sort()
+
+
+def is_run(path: Path) -> bool:
+    """Return whether `path` is a run directory, or what is left of one that was being removed.
+
+    A `config.yaml` alone marks no run directory, because it may be somebody's options for Hydra.
+    """
+    marks = (CONFIG,) if path.name.startswith(REMOVED) else (CONFIG, OVERRIDES)
+    return _is(path, stat.S_ISDIR) and all(_is(path / name, stat.S_ISREG) for name in marks)
+
+
+def _is(path: Path, kind: Callable[[int], bool]) -> bool:
+    try:
+        return kind(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _run(path: Path) -> Entry:
+    result = read_result(path)
+    state = REMAINS if path.name.startswith(REMOVED) else state_of(path, result)
+    metric, best = _best(result)
+    return Entry(path, state, changed(path), size(path), steps_of(path, result), None, metric, best)
+
+
+def _sweep(path: Path) -> Entry:
+    ledger = read_ledger(path)
+    state = "running" if is_locked(path) else "done" if ledger["complete"] else "unfinished"
+    done = sum(job.get("state") == "done" for job in ledger["jobs"].values())
+    results = {child: read_result(child) for child in sorted(path.iterdir()) if is_run(child)}
+    bests = [best for best in map(_best, results.values()) if best[1] is not None]
+    metric = bests[0][0] if bests else ""
+    values = [value for name, value in bests if name == metric and value is not None]
+    pick = max if direction(metric, results) == "max" else min
+    newest = max([os.lstat(path / LEDGER).st_mtime, *map(changed, results)])
+    return Entry(path, state, newest, size(path), done, len(ledger["jobs"]), metric, pick(values, default=None))
+
+
+def _best(result: Mapping[str, Any]) -> tuple[str, float | None]:
+    """Return the tag and the value of the best evaluation in the result of a run."""
+    best = result.get("best", {})
+    return (best["metric"], float(best["value"])) if best and is_finite(best["value"]) else ("", None)
+
+
+def changed(path: Path) -> float:
+    """Return when the newest of the files directly in a run directory was written, in seconds since the epoch."""
+    with os.scandir(path) as entries:
+        return max((entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=os.lstat(path).st_mtime)
+
+
+def size(path: Path) -> int:
+    """Return how many bytes a directory takes on the disk, with all that is in it. Links are not followed."""
+    total = os.lstat(path).st_blocks
+    for folder, subfolders, files in walk(path):
+        for name in (*subfolders, *files):
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_blocks
+            except OSError:  # a run that goes on has removed it
+                continue
+    return 512 * total
+
+
+def age(seconds: float) -> str:
+    """Return an age in its largest unit, such as `3 d`."""
+    for unit in ("d", "h", "m"):
+        if seconds >= _UNITS[unit]:
+            return f"{seconds / _UNITS[unit]:.0f} {'min' if unit == 'm' else unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -1,0 +1,198 @@
+"""Reads saved runs as data: their options, results and machines, and which of their options differ."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from runner.config.options import option_files
+from runner.storage.run_directory import ENVIRONMENT, LIMIT_BYTES, OVERRIDES, read_result
+from runner.storage.safe_read import read_regular, walk
+from runner.storage.saved_config import UnreadableConfigError
+from runner.storage.saved_run import saved_config
+from runner.tools.plot_checks import damage, one_line
+
+REPEATS = ("seed", "repeat")
+"""Keys that distinguish repeats of one measurement."""
+
+REMOVED = ".removed-"
+"""How the name of a run directory begins that `runner.tools.runs` is removing, or was removing when it was killed."""
+
+_WRITTEN = ("name", "output_root", "resume")
+"""Keys that say where a run is written."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run, as read from its directory.
+
+    Args:
+        directory: the path of the run directory.
+        labels: the values in the run's config by dotted key (`model.depth`), and the option of each group (`model`).
+        result: the content of `result.json`; empty if the file does not exist.
+        machine: a short description of the machine on which the run was trained.
+    """
+
+    directory: Path
+    labels: dict[str, Any]
+    result: dict[str, Any]
+    machine: str
+
+    @property
+    def mode(self) -> str:
+        """The parallel mode."""
+        return str(self.labels.get("parallel", "single"))
+
+    @property
+    def seconds(self) -> float:
+        """The median step time in seconds, without the warm-up."""
+        return float(self.result["step_seconds"]["median"])
+
+    @property
+    def samples_per_second(self) -> float:
+        """The throughput at the median step time."""
+        return self.labels["batch_size"] / self.seconds
+
+    @property
+    def failure(self) -> str:
+        """Why the run is excluded from the plots; empty if it is not excluded."""
+        if not self.result:
+            return "no result: killed, still running, or a damaged result.json"
+        if self.result.get("status") != "done":
+            return ": ".join(filter(None, (str(self.result.get("status")), str(self.result.get("error", "")))))
+        return "" if self.result.get("step_seconds") else "it measured no step"
+
+
+def find_runs(paths: Iterable[Path]) -> Iterator[MeasuredRun]:
+    """Yield every run in the directories `paths`, at most 50 levels below. A run found twice is yielded only once."""
+    seen = set()
+    for path in paths:
+        for folder, subfolders, files in walk(path):
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith(REMOVED))
+            if "config.yaml" in files:
+                subfolders.clear()  # a run directory contains no other runs
+                if (directory := Path(folder)).resolve() not in seen:
+                    seen.add(directory.resolve())
+                    yield _read(directory)
+
+
+def _read(directory: Path) -> MeasuredRun:
+    try:
+        labels = labels_of(saved_config(directory).values)
+        labels |= _own_options(directory, labels)
+    except UnreadableConfigError:
+        return MeasuredRun(directory, {}, {"status": "its config.yaml cannot be read"}, "")
+    result = read_result(directory)
+    if why := damage(labels, result):
+        result = {"status": why}
+    return MeasuredRun(directory, labels, result, _machine(directory))
+
+
+def _machine(directory: Path) -> str:
+    """Return a short description of the machine of a run."""
+    try:
+        environment = json.loads(read_regular(directory / ENVIRONMENT, LIMIT_BYTES))
+        cpu, devices = environment["cpu"], Counter(str(device["name"]) for device in environment["devices"])
+        names = [f"{count} × {name}" if count > 1 else name for name, count in devices.items()]
+        hardware = ", ".join(names) or f"{cpu['model']}, {cpu['allowed_cores']} cores"
+        return one_line(f"{hardware}, torch {str(environment['versions']['torch']).partition('+')[0]}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "an unknown machine"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Swept keys
+
+
+def labels_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values in a config by dotted key (`model.depth`), and the chosen option of each group (`model`)."""
+    labels: dict[str, Any] = {}
+    for key, value in config.items():
+        if not isinstance(value, dict):
+            labels[key] = value
+            continue
+        labels[key] = _option(key, value)
+        labels |= {f"{key}.{name}": inner for name, inner in value.items() if name != "_target_"}
+    return labels
+
+
+def _option(group: str, node: dict[str, Any]) -> str:
+    """Return the name of the option of `group` that is most similar to `node` and has the same class.
+
+    If no option has this class, return the name of the module of the class.
+    """
+    target = str(node.get("_target_"))
+    candidates = [(name, values) for name, values in _options(group).items() if values.get("_target_") == target]
+    if not candidates:
+        return target.split(".")[-2] if target.count(".") else target  # the name of the module, as for parallel modes
+    return min(candidates, key=lambda option: sum(node.get(key) != value for key, value in option[1].items()))[0]
+
+
+def _own_options(directory: Path, labels: dict[str, Any]) -> dict[str, str]:
+    """Return the options by group that the user typed, and that are in no file of this project (`--config-dir`)."""
+    try:
+        overrides = read_regular(directory / OVERRIDES, LIMIT_BYTES).decode()
+    except (OSError, ValueError):
+        return {}
+    typed = re.findall(r"^- '?(\w{1,100})=([\w-]{1,100})'?$", overrides, re.MULTILINE)
+    groups = {key.partition(".")[0] for key in labels if "." in key}
+    return {group: name for group, name in typed if group in groups and name not in _files(group)}
+
+
+@cache
+def _files(group: str) -> dict[str, Path]:
+    return option_files().get(group, {})
+
+
+@cache
+def _options(group: str) -> dict[str, dict[str, Any]]:
+    contents = {name: OmegaConf.load(path) for name, path in _files(group).items()}
+    plain: dict[str, Any] = {name: OmegaConf.to_container(content) for name, content in contents.items()}
+    return plain
+
+
+def swept_keys(runs: list[MeasuredRun]) -> list[str]:
+    """Return the keys that have several values among `runs`, except `REPEATS` and keys that an option determines.
+
+    With `model=resnet18,resnet50`, for example, the swept key is `model`: it determines `model.depth`.
+    """
+    swept: list[str] = []
+    for key in dict.fromkeys(key for run in runs for key in run.labels):
+        runs_with_key = [run for run in runs if key in run.labels]
+        values = {repr(run.labels[key]) for run in runs_with_key}
+        if key in (*REPEATS, *_WRITTEN) or len(values) < 2:
+            continue
+        group = key.partition(".")[0]
+        pairs = {(repr(run.labels.get(group)), repr(run.labels[key])) for run in runs_with_key}
+        if group == key or group not in swept or len(pairs) > len({option for option, _ in pairs}):
+            swept.append(key)
+    return swept
+
+
+def grouped(runs: Iterable[MeasuredRun], keys: Iterable[str]) -> list[list[MeasuredRun]]:
+    """Return `runs` in groups of runs whose values of `keys` are equal: the repeats of one measurement."""
+    groups: dict[tuple[str, ...], list[MeasuredRun]] = {}
+    keys = list(keys)
+    for run in runs:
+        groups.setdefault(tuple(repr(run.labels.get(key)) for key in keys), []).append(run)
+    return list(groups.values())
+
+
+def common_metric(runs: list[MeasuredRun]) -> str:
+    """Return the tag of the metric by which most runs choose the best checkpoint.
+
+    If no run chooses a best checkpoint, return any tag, preferably of `eval/*`; an empty text if there are no tags.
+    """
+    best = Counter(run.result["best"]["metric"] for run in runs if run.result.get("best"))
+    tags = sorted(
+        {tag for run in runs for tag in run.result.get("metrics", {})}, key=lambda tag: (tag[:5] != "eval/", tag)
+    )
+    return next(iter([*(tag for tag, _ in best.most_common(1)), *tags]), "")

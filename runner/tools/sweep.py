@@ -1,0 +1,167 @@
+"""`python -m runner.tools.sweep PATH` shows a sweep, follows it, stops it, and goes on with it.
+
+Without an option it prints what became of the jobs, what each running job printed last, and why others failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.config.errors import ABSENT, ConfigError, check, escaped
+from runner.storage.safe_read import read_regular
+from runner.sweep.console import is_open_in, last_line
+from runner.sweep.ledger import CONSOLE
+from runner.sweep.ledger_file import LEDGER, read_ledger
+from runner.system.utf8 import printable
+from runner.tools.run_states import is_locked
+
+_POLL_SECONDS = 0.5
+_FAILED = ("crashed", "refused", "diverged")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, and return the exit code.
+
+    The exit code is 0, or 2 after printing to standard error why the command cannot be carried out; with `--follow`, 1
+    if a job has failed; with `--resume`, the exit code of the sweep.
+    """
+    options, unknown = _parser().parse_known_args(arguments)
+    path = Path(options.path).expanduser()
+    try:
+        check(not unknown, " ".join(unknown), ABSENT, "there is no such option", "--help lists the options")
+        check((path / LEDGER).is_file(), "PATH", str(path), f"it has no {LEDGER}", "name the directory of a sweep")
+        if options.resume:
+            return resume(path)
+        if options.cancel or options.kill:
+            cancel(path, at_once=options.kill)
+            return 0
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.follow:
+        return follow(path)
+    print("\n".join(lines(path, read_ledger(path))))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m runner.tools.sweep", description="Show, follow, stop or resume a sweep.", allow_abbrev=False
+    )
+    parser.add_argument("path", metavar="PATH", help="the directory of the sweep: outputs/sweeps/NAME/DATE…")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--follow", action="store_true", help="print what happens until the sweep ends")
+    what.add_argument("--cancel", action="store_true", help="let the running jobs save and stop")
+    what.add_argument("--kill", action="store_true", help="end the running jobs at once")
+    what.add_argument("--resume", action="store_true", help="go on with a sweep that was stopped")
+    return parser
+
+
+def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
+    """Return what is shown of the sweep at `path`.
+
+    Args:
+        path: the directory of the sweep.
+        ledger: the content of its ledger, which anybody may have written.
+    """
+    jobs = ledger.get("jobs", {})
+    counts = Counter(str(entry.get("state", "")) for entry in jobs.values())
+    what = ", ".join(f"{count:,} {state}" for state, count in sorted(counts.items()) if state) or "no job has begun"
+    if is_locked(path):
+        state = f"running, process {ledger.get('pid', 0)}"
+    else:
+        state = "complete" if ledger.get("complete") else "stopped; --resume goes on"
+    shown = [f"{path}: {state}", what]
+    for number, entry in sorted(jobs.items(), key=lambda item: int(item[0])):
+        name = entry.get("directory") or number
+        if entry.get("state") == "running":
+            console = path / CONSOLE / f"{int(number):03d}.txt"
+            shown.append(f"  {name} ({entry.get('slot', '')}): {last_line(console)}")
+        elif entry.get("state") in _FAILED:
+            error = str(entry.get("error", "")).strip().rpartition("\n")[2]
+            shown.append(f"  {name}: {entry['state']}{f': {error}' if error else ''}")
+    return [escaped(printable(line)) for line in shown]
+
+
+def follow(path: Path) -> int:
+    """Print each change of a job's state until no process runs the sweep; return 1 if a job has failed, otherwise 0."""
+    known: dict[str, str] = {}
+    while True:
+        running = is_locked(path)  # before reading: what is written in between is read
+        jobs = read_ledger(path).get("jobs", {})
+        for number, entry in jobs.items():
+            state = str(entry.get("state", ""))
+            if known.get(number) != state:
+                known[number] = state
+                print(escaped(printable(f"{entry.get('directory') or number}: {state}")), flush=True)
+        if not running:
+            print("\n".join(lines(path, read_ledger(path))))
+            return int(any(state in ("crashed", "refused") for state in known.values()))
+        time.sleep(_POLL_SECONDS)
+
+
+def cancel(path: Path, at_once: bool) -> None:
+    """Ask the process that runs the sweep at `path` to stop, and wait until it has ended.
+
+    Args:
+        path: the directory of the sweep.
+        at_once: end the jobs without saving.
+
+    Raises:
+        ConfigError: if no process of this machine and user runs it.
+    """
+    lock = path / ".lock"
+    check(is_locked(path), "PATH", str(path), "no process runs this sweep", "--resume goes on with it")
+    try:
+        pid = int(read_regular(lock, 100))
+    except (OSError, ValueError):
+        pid = 0
+    why = "the process that runs this sweep cannot be found here: it is on another machine, or another user's"
+    check(pid > 1 and is_open_in(pid, lock), "PATH", str(path), why, "stop it where it was started, with Ctrl-C")
+    os.kill(pid, signal.SIGTERM)
+    if at_once:
+        time.sleep(_POLL_SECONDS)  # the first signal has been received, so that the second one ends all
+        if is_open_in(pid, lock):
+            os.kill(pid, signal.SIGINT)
+    while is_locked(path):
+        time.sleep(_POLL_SECONDS)
+    print("\n".join(lines(path, read_ledger(path))))
+
+
+def resume(path: Path) -> int:
+    """Type the command of the sweep at `path` again with `resume=auto`, and return its exit code.
+
+    Raises:
+        ConfigError: if the sweep is running or complete, or its command is not known.
+    """
+    ledger = read_ledger(path)
+    words = ledger.get("command", [])
+    check(not is_locked(path), "PATH", str(path), "a process runs this sweep", "--follow shows it")
+    check(not ledger.get("complete"), "PATH", str(path), "the sweep is complete", "type its command to run it again")
+    known = bool(words) and not any("***" in word for word in words)
+    check(
+        known,
+        "PATH",
+        str(path),
+        "its command is not in the ledger, or was not written there because of a secret",
+        "type the command of the sweep again, with resume=auto",
+    )
+    output_root = path.resolve().parents[2]  # OUTPUT_ROOT/sweeps/NAME/DATE…
+    kept = [word for word in words if not word.startswith(("output_root=", "resume="))]
+    typed = ["-m", *kept, f"output_root={output_root}", "resume=auto"]
+    print(escaped(printable(f"python -m runner {shlex.join(typed)}")), flush=True)
+    return subprocess.run([sys.executable, "-m", "runner", *typed], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

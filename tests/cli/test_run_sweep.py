@@ -1,0 +1,82 @@
+"""Searches as they are typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.command import leftovers, run_command
+from helpers.compose import FAST
+
+from runner.cli.plan_jobs import experiment_file
+from runner.storage.run_directory import read_result
+from runner.sweep.ledger_file import read_ledger
+
+pytest.importorskip("optuna")
+
+LR = "optimizer.lr=tag(log,interval(1e-3,1e-1))"
+REFUSED = {
+    "optimizer.lr=interval(0,1)": ["optimizer.lr: got 'interval(0,1)'", "sweep.search=tpe"],
+    f"{LR}  sweep.search=bayes": ["sweep.search: got 'bayes'", "random, tpe, grid"],
+    f"{LR}  sweep.search=grid": ["optimizer.lr:", "a grid needs a list of values", "sweep.search=tpe"],
+    "seed=1  sweep.search=tpe": ["sweep.search: got 'tpe'", "no key has several values"],
+    f"{LR}  sweep.search=tpe  sweep.metric=eval/loss": ["sweep.metric: got 'eval/loss'", "add sweep.goal=min"],
+    f"{LR}  sweep.search=tpe  sweep.goal=best": ["sweep.goal: got 'best'", "min, max"],
+    f"{LR}  sweep.search=tpe  sweep.prune=asha": ["sweep.prune: got 'asha'", "median, halving"],
+    f"{LR}  sweep.search=tpe  sweep.trials=0": ["sweep.trials: got 0"],
+    f"{LR}  seed=1,2  sweep.search=tpe  sweep.seeds=3": ["sweep.seeds: got 3", "seed is swept, too"],
+    "p=zip(seed=[1,2],epochs=[1])": ["p: got 'zip(seed=[1,2],epochs=[1])'", "seed has 2, epochs has 1"],
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_impossible_searches_are_refused_and_leave_nothing(line: str, tmp_path: Path) -> None:
+    code, told = run_command("-m", *line.split("  "), cwd=tmp_path)
+    assert code == 2, told
+    for words in REFUSED[line]:
+        assert words in told
+    assert leftovers(tmp_path) == set()
+
+
+def test_pairs_are_refused_in_a_single_run(tmp_path: Path) -> None:
+    code, told = run_command("p=zip(seed=[1,2],epochs=[1,2])", cwd=tmp_path)
+    assert (code, "add -m" in told) == (2, True)
+
+
+def test_a_search_ends_with_the_best_as_an_experiment_that_can_be_run(tmp_path: Path) -> None:
+    words = (*FAST, "-m", LR, "optimizer=sgd,adamw", "steps=3", "sweep.search=random", "sweep.trials=3")
+    code, told = run_command(*words, cwd=tmp_path)
+    assert code == 0, told
+    [path] = tmp_path.glob("outputs/sweeps/classifier/*")
+    entries = read_ledger(path)["jobs"].values()
+    values = {entry["directory"]: read_result(path / entry["directory"])["best"]["value"] for entry in entries}
+    assert len(values) == 3
+    assert f"best eval/accuracy {max(values.values()):.4f}: " in told
+    [line] = [line for line in told.splitlines() if line.startswith("run: python -m runner ")]
+    code, again = run_command(*line.removeprefix("run: python -m runner ").split(), cwd=tmp_path)
+    assert code == 0, again
+    [single] = tmp_path.glob("outputs/classifier/*")
+    assert read_result(single)["best"]["value"] == max(values.values()), "the same run"
+
+
+def test_a_metric_that_is_not_measured_stops_the_search(tmp_path: Path) -> None:
+    options = ("sweep.search=tpe", "sweep.metric=eval/los", "sweep.goal=min", "sweep.slots=1")
+    code, told = run_command(*FAST, "-m", LR, "steps=2", *options, cwd=tmp_path)
+    assert code == 2
+    assert "sweep.metric: got 'eval/los'" in told
+    assert "did you mean eval/loss?" in told
+    assert len(list(tmp_path.glob("outputs/sweeps/*/*/*/result.json"))) == 1
+
+
+def test_overrides_as_a_file() -> None:
+    overrides = ["optimizer=adamw", "precision='16'", "optimizer.lr=0.001", "+x=[1,2]", "name='a, b'", "seed=3"]
+    text = experiment_file(overrides, "the best")
+    assert text.startswith("# @package _global_\n# the best\ndefaults:\n")
+    assert yaml.safe_load(text) == {
+        "defaults": [{"override /optimizer": "adamw"}, {"override /precision": "16"}, "_self_"],
+        "optimizer": {"lr": 0.001},
+        "x": [1, 2],
+        "name": "a, b",
+        "seed": 3,
+    }

@@ -1,0 +1,110 @@
+"""The values that a sweep combines."""
+
+from __future__ import annotations
+
+import pytest
+
+from runner.cli.composition import Composer
+from runner.cli.sweep_jobs import SweepJobs
+from runner.cli.zipped import parse_zip
+from runner.config.errors import ConfigError
+from runner.sweep.space import Interval
+
+
+def jobs(*overrides: str) -> SweepJobs:
+    return SweepJobs(Composer(), list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("word", "members"),
+    [
+        ("p=zip(seed=[1,2],batch_size=[8,16])", ["seed=1,2", "batch_size=8,16"]),
+        ("p=zip(seed=choice(1,2), batch_size=range(8,10))", ["seed=1,2", "batch_size=range(8,10)"]),
+        ("p=zip(model=[tiny,convnet],+x=['a,b',c])", ["model=tiny,convnet", "+x='a,b',c"]),
+        ("p=zip(a=choice([1,2],[3,4]),b=[{x:1},{x:2}])", ["a=[1,2],[3,4]", "b={x:1},{x:2}"]),
+    ],
+)
+def test_the_members_of_a_zip(word: str, members: list[str]) -> None:
+    assert parse_zip(word) == ("p", members)
+
+
+@pytest.mark.parametrize("word", ["seed=1,2", "p=zipped(a=[1],b=[2])", "zip(a=[1],b=[2])", "p=[zip]"])
+def test_other_overrides_are_no_zip(word: str) -> None:
+    assert parse_zip(word) is None
+
+
+def test_paired_values_are_combined_with_others_but_not_with_each_other() -> None:
+    sweep = jobs("pairs=zip(optimizer=[sgd,adam],optimizer.lr=[0.1,0.001])", "seed=1,2", "precision=bf16")
+    assert sweep.swept == ["seed", "optimizer", "optimizer.lr"]
+    assert len(sweep) == 4
+    assert list(sweep) == [
+        [seed, "precision=bf16", *pair]
+        for seed in ("seed=1", "seed=2")
+        for pair in (["optimizer=sgd", "optimizer.lr=0.1"], ["optimizer=adam", "optimizer.lr=0.001"])
+    ]
+    last = sweep.compose(3, list(sweep)[3]).config
+    assert (last["optimizer"]["_target_"], last["optimizer"]["lr"], last["seed"]) == ("runner.optimizer.Adam", 0.001, 2)
+    assert "pairs" not in last
+    assert len(list(sweep.samples())) == 2, "one for each optimizer"
+
+
+def test_options_that_are_numbers_can_be_paired() -> None:
+    first, last = jobs("p=zip(precision=[32,bf16],accumulation=[1,2])")
+    assert (first, last) == (["precision='32'", "accumulation='1'"], ["precision=bf16", "accumulation='2'"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["p=zip(seed=[1,2],batch_size=[8])"], "p", "seed has 2, batch_size has 1"),
+        (["p=zip(seed=[1,2])"], "p", "fewer than two keys"),
+        (["p=zip(seed=[1,2],seed=[3,4])"], "p", "a key is in it twice"),
+        (["p=zip(seed=[1,2],batch_size=8)"], "p", "batch_size has no list of values"),
+        (["p=zip(seed=[1,2],q=zip(a=[1],b=[2]))"], "p", "q has no list of values"),
+        (["p=zip(seed,batch_size=[8])"], "p", "seed is not of the form KEY=[VALUE,VALUE]"),
+        (["seed=zip(seed=[1,2],batch_size=[8,16])"], "seed", "it names the pairs"),
+        (["p=zip(seed=[1,2],batch_size=[8,16])", "seed=3"], "seed", "set by another override"),
+        (["p=zip(seed=range(0,100000),batch_size=range(0,100000))"], "seed", "100,000 jobs, more than"),
+    ],
+)
+def test_pairs_that_are_none_are_refused(overrides: list[str], key: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        jobs(*overrides)
+    assert refusal.value.key == key
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "interval"),
+    [
+        ("interval(0.1,1)", Interval(0.1, 1.0)),
+        ("tag(log,interval(1e-4,1e-1))", Interval(1e-4, 1e-1, log=True)),
+        ("int(interval(1,9))", Interval(1, 9, whole=True)),
+    ],
+)
+def test_the_intervals_of_a_search(typed: str, interval: Interval) -> None:
+    sweep = jobs(f"optimizer.lr={typed}", "optimizer=sgd,adam", "sweep.search=tpe")
+    [found] = [each for each in sweep.dimensions if each.interval]
+    assert (found.keys, found.interval) == (("optimizer.lr",), interval)
+    assert sweep.swept == ["optimizer.lr", "optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("interval(1,0)", "empty or not finite"),
+        ("interval(0,inf)", "empty or not finite"),
+        ("tag(log,interval(0,1))", "a logarithm needs values above 0"),
+        ("tag(cubic,interval(0,1))", "the only tag of an interval is log"),
+    ],
+)
+def test_intervals_that_cannot_be_searched_are_refused(typed: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        jobs(f"optimizer.lr={typed}", "sweep.search=tpe")
+    assert words in str(refusal.value)
+
+
+def test_an_interval_without_a_search_is_refused_with_the_option_to_use() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        jobs("optimizer.lr=interval(0,1)")
+    assert "sweep.search=tpe" in refusal.value.remedy

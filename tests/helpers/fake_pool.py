@@ -1,0 +1,60 @@
+"""A pool without processes: what the jobs of a sweep would do is said by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from runner.sweep.engines.base import Ended, Job, Pool, Started
+
+
+class FakePool(Pool):
+    """Jobs end in the order in which they were started, one in each wait.
+
+    Args:
+        codes: the exit codes of a job's attempts, by its number; 0 if there are none left.
+        slots: how many jobs run at once.
+
+    Attributes:
+        alive: the jobs of an earlier command that still run.
+        unreachable: those of them that cannot be stopped; they do not end.
+    """
+
+    def __init__(self, codes: dict[int, list[int | None]], slots: int = 2):
+        self.codes, self.slots = codes, slots
+        self.running: list[int] = []
+        self.started: list[int] = []
+        self.stopped: set[int] = set()
+        self.alive: set[int] = set()
+        self.unreachable: set[int] = set()
+        self.on_wait: Callable[[], None] = lambda: None
+
+    def submit(self, job: Job) -> Started | None:
+        if len(self.running) == self.slots:
+            return None
+        assert job.number not in self.running
+        job.console.write_text(f"it is job {job.number}\nthe last words of job {job.number}\n")
+        self.running.append(job.number)
+        self.started.append(job.number)
+        self.stopped.discard(job.number)
+        return Started("a slot", 0)
+
+    def wait(self, seconds: float) -> list[Ended]:
+        self.on_wait()
+        ending = [number for number in self.running if number not in self.unreachable]
+        if not ending:
+            return []
+        number = ending[0]
+        self.running.remove(number)
+        return [Ended(number, 75 if number in self.stopped else (self.codes.get(number) or [0]).pop(0))]
+
+    def adopt(self, job: Job, started: Started) -> bool:
+        if job.number in self.alive:
+            self.running.append(job.number)
+        return job.number in self.alive
+
+    def stop(self, numbers: list[int]) -> list[int]:
+        self.stopped |= set(numbers) - self.unreachable
+        self.running = [number for number in self.running if number not in self.unreachable]
+        return sorted(self.unreachable & set(numbers))
+
+    def kill(self) -> None: ...

@@ -1,0 +1,46 @@
+"""Behaves as `python -m runner` does towards an engine, and starts at once: `python -S fake_run.py WORD …`.
+
+It prints what it sees as a line of JSON. A SIGTERM makes it save, and exit with code 75; when it is started again, it
+has been resumed, and ends. The words:
+
+- `exit=N`: the exit code at its end.
+- `until=FILE`: run until there is this file.
+- `saved=FILE`: where it saves.
+- `with_child`: start a process that sleeps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SEEN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+
+
+def main() -> None:
+    words = dict(word.partition("=")[::2] for word in sys.argv[1:])
+    saved = Path(words["saved"]) if "saved" in words else None
+    is_resumed = saved is not None and saved.exists()
+
+    def save(*_: object) -> None:
+        if saved is not None:
+            saved.write_text("saved")
+        os._exit(75)
+
+    signal.signal(signal.SIGTERM, save)
+    child = subprocess.Popen(["sleep", "600"]) if "with_child" in words else None
+    seen = {name: os.environ.get(name) for name in SEEN} | {"cwd": os.getcwd(), "resumed": is_resumed}
+    processes = {"pid": os.getpid(), "parent": os.getppid(), "child": child and child.pid}
+    print(json.dumps(seen | processes), flush=True)
+    while "until" in words and not is_resumed and not Path(words["until"]).exists():
+        time.sleep(0.02)
+    raise SystemExit(int(words.get("exit", "0")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""Imported last in a server that then forks: what each run would import itself, and nothing of it is garbage.
+
+A run imports TensorBoard when it opens its first file. It also collects garbage before its first step, and would look
+for it among a million objects of torch, whose memory a child of a server would have to copy.
+"""
+
+import gc
+
+import PIL.Image
+import PIL.ImageDraw
+import PIL.ImageFont
+import psutil  # noqa: F401
+
+import runner.tracking.event_file
+import runner.tracking.image_grids  # noqa: F401
+
+PIL.Image.preinit()
+gc.collect()
+gc.freeze()

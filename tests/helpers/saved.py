@@ -1,0 +1,47 @@
+"""Run directories and sweeps that are written by hand, so that every number in them is known."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from helpers.compose import composed
+from runner.storage.run_directory import write_config
+
+
+def save_run(path: Path, *overrides: str, **result: Any) -> Path:
+    """A run directory like one that the command leaves, with these entries in its `result.json`; without any, none."""
+    (path / "checkpoints" / "step_00000007").mkdir(parents=True)
+    (path / "checkpoints" / "step_00000007" / "model.safetensors").write_bytes(bytes(10_000))
+    write_config(path, composed(*overrides), list(overrides))
+    (path / ".lock").touch()
+    if result:
+        (path / "result.json").write_text(json.dumps({"status": "done", "steps": 7, **result}))
+    return path
+
+
+def evaluated(best: float, last: float, metric: str = "eval/accuracy", **more: Any) -> dict[str, Any]:
+    """The entries of the result of a run that was evaluated."""
+    return {"best": {"metric": metric, "value": best, "step": 5}, "metrics": {metric: last}, **more}
+
+
+def save_ledger(sweep: Path, *jobs: dict[str, Any], complete: bool = False) -> Path:
+    """The ledger of a sweep in the directory `sweep`, with a lock file and the consoles of its jobs."""
+    (sweep / "console").mkdir(parents=True, exist_ok=True)
+    entries = {str(number): {"config_hash": "a"} | job for number, job in enumerate(jobs)}
+    for number in range(len(jobs)):
+        (sweep / "console" / f"{number:03d}.txt").write_text("printed\n")
+    (sweep / ".lock").touch()
+    (sweep / "sweep.json").write_text(json.dumps({"typed": [], "complete": complete, "jobs": entries}))
+    return sweep
+
+
+def make_older(path: Path, days: float) -> Path:
+    """Set the times of everything in a run directory back by some days."""
+    then = time.time() - days * 86400
+    for file in (*path.rglob("*"), path):
+        os.utime(file, (then, then))
+    return path

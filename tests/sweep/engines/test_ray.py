@@ -1,0 +1,227 @@
+"""Jobs that Ray runs, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import fake_run
+from helpers.command import Command, processes_in, run_command, until
+from helpers.compose import FAST
+
+from runner.config.errors import ConfigError
+from runner.sweep.engines import child
+from runner.sweep.engines import ray as engine
+from runner.sweep.engines.base import Demand, Ended, Job, Pool
+from runner.sweep.engines.ray import Ray
+
+ray = pytest.importorskip("ray")
+
+pytestmark = pytest.mark.filterwarnings("default")  # Ray's own
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Ray with two cores, and what it believes to be two GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        usual = {"log_to_driver": False, "include_dashboard": False, "object_store_memory": engine._OBJECT_STORE_BYTES}
+        with engine._handlers_kept():
+            ray.init("local", num_cpus=2, num_gpus=2, **usual)
+        yield
+        with engine._handlers_kept():
+            ray.shutdown()
+
+
+@pytest.fixture
+def pool(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    """Jobs run a program that starts at once, in `tmp_path`."""
+    monkeypatch.setattr(child, "COMMAND", ("-S", fake_run.__file__))
+    monkeypatch.chdir(tmp_path)
+    with Ray().connect(9, tmp_path) as pool:
+        yield pool
+    until(lambda: not processes(), what="a job is left")
+
+
+def processes() -> set[int]:
+    """The processes that jobs have started."""
+    return processes_in(Path.cwd()).keys() - {os.getpid()}
+
+
+def job(number: int, *words: str, **demand: int) -> Job:
+    return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand))
+
+
+def seen(number: int) -> list[dict[str, Any]]:
+    """What each start of a job saw."""
+    file = Path(f"{number}.txt")
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def ended(pool: Pool, *wanted: int) -> dict[int, Ended]:
+    """The ends of jobs, once all of the wanted ones have ended."""
+    found: dict[int, Ended] = {}
+    until(lambda: (found.update({each.number: each for each in pool.wait(0.05)}), set(found) >= set(wanted))[1])
+    return found
+
+
+def codes(pool: Pool, *wanted: int) -> dict[int, int | None]:
+    return {number: each.code for number, each in ended(pool, *wanted).items()}
+
+
+def started(pool: Pool, *numbers: int) -> None:
+    """Wait until jobs run."""
+    until(lambda: (pool.wait(0.05), all(seen(number) for number in numbers))[1])
+
+
+def test_jobs_end_with_their_codes_and_see_what_they_asked_for(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert pool.submit(job(0, "exit=3")) == ("Ray, 1 core", 0)
+    assert pool.submit(job(1, "exit=2", gpus=1)) == ("Ray, 1 core, 1 GPU", 0)
+    assert pool.submit(job(2, threads=2)) is None, "both cores are taken"
+    assert codes(pool, 0, 1) == {0: 3, 1: 2}
+    assert pool.submit(job(2, "exit=75", threads=2)) == ("Ray, 2 cores", 0)
+    assert codes(pool, 2) == {2: 75}
+    assert pool.submit(job(3, processes=2, gpus=2)) == ("Ray, 2 cores, 2 GPUs", 0)
+    assert codes(pool, 3) == {3: 0}
+    saw = [seen(number)[0] for number in range(4)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in saw] in (["", gpu, "", "0,1"] for gpu in "01")
+    assert [each["OMP_NUM_THREADS"] for each in saw] == ["1", "1", "2", "1"]
+    assert {each["cwd"] for each in saw} == {os.getcwd()}
+
+
+def test_a_stopped_job_saves_and_one_that_waits_does_not_begin(pool: Pool) -> None:
+    with Ray(slots=3).connect(3, Path.cwd()) as pool:
+        for number in (0, 1):
+            pool.submit(job(number, "until=go", f"saved=saved{number}"))
+        started(pool, 0, 1)
+        assert pool.submit(job(2, "saved=saved2")) is not None
+        assert pool.submit(job(3)) is None
+        assert pool.stop([0, 2]) == []
+        assert codes(pool, 0, 2) == {0: 75, 2: 75}
+        assert [path.name for path in Path.cwd().glob("saved*")] == ["saved0"]
+        Path("go").touch()
+        assert codes(pool, 1) == {1: 0}, "the other one goes on"
+        assert seen(2) == []
+
+
+def test_killed_jobs_leave_no_process_and_do_not_save(cluster: None, pool: Pool) -> None:
+    for number in (0, 1):
+        pool.submit(job(number, "until=never", f"saved=saved{number}", "with_child"))
+    started(pool, 0, 1)
+    assert len(processes()) >= 4
+    pool.kill()
+    until(lambda: not processes(), what="a job is left")
+    assert list(Path.cwd().glob("saved*")) == []
+    assert pool.wait(0) == []
+    assert pool.submit(job(2, "exit=3")) is not None, "the cores are free"
+    assert codes(pool, 2) == {2: 3}
+
+
+def test_a_job_whose_worker_dies_is_lost_and_can_be_started_again(pool: Pool) -> None:
+    pool.submit(job(0, "until=never"))
+    started(pool, 0)
+    os.kill(seen(0)[0]["parent"], signal.SIGKILL)
+    lost = ended(pool, 0)[0]
+    assert lost.code is None
+    assert "died" in lost.reason
+    until(lambda: not processes(), what="the command goes on")
+    pool.submit(job(0, "exit=3"))
+    assert codes(pool, 0) == {0: 3}
+
+
+def test_a_job_that_is_killed_has_the_code_of_the_signal(pool: Pool) -> None:
+    pool.submit(job(0, "until=never"))
+    started(pool, 0)
+    os.kill(seen(0)[0]["pid"], signal.SIGSEGV)
+    assert codes(pool, 0) == {0: -signal.SIGSEGV}
+
+
+@pytest.mark.parametrize("demand", [{"processes": 3}, {"threads": 3}, {"gpus": 3}])
+def test_a_demand_that_no_machine_can_satisfy_is_refused(demand: dict[str, int], pool: Pool) -> None:
+    with pytest.raises(ConfigError, match=r"the largest of 1 has 2 and 2"):
+        pool.submit(job(0, **demand))
+
+
+def test_the_number_of_gpus_can_be_set(cluster: None, pool: Pool) -> None:
+    with Ray(gpus=1).connect(1, Path.cwd()) as own:
+        own.submit(job(0))
+        assert codes(own, 0) == {0: 0}
+    assert seen(0)[0]["CUDA_VISIBLE_DEVICES"] in ("0", "1")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(engine, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[ray\]'"), Ray().connect(1, tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"slots": 0}, "slots"),
+        ({"slots": "many"}, "slots"),
+        ({"threads": 0}, "threads"),
+        ({"gpus": -1}, "gpus"),
+        ({"address": "head"}, "address"),
+        ({"address": "ray://head"}, "address"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict, key: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Ray(**options)
+    assert refusal.value.key == key
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command itself
+
+RUN = (*FAST, "batch_size=8", "steps=2000", "save_every=100", "eval_every=0")
+
+
+def swept(cwd: Path, *words: str) -> Command:
+    return Command(cwd, *RUN, "-m", "seed=1", "sweep=ray", *words, kind="torch")
+
+
+def saved(command: Command) -> list[Path]:
+    found = sorted(command.cwd.glob("outputs/sweeps/*/*/*/checkpoints/step_????????"))
+    assert found or command.code is None, command.console
+    return found
+
+
+def test_a_stopped_sweep_goes_on_and_ends_with_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
+    command = swept(tmp_path / "sweep")
+    until(lambda: saved(command))
+    command.kill(signal.SIGTERM)
+    code, told = command.wait()
+    assert code == 75, told
+    last = saved(command)[-1].name
+    assert last < "step_00002000"
+    code, told = swept(tmp_path / "sweep", "resume=auto").ended()
+    assert code == 0, told
+    assert run_command(*RUN, "seed=1", cwd=tmp_path / "alone")[0] == 0
+    [undisturbed] = tmp_path.glob("alone/outputs/*/*/checkpoints/step_00002000/model.safetensors")
+    assert (saved(command)[-1] / "model.safetensors").read_bytes() == undisturbed.read_bytes(), "to the last bit"
+
+
+def test_no_process_is_left_when_the_scheduler_is_killed(tmp_path: Path) -> None:
+    command = swept(tmp_path / "sweep", "parallel=ddp", "steps=1000000")
+    until(lambda: saved(command))
+    command.kill(signal.SIGKILL)
+    command.wait()
+    commands = lambda: [words for words in processes_in(command.cwd).values() if not words.startswith("ray::")]  # noqa: E731
+    until(lambda: not commands(), what="a job is left")  # two agents of Ray itself end a minute later
+
+
+def test_a_cluster_that_is_not_there_is_refused_in_words(tmp_path: Path) -> None:
+    code, told = run_command("-m", "seed=1,2", "sweep=ray", "sweep.address=127.0.0.1:1", cwd=tmp_path)
+    assert code == 2, told
+    assert "sweep.address" in told
+    assert "Traceback" not in told
+    assert not (tmp_path / "outputs").exists()

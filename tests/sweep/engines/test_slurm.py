@@ -1,0 +1,422 @@
+"""Jobs on a cluster with SLURM, of which a small imitation runs here, and submitit's own local cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import fake_run
+from helpers.command import Command, processes_in, run_command, until
+from helpers.compose import FAST
+from helpers.fake_slurm import LIVE, FakeSlurm
+
+from runner.config.errors import ConfigError
+from runner.sweep.engines import child, slurm
+from runner.sweep.engines.base import Demand, Ended, Job, Pool, Started
+from runner.sweep.engines.child import task
+from runner.sweep.engines.slurm import Slurm, SlurmPool
+from runner.sweep.engines.slurm_task import SlurmTask
+
+submitit = pytest.importorskip("submitit")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm]:
+    """A cluster whose jobs run a program that starts at once, in the current directory."""
+    cluster = FakeSlurm(tmp_path / "cluster")
+    for name, value in cluster.variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(child, "COMMAND", ("-S", fake_run.__file__))
+    monkeypatch.setattr(slurm, "_ASK_SECONDS", (0.2, 0.2))
+    monkeypatch.setattr(slurm, "_SUBMIT_AGAIN_SECONDS", (0.1, 0.1))
+    (tmp_path / "sweep").mkdir()
+    monkeypatch.chdir(tmp_path / "sweep")
+    yield cluster
+    cluster.close()
+    until(lambda: not processes(), what="a job is left")
+
+
+def processes() -> set[int]:
+    """The processes that jobs have started."""
+    return processes_in(Path.cwd()).keys() - {os.getpid()}
+
+
+@pytest.fixture
+def pool(cluster: FakeSlurm) -> Iterator[Pool]:
+    with Slurm(threads=2).connect(9, Path.cwd()) as pool:
+        yield pool
+
+
+def job(number: int, *words: str, **demand: int) -> Job:
+    return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand))
+
+
+def seen(number: int) -> list[dict[str, Any]]:
+    """What each start of a job saw."""
+    file = Path(f"{number}.txt")
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
+
+
+def started(pool: Pool, *numbers: int) -> None:
+    """Wait until jobs run."""
+    until(lambda: (pool.wait(0.05), all(seen(number) for number in numbers))[1])
+
+
+def ended(pool: Pool, *wanted: int) -> dict[int, Ended]:
+    """The ends of jobs, once all of the wanted ones have ended."""
+    found: dict[int, Ended] = {}
+    until(lambda: (found.update({each.number: each for each in pool.wait(0.05)}), set(found) >= set(wanted))[1])
+    return found
+
+
+def codes(pool: Pool, *wanted: int) -> dict[int, int | None]:
+    return {number: each.code for number, each in ended(pool, *wanted).items()}
+
+
+def test_jobs_of_the_same_demand_are_one_array_and_each_sees_what_it_asked_for(
+    pool: Pool, cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    for number, code in enumerate((0, 3, 2)):
+        assert pool.submit(job(number, f"exit={code}")) is not None
+    pool.submit(job(3, "exit=75", processes=2, gpus=2, threads=3))
+    assert codes(pool, 0, 1, 2, 3) == {0: 0, 1: 3, 2: 2, 3: 75}
+    options = [each["options"] for each in cluster.jobs.values()]
+    assert list(cluster.jobs) == ["101_0", "101_1", "101_2", "102"]
+    assert [each.get("array") for each in options] == [*["0-2%3"] * 3, None]
+    assert [(each["cpus-per-task"], each.get("gpus-per-node")) for each in options[2:]] == [("2", None), ("6", "2")]
+    for number, (threads, gpus) in enumerate([("2", "")] * 3 + [("3", "0,1")]):
+        [saw] = seen(number)
+        assert (saw["OMP_NUM_THREADS"], saw["CUDA_VISIBLE_DEVICES"]) == (threads, gpus)
+        assert saw["cwd"] == os.getcwd()
+        assert [saw[name] for name in fake_run.SEEN if name.startswith("SLURM")] == [None] * 3, (
+            "no launcher's variables"
+        )
+    assert Path("1.txt").read_text().startswith("SLURM job 101_1 on ")
+
+
+def test_as_many_jobs_as_there_are_slots_are_in_the_queue(cluster: FakeSlurm) -> None:
+    with Slurm(slots=2).connect(3, Path.cwd()) as pool:
+        for number in (0, 1):
+            assert pool.submit(job(number)) is not None
+        assert pool.submit(job(2)) is None
+        assert codes(pool, 0, 1) == {0: 0, 1: 0}
+        assert pool.submit(job(2, "exit=3")) is not None
+        assert codes(pool, 2) == {2: 3}
+    assert [each["options"].get("array") for each in cluster.jobs.values()] == [*["0-1%2"] * 2, None]
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGUSR2,), (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2)])
+def test_a_job_whose_time_is_over_saves_and_is_requeued(
+    signals: tuple[signal.Signals, ...], pool: Pool, cluster: FakeSlurm
+) -> None:
+    pool.submit(job(0, "exit=3", "until=never", "saved=saved"))
+    started(pool, 0)
+    cluster.signal("101", *signals)
+    assert codes(pool, 0) == {0: 3}, "not 75: it goes on"
+    assert [saw["resumed"] for saw in seen(0)] == [False, True]
+    assert cluster.jobs["101"]["starts"] == 2
+    assert len(cluster.calls("sbatch")) == 1
+
+
+def test_stopped_jobs_save_and_those_that_wait_are_cancelled(pool: Pool, cluster: FakeSlurm) -> None:
+    for number in (0, 1):
+        pool.submit(job(number, "until=never", f"saved=saved{number}"))
+    started(pool, 0, 1)
+    cluster.hold()
+    pool.submit(job(2, "saved=saved2"))
+    until(lambda: (pool.wait(0.05), "102" in cluster.jobs)[1])
+    pool.submit(job(3, "saved=saved3"))
+    assert pool.stop([0, 2, 3]) == []
+    assert codes(pool, 0, 2, 3) == {0: 75, 2: 75, 3: 75}
+    assert [path.name for path in Path.cwd().glob("saved*")] == ["saved0"]
+    assert cluster.jobs["101_0"]["starts"] == 1, "it is not requeued"
+    assert cluster.jobs["102"]["state"].startswith("CANCELLED")
+    assert cluster.jobs.keys() == {"101_0", "101_1", "102"}, "the last one has not been submitted"
+    cluster.end("101_1", "NODE_FAIL")
+    assert ended(pool, 1)[1].reason == "SLURM says NODE_FAIL"
+
+
+def test_killed_jobs_leave_no_process_and_do_not_save(cluster: FakeSlurm) -> None:
+    with Slurm().connect(2, Path.cwd()) as pool:
+        for number in (0, 1):
+            pool.submit(job(number, "until=never", f"saved=saved{number}", "with_child"))
+        started(pool, 0, 1)
+    until(lambda: not processes(), what="a job is left")
+    assert list(Path.cwd().glob("saved*")) == []
+    assert [each["state"] in LIVE for each in cluster.jobs.values()] == [False, False]
+
+
+def test_a_command_ends_when_the_process_is_killed_that_looks_after_it(pool: Pool, cluster: FakeSlurm) -> None:
+    pool.submit(job(0, "until=never"))
+    started(pool, 0)
+    cluster.signal("101", signal.SIGKILL)
+    pid = seen(0)[0]["pid"]
+    until(lambda: pid not in processes())
+    assert ended(pool, 0)[0] == Ended(0, None, "SLURM says FAILED")
+
+
+def test_a_job_that_is_cancelled_by_hand_is_stopped_and_not_lost(pool: Pool, cluster: FakeSlurm) -> None:
+    pool.submit(job(0, "until=never"))
+    started(pool, 0)
+    slurm._answer("scancel", "101")
+    assert codes(pool, 0) == {0: 75}
+
+
+def test_a_later_command_goes_on_with_the_jobs_of_one_that_was_killed(cluster: FakeSlurm) -> None:
+    earlier = SlurmPool(Slurm(), Path.cwd())
+    words = (("exit=3",), ("until=go", "exit=3"), ("exit=75",))
+    slots = [earlier.submit(job(number, *each)) or Started("") for number, each in enumerate(words)]
+    started(earlier, 1)
+    until(lambda: all(cluster.jobs[f"101_{index}"]["state"] == "COMPLETED" for index in (0, 2)))
+    with Slurm().connect(3, Path.cwd()) as pool:
+        assert [pool.adopt(job(number), each) for number, each in enumerate(slots)] == [True, True, False]
+        assert codes(pool, 0) == {0: 3}, "it has ended in the meantime"
+        Path("go").touch()
+        assert codes(pool, 1) == {1: 3}
+    assert len(cluster.calls("sbatch")) == 1, "nothing is run twice"
+
+
+def test_a_job_of_an_earlier_command_is_not_killed_with_the_others(cluster: FakeSlurm) -> None:
+    earlier = SlurmPool(Slurm(), Path.cwd())
+    slot = earlier.submit(job(0, "until=never")) or Started("")
+    started(earlier, 0)
+    with Slurm().connect(3, Path.cwd()) as pool:
+        assert pool.adopt(job(0), slot)
+    assert cluster.jobs["101"]["state"] == "RUNNING"
+    with Slurm().connect(3, Path.cwd()) as pool:
+        assert pool.adopt(job(0), slot)
+        assert pool.stop([0]) == []
+        assert codes(pool, 0) == {0: 75}
+
+
+def test_only_the_handle_of_a_living_job_of_this_sweep_is_adopted(
+    pool: Pool, cluster: FakeSlurm, tmp_path: Path
+) -> None:
+    slot = pool.submit(job(0, "until=never"))
+    assert slot is not None
+    started(pool, 0)
+    token = cluster.jobs["101"]["options"]["job-name"].rpartition("-")[2]
+    assert slot.slot == f"slurm {token}_0"
+    others = ("", "core 0", "slurm 101", "slurm 101_0", "slurm {}", "slurm {}_1", "slurm {}_0 ", "slurm ../{}_0")
+    with Slurm().connect(3, Path.cwd()) as later:
+        assert [text for text in others if later.adopt(job(0), Started(text.format(token)))] == []
+        assert later.adopt(job(0), slot)
+        assert not later.adopt(job(1), slot), "it is one job"
+    with Slurm().connect(3, tmp_path / "copied" / "sweep") as elsewhere:
+        assert not elsewhere.adopt(job(0), slot)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Programs that fail
+
+
+def test_a_refusal_of_the_first_jobs_is_shown_in_words_and_leaves_nothing(pool: Pool, cluster: FakeSlurm) -> None:
+    cluster.fail("sbatch", 1, err="sbatch: error: invalid partition specified: gpu\n")
+    pool.submit(job(0))
+    with pytest.raises(ConfigError, match=r"sbatch has not accepted the jobs: .*invalid partition specified: gpu"):
+        pool.wait(0)
+    assert not Path("slurm").exists()
+
+
+def test_jobs_that_cannot_be_submitted_later_are_tried_again(pool: Pool, cluster: FakeSlurm) -> None:
+    pool.submit(job(0))
+    assert codes(pool, 0) == {0: 0}
+    cluster.fail("sbatch", 1, out="what?\n", code=0)
+    pool.submit(job(1))
+    assert codes(pool, 1) == {1: 0}
+    cluster.fail("sbatch", 9, err="sbatch: error: Socket timed out")
+    pool.submit(job(2))
+    lost = ended(pool, 2)[2]
+    assert lost.code is None
+    assert "Socket timed out" in lost.reason
+
+
+@pytest.mark.parametrize(("out", "code"), [("<html>\n", 0), ("", 1)])
+def test_a_squeue_that_fails_for_a_while_loses_no_job(out: str, code: int, pool: Pool, cluster: FakeSlurm) -> None:
+    pool.submit(job(0, "until=go", "exit=3"))
+    started(pool, 0)
+    before = len(cluster.calls("squeue"))
+    cluster.fail("squeue", 4, out=out, code=code)
+    until(lambda: pool.wait(0.05) == [] and len(cluster.calls("squeue")) > before + 5)
+    Path("go").touch()
+    assert codes(pool, 0) == {0: 3}
+
+
+@pytest.mark.parametrize("out", ["", "no table\n", "A|B\n1|2\n"])
+def test_a_sacct_that_fails_is_asked_again(
+    out: str, pool: Pool, cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "_MOST_LOOKS", 100)
+    cluster.fail("sacct", 1, out=out, code=int(not out))
+    pool.submit(job(0, "until=never"))
+    started(pool, 0)
+    cluster.end("101", "OUT_OF_MEMORY")
+    assert ended(pool, 0) == {0: Ended(0, None, "SLURM says OUT_OF_MEMORY")}
+    assert len(cluster.calls("sacct")) >= 2
+
+
+def test_a_job_of_which_nobody_knows_anything_is_lost(pool: Pool, cluster: FakeSlurm) -> None:
+    cluster.fail("sacct", 99)
+    pool.submit(job(0, "until=never"))
+    started(pool, 0)
+    cluster.end("101", "NODE_FAIL")
+    assert ended(pool, 0) == {0: Ended(0, None, "SLURM does not know the job any more")}
+
+
+def test_a_cluster_that_does_not_answer_is_refused(cluster: FakeSlurm) -> None:
+    cluster.fail("squeue", 1, err="slurm_load_jobs error: Unable to contact slurm controller")
+    with Slurm().connect(1, Path.cwd()):
+        pass
+    cluster.fail("squeue", 9, err="slurm_load_jobs error: Unable to contact slurm controller")
+    refusal = pytest.raises(ConfigError, match=r"squeue failed: .*Unable to contact slurm controller")
+    with refusal, Slurm().connect(1, Path.cwd()):
+        pass
+
+
+def test_it_asks_rarely_however_many_jobs_there_are(cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "_ASK_SECONDS", (60.0, 60.0))
+    cluster.hold()
+    with Slurm().connect(9, Path.cwd()) as pool:
+        for number in range(9):
+            pool.submit(job(number))
+        for _ in range(100):
+            assert pool.wait(0) == []
+        assert len(cluster.calls("squeue")) == 1
+        assert len(cluster.calls("sbatch")) == 1
+        assert cluster.calls("sacct") == []
+
+
+def test_missing_programs_and_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"there is no sbatch and no srun .*on PATH"), Slurm().connect(1, tmp_path):
+        pass
+    monkeypatch.setattr(slurm, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[slurm\]'"), Slurm().connect(1, tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"slots": 0}, "slots"),
+        ({"timeout_min": 1}, "timeout_min"),
+        ({"signal_seconds": 10**6}, "signal_seconds"),
+        ({"gpus": -1}, "gpus"),
+        ({"partition": "a\n#SBATCH --uid=0"}, "partition"),
+        ({"additional": {"array": "0-9"}}, "additional.array"),
+        ({"additional": {"ntasks_per_node": 2}}, "additional.ntasks_per_node"),
+        ({"additional": {"comment": "a\nrm"}}, "additional.comment"),
+        ({"additional": {"a=b": 1}}, "additional.a=b"),
+        ({"additional": {"nice": [1]}}, "additional.nice"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict, key: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Slurm(**options)
+    assert refusal.value.key == key
+
+
+def test_options_reach_sbatch(cluster: FakeSlurm) -> None:
+    options: dict[str, Any] = {"partition": "gpu", "account": "me", "qos": "low", "constraint": "a100&nvlink"}
+    own = Slurm(**options, gpus=2, mem_gb=1.5, timeout_min=30, setup=["echo begun > setup"], additional={"nice": 7})
+    with own.connect(1, Path.cwd()) as pool:
+        pool.submit(job(0))
+        assert codes(pool, 0) == {0: 0}
+    sent = cluster.jobs["101"]["options"]
+    wanted = options | {"gpus-per-node": "2", "mem": "1536M", "time": "30", "nice": "7", "signal": "USR2@120"}
+    assert sent.items() >= wanted.items()
+    assert "requeue" in sent
+    assert sent["cpus-per-task"] == "8", "four for each of the processes that will use the GPUs"
+    assert Path("setup").read_text() == "begun\n"
+    assert seen(0)[0]["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# submitit's own cluster of processes, and the command itself
+
+
+def test_submitit_requeues_it_when_it_is_preempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "COMMAND", ("-S", fake_run.__file__))
+    monkeypatch.chdir(tmp_path)
+    words = ["exit=3", "until=never", f"saved={tmp_path / 'saved'}"]
+    executor = submitit.LocalExecutor(tmp_path / "submitit", max_num_timeout=2)
+    executor.update_parameters(timeout_min=10)
+    submitted = executor.submit(SlurmTask(task(words, tmp_path / "0.txt", {}), str(tmp_path / "end")))
+    until(lambda: seen(0))
+    os.kill(seen(0)[0]["parent"], signal.SIGUSR2)
+    until(lambda: (tmp_path / "end").exists())
+    assert submitted.result() == 3
+    assert (tmp_path / "end").read_text() == "3\n"
+    assert [saw["resumed"] for saw in seen(0)] == [False, True]
+
+
+RUN = (*FAST, "batch_size=8", "steps=2000", "save_every=100", "eval_every=0")
+
+
+def swept(cwd: Path, *words: str, **variables: str) -> Command:
+    return Command(cwd, *RUN, "-m", *words, "sweep=slurm", "sweep.threads=1", kind="torch", **variables)
+
+
+def checkpoints(cwd: Path, number: int) -> list[Path]:
+    return sorted(cwd.glob(f"outputs/sweeps/*/*/{number:03d}-*/checkpoints/step_????????"))
+
+
+def test_a_preempted_job_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+    cluster = FakeSlurm(tmp_path / "cluster")
+    try:
+        command = swept(tmp_path / "sweep", "seed=1", "+sweep.additional.nice=7", **cluster.variables)
+        until(lambda: command.code is not None or checkpoints(command.cwd, 0))
+        cluster.signal("101", signal.SIGUSR2)
+        code, told = command.ended()
+    finally:
+        cluster.close()
+    assert code == 0, told
+    assert (cluster.jobs["101"]["starts"], cluster.jobs["101"]["options"]["nice"]) == (2, "7")
+    assert run_command(*RUN, "seed=1", cwd=tmp_path / "alone")[0] == 0
+    [undisturbed] = tmp_path.glob("alone/outputs/*/*/checkpoints/step_00002000/model.safetensors")
+    preempted = checkpoints(command.cwd, 0)[-1] / "model.safetensors"
+    assert preempted.read_bytes() == undisturbed.read_bytes(), "to the last bit"
+
+
+def test_a_sweep_whose_scheduler_was_killed_goes_on(tmp_path: Path) -> None:
+    """With a job of two processes, which it starts itself."""
+    cluster = FakeSlurm(tmp_path / "cluster")
+    try:
+        first = swept(tmp_path / "sweep", "parallel=single,ddp", **cluster.variables)
+        until(lambda: first.code is not None or checkpoints(first.cwd, 1))
+        first.kill(signal.SIGKILL)
+        first.wait()
+        code, told = swept(tmp_path / "sweep", "parallel=single,ddp", "resume=auto", **cluster.variables).ended()
+    finally:
+        cluster.close()
+    assert code == 0, told
+    assert [each["starts"] for each in cluster.jobs.values()] == [1, 1], "nothing is run twice"
+    [ledger] = first.cwd.glob("outputs/sweeps/*/*/sweep.json")
+    assert [entry["state"] for entry in json.loads(ledger.read_text())["jobs"].values()] == ["done", "done"]
+    [report] = first.cwd.glob("outputs/sweeps/*/*/001-*/environment.json")
+    assert json.loads(report.read_text())["variables"]["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("word", "why"), [("sweep.additional=5", "mapping"), ("+sweep.additional.array=0-1", "itself")]
+)
+def test_options_of_sbatch_are_a_mapping_by_name(word: str, why: str, tmp_path: Path) -> None:
+    code, told = run_command("-m", "seed=1,2", "sweep=slurm", word, cwd=tmp_path)
+    assert code == 2, told
+    assert told.startswith(word.lstrip("+").partition("=")[0])
+    assert why in told
+
+
+def test_without_sbatch_the_sweep_is_refused_in_words_and_leaves_nothing(tmp_path: Path) -> None:
+    code, told = run_command("-m", "seed=1,2", "sweep=slurm", cwd=tmp_path, PATH="/nowhere")
+    assert code == 2, told
+    assert "there is no sbatch" in told
+    assert "Traceback" not in told
+    assert not (tmp_path / "outputs").exists()

@@ -1,0 +1,41 @@
+"""The file to which a job prints."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+from pathlib import Path
+
+from runner.sweep.console import is_open_in, is_running, message
+
+
+def test_a_job_runs_while_a_process_holds_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "console"
+    assert not is_running(path)
+    with path.open("w") as file:
+        assert not is_running(path)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert is_running(path)
+    assert not is_running(path)
+
+
+def test_which_process_has_opened_a_file(tmp_path: Path) -> None:
+    path, words = tmp_path / "console", [sys.executable, "-c", "input()"]
+    with path.open("w") as file:
+        own = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=file)
+        other = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        assert is_open_in(own.pid, path)
+        assert not is_open_in(other.pid, path)
+    finally:
+        for process in (own, other):
+            process.communicate(b"\n")
+    assert not is_open_in(own.pid, path)
+
+
+def test_the_last_lines_of_a_file(tmp_path: Path) -> None:
+    assert message(tmp_path / "missing") == ""
+    path = tmp_path / "console"
+    path.write_bytes(b"x" * 50_000 + b"\n\n" + b"".join(b"line %d \xff\n" % number for number in range(20)))
+    assert message(path).splitlines() == [f"line {number} \ufffd" for number in range(10, 20)]

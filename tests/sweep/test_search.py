@@ -1,0 +1,385 @@
+"""A search: which trials are run, what the study says of them, and that nothing is lost when it is killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.fake_pool import FakePool
+
+from runner.config.errors import ConfigError
+from runner.sweep.display import Display
+from runner.sweep.engines.base import Ended, Job, Started
+from runner.sweep.engines.local import Local
+from runner.sweep.ledger import STUDY, Ledger
+from runner.sweep.objective import Objective
+from runner.sweep.scheduler import PlannedJob, Scheduler
+from runner.sweep.search import SearchJobs, Space
+from runner.sweep.space import Dimension, Interval
+from runner.system.signals import StopRequest
+from runner.tracking.event_file import EventFile, points
+
+pytest.importorskip("optuna")
+
+LOSS = Objective("eval/loss", "min", best=True)
+OPTIMIZER = Dimension("optimizer", ("optimizer",), [["optimizer=sgd"], ["optimizer=adam"]])
+LR = Dimension("lr", ("lr",), [[]], Interval(1e-4, 1.0, log=True))
+MOMENTUM = Dimension("optimizer.momentum", ("optimizer.momentum",), [[]], Interval(0.0, 0.99))
+WIDTH = Dimension("width", ("width",), [[]], Interval(2, 8, whole=True))
+EPOCHS = Dimension("epochs", ("epochs",), [["epochs=2"]])
+
+
+def has_key(groups: list[str], key: str) -> bool:
+    """Only sgd has a momentum."""
+    return key != "optimizer.momentum" or groups == ["optimizer=sgd"]
+
+
+def space(*dimensions: Dimension) -> Space:
+    return Space(list(dimensions or (LR, OPTIMIZER, MOMENTUM, WIDTH, EPOCHS)), has_key, {"optimizer"})
+
+
+def values(overrides: list[str]) -> dict[str, str]:
+    return {key: value for key, _, value in (text.partition("=") for text in overrides)}
+
+
+def loss(overrides: list[str]) -> float:
+    """Lowest with a learning rate of 0.03; momentum and other seeds shift it."""
+    typed = values(overrides)
+    shift = float(typed.get("optimizer.momentum", 0.5)) + 0.01 * int(typed.get("seed", 0))
+    return abs(math.log10(float(typed["lr"])) - math.log10(0.03)) + shift + (typed["optimizer"] == "adam")
+
+
+class Machine(FakePool):
+    """Jobs whose loss is a function of their overrides."""
+
+    def __init__(self, path: Path, slots: int = 1, codes: dict[int, list[int | None]] | None = None):
+        super().__init__(codes or {}, slots)
+        self.path = path
+        self.overrides: dict[int, list[str]] = {}
+        self.done: list[int] = []
+
+    def has_room(self) -> bool:
+        return len(self.running) < self.slots
+
+    def submit(self, job: Job) -> Started | None:
+        self.overrides[job.number] = job.arguments
+        return super().submit(job)
+
+    def wait(self, seconds: float) -> list[Ended]:
+        ended = super().wait(seconds)
+        for each in ended:
+            self.done += [each.number] if each.code == 0 else []
+            best = {"metric": "eval/loss", "value": loss(self.overrides[each.number]), "step": 3}
+            status = {0: "done", 3: "diverged", 75: "stopped"}.get(
+                each.code if each.code is not None else -1, "crashed"
+            )
+            self.write(each.number, {"status": status, "steps": 3, "best": best, "metrics": {}})
+        return ended
+
+    def write(self, number: int, result: dict[str, Any]) -> None:
+        directory = self.path / f"{number:03d}"
+        directory.mkdir(exist_ok=True)
+        (directory / "result.json").write_text(json.dumps(result))
+
+
+@contextmanager
+def opened(root: Path, options: Local, what: Space | None = None, objective: Objective = LOSS) -> Iterator[SearchJobs]:
+    """The search in a sweep's directory, a new one or that of an earlier command."""
+    with Ledger(["lr=…"], root, "auto") as ledger:
+
+        def plan(number: int, overrides: list[str]) -> PlannedJob:
+            words = [text for text in overrides if text != "epochs=2"]
+            return PlannedJob(number, words, words, ledger.path / f"{number:03d}", f"{words}")
+
+        seed = 7 if options.seeds > 1 else None
+        yield SearchJobs(what or space(), options, objective, plan, seed, ledger)
+
+
+def run(source: SearchJobs, pool: FakePool, options: Local) -> list[int]:
+    ledger = source._ledger
+    codes = Scheduler(source, pool, ledger, options, Display(len(source), ["lr"])).run(StopRequest())
+    source.close()
+    ledger.end(source.is_complete(ledger.num_settled))
+    return codes
+
+
+def study(source: SearchJobs) -> list[tuple[str, dict[str, Any], float | None]]:
+    return [(t.state.name, t.params, t.value) for t in source._study.get_trials(deepcopy=False)]
+
+
+@pytest.mark.parametrize("search", ["tpe", "random"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_search_finds_better_values_and_names_the_best(search: str, slots: int, tmp_path: Path) -> None:
+    options = Local(search=search, trials=40)
+    with opened(tmp_path, options) as source:
+        pool = Machine(source._ledger.path, slots)
+        assert run(source, pool, options) == [0] * 40
+        assert pool.started == list(range(40))
+        found = study(source)
+        losses = {number: loss(words) for number, words in pool.overrides.items()}
+        assert [value for _, _, value in found] == [losses[number] for number in range(40)]
+        best = source.best()
+        assert best is not None
+        assert best[1] == min(losses.values())
+        assert loss(best[0]) == best[1]
+        assert "epochs=2" in best[0]
+        for _, params, _ in found:
+            assert ("optimizer.momentum" in params) == (params["optimizer"] == "optimizer=sgd"), "only sgd has one"
+            assert 1e-4 <= params["lr"] <= 1
+            assert params["width"] in range(2, 9)
+        assert source._ledger._complete
+    if search == "tpe":
+        assert statistics.median(losses[n] for n in range(30, 40)) < statistics.median(losses[n] for n in range(10))
+
+
+def test_a_grid_leaves_out_keys_that_an_option_does_not_have(tmp_path: Path) -> None:
+    lr = Dimension("lr", ("lr",), [["lr=0.1"]])
+    momentum = Dimension("optimizer.momentum", ("optimizer.momentum",), [[f"optimizer.momentum={m}"] for m in (0, 0.9)])
+    options = Local(search="grid")
+    with opened(tmp_path, options, space(lr, OPTIMIZER, momentum)) as source:
+        pool = Machine(source._ledger.path)
+        run(source, pool, options)
+        assert sorted(" ".join(sorted(words)) for words in pool.overrides.values()) == [
+            "lr=0.1 optimizer.momentum=0 optimizer=sgd",
+            "lr=0.1 optimizer.momentum=0.9 optimizer=sgd",
+            "lr=0.1 optimizer=adam",
+        ]
+        assert source.best() == (
+            ["optimizer=sgd", "lr=0.1", "optimizer.momentum=0"],
+            loss(["lr=0.1", "optimizer=sgd", "optimizer.momentum=0"]),
+        )
+
+
+def test_a_trial_is_worth_the_mean_over_its_seeds(tmp_path: Path) -> None:
+    options = Local(search="random", trials=3, seeds=3)
+    with opened(tmp_path, options) as source:
+        pool = Machine(source._ledger.path, slots=2)
+        assert run(source, pool, options) == [0] * 9
+        for trial, (_, _, value) in enumerate(study(source)):
+            words = [pool.overrides[3 * trial + k] for k in range(3)]
+            assert [values(each)["seed"] for each in words] == ["7", "8", "9"]
+            assert value == pytest.approx(statistics.fmean(map(loss, words)), abs=1e-12)
+            assert len({values(each)["lr"] for each in words}) == 1
+
+
+def test_failed_trials_have_no_value(tmp_path: Path) -> None:
+    options = Local(search="random", trials=4)
+    with opened(tmp_path, options) as source:
+        assert run(source, Machine(source._ledger.path, codes={0: [1], 1: [3], 2: [2]}), options) == [1, 3, 2, 0]
+        assert [state for state, _, _ in study(source)] == ["FAIL", "PRUNED", "FAIL", "COMPLETE"]
+
+
+def test_a_metric_that_the_jobs_do_not_measure_ends_the_search(tmp_path: Path) -> None:
+    options = Local(search="random", trials=4)
+    with opened(tmp_path, options, objective=Objective("eval/los", "min", best=False)) as source:
+        pool = Machine(source._ledger.path)
+        pool.write = lambda number, result: Machine.write(pool, number, result | {"metrics": {"eval/loss": 1.0}})  # type: ignore
+        with pytest.raises(ConfigError) as refusal:
+            run(source, pool, options)
+        assert refusal.value.key == "sweep.metric"
+        assert "eval/loss" in str(refusal.value)
+        assert pool.started == [0]
+
+
+class Killed(BaseException):
+    """Ends a command as a signal would, at the moment of a write."""
+
+
+@pytest.fixture
+def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Callable[[], int]]:
+    """Kill the search at its write number n, of the ledger or of the study: before it, or in the middle of it."""
+    from optuna.storages.journal import JournalFileBackend
+
+    from runner.sweep import ledger
+
+    limit: list[int | None] = [None]
+    write_text, append_logs = ledger.write_text, JournalFileBackend.append_logs
+    seen = [0]
+
+    def step() -> bool:
+        seen[0] += 1
+        return seen[0] == limit[0]
+
+    def write(path: Path, text: str) -> None:
+        if step():
+            raise Killed
+        write_text(path, text)
+
+    def append(self: Any, logs: list[dict[str, Any]]) -> None:
+        if step():
+            with Path(self._file_path).open("a") as file:
+                file.write(json.dumps(logs[0])[:-9])
+            raise Killed
+        append_logs(self, logs)
+
+    monkeypatch.setattr(ledger, "write_text", write)
+    monkeypatch.setattr(JournalFileBackend, "append_logs", append)
+
+    def arm(number: int | None) -> Callable[[], int]:
+        limit[0], seen[0] = number, 0
+        return lambda: seen[0]
+
+    return arm
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_search_killed_at_any_write_ends_as_if_it_had_not_been(
+    seeds: int, tmp_path: Path, kill_at: Callable[[int | None], Callable[[], int]]
+) -> None:
+    """One job at a time: the same parameters, and the same value for each; no job is done twice."""
+    options = Local(search="tpe", trials=13, seeds=seeds)  # the first ten are random
+    num_writes = kill_at(None)
+    with opened(tmp_path / "undisturbed", options) as source:
+        run(source, Machine(source._ledger.path), options)
+        wanted = study(source)
+    assert [state for state, _, _ in wanted] == ["COMPLETE"] * 13
+    for number in range(2, num_writes(), 3 if seeds == 1 else 11):
+        root, done, alive = tmp_path / f"killed at {number}", [], [True]
+        kill_at(number)
+        while alive:
+            with opened_or_killed(root, options) as source:
+                if source is not None:
+                    pool = Machine(source._ledger.path)
+                    try:
+                        run(source, pool, options)
+                        assert study(source) == wanted, number
+                        alive.clear()
+                    except Killed:
+                        pass
+                    done += [n for n in pool.done if (source._ledger.path / f"{n:03d}" / "result.json").exists()]
+        assert len(done) - len(set(done)) <= 1, "a job ended, and the command was killed before it wrote that down"
+        assert set(done) == set(range(13 * seeds))
+
+
+@contextmanager
+def opened_or_killed(root: Path, options: Local) -> Iterator[SearchJobs | None]:
+    context = opened(root, options)
+    try:
+        source = context.__enter__()
+    except Killed:
+        yield None
+        return
+    try:
+        yield source
+    finally:
+        context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [("other space", "another space"), ("other metric", "another space"), ("damaged", "damaged")]
+)
+def test_a_study_that_does_not_fit_is_refused(change: str, words: str, tmp_path: Path) -> None:
+    options = Local(search="random", trials=2)
+    with opened(tmp_path, options) as source:
+        source.next()
+        path = source._ledger.path / STUDY
+        source._ledger.update(0, config_hash="…", state="running")
+        (source._ledger.path / "000").mkdir()
+    if change == "damaged":
+        path.write_text('{"op_code": 99}\n[]\n')
+    what = space(LR, OPTIMIZER) if change == "other space" else None
+    objective = LOSS._replace(goal="max") if change == "other metric" else LOSS
+    with pytest.raises(ConfigError, match=words), opened(tmp_path, options, what, objective):
+        pass
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pruning
+
+
+class Evaluating(Machine):
+    """Jobs that evaluate once in each wait, nine times."""
+
+    def __init__(self, path: Path, slots: int, loss_after: Callable[[int, int], float]):
+        super().__init__(path, slots)
+        self.loss_after = loss_after
+        self.evaluations: dict[int, int] = {}
+
+    def wait(self, seconds: float) -> list[Ended]:
+        ended = []
+        for number in list(self.running):
+            directory = self.path / f"{number:03d}"
+            directory.mkdir(exist_ok=True)
+            if number in self.stopped:
+                code = 75
+            else:
+                self.evaluations[number] = i = self.evaluations.get(number, 0) + 1
+                events = EventFile(directory, i)
+                events.add(points({"eval/loss": self.loss_after(number, i), "eval/other": -1.0}), i)
+                events.close()
+                code = 0 if i == 9 else None
+            if code is not None:
+                self.running.remove(number)
+                best = {"metric": "eval/loss", "value": self.loss_after(number, 9), "step": 9}
+                status = "done" if code == 0 else "stopped"
+                self.write(number, {"status": status, "steps": 9, "best": best, "metrics": {}})
+                ended.append(Ended(number, code))
+        return ended
+
+
+def test_halving_stops_what_is_worse_and_goes_on_with_what_turns_out_better(tmp_path: Path) -> None:
+    """The first trials are bad: when the good ones have shown it, they are stopped; the best of nine is finished."""
+    options = Local(search="random", trials=9, prune="halving")
+    with opened(tmp_path, options) as source:
+        pool = Evaluating(source._ledger.path, 3, lambda number, i: 10.0 - number + 1 / i)
+        assert run(source, pool, options) == [0] * 9, "to be stopped is no failure"
+        states = [state for state, _, _ in study(source)]
+        assert states[8] == "COMPLETE"
+        assert "PRUNED" in states
+        stopped = [number for number, state in enumerate(states) if state == "PRUNED"]
+        assert all(pool.evaluations[number] < 9 for number in stopped)
+        assert {source._ledger.jobs[number]["state"] for number in stopped} == {"pruned"}
+        assert sum(pool.evaluations.values()) < 9 * 9
+        assert source._ledger._complete
+
+
+def test_a_pruned_trial_is_promoted_when_the_others_turn_out_worse(tmp_path: Path) -> None:
+    """Trial 1 is the second best at first, and stopped; of six, the two best go on."""
+    options = Local(search="random", trials=6, prune="halving")
+    first = {0: 1.0, 1: 2.0}
+    with opened(tmp_path, options) as source:
+        pool = Evaluating(source._ledger.path, 1, lambda number, i: first.get(number, 10.0 + number))
+        run(source, pool, options)
+        states = [state for state, _, _ in study(source)]
+        assert pool.started.count(1) == 2, "started again"
+        assert pool.evaluations[1] >= 3
+        assert states[0] == "COMPLETE"
+
+
+def test_the_median_rule_needs_some_trials_to_compare_with(tmp_path: Path) -> None:
+    options = Local(search="random", trials=8, prune="median")
+    with opened(tmp_path, options) as source:
+        pool = Evaluating(source._ledger.path, 1, lambda number, i: float(number))
+        run(source, pool, options)
+        assert [state for state, _, _ in study(source)] == ["COMPLETE"] * 4 + ["PRUNED"] * 4
+        assert [pool.evaluations[number] for number in range(8)] == [9] * 4 + [1] * 4
+
+
+def test_a_resumed_search_knows_what_was_pruned(tmp_path: Path) -> None:
+    options = Local(search="random", trials=8, prune="median")
+    stop = StopRequest()
+    with opened(tmp_path, options) as source:
+        pool = Evaluating(source._ledger.path, 1, lambda number, i: float(number))
+        pool.on_wait = lambda: None
+        wait = pool.wait
+
+        def stopping(seconds: float) -> list[Ended]:
+            if len(pool.started) == 7:
+                stop.received = "SIGTERM"
+            return wait(seconds)
+
+        pool.wait = stopping  # type: ignore[method-assign]
+        Scheduler(source, pool, source._ledger, options, Display(8, ["lr"])).run(stop)
+        source.close()
+    with opened(tmp_path, options) as source:
+        again = Evaluating(source._ledger.path, 1, lambda number, i: float(number))
+        again.evaluations = pool.evaluations
+        run(source, again, options)
+        assert set(again.started) <= {6, 7}
+        assert [state for state, _, _ in study(source)] == ["COMPLETE"] * 4 + ["PRUNED"] * 4

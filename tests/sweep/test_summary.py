@@ -1,0 +1,174 @@
+"""The summary of a sweep, read back as TensorBoard reads it: columns, tables and pictures, and the best job."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.events import events, hparams_columns, hparams_table
+from helpers.saved import save_ledger
+
+from runner.sweep import summary
+from runner.sweep.summary import BestJob, best_job, write_summary
+from runner.tracking.tensorboard import TensorBoard
+
+Job = tuple[list[str], float | None]
+"""The overrides of a job, and its best accuracy; None: it crashed."""
+
+
+def save_sweep(path: Path, *jobs: Job, metric: str = "eval/accuracy") -> Path:
+    """A sweep with these jobs; the last accuracy of each is 0.01 below the best one."""
+    entries: list[dict[str, Any]] = []
+    for number, (overrides, best) in enumerate(jobs):
+        run = path / f"{number:03d}-job"
+        run.mkdir(parents=True)
+        board = TensorBoard()
+        board.open(run, 1)
+        typed = {key: summary._value(key, value) for key, _, value in (text.partition("=") for text in overrides)}
+        board.hyperparameters({}, {key: value for key, value in typed.items() if value is not None})
+        board.scalars({metric: (best or 0) - 0.01, "eval/loss": 1.0, "lr": 0.1, "memory/peak": 2.0}, 7)
+        board.close(done=best is not None)
+        if best is not None:
+            metrics = {"train/loss": 0.5, metric: best - 0.01, "eval/loss": 1.0}
+            result = {"status": "done", "steps": 7, "metrics": metrics}
+            result["best"] = {"metric": metric, "value": best, "step": 3}
+            (run / "result.json").write_text(json.dumps(result))
+        state = "done" if best is not None else "crashed"
+        entries.append({"state": state, "overrides": overrides, "directory": run.name})
+    return save_ledger(path, *entries, complete=True)
+
+
+GRID: list[Job] = [
+    (["schedule=cosine", "optimizer.lr=0.01", "seed=0", "epochs=3"], 0.80),
+    (["schedule=cosine", "optimizer.lr=0.1", "seed=0", "epochs=3"], 0.90),
+    (["schedule=onecycle", "optimizer.lr=0.01", "seed=0", "epochs=3"], 0.84),
+    (["schedule=onecycle", "optimizer.lr=0.1", "seed=0", "epochs=3"], None),
+]
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Path:
+    return save_sweep(tmp_path / "sweep", *GRID)
+
+
+def test_the_columns_are_the_swept_keys_and_the_metrics_of_the_workload(grid: Path) -> None:
+    write_summary(grid)
+    types, metrics = hparams_columns(grid)
+    assert types == {"optimizer.lr": "DATA_TYPE_FLOAT64", "schedule": "DATA_TYPE_STRING"}
+    assert metrics == ["eval/accuracy", "eval/loss", "train/loss", "time/samples_per_second"]
+    rows, _ = hparams_table(grid)
+    assert [row["hparams"]["schedule"] for row in rows] == ["cosine", "cosine", "onecycle", "onecycle"]
+    assert [row["metrics"].get("eval/accuracy", (0, 0))[1] for row in rows[:3]] == pytest.approx([0.79, 0.89, 0.83])
+    assert [row["status"] for row in rows] == [["STATUS_SUCCESS"]] * 3 + [["STATUS_UNKNOWN"]]
+
+
+def test_a_number_remains_a_number_beside_null_and_beside_words(tmp_path: Path) -> None:
+    values = [("null", "auto", "'16'", "true"), ("1.5", "4", "bf16", "false")]
+    jobs: list[Job] = [
+        ([f"max_grad_norm={a}", f"parallel.stages={b}", f"precision={c}", f"compile={d}"], 0.5) for a, b, c, d in values
+    ]
+    write_summary(save_sweep(tmp_path, *jobs))
+    types, _ = hparams_columns(tmp_path)
+    assert types == {
+        "compile": "DATA_TYPE_BOOL",
+        "max_grad_norm": "DATA_TYPE_FLOAT64",
+        "parallel.stages": "DATA_TYPE_STRING",
+        "precision": "DATA_TYPE_STRING",
+    }
+    rows, _ = hparams_table(tmp_path)
+    assert [row["hparams"] for row in rows] == [
+        {"parallel.stages": "auto", "precision": "16", "compile": True},
+        {"max_grad_norm": 1.5, "parallel.stages": 4.0, "precision": "bf16", "compile": False},
+    ]
+
+
+def told(path: Path) -> str:
+    [text] = events(path).Tensors("sweep/summary/text_summary")
+    return text.tensor_proto.string_val[0].decode()
+
+
+def test_the_tables_have_the_best_jobs_and_the_mean_over_each_key(grid: Path) -> None:
+    write_summary(grid)
+    text = told(grid)
+    assert text.startswith(
+        "4 jobs: 3 done, 1 crashed\n\n| job | best eval/accuracy |\n| --- | --- |\n| 001-job | 0.9 |\n"
+    )
+    assert "| cosine | 2 | 0.85 ± 0.07071 |\n| onecycle | 1 | 0.84 ± 0 |" in text
+    assert "| 0.01 | 2 | 0.82 ± 0.02828 |\n| 0.1 | 1 | 0.9 ± 0 |" in text
+    assert "epochs" not in text
+
+
+def test_the_picture_shows_each_job_over_each_key(grid: Path) -> None:
+    figure = summary._figure(summary._Sweep(grid))
+    assert figure is not None
+    schedule, rate = figure.axes
+    assert [axes.get_xlabel() for axes in figure.axes] == ["schedule", "optimizer.lr"]
+    drawn: list[Any] = list(rate.lines)
+    dots = sorted((x, y) for each in drawn if each.get_linestyle() == "None" for x, y in each.get_xydata())
+    assert dots == [(0.01, 0.8), (0.01, 0.84), (0.1, 0.9)]
+    [mean] = [each for each in drawn if each.get_linestyle() == "-"]
+    assert [tuple(point) for point in mean.get_xydata()] == [(0.01, pytest.approx(0.82)), (0.1, 0.9)]
+    assert rate.get_xscale() == "log"
+    assert [label.get_text() for label in schedule.get_xticklabels()] == ["cosine", "onecycle"]
+    write_summary(grid)
+    [picture] = events(grid).Images("sweep/accuracy")
+    assert (picture.width, picture.height) > (800, 300)
+
+
+def test_without_matplotlib_there_is_no_picture(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    write_summary(grid)
+    assert events(grid).Tags()["images"] == []
+    assert "001-job" in told(grid)
+
+
+def test_a_second_summary_takes_the_place_of_the_first(grid: Path) -> None:
+    write_summary(grid)
+    ledger = json.loads((grid / "sweep.json").read_text())
+    for job in ledger["jobs"].values():
+        job["overrides"] = [text for text in job["overrides"] if not text.startswith("schedule")]
+    (grid / "sweep.json").write_text(json.dumps(ledger))
+    write_summary(grid)
+    assert list(hparams_columns(grid)[0]) == ["optimizer.lr"]
+    assert len(list(grid.glob("events*"))) == 1
+
+
+@pytest.mark.parametrize("metric", ["eval/accuracy", "eval/loss"])
+def test_the_best_job(metric: str, tmp_path: Path) -> None:
+    path = save_sweep(tmp_path, (["seed=0"], 0.7), (["seed=1"], 0.9), (["seed=2"], None), (["seed=3"], 0.8))
+    for run, (best, last) in {"000-job": (0.7, 0.75), "001-job": (0.9, 0.95), "003-job": (0.8, 0.85)}.items():
+        if metric == "eval/loss":  # the last one is worse than the best one
+            measured = {"metrics": {metric: last}, "best": {"metric": metric, "value": best, "step": 1}}
+            (path / run / "result.json").write_text(json.dumps({"status": "done", "steps": 7, **measured}))
+    number, value = (1, 0.9) if metric == "eval/accuracy" else (0, 0.7)
+    assert best_job(path) == BestJob(number, f"{number:03d}-job", metric, value)
+
+
+def test_a_sweep_without_results_has_no_best_job_and_no_summary(tmp_path: Path) -> None:
+    path = save_sweep(tmp_path / "sweep", (["seed=0"], None), (["seed=1"], None))
+    for each in (path, tmp_path / "absent"):
+        write_summary(each)
+        assert best_job(each) is None
+    assert not list(path.glob("events*"))
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_summary_that_cannot_be_written_is_a_warning(grid: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (grid / "events.out.tfevents.1").mkdir()
+    with caplog.at_level(logging.WARNING):
+        write_summary(grid)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "the summary of the sweep cannot be written" in caplog.text
+
+
+def test_a_ledger_of_somebody_else_leads_nowhere_else(grid: Path, tmp_path: Path) -> None:
+    ledger = json.loads((grid / "sweep.json").read_text())
+    for name in ("../elsewhere", "/etc", "..", ".", "a\0b"):
+        ledger["jobs"]["1"]["directory"] = name
+        (grid / "sweep.json").write_text(json.dumps(ledger))
+        assert best_job(grid) == BestJob(2, "002-job", "eval/accuracy", 0.84)

@@ -1,0 +1,211 @@
+"""The table that compares runs whose results are written here, so that every number is known."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.saved import evaluated, save_ledger, save_run
+
+from runner.storage.run_directory import lock
+from runner.sweep.metric_direction import direction
+from runner.tools import compare
+from runner.tools.compare_rows import Comparison
+
+
+def compared(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What the command prints, which must succeed."""
+    assert compare.main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Two learning rates with two seeds each, a diverged, a killed and a refused job."""
+    path = tmp_path / "sweep"
+    jobs = []
+    for number, (lr, seed, best, last) in enumerate(
+        [(0.1, 0, 0.8, 0.7), (0.1, 1, 0.9, 0.8), (0.2, 0, 0.95, 0.9), (0.2, 1, 0.97, 0.96)]
+    ):
+        typed = [f"seed={seed}", f"optimizer.lr={lr}"]
+        name = f"{number:03d}-{','.join(typed)}"
+        more = {"seconds": 2.0 + seed, "samples_per_second": 100.0 * (1 + seed), "steps": 7}
+        save_run(path / name, *typed, **evaluated(best, last, **more))
+        jobs.append({"overrides": typed, "directory": name, "state": "done", "code": 0, "error": ""})
+    save_run(path / "004-diverged", "optimizer.lr=9", status="diverged", steps=3, error="the loss is not finite")
+    save_run(path / "005-killed", "optimizer.lr=8")
+    why = "optimizer.lr: got 1e9: it must be a number\n  see the comments"
+    refused = {"overrides": ["seed=0", "optimizer.lr=1e9"], "directory": "006-refused", "state": "refused"}
+    return save_ledger(path, *jobs, {**refused, "code": 2, "error": why})
+
+
+def test_seeds_are_repeats_and_the_best_row_is_first(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = json.loads(compared(capsys, sweep, "--json"))
+    assert (table["keys"], table["metric"], table["direction"]) == (["optimizer.lr"], "eval/accuracy", "max")
+    best, other = table["rows"]
+    assert (best["values"], best["runs"], other["values"]) == ({"optimizer.lr": 0.2}, 2, {"optimizer.lr": 0.1})
+    assert best["best"] == {"mean": pytest.approx(0.96), "std": pytest.approx(0.01 * math.sqrt(2))}
+    assert best["last"] == {"mean": pytest.approx(0.93), "std": pytest.approx(0.03 * math.sqrt(2))}
+    assert best["steps"] == {"mean": 7, "std": 0}
+    assert best["seconds"] == {"mean": pytest.approx(2.5), "std": pytest.approx(math.sqrt(0.5))}
+    assert best["samples_per_second"]["mean"] == pytest.approx(150)
+    assert [Path(path).name[:3] for path in best["directories"]] == ["002", "003"]
+
+
+def test_failures_come_last_with_state_step_and_reason(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    why = "optimizer.lr: got 1e9: it must be a number see the comments"
+    held = lock(save_run(sweep / "007-running"))
+    failures = json.loads(compared(capsys, sweep, "--json"))["failures"]
+    assert held is not None
+    held.close()
+    assert [(f["run"], f["state"], f["step"], f["reason"]) for f in failures] == [
+        ("004-diverged", "diverged", 3, "the loss is not finite"),
+        ("005-killed", "killed", 7, "it was killed: it has no result"),
+        ("006-refused", "refused", None, why),
+        ("007-running", "running", 7, ""),
+    ]
+    assert [f["values"]["optimizer.lr"] for f in failures[:3]] == [9, 8, "1e9"]
+
+
+def test_the_three_tables_say_the_same(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = list(csv.DictReader(io.StringIO(compared(capsys, sweep, "--csv"))))
+    assert [(row["optimizer.lr"], row["runs"], row["state"]) for row in rows] == [
+        *(("0.2", "2", "done"), ("0.1", "2", "done")),
+        *(("9", "", "diverged"), ("8", "", "killed"), ("1e9", "", "refused")),
+    ]
+    assert float(rows[0]["best eval/accuracy"]) == pytest.approx(0.96)
+    assert float(rows[0]["best eval/accuracy_std"]) == pytest.approx(0.01 * math.sqrt(2))
+    lines = compared(capsys, sweep, "--markdown").splitlines()
+    assert lines[0] == (
+        "| optimizer.lr | runs | best eval/accuracy | last eval/accuracy | steps | seconds | samples/s |"
+    )
+    assert lines[2] == "| 0.2 | 2 | 0.960 ± 0.014 | 0.930 ± 0.042 | 7 | 2.50 ± 0.71 | 150 ± 71 |"
+    assert "| 004-diverged | diverged | 3 | the loss is not finite |" in lines
+    shown = compared(capsys, sweep).splitlines()
+    assert next(line.split() for line in shown if line.split()[:1] == ["0.2"])[1:5] == ["2", "0.960", "±", "0.014"]
+
+
+def test_rows_are_sorted_by_any_column(sweep: Path) -> None:
+    save_run(sweep / "008-slow", "optimizer.lr=0.05", **evaluated(0.5, 0.1, seconds=99.0, samples_per_second=1.0))
+
+    def order(sort: str | None) -> list[Any]:
+        return [row.values["optimizer.lr"] for row in Comparison([sweep], sort=sort).rows]
+
+    assert order(None) == [0.2, 0.1, 0.05]
+    assert order("optimizer.lr") == [0.05, 0.1, 0.2]
+    assert order("seconds") == [0.1, 0.2, 0.05]
+    assert order("samples/s")[-1] == 0.05
+    assert order("last") == [0.2, 0.1, 0.05]
+    assert order("runs")[-1] == 0.05
+
+
+def test_of_a_loss_the_smallest_is_first(tmp_path: Path) -> None:
+    for lr, loss in ((1, 0.5), (2, 0.3), (3, 0.4)):
+        save_run(tmp_path / str(lr), f"optimizer.lr={lr}", **evaluated(0.9, 0.9, metrics={"eval/loss": loss}))
+    for name in ("eval/loss", "loss"):
+        comparison = Comparison([tmp_path], metric=name)
+        assert [row.values["optimizer.lr"] for row in comparison.rows] == [2, 3, 1]
+        assert (comparison.metric, comparison.measures) == ("eval/loss", ["last", "steps"])
+
+
+def test_whether_larger_is_better_is_seen_in_a_run_or_said_by_the_workload_or_by_the_name(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run")
+    assert direction("eval/mystery", {run: evaluated(1.0, 2.0, "eval/mystery")}) == "min"
+    assert direction("eval/mystery", {run: evaluated(2.0, 1.0, "eval/mystery")}) == "max"
+    assert direction("eval/accuracy", {run: evaluated(1.0, 1.0)}) == "max"
+    assert direction("eval/loss", {run: {}}) == "min"
+    assert direction("eval/error_rate", {tmp_path / "absent": evaluated(1.0, 1.0, "eval/error_rate")}) == "min"
+
+
+def test_options_have_the_names_that_were_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, schedule in enumerate(("cosine", "onecycle")):
+        save_run(tmp_path / str(number), f"schedule={schedule}", **evaluated(0.1, 0.1))
+    mine = save_run(tmp_path / "2", "schedule=cosine", "schedule.warmup=0.3", **evaluated(0.1, 0.1))
+    (mine / "overrides.yaml").write_text("- schedule=mine\n- optimizer=../x\n- seed=3\n")
+    table = json.loads(compared(capsys, tmp_path, "--json"))
+    assert sorted(row["values"]["schedule"] for row in table["rows"]) == ["cosine", "mine", "onecycle"]
+    assert table["keys"] == ["schedule"]
+
+
+def test_the_keys_of_a_sweep_come_first(tmp_path: Path) -> None:
+    for number, (size, lr) in enumerate([(60, 0.1), (120, 0.2)]):
+        save_run(tmp_path / str(number), f"batch_size={size}", f"optimizer.lr={lr}", **evaluated(0.1, 0.1))
+    assert Comparison([tmp_path]).keys == ["batch_size", "optimizer.lr"]
+    save_ledger(tmp_path, {"overrides": ["optimizer.lr=0.1", "seed=0"]}, {"overrides": ["optimizer.lr=0.2", "seed=1"]})
+    assert Comparison([tmp_path]).keys == ["optimizer.lr", "batch_size"]
+
+
+def test_a_run_by_itself_is_compared_without_the_failures_of_its_sweep(sweep: Path) -> None:
+    run = next(sweep.glob("000*"))
+    comparison = Comparison([run, run])
+    assert (len(comparison.rows), comparison.failures, comparison.keys) == (1, [], [])
+
+
+def test_numbers_that_are_none_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_run(tmp_path / "0", "seed=0", **evaluated(math.nan, 0.5, seconds=math.inf))
+    save_run(tmp_path / "1", "seed=1", **evaluated(math.inf, 0.7))
+    (row,) = json.loads(compared(capsys, tmp_path, "--json"))["rows"]
+    assert row == {
+        "values": {}, "runs": 2, "last": {"mean": pytest.approx(0.6), "std": pytest.approx(0.1 * math.sqrt(2))},
+        "steps": {"mean": 7, "std": 0}, "directories": [str(tmp_path / "0"), str(tmp_path / "1")],
+    }  # fmt: skip
+
+
+def test_files_of_somebody_else_can_neither_control_the_terminal_nor_lead_elsewhere(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outside = save_run(sweep.parent / "outside", "optimizer.lr=77", **evaluated(1.0, 1.0))
+    (sweep / "link").symlink_to(outside)
+    linked = save_run(sweep / "009-linked", "optimizer.lr=66")
+    (linked / "result.json").symlink_to(outside / "result.json")
+    evil = "\x1b[2J\x9b|\nnext\udcff"
+    save_run(sweep / "010-evil", status="crashed", error=evil)
+    save_run(sweep / os.fsdecode(b"011-\xff\x1b"), status=evil)
+    for arguments in ((), ("--csv",), ("--markdown",), ("--json",)):
+        out = compared(capsys, sweep, *arguments)
+        assert out.encode()
+        assert not {"\x1b", "\x9b"} & set(out)
+        assert "77" not in out
+    (failure,) = (f for f in Comparison([sweep]).failures if f.name == "009-linked")
+    assert failure.state == "damaged"
+    assert "\\|" in compared(capsys, sweep, "--markdown")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["absent"], "PATH: got 'absent': there is no such directory\n  name a run directory"),
+        (["empty"], "PATH: got 'empty': it contains no run\n  name a run directory"),
+        (
+            ["sweep", "--metric", "accuracies"],
+            "--metric: got 'accuracies': no run that is done has this metric;\n  did",
+        ),
+        (
+            ["sweep", "--sort", "optimiser.lr"],
+            "--sort: got 'optimiser.lr': there is no such column\n  did you mean opt",
+        ),
+        (["sweep", "--best"], "--best: there is no such option\n  --help lists"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    arguments: list[str], why: str, sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(sweep.parent)
+    (sweep.parent / "empty").mkdir()
+    assert compare.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(why)
+    assert printed.out == ""
+
+
+def test_a_sweep_all_of_whose_jobs_were_refused_is_a_table_of_failures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_ledger(tmp_path, {"overrides": ["steps=x"], "directory": "000-steps=x", "state": "refused", "error": "steps"})
+    assert "| 000-steps=x | refused |  | steps |" in compared(capsys, tmp_path, "--markdown").splitlines()

@@ -1,0 +1,270 @@
+"""The list of runs, and what is left on the disk after some of them have been removed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.saved import evaluated, make_older, save_ledger, save_run
+
+from runner.storage.run_directory import lock
+from runner.tools import runs
+from runner.tools.runs_list import size
+
+
+class Terminal(io.StringIO):
+    """Standard input of somebody who answers."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three runs of different ages, and a sweep with a done and a crashed run and a refused job."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    path = tmp_path / "outputs"
+    make_older(save_run(path / "classifier" / "old", **evaluated(0.7, 0.7)), days=9)
+    make_older(save_run(path / "classifier" / "killed"), days=5)
+    make_older(save_run(path / "other" / "new", **evaluated(0.95, 0.9, steps=12)), days=1)
+    sweep = path / "sweeps" / "s" / "2026"
+    make_older(save_run(sweep / "000-a", **evaluated(0.8, 0.8)), days=3)
+    make_older(save_run(sweep / "001-b", status="crashed", error="broken"), days=2)
+    jobs = [{"directory": "000-a", "state": "done"}, {"directory": "001-b", "state": "crashed"}, {"state": "refused"}]
+    save_ledger(sweep, *jobs)
+    return path
+
+
+def listed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    assert runs.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def names(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    return [Path(entry["directory"]).name for entry in listed(capsys, *arguments)]
+
+
+def runs_in(path: Path) -> set[str]:
+    """The names of the directories below `path` that look like runs."""
+    return {file.parent.name for file in path.rglob("config.yaml")}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The list
+
+
+def test_runs_are_listed_by_date_with_their_numbers(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = listed(capsys)
+    assert [(Path(entry["directory"]).name, entry["status"], entry["steps"], entry["best"]) for entry in entries] == [
+        ("old", "done", 7, 0.7),
+        ("killed", "killed", 7, None),
+        ("000-a", "done", 7, 0.8),
+        ("001-b", "crashed", 7, None),
+        ("new", "done", 12, 0.95),
+    ]
+    assert [round(entry["age_seconds"] / 86400) for entry in entries] == [9, 5, 3, 2, 1]
+    assert entries[0]["directory"] == "outputs/classifier/old"
+    blocks = [path.lstat().st_blocks for path in (outputs / "other" / "new", *(outputs / "other" / "new").rglob("*"))]
+    assert entries[-1]["size"] == 512 * sum(blocks) >= 10_000
+    assert runs.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["status", "age", "size", "steps", "best", "directory"]
+    assert lines[-1].split()[:3] == ["done", "1", "d"]
+    assert lines[-1].split()[-4:] == ["12", "eval/accuracy", "0.95", "outputs/other/new"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--status", "crashed,killed"], ["killed", "001-b"]),
+        (["--older", "4d"], ["old", "killed"]),
+        (["--newer", "60h"], ["001-b", "new"]),
+        (["--older", "36h", "--newer", "1w", "--status", "done"], ["000-a"]),
+        (["--name", "classifier"], ["old", "killed"]),
+        (["--best", ">=0.8"], ["000-a", "new"]),
+        (["--best", "< 0.8"], ["old"]),
+        (["outputs/sweeps"], ["000-a", "001-b"]),
+        (["outputs/other/new"], ["new"]),
+    ],
+)
+def test_filters(arguments: list[str], wanted: list[str], outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert names(capsys, *arguments) == wanted
+
+
+def test_a_run_that_holds_its_lock_is_running(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = lock(outputs / "classifier" / "killed")
+    assert held is not None
+    assert names(capsys, "--status", "running") == ["killed"]
+    held.close()
+    assert names(capsys, "--status", "running") == []
+
+
+def test_sweeps_are_listed_instead(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (entry,) = listed(capsys, "--sweeps")
+    assert (entry["directory"], entry["status"]) == ("outputs/sweeps/s/2026", "unfinished")
+    assert (entry["jobs_done"], entry["jobs"], entry["metric"], entry["best"]) == (1, 3, "eval/accuracy", 0.8)
+    assert entry["size"] == size(outputs / "sweeps" / "s" / "2026")
+    held = lock(outputs / "sweeps" / "s" / "2026")
+    assert held is not None
+    assert listed(capsys, "--sweeps", "--status", "running")[0]["directory"] == entry["directory"]
+    held.close()
+
+
+def test_options_of_hydra_and_links_are_no_runs(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = save_run(outputs.parent / "elsewhere" / "run")
+    (outputs / "conf").mkdir()
+    (outputs / "conf" / "config.yaml").write_text("a: 1\n")
+    (outputs / "link").symlink_to(elsewhere)
+    (outputs / "links").symlink_to(elsewhere.parent)
+    forged = outputs / "forged"
+    forged.mkdir()
+    for name in ("config.yaml", "overrides.yaml"):
+        (forged / name).symlink_to(elsewhere / name)
+    assert len(names(capsys)) == 5
+    assert runs.main(["--clean", "--yes"]) == 0
+    assert (outputs / "conf" / "config.yaml").exists()
+    assert os.path.lexists(forged / "config.yaml")
+    assert runs_in(elsewhere) == {"run"}
+    assert (elsewhere / "checkpoints" / "step_00000007" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["absent"], "PATH: got 'absent': there is no such directory\n"),
+        (["--status", "done,crahsed"], "--status: got 'crahsed': there is no such status\n  did you mean crashed?"),
+        (["--sweeps", "--status", "killed"], "--status: got 'killed': there is no such status\n"),
+        (["--older", "soon"], "--older: got 'soon': it is no duration\n  a number and s, m, h, d or w"),
+        (["--newer", "-1d"], "--newer: got '-1d'"),
+        (["--best", "0.9"], "--best: got '0.9': it is no comparison with a number\n"),
+        (["--yes"], "--yes: it answers the question of --clean\n"),
+        (["--clear"], "--clear: there is no such option\n"),
+        (["--clean"], "--clean: there is no terminal to ask on"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_nothing_is_removed(
+    arguments: list[str], why: str, outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if arguments[0] == "--newer":
+        arguments = ["--newer=-1d"]
+    assert runs.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(why)
+    assert len(runs_in(outputs)) == 5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Removing
+
+
+def test_only_what_is_listed_is_removed_with_the_directories_it_leaves_empty(
+    outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert runs.main(["--clean", "--yes", "--status", "done"]) == 0
+    assert "3 runs removed" in capsys.readouterr().err
+    assert runs_in(outputs) == {"killed", "001-b"}
+    assert sorted(path.name for path in outputs.iterdir()) == ["classifier", "sweeps"]
+    assert (outputs / "sweeps" / "s" / "2026" / "sweep.json").exists()
+
+
+@pytest.mark.parametrize(("answer", "removed"), [("y\n", True), ("YES\n", True), ("n\n", False), ("", False)])
+def test_it_asks_on_a_terminal(
+    answer: str, removed: bool, outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    bytes_on_disk = size(outputs / "classifier" / "old") + size(outputs / "classifier" / "killed")
+    assert runs.main(["--clean", "--name", "classifier"]) == 0
+    err = capsys.readouterr().err
+    assert f"remove 2 runs, {runs.file_size(bytes_on_disk)}? [y/N] " in err
+    assert (outputs / "classifier").exists() == (not removed)
+    assert ("nothing was removed" in err) == (not removed)
+    assert len(runs_in(outputs)) == (3 if removed else 5)
+
+
+def test_the_files_of_a_sweep_go_with_its_last_run(outputs: Path) -> None:
+    (outputs / "sweeps" / "s" / "2026" / "notes.md").write_text("mine")
+    assert runs.main(["outputs/sweeps/s/2026/000-a", "--clean", "--yes"]) == 0
+    assert runs.main(["--clean", "--yes"]) == 0
+    left = sorted(path.name for path in (outputs / "sweeps" / "s" / "2026").iterdir())
+    assert left == [".lock", "console", "notes.md", "sweep.json"], "somebody uses this directory"
+    (outputs / "sweeps" / "s" / "2026" / "notes.md").unlink()
+    save_run(outputs / "sweeps" / "s" / "2026" / "002-c")
+    assert runs.main(["--clean", "--yes"]) == 0
+    assert list(outputs.iterdir()) == []
+
+
+def test_whole_sweeps_are_removed(outputs: Path) -> None:
+    assert runs.main(["--sweeps", "--clean", "--yes"]) == 0
+    assert not (outputs / "sweeps").exists()
+    assert runs_in(outputs) == {"old", "killed", "new"}
+
+
+@pytest.mark.parametrize("arguments", [[], ["--sweeps"]])
+@pytest.mark.parametrize("locked", [".", "001-b"])
+def test_nothing_that_is_running_is_removed(
+    locked: str, arguments: list[str], outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = outputs / "sweeps" / "s" / "2026"
+    held = lock(sweep / locked)
+    assert held is not None
+    (sweep / "001-b" / "result.json").unlink()
+    code = runs.main([*arguments, "--clean", "--yes"])
+    left, err = runs_in(sweep), capsys.readouterr().err
+    held.close()
+    assert "running" in err
+    wanted = {"001-b"} if (locked, arguments) == ("001-b", []) else {"000-a", "001-b"}
+    assert left == wanted
+    assert code == (0 if (locked, bool(arguments)) in ((".", True), ("001-b", False)) else 1)
+    assert (sweep / "sweep.json").exists()
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL."""
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_a_kill_leaves_no_half_of_a_run_and_the_next_command_removes_the_rest(
+    after: int, outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = 0
+
+    def dies(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > after:
+                raise Killed
+            return function(*arguments, **options)
+
+        return call
+
+    whole = {file.name for file in (outputs / "other" / "new").iterdir()}
+    with monkeypatch.context() as patch:
+        for where, name in ((os, "rename"), (shutil, "rmtree"), (Path, "unlink"), (Path, "rmdir")):
+            patch.setattr(where, name, dies(getattr(where, name)))
+        with pytest.raises(Killed):
+            runs.main(["outputs/other", "--clean", "--yes"])
+    capsys.readouterr()
+    new = outputs / "other" / "new"
+    assert not new.exists() or {file.name for file in new.iterdir()} == whole
+    assert names(capsys, "outputs/other", "--status", "done") == (["new"] if after == 0 else [])
+    assert runs.main(["--clean", "--yes", "--name", "other"]) == 0
+    assert not (outputs / "other").exists()
+
+
+def test_what_cannot_be_removed_is_told(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*arguments: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fails)
+        assert runs.main(["--clean", "--yes", "--name", "old"]) == 1
+    assert "outputs/classifier/old was not removed: Permission denied\n0 runs removed, 0 B\n" in capsys.readouterr().err
+    assert "old" in runs_in(outputs)

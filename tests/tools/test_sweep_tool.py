@@ -1,0 +1,145 @@
+"""`runner.tools.sweep`, and sweeps in the background."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.command import run_fresh, until
+from helpers.compose import FAST
+
+from runner.sweep.ledger_file import read_ledger
+from runner.tools.run_states import is_locked
+from runner.tools.sweep import lines, main
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """The directory of a sweep that was stopped: a job is done, one has crashed, one was running."""
+    path = tmp_path / "outputs" / "sweeps" / "a" / "now"
+    (path / "console").mkdir(parents=True)
+    (path / "console" / "002.txt").write_text("step 5\nstep 6 \x1b[31m\n")
+    write(path)
+    return path
+
+
+def write(path: Path, **changes: Any) -> None:
+    jobs = {
+        "0": {"config_hash": "a", "state": "done", "code": 0, "directory": "000-seed=0"},
+        "1": {"config_hash": "a", "state": "crashed", "code": 1, "directory": "001-seed=1", "error": "first\nlast"},
+        "2": {"config_hash": "a", "state": "running", "slot": "core 1", "directory": "002-seed=2"},
+    }
+    ledger = {"typed": [], "command": ["seed=0,1,2"], "complete": False, "pid": 7, "jobs": jobs}
+    (path / "sweep.json").write_text(json.dumps(ledger | changes))
+
+
+def test_what_is_shown(sweep: Path) -> None:
+    assert lines(sweep, read_ledger(sweep)) == [
+        f"{sweep}: stopped; --resume goes on",
+        "1 crashed, 1 done, 1 running",
+        "  001-seed=1: crashed: last",
+        "  002-seed=2 (core 1): step 6 \\x1b[31m",
+    ]
+    write(sweep, complete=True, jobs={})
+    assert lines(sweep, read_ledger(sweep)) == [f"{sweep}: complete", "no job has begun"]
+    with (sweep / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert lines(sweep, read_ledger(sweep))[0] == f"{sweep}: running, process 7"
+
+
+def test_following_ends_with_the_sweep(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(sweep), "--follow"]) == 1, "a job has crashed"
+    assert "000-seed=0: done\n001-seed=1: crashed\n002-seed=2: running\n" in capsys.readouterr().out
+
+
+def test_resuming_types_the_command_again(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[str]] = []
+
+    class Ended:
+        returncode = 3
+
+    monkeypatch.setattr("subprocess.run", lambda words, check: seen.append(words) or Ended())
+    write(sweep, command=["seed=0,1", "output_root=/elsewhere", "resume=never", "sweep.slots=2"])
+    assert main([str(sweep), "--resume"]) == 3
+    typed = ["-m", "seed=0,1", "sweep.slots=2", f"output_root={sweep.parents[2]}", "resume=auto"]
+    assert seen[0][1:] == ["-m", "runner", *typed]
+    assert capsys.readouterr().out == f"python -m runner {' '.join(typed)}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "words"),
+    [
+        (["--resume"], {"complete": True}, "the sweep is complete"),
+        (["--resume"], {"command": []}, "its command is not in the ledger"),
+        (["--resume"], {"command": ["data.root=***"]}, "because of a secret"),
+        (["--cancel"], {}, "no process runs this sweep"),
+        (["--kill"], {}, "no process runs this sweep"),
+        (["--folow"], {}, "there is no such option"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    arguments: list[str], changes: dict, words: str, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(sweep, **changes)
+    assert main([str(sweep), *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_process_that_does_not_run_the_sweep_is_not_stopped(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the lock file says: somebody else may have written it."""
+    holder, stay = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with (sweep / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write(f"{os.getppid()}\n")
+            lock.flush()
+            os.write(holder[1], b"x")
+            os.read(stay[0], 1)
+        os._exit(0)
+    os.read(holder[0], 1)
+    try:
+        assert main([str(sweep), "--cancel"]) == 2, "this process, which the file names, has not opened it"
+        assert "cannot be found here" in capsys.readouterr().err
+    finally:
+        os.write(stay[1], b"x")
+        os.waitpid(pid, 0)
+
+
+def test_a_sweep_in_the_background(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Started, stopped and resumed by commands that return at once."""
+    words = (*FAST, "-m", "seed=0,1", "steps=100000", "save_every=5", "eval_every=0", "sweep.detach=true")
+    typed = run_fresh(*words, cwd=tmp_path)
+    assert typed.returncode == 0, typed.stderr
+    assert "the sweep runs in the background" in typed.stdout
+    [path] = tmp_path.glob("outputs/sweeps/*/*")
+    until(lambda: len(list(path.glob("*/checkpoints/step_*"))) >= 2)
+    assert is_locked(path)
+    assert main([str(path), "--cancel"]) == 0
+    assert not is_locked(path)
+    states = {entry["state"] for entry in read_ledger(path)["jobs"].values()}
+    assert states == {"stopped"}
+    assert "2 stopped" in capsys.readouterr().out
+    printed = (path / "console" / "sweep.txt").read_text()
+    assert "2 running jobs save and stop" in printed
+    assert "Traceback" not in printed
+
+
+def test_a_sweep_that_cannot_run_says_so_before_the_command_returns(tmp_path: Path) -> None:
+    typed = run_fresh(*FAST, "-m", "seed=0,1", "optimizer.lr=-1", "sweep.detach=true", cwd=tmp_path)
+    assert typed.returncode == 2
+    assert "optimizer.lr: got -1" in typed.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("descriptor", ["x", "99"])
+def test_the_flag_of_the_background_is_refused_from_elsewhere(descriptor: str, tmp_path: Path) -> None:
+    typed = run_fresh(*FAST, "-m", "seed=0,1", f"--detached={descriptor}", cwd=tmp_path)
+    assert typed.returncode == 2
+    assert "--detached" in typed.stderr
