@@ -13,7 +13,7 @@ test: .venv/ready
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
-	@$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 faults: .venv/ready
 	@echo "faults: all of them, an hour or so on two cores; make test tries a selection"
@@ -27,6 +27,7 @@ bench: .venv/bench
 	@$(BIN)/python -m benchmarks.pipeline
 	@$(BIN)/python -m benchmarks.pipeline --precision bf16
 	@$(BIN)/python -m benchmarks.dqn
+	@$(BIN)/python -m benchmarks.sweep
 
 .venv/ready: pyproject.toml constraints.txt
 	@echo "setting up .venv: the versions in constraints.txt (about 5 GB with torch; a minute or two)"

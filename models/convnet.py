@@ -73,7 +73,10 @@ class ConvNet(nn.Sequential):
 
 
 def smallest_side(num_convolutions: int, kernel_size: int, padding: int) -> int:
-    """Return the smallest height and width of inputs that leave one pixel after all convolutions and 2×2 poolings."""
+    """Return the smallest height and width of an input of which at least one pixel is left at the end.
+
+    Each of the convolutions is followed by a 2×2 pooling.
+    """
     side = 1
     for _ in range(num_convolutions):
         side = 2 * side + kernel_size - 1 - 2 * padding

@@ -45,7 +45,7 @@ class MicroBatch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One pass of the training loop: an optimizer step, in which all processes take part.
+    """One iteration of the training loop: an optimizer step, in which all processes take part.
 
     If the processes divide the steps instead of the batches (`step_shard`), one pass is a round of several optimizer
     steps, one on each process.
@@ -114,12 +114,16 @@ class Plan:
 
     @property
     def steps_per_round(self) -> int:
-        """The number of optimizer steps in one pass of the training loop: 1, unless the processes divide the steps."""
+        """The number of optimizer steps in one iteration of the training loop.
+
+        It is 1 if all processes share the batch of each step. If each process computes steps of its own (`step_shard`),
+        it is the number of processes over which the steps are distributed.
+        """
         return self.step_shard[1]
 
     @property
     def samples_per_round(self) -> int:
-        """The number of samples in one pass of the training loop, over all processes."""
+        """The number of samples in one iteration of the training loop, over all processes."""
         return self.batch_size * self.steps_per_round
 
     def describe(self) -> str:
@@ -134,7 +138,7 @@ class Plan:
         )
 
     def steps(self, after_step: int, last_step: int) -> Iterator[Step]:
-        """Yield the passes of the training loop after optimizer step `after_step`, up to and including `last_step`."""
+        """Yield the iterations of the training loop that compute the steps `after_step + 1` to `last_step`."""
         index, count = self.step_shard
         for before in range(after_step, last_step, count):
             own = before + 1 + index

@@ -94,7 +94,7 @@ class Device:
 
     @contextmanager
     def settings(self, device: torch.device, deterministic: bool) -> Iterator[None]:
-        """Set torch's global flags for one run, and restore them afterwards, because jobs of a sweep share a process.
+        """Set torch's global flags for one run, and restore them afterwards, because a process may train several.
 
         Args:
             device: the device of this process.

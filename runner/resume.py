@@ -37,7 +37,7 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
         session: the run; its option `resume` determines whether an earlier run is resumed, and which one.
         parent: the directory in which a new run directory is created, and in which `resume=auto` searches.
         name: the name of the run directory if the run is a job of a sweep; None: a new, unique name.
-        overrides: the overrides that composed the config; they are only recorded here.
+        overrides: the overrides that composed the config; they are recorded, and a new name is made of them.
 
     Raises:
         ConfigError: if the run to resume does not exist, has another config, is running, or cannot be continued, or if
@@ -45,7 +45,7 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
     """
     found, lock = _to_resume(session, parent, name)
     existing = run_directory.nearest_existing(parent)
-    path = found or run_directory.create(parent, name)
+    path = found or run_directory.create(parent, name, overrides)
     begun = False
     try:
         lock = lock or _locked_new(path)
@@ -305,7 +305,7 @@ def _has_same_config(path: Path, session: Session) -> bool:
     """Return whether the run in the directory `path` has the config of `session`; False if there is no run in it.
 
     Raises:
-        ConfigError: if the config cannot be read, but there are checkpoints, which may belong to the run to resume.
+        ConfigError: if `path` has checkpoints, which may be those to resume, but its config cannot be read.
     """
     try:
         return config_hash(saved_config(path).values) == config_hash(session.run.config)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from runner.batching import Accumulation, Plan
-from runner.config.errors import ABSENT, check, check_range, did_you_mean, errors_under
+from runner.config.errors import ABSENT, ConfigError, check, check_range, did_you_mean, errors_under
 from runner.config.schema import build, component_fields, load_class, option_fields, typed_values
 from runner.data.base import Data
 from runner.device import Device, device_name
@@ -219,7 +219,7 @@ class Session:
     def is_due(self, every: int, step: int) -> bool:
         """Return whether a periodic action, such as an evaluation, is due after `step`.
 
-        If a pass of the training loop is a round of several steps, an action that is due at one of these steps is due
+        If an iteration of the training loop has several steps, an action that is due at one of these steps is due
         after the round.
 
         Args:
@@ -275,7 +275,8 @@ def build_run(config: Mapping[str, Any]) -> Run:
     scalars = [name for name in option_fields(Run) if name not in CONFIG_GROUPS]
     known = [*scalars, *CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload"]
     for key in config:
-        check(key in known, key, ABSENT, "there is no such key;", did_you_mean(key, known))
+        if key not in known:
+            raise ConfigError(key, ABSENT, "there is no such key;", did_you_mean(key, known))
     parts = {group: build(_node(config, group), base, group) for group, base in CONFIG_GROUPS.items()}
     node = _node(config, "workload")
     with errors_under("workload"):

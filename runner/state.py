@@ -188,7 +188,7 @@ def _check_shared(checkpoint: Checkpoint, num_metrics: int) -> None:
         check_like(shared["best"], {"metric": str, "value": float, "step": int}, "the best evaluation")
         check_count(shared["best"]["step"], "the best evaluation, step", most=step)
     check_count(shared["logged"], "the last logged step", most=step)
-    # A row for each pass of the loop, which is a round of several steps where the processes divide the steps.
+    # A row for each iteration of the loop, which has several steps where the processes divide the steps.
     num_steps, num_rows = step - shared["logged"], len(shared["window"])
     check_count(num_rows, "the metric sums, rows", most=num_steps)
 

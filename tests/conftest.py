@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -10,12 +12,48 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.command import environment
 from helpers.compose import FAST, Trained, built, train_in
 from helpers.ranks import Ranks
 
+from runner.parallel.launch import processes
+
+os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]  # the fork server starts without what pytest adds to sys.path
+processes.PRELOADED = (*processes.PRELOADED, "helpers.frozen")
+importlib.import_module("torch._dynamo")  # as every optimizer does
+importlib.import_module("helpers.frozen")
 torch.set_num_threads(1)  # tests run in several processes: more threads than cores wait for each other
 for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, signal.SIG_DFL)  # the shell may have them ignored, as nohup does, and children inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what runs in the background
+
+
+TESTS = Path(__file__).parent
+COSTLY = (
+    "parallel/launch/test_faults.py",
+    "parallel/pipelining/test_parity_pipeline.py",
+    "tools/test_verify.py",
+    "parallel/launch/test_processes.py",
+    "parallel/test_parity_modes.py",
+    "workloads/dqn/test_workload.py",
+    "test_resume.py",
+    "cli/test_main.py",
+    "faults/",
+    "parallel/",
+    "tools/test_plot.py",
+    "config/test_options.py",
+    "data/test_workers.py",
+)
+"""Files and folders of long tests. xdist starts with them, so that none of them is alone at the end."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(TESTS).as_posix()
+        return next((number for number, name in enumerate(COSTLY) if path.startswith(name)), len(COSTLY))
+
+    if hasattr(config, "workerinput"):  # one process keeps the order of the files
+        items.sort(key=place)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -30,6 +68,13 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
 
 def _utf8(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected_tests_are_no_garbage() -> None:
+    """Each run collects garbage before its first step: not among all tests and what those before have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32")
 # Killed
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.slow)])
 def test_resume_after_kill_is_bitwise_exact(tmp_path: Path, kills: int) -> None:
     schedule = ["steps=100", "save_every=4", "log_every=3", "eval_every=25", "optimizer=adamw"]
     assert_kills_change_nothing(tmp_path, [*FAST, *HARD, *schedule], kills)
@@ -59,7 +59,7 @@ def test_resume_after_kill_is_bitwise_exact_with_data_workers(tmp_path: Path, ki
     data = ["data=imagefolder", f"data.root={tmp_path}/images", "data.size=8", "data.workers=1"]
     schedule = ["steps=60", "save_every=4", "log_every=3", "eval_every=30", "batch_size=8", "accumulation=2"]
     arguments = ["model=tiny", "model.dropout=0.2", "device=cpu", "device.threads=1", *data, *schedule]
-    assert_kills_change_nothing(tmp_path, arguments, kills)
+    assert_kills_change_nothing(tmp_path, arguments, kills, kind="ranks")  # whose fork server starts the workers
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,11 +24,12 @@ from runner.tracking.metrics import MetricSums
 
 @dataclass
 class Parallel:
-    """`parallel=single`: one process, one device.
+    """The mode `parallel=single`, one process and one device, and the base class of all other parallel modes.
 
-    A mode changes how a step is computed, not what is computed: batches, losses, tags and checkpoints are the same as
-    on a single device. The fields of a mode are options, which never change; what a mode needs to know about a run is
-    passed as a `Context`. The methods are called in the order below.
+    A parallel mode changes how a step is computed, not what is computed: batches, losses, tags and checkpoints are the
+    same as on a single device. The fields of a mode are its options, which do not change after construction; what a
+    mode needs to know about a run is passed as a `Context`. During a run, the methods are called in the order in which
+    they are defined here.
     """
 
     description: ClassVar[str] = "single device"
@@ -188,7 +189,7 @@ class Parallel:
         """Load the model's tensors and the optimizer state that `full_state` returned, in this mode or another one.
 
         Raises:
-            RuntimeError: if names or shapes differ from those of the model.
+            UnexpectedContentError: if names or shapes differ from those of the model.
         """
         full_state.load(model, optimizer, tensors, optimizer_state)
 

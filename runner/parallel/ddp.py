@@ -23,21 +23,23 @@ class DDP(MultiProcess):
     """Every process holds a replica of the model and trains on its shard of each batch; gradients are averaged.
 
     Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020). Gradients are all-reduced
-    once per step, during the backward pass of the last micro-batch. Batch normalization uses the statistics of each
-    process's shard, unless `sync_batch_norm` is set; the running statistics are averaged over the processes before they
-    are used. The averaged mean is the mean of the whole batch; the averaged variance lacks the variance between the
-    means of the shards.
+    once per step, during the backward pass of the last micro-batch.
+
+    Unless `sync_batch_norm` is set, batch normalization uses the statistics of each process's own shard. Before an
+    evaluation or a checkpoint, the running means and variances are averaged over the processes. The result is exact for
+    the means; the variances are slightly too small, because the means of the shards differ from one another.
 
     Args:
         bucket_mb: size in MiB of the buckets in which gradients are all-reduced, overlapping with the backward pass.
         static_graph: promise that every step uses the same parameters, which lets DDP skip work in each step.
-        gradients_as_views: make gradients views of the buckets, which saves the memory of a copy.
+        gradients_as_views: make gradients views of the buckets, so that they are not stored twice.
         find_unused: search for parameters that a step does not use. The search is slow, and needed only if such
             parameters exist.
-        compression: compression of the all-reduced gradients: `none`; `fp16` and `bf16` halve the bytes, but round;
-            `powersgd` sends low-rank factors (Vogels et al., 2019), and loses its error feedback on resume.
+        compression: compression of the all-reduced gradients: `none`; `fp16` or `bf16`, which send half the bytes but
+            round the gradients; or `powersgd`, which sends low-rank factors (Vogels et al., 2019), and whose error
+            feedback restarts at a resume.
         powersgd_rank: rank of the factors of `powersgd`.
-        sync_batch_norm: compute batch normalization over the shards of all processes.
+        sync_batch_norm: compute the statistics of batch normalization over the shards of all processes.
     """
 
     description: ClassVar[str] = "DistributedDataParallel"

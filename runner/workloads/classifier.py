@@ -85,7 +85,7 @@ class Classifier(SupervisedWorkload):
         return (m._replace(start=m.start % span, stop=m.start % span + m.stop - m.start) for m in micros)
 
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy of the logits, [n, num_classes]."""
+        """Return the mean cross-entropy of the logits `outputs`, [n, num_classes], and class indices, int64 [n]."""
         return torch.nn.functional.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
 
     def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

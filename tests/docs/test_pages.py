@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from helpers.compose import composed
 
+from runner.cli.arguments import quoted
+from runner.cli.composition import Composer
+from runner.cli.sweep_jobs import SweepJobs
 from runner.run import build_run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -42,8 +45,10 @@ COMMANDS = sorted({" ".join(line) for text in TEXTS.values() for line in command
 def test_commands_are_runs_that_can_be_built(line: str) -> None:
     words = line.removesuffix(" --cfg job").split()
     if words and words[0] == "-m":
-        words = [word.partition(",")[0] for word in words[1:]]
-    build_run(composed(*words))
+        jobs = SweepJobs(Composer(), [quoted(word, sweep=True) for word in words[1:]])
+        build_run(jobs.compose(0, next(jobs.samples())).config)
+    else:
+        build_run(composed(*words))
 
 
 def test_there_are_commands() -> None:
@@ -52,8 +57,8 @@ def test_there_are_commands() -> None:
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_quoted_files_are_quoted_in_full(page: str) -> None:
-    for path, quoted in QUOTE.findall(TEXTS[page]):
-        assert quoted == (ROOT / path).read_text(encoding="utf-8"), f"{page} quotes another {path}"
+    for path, text in QUOTE.findall(TEXTS[page]):
+        assert text == (ROOT / path).read_text(encoding="utf-8"), f"{page} quotes another {path}"
 
 
 def test_every_example_is_quoted() -> None:

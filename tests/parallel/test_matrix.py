@@ -1,9 +1,11 @@
-"""Every mode under every precision and every accumulation: the README's matrix, each cell of it a run."""
+"""Every mode under every precision and every accumulation: the README's matrix, each cell of it a run.
+
+By default, every two of a mode, a precision and an accumulation meet in one cell; `-m slow` runs all cells.
+"""
 
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,8 @@ from runner.parallel.context import Process
 from runner.run import build_run
 from runner.train import train
 
-PRECISIONS, ACCUMULATIONS = groups()["precision"], groups()["accumulation"]
+MODES = ("single", "dp", "ddp", "fsdp", "ensemble", "hogwild")
+PRECISIONS, ACCUMULATIONS = sorted(groups()["precision"]), sorted(groups()["accumulation"])
 OVERRIDES = (*FAST, "steps=2", "batch_size=32", "schedule=constant", "log_every=2", "eval_every=0", "data.holdout=0.01")
 
 TOLERANCES = {"16": 0.01, "bf16": 0.01}
@@ -31,6 +34,27 @@ ROUGHLY = {"hogwild": 0.02, "ensemble": 0.05}
 
 def cell(mode: str, precision: str, accumulation: str) -> tuple[str, ...]:
     return (*OVERRIDES, f"parallel={mode}", f"precision={precision}", f"accumulation={accumulation}")
+
+
+def selected(mode: str, precision: str) -> list[str]:
+    """The accumulations of the cells that run by default: one, which is another one in the next row and column."""
+    place = MODES.index(mode) + PRECISIONS.index(precision)
+    return [ACCUMULATIONS[place % len(ACCUMULATIONS)]]
+
+
+def rows(*modes: str) -> list[Any]:
+    """(mode, precision, accumulations) of the cells of some modes: the selection, and under `slow` all of them."""
+    found: list[Any] = []
+    for mode, precision in itertools.product(modes, PRECISIONS):
+        found.append(pytest.param(mode, precision, selected(mode, precision), id=f"{mode}-{precision}"))
+        found.append(pytest.param(mode, precision, ACCUMULATIONS, id=f"{mode}-{precision}-all", marks=pytest.mark.slow))
+    return found
+
+
+def test_every_two_options_meet_in_the_selection() -> None:
+    cells = {(mode, precision, *selected(mode, precision)) for mode in MODES for precision in PRECISIONS}
+    for (first, its), (second, others) in itertools.combinations(enumerate((MODES, PRECISIONS, ACCUMULATIONS)), 2):
+        assert {(cell[first], cell[second]) for cell in cells} == set(itertools.product(its, others))
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +70,23 @@ def check(result: Any, mode: str, precision: str, baseline: float) -> None:
     assert result.metrics["train/loss"] == pytest.approx(baseline, rel=tolerance)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("mode", ["single", "dp"])
-def test_in_one_process(mode: str, precision: str, baseline: float, tmp_path: Path) -> None:
-    for accumulation in ACCUMULATIONS:
+@pytest.mark.parametrize(("mode", "precision", "accumulations"), rows("single", "dp"))
+def test_in_one_process(mode: str, precision: str, accumulations: list[str], baseline: float, tmp_path: Path) -> None:
+    for accumulation in accumulations:
         run = built(*cell(mode, precision, accumulation))
         check(train_in(tmp_path / accumulation, run).result, mode, precision, baseline)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("mode", ["ddp", "fsdp", "ensemble"])
+@pytest.mark.parametrize(("mode", "precision", "accumulations"), rows("ddp", "fsdp", "ensemble"))
 def test_in_two_processes(
-    mode: str, precision: str, baseline: float, ranks: Callable[[int], Ranks], tmp_path: Path
+    mode: str,
+    precision: str,
+    accumulations: list[str],
+    baseline: float,
+    ranks: Callable[[int], Ranks],
+    tmp_path: Path,
 ) -> None:
-    configs = {accumulation: composed(*cell(mode, precision, accumulation)) for accumulation in ACCUMULATIONS}
+    configs = {accumulation: composed(*cell(mode, precision, accumulation)) for accumulation in accumulations}
     for result in ranks(2).do(train_all, configs, tmp_path)[0]:
         check(result, mode, precision, baseline)
 
@@ -69,9 +96,16 @@ def train_all(configs: dict[str, dict[str, Any]], root: Path) -> list[Any]:
     return [train_in_rank(config, root / name) for name, config in configs.items()]
 
 
-def test_in_two_workers_that_share_one_model(baseline: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "accumulations",
+    [selected, pytest.param(lambda mode, precision: ACCUMULATIONS, marks=pytest.mark.slow)],
+    ids=["selected", "all"],
+)
+def test_in_two_workers_that_share_one_model(
+    accumulations: Callable[[str, str], list[str]], baseline: float, tmp_path: Path
+) -> None:
     """All cells in one pair of workers, whose memory is large enough for a model in float64."""
-    cells = list(itertools.product(PRECISIONS, ACCUMULATIONS))
+    cells = [(precision, each) for precision in PRECISIONS for each in accumulations("hogwild", precision)]
     configs = {"_".join(names): composed(*cell("hogwild", *names)) for names in cells}
     work = functools.partial(train_all_together, configs)
     results: Any = train_in(tmp_path, built(*cell("hogwild", "64", "1")), train_rank=work).result
@@ -83,7 +117,6 @@ def train_all_together(
     configs: dict[str, dict[str, Any]], _: dict[str, Any], directory: Path, process: Process
 ) -> list[Any]:
     """In a worker: the results of all `configs`."""
-    gc.freeze()  # or each of them would look for garbage among all that torch has made
     results = []
     for name, config in configs.items():
         (directory / name).mkdir(exist_ok=True)
@@ -93,4 +126,4 @@ def train_all_together(
 
 def test_every_mode_is_in_the_matrix() -> None:
     """The modes that split the network have a table of their own."""
-    assert set(groups()["parallel"]) - {"model", "pipeline"} == {"single", "dp", "ddp", "fsdp", "hogwild", "ensemble"}
+    assert set(groups()["parallel"]) - {"model", "pipeline"} == set(MODES)

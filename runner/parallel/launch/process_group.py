@@ -176,5 +176,5 @@ def _external_store(rank_info: RankInfo, timeout: timedelta) -> Store:
 _external_stores: list[Store] = []
 """The store itself, and then one view of it, with a prefix of its own, for each process group.
 
-A sweep needs a new process group after a failed job.
+After a failed run, the next run of the same process needs a new process group.
 """

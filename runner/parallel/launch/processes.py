@@ -106,7 +106,7 @@ class ExternalProcesses(Launcher):
     @contextmanager
     def connect(self) -> Iterator[Process]:
         with StopRequest():  # from here on, the ranks stop only together, after a step that all of them reach
-            if not torch.distributed.is_initialized():  # the jobs of a sweep share one process group
+            if not torch.distributed.is_initialized():  # the runs of a process share one process group
                 init_rank(self.rank_info, self.devices[0], self.timeout, external=True)
                 atexit.register(process_group.destroy_process_group)
             collectives = self.collectives(self.timeout)
@@ -124,7 +124,7 @@ class ExternalProcesses(Launcher):
                 log.critical("rank %d %s\n%s", self.rank_info.rank, report.what, report.trace)
             assert isinstance(context.collectives, ProcessGroup)
             context.collectives.forget()
-            # Pending messages must not reach the next job of a sweep, which initializes a new group.
+            # Pending messages must not reach the next run of this process, which initializes a new group.
             process_group.abort_process_group()
             raise
 

@@ -187,14 +187,15 @@ def first_inputs(model: torch.nn.Module, context: Context, size: int | None = No
 
 
 def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, context: Context, timed: bool) -> list[BlockProfile]:
-    """Profile the blocks of `model` one after another, on a copy of each block, so that the network does not change.
+    """Measure the blocks of `model` in forward order. Each block is copied first, so that the model does not change.
 
     Args:
         model: the network.
-        inputs: inputs of the first block, on the device, for as many samples as a stage computes at once.
+        inputs: inputs of the first block, on the device that measures: as many samples as a micro-batch of the run has,
+            because the times depend on it.
         context: the context of the run.
-        timed: whether to measure the times, in training mode; if not, only the outputs are profiled, in evaluation
-            mode.
+        timed: True: also measure the time of each block, in training mode. False: only find the shape and type of each
+            block's output, in evaluation mode.
     """
     kind, autocast = next(model.parameters()).dtype, context.precision.autocast
     inputs = inputs.to(kind) if inputs.is_floating_point() else inputs  # float64 under precision=64

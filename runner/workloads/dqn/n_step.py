@@ -80,12 +80,15 @@ class NStepBuffer:
     def _close(
         self, slot: int, oldest: int, ended: np.ndarray, terminated: np.ndarray, next_observations: np.ndarray
     ) -> np.ndarray:
-        """Return all incomplete transitions of the episodes that end now, and the oldest one of every other episode.
+        """Complete and return the transitions that end with this step, when at least one episode ends.
+
+        Of an episode that ends, all incomplete transitions are completed, with fewer than `length` steps if necessary.
+        In every other environment, only the oldest transition is completed, which now has `length` steps.
 
         Args:
-            slot: the slot of the ring buffer that was written last.
+            slot: the slot of the ring buffer that was written last, in this step.
             oldest: the slot of the ring buffer that was written first.
-            ended: whether the episode ends now, bool [num_envs].
+            ended: whether the episode ends with this step, bool [num_envs].
             terminated: whether the episode reached a terminal state, bool [num_envs].
             next_observations: the observations after the step, [num_envs, observation_size].
         """
