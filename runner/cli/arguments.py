@@ -21,9 +21,9 @@ _SWITCHES = (
 )
 _FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
 RUN_DIRECTORY = "--run-directory"
-"""The flag that names the run directory: the scheduler of a sweep passes it to the jobs."""
+"""The flag that sets the run directory. The scheduler of a sweep passes this flag to the jobs."""
 DETACHED = "--detached"
-"""The flag that names a pipe to the command that has started this sweep in the background."""
+"""The flag with the file descriptor of a pipe to the command that started this sweep in the background."""
 
 _OTHER_ROOT = "the root config is always conf/config.yaml;", "--config-dir=DIR adds a directory of your own options"
 _REFUSED_FLAGS = {
@@ -78,7 +78,7 @@ def _checked_override(word: str) -> str:
 
 
 def _check_hydra_key(key: str, value: str) -> None:
-    """Raise a `ConfigError` if `key` is a key of Hydra without effect here: Hydra is used only to compose configs."""
+    """Raise a `ConfigError` if `key` is a Hydra key that has no effect here: Hydra is used only to compose configs."""
     if _HYDRA_KEYS.fullmatch(key) and not _ALLOWED_HYDRA_KEYS.fullmatch(key):
         part = re.split(r"[./@]", f"{key}.")[1]
         remedy = _HYDRA_REMEDIES.get(part, "of Hydra's keys only hydra.verbose and hydra.searchpath can be set")
@@ -86,7 +86,7 @@ def _check_hydra_key(key: str, value: str) -> None:
 
 
 def _check_size(key: str, value: str) -> None:
-    """Raise a `ConfigError` if Hydra's parser could not parse `value` within seconds, or would run out of memory."""
+    """Raise a `ConfigError` if `value` is so long or so deeply nested that Hydra's parser would hang or crash."""
     depth = deepest = 0
     for character in value:
         depth += (character in "[{(") - (character in "]})")
@@ -145,7 +145,7 @@ def _text(key: str, value: str) -> str:
 
 
 def _checked_path(key: str, value: str) -> str:
-    """Return the path `value` with `~` replaced by the home directory, because the shell expands no `~` after a `=`.
+    """Return the path `value` with `~` replaced by the home directory, because a shell does not replace `~` after `=`.
 
     Raises:
         ConfigError: if the user after the `~` does not exist, or the path or one of its parts is too long.
@@ -175,7 +175,7 @@ def _quote(value: str) -> str:
 
 
 def is_sweep_option(override: str) -> bool:
-    """Return whether an override says how a sweep is run: `sweep=local` or `sweep.slots=2`."""
+    """Return whether an override sets an option of the sweep itself, such as `sweep=local` or `sweep.slots=2`."""
     return override.lstrip("+~").partition("=")[0].partition(".")[0] == "sweep"
 
 
@@ -211,9 +211,9 @@ def flag_value(arguments: list[str], *names: str) -> str | None:
 
 
 def resumed(arguments: Iterable[str]) -> Path | None:
-    """Return the path in `resume=PATH`, a run directory or a checkpoint.
+    """Return PATH from the override `resume=PATH`, where PATH is a run directory or a checkpoint.
 
-    Return None for `resume=auto`, for `resume=never`, and if `resume` is not overridden.
+    Return None for `resume=auto`, for `resume=never`, and if there is no such override.
 
     Raises:
         ConfigError: if the directory does not exist.

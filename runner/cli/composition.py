@@ -1,4 +1,4 @@
-"""Composes configs with Hydra. No other part of Hydra is used: no launcher, sweeper, callback, logging or directory."""
+"""Composes configs with Hydra. Hydra's launchers, sweepers, callbacks, logging and run directories are not used."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from runner.config.plain_values import resolved
 
 _JOB_KEYS = ("job.name", "job.override_dirname", "job.config_name")
 _OWN_KEYS = ("verbose", "searchpath", "sweeper.params", "overrides", "runtime", *_JOB_KEYS)
-"""Keys of Hydra's node that users may set, or that Hydra fills in from the command line."""
+"""Keys of the config node `hydra` that users may set, or that Hydra fills in from the command line."""
 
 
 class Job(NamedTuple):
@@ -120,7 +120,7 @@ class Composer:
             raise ConfigError(flag, ABSENT, why, "for example runner -sc install=bash") from None
 
     def sweep(self, overrides: list[str]) -> DictConfig:
-        """Compose the config that all jobs of a sweep have in common, with Hydra's node.
+        """Compose the config that all jobs of a sweep have in common, including the config node `hydra`.
 
         Raises:
             ConfigError, HydraException, OmegaConfBaseException: if the config cannot be composed.
@@ -134,7 +134,7 @@ class Composer:
         """Parse overrides with Hydra's grammar.
 
         Raises:
-            ConfigError, HydraException: if one does not conform to it.
+            ConfigError, HydraException: if an override does not conform to the grammar.
         """
         with composition_errors():
             return OverridesParser.create(self._loader).parse_overrides(overrides)
@@ -169,10 +169,11 @@ class Composer:
         return config
 
     def _explained(self, error: Exception, overrides: list[str], mode: RunMode) -> Exception:
-        """Return an error that names the override at fault: without this override, the config can be composed.
+        """Return an error that names the override that caused `error`, if there is such an override.
 
-        If several overrides are at fault, name the first one that causes `error`. Return `error` itself if its message
-        can be translated without a search, or if the search finds no override.
+        This is the override without which the config can be composed. If there are several mistakes, it is the first
+        override that leads to the same error. Return `error` itself if no override is found, or if `config_error` can
+        translate its message directly.
         """
         if config_error(error) is not None:
             return error
@@ -189,7 +190,7 @@ class Composer:
         return error
 
     def _check_hydra(self, config: DictConfig) -> None:
-        """Raise a `ConfigError` if an option file sets a key of Hydra that has no effect here."""
+        """Raise a `ConfigError` if an option file sets a Hydra key that has no effect in this project."""
         words: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
         typed = "hydra" in str([*words["task"], *words["hydra"]])
         if not typed and not OptionFiles.sets_hydra:
@@ -224,7 +225,7 @@ def _job(config: DictConfig) -> Job:
 
 @cache
 def _hydra_without_options() -> dict[str, Any]:
-    """Return the values of Hydra's node, by dotted key, in a config without any option of this project."""
+    """Return the values of the config node `hydra`, by dotted key, in a config without any option of this project."""
     loader = ConfigLoaderImpl(create_config_search_path(None))
     return _flat(loader.load_configuration(None, [], RunMode.RUN).hydra)
 

@@ -1,4 +1,4 @@
-"""The folders that Hydra reads option files from."""
+"""The folders from which Hydra reads option files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.config.yaml_file import read_config
 
 
 class OptionFiles(FileConfigSource):
-    """A folder like conf/, whose files are read strictly (see `read_config`)."""
+    """A folder of option files such as conf/, which are checked when they are read (see `read_config`)."""
 
     sets_hydra: ClassVar[bool] = False
     """Whether any file that was read may set keys of Hydra. References to such keys (`${hydra:…}`) do not count.
@@ -53,7 +53,7 @@ class OptionFiles(FileConfigSource):
         """Return whether the option file exists.
 
         Raises:
-            ConfigError: if it is a directory, which Hydra would ignore silently.
+            ConfigError: if the path is a directory, which Hydra would ignore silently.
         """
         path = self._path(config_path)
         remedy = "remove it, or give it another name"

@@ -1,4 +1,4 @@
-"""`sweep.detach=true`: the sweep goes on in the background, and survives its terminal."""
+"""`sweep.detach=true`: runs a sweep in the background, where it continues when the terminal is closed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ OUTPUT = "sweep.txt"
 
 
 def start_detached(arguments: list[str]) -> int:
-    """Start the sweep with these arguments in a session of its own, wait until its jobs can start, and return.
+    """Start a sweep in a background process with its own session, and wait until the jobs of the sweep can start.
 
-    What it prints until then, for example why it cannot run, appears on this terminal.
+    Until then, the output of the process, for example an error message, appears on this terminal.
 
     Args:
-        arguments: the arguments of this command.
+        arguments: the command-line arguments of the sweep.
 
     Returns:
-        The exit code: 0 if the sweep has begun, otherwise the code with which it ended.
+        The exit code: 0 if the sweep has begun; otherwise, the exit code of the background process.
     """
     ready, announce = os.pipe()
     words = [sys.executable, "-m", "runner", *arguments, f"{DETACHED}={announce}"]
@@ -53,10 +53,10 @@ def start_detached(arguments: list[str]) -> int:
 
 
 class Background:
-    """In the detached process: its connection to the command that was typed.
+    """The connection from a detached sweep to the command that started it.
 
     Args:
-        descriptor: the number of the pipe to that command, as it was passed with the flag.
+        descriptor: the file descriptor of a pipe to that command, as text from the command line.
 
     Raises:
         ConfigError: if `descriptor` is not a pipe.
@@ -71,7 +71,7 @@ class Background:
         self._pipe = os.fdopen(int(descriptor), "w", encoding="utf-8")
 
     def leave_terminal(self, path: Path) -> None:
-        """Print to a file from now on.
+        """Redirect all further output of this process to a file in the sweep's directory.
 
         Args:
             path: the directory of the sweep.
@@ -87,6 +87,6 @@ class Background:
         self._pipe.write(f"{path}\n")
 
     def announce_start(self) -> None:
-        """Let the command that was typed return."""
+        """Tell the command that started this sweep that the jobs can start, so that the command returns."""
         self._pipe.write("begun")
         self._pipe.close()

@@ -1,4 +1,4 @@
-"""Translates errors of Hydra and OmegaConf into config errors: the key, the value, the reason and the remedy."""
+"""Translates errors of Hydra and OmegaConf into config errors, which name key, value, cause and remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.config.options import groups, option_keys, root_keys
 
 
 def explain(error: Exception) -> str:
-    """Return the message of `error` as a config error, or its first eight lines if it cannot be translated."""
+    """Return the message of `error` in the form of a config error, or its first eight lines if that is impossible."""
     translated = config_error(error)
     return "\n".join(_lines(error)[:8]) if translated is None else str(translated)
 
@@ -26,7 +26,7 @@ def config_error(error: Exception) -> ConfigError | None:
 
 
 def blamed(error: Exception, override: str) -> ConfigError:
-    """Return a config error that names `override` as the cause of an error of unknown kind."""
+    """Return a config error that names `override` as the cause of `error`, which `config_error` cannot translate."""
     key, _, value = override.partition("=")
     why = next((line for line in _lines(error) if not line.startswith("Error merging")), "it cannot be composed")
     return ConfigError(
@@ -89,7 +89,7 @@ _TOLD = {
     r"delete from config\. The value of '([^']+)'": ("it has another value", "~{} removes it whatever it is"),
     r"but config group '([^']+)' does not exist": ("there is no such config group;", "--help lists all groups"),
 }
-"""For each pattern of a message of Hydra: what is wrong, and what to type instead. Group 1 of a pattern is the key."""
+"""For each pattern of a Hydra message: what is wrong, and what to type instead. Group 1 of a pattern is the key."""
 
 
 def _as_told(error: Exception) -> ConfigError | None:

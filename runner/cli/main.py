@@ -1,4 +1,4 @@
-"""The command: it composes the config with Hydra, builds one run or the runs of a sweep, and launches them."""
+"""The command `python -m runner`: it composes the config with Hydra, and runs a single run or a sweep."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def compose_and_run(arguments: list[str]) -> list[int]:
-    """Compose and run a single run or each job of a sweep, and return the exit codes.
+    """Compose the config, run a single run or a sweep, and return the exit codes.
 
     If a flag only asks for information, print this information and return an empty list.
     """
@@ -137,7 +137,7 @@ def run_single(job: Job, directory: str | None) -> int:
 
     Args:
         job: the composed config.
-        directory: the run directory; None: a new one below `output_root`.
+        directory: the run directory; None: a new directory in `output_root`, or the directory that `resume` names.
     """
     from runner.run import build_run  # imported here: --help and Hydra's own flags need no components
 

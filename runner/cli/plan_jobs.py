@@ -1,4 +1,4 @@
-"""Plans the jobs of a sweep: their commands and run directories, and what they need."""
+"""Plans the jobs of a sweep: their commands, their run directories, and the resources that they need."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from runner.sweep.engines.base import Demand
 from runner.sweep.scheduler import JobSource, PlannedJob
 
 REFUSALS = (ConfigError, HydraException, OmegaConfBaseException)
-"""The errors of a config that cannot run."""
+"""The errors that are raised if a config cannot run."""
 
 
 class _Base(NamedTuple):
-    """What jobs have in common whose config groups and devices are the same."""
+    """The properties that are the same for all jobs with the same config groups and devices."""
 
     config_hash: str
     demand: Demand
 
 
 class Planner:
-    """Plans jobs.
+    """The planner of a sweep's jobs.
 
-    Only one job of each combination of config groups and devices is composed here, because that takes 50 ms. The
-    command of each job composes its own config.
+    Because composing a config takes 50 ms, the planner composes only one config for each combination of config groups
+    and devices. Later, the command of each job composes the config of the job.
 
     Args:
-        jobs: what is swept.
+        jobs: the combinations of values in the sweep.
         config_dir: the directory of `--config-dir`; None if the flag was not typed.
 
     Attributes:
-        config: the config of the first job that can run, or that fails only because of a swept value.
-        best: the metric of the workload by which its best checkpoint is selected, and whether its `min` or `max` is
-            best.
-        path: the directory of the sweep.
+        config: the config of the first job that can run, or that fails only because of the value of a swept key.
+        best: the name of the metric by which the workload selects its best checkpoint, and `min` or `max`, depending on
+            which values of the metric are better.
+        path: the directory of the sweep. It must be set before `plan` is called.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if no job can run.
@@ -63,7 +63,7 @@ class Planner:
         self.config = self._first_config()
 
     def plan(self, number: int, overrides: list[str]) -> PlannedJob:
-        """Return the job with this number and these overrides."""
+        """Return the planned job with this number and these overrides."""
         overrides = _without_sweep_options(overrides)
         directory = self.path / job_name(number, overrides, self._jobs.swept)
         base = self._base(number, overrides)
@@ -75,7 +75,7 @@ class Planner:
         return PlannedJob(number, overrides, arguments, directory, known, base.demand)
 
     def has_key(self, groups: list[str], key: str) -> bool:
-        """Return whether the config that `groups` compose has `key`; True if they compose none.
+        """Return whether the config composed from `groups` has `key`; True if no config can be composed from `groups`.
 
         Args:
             groups: overrides of config groups.
@@ -109,7 +109,7 @@ class Planner:
         raise first
 
     def _base(self, number: int, overrides: list[str]) -> _Base | str:
-        """Return what a job has in common with others; the message of the error if its config cannot be composed."""
+        """Return the properties that a job shares with similar jobs, or an error message if its config cannot run."""
         key = _shared(overrides)
         if key not in self._bases:
             try:
@@ -127,11 +127,11 @@ class Planner:
 
 
 class GridJobs(JobSource):
-    """One job for each combination of the swept values.
+    """A job source with one job for each combination of the swept values.
 
     Args:
-        jobs: the combinations.
-        planner: plans each job.
+        jobs: the combinations of values in the sweep.
+        planner: the planner of the jobs.
     """
 
     def __init__(self, jobs: SweepJobs, planner: Planner):
@@ -147,11 +147,11 @@ class GridJobs(JobSource):
 
 
 def experiment_file(overrides: list[str], comment: str) -> str:
-    """Return the content of a file for conf/experiment/ that has the same effect as overrides.
+    """Return the content of an option file for conf/experiment/ that has the same effect as `overrides`.
 
     Args:
         overrides: the overrides of a job.
-        comment: the first line, without the #.
+        comment: the text of the comment at the top of the file, without `#`.
     """
     groups, values = [], OmegaConf.create()
     for text in overrides:
@@ -177,7 +177,7 @@ def _without_sweep_options(overrides: list[str]) -> list[str]:
 
 
 def _shared(overrides: list[str]) -> tuple[str, ...]:
-    """Return the overrides of config groups and devices; other overrides do not change what a job needs."""
+    """Return the overrides of config groups and devices. Only these can change the resources that a job needs."""
     keys = {text: text.lstrip("+~").partition("=")[0] for text in overrides}
     groups = chosen_groups()
     return tuple(

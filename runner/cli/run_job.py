@@ -1,4 +1,4 @@
-"""One run, from its config to its result and the last lines on the console."""
+"""Runs a single run, from checking its config to writing its result and printing a summary."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 
 def run_one(run: Run, overrides: list[str], directory: Path | None = None) -> Result:
-    """Check `run`, train it, and print where the result is.
+    """Check and train `run`, print a summary, and return the result.
 
     Args:
         run: the run.
         overrides: the overrides that are already applied to the run's config; they are saved in the run directory.
-        directory: the run directory, as the jobs of a sweep have it: with `resume=auto`, the run that is there is
-            resumed if it has the same config. None: a new directory, or the one that `resume` names.
+        directory: the run directory if the run is a job of a sweep. With `resume=auto`, a run that is already in this
+            directory is resumed if it has the same config. None: a new directory, or the directory that `resume` names.
 
     Raises:
         ConfigError: if the config cannot run; no files are left behind.
@@ -59,7 +59,7 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
 
     Args:
         session: the run in this process.
-        launcher: starts the other processes of the run.
+        launcher: the launcher that starts the other processes of the run.
         directory: the run directory.
 
     Raises:
@@ -97,7 +97,7 @@ def write_result(session: Session, directory: Path, result: Result) -> None:
     try:
         write_json(directory / run_directory.RESULT, result.as_dict())
         if result.status == "done" and session.run.keep == 0:
-            delete_all(directory)  # after writing the result: a run killed in between must not begin anew
+            delete_all(directory)  # after writing the result: a run killed in between must not start from step 0
     except OSError as error:  # what is printed is all that remains
         why = f"{run_directory.RESULT} cannot be written: {error.strerror}"
         result.status, result.error = "crashed", why
@@ -107,12 +107,12 @@ def write_result(session: Session, directory: Path, result: Result) -> None:
 
 
 def _typed(path: str) -> str:
-    """Return a relative path as it can be typed: with ./ if it begins like a home directory or a quoted text."""
+    """Return a relative path as it can be typed: with `./` if its first character has a meaning to a shell or Hydra."""
     return path if path[0].isalnum() or path[0] in "./_" else f"./{path}"
 
 
 def summary(session: Session, directory: Path, result: Result) -> str:
-    """Return the last lines of a run: how it ended, where it is, and what to type next."""
+    """Return the text that is printed at the end of a run: its status, its directory, and what to type next."""
     where, logs = (shlex.quote(_typed(os.path.relpath(path))) for path in (directory, session.run.output_root))
     steps = f"{result.steps}/{max(result.steps, session.num_steps)}"
     lines = [f"{result.status} after step {steps}" + (f", {result.seconds:.1f} s" if result.seconds else "")]

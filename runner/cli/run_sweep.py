@@ -1,4 +1,4 @@
-"""A sweep: composes its jobs, and lets the scheduler run each as a command, `python -m runner OVERRIDES`."""
+"""Runs a sweep: plans its jobs, and lets the scheduler run each job as a command, `python -m runner OVERRIDES`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
     """Run the jobs of a sweep, and return their exit codes.
 
     Args:
-        jobs: what is swept.
-        typed: the overrides of the command line.
+        jobs: the combinations of values in the sweep.
+        typed: the overrides on the command line.
         config_dir: the directory of `--config-dir`; None if the flag was not typed.
-        pipe: in the background, the pipe to the command that was typed; otherwise None.
+        pipe: the file descriptor of a pipe to the command that started this sweep in the background; otherwise None.
 
     Raises:
         ConfigError: if no job can run.
@@ -85,14 +85,14 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
 
 
 class StopSweep(StopRequest):
-    """A context manager in which a stop signal lets the running jobs of a sweep save and exit."""
+    """A context manager in which a stop signal makes the running jobs of a sweep save a checkpoint and exit."""
 
     def _begin(self, number: int) -> None:
-        """Leave it to the scheduler to say what happens."""
+        """Print nothing at the first stop signal, because the scheduler prints a message."""
 
 
 def _search(jobs: SweepJobs, planner: Planner, ledger: Ledger) -> SearchJobs:
-    """Return the jobs of a search.
+    """Check the options of a search, and return the source of its jobs.
 
     Raises:
         ConfigError: if an option of the search is invalid.
@@ -118,7 +118,7 @@ def _search(jobs: SweepJobs, planner: Planner, ledger: Ledger) -> SearchJobs:
 
 
 def _report_best(source: SearchJobs, path: Path, num_seeds: int) -> None:
-    """Print the best trial of a search, and write it as an option file that can be run."""
+    """Print the best trial of a search, and write its overrides to an option file with which it can be run again."""
     found = source.best()
     if found is None:
         return

@@ -1,7 +1,7 @@
-"""Registers the saved config of a run that is resumed by its path, so that Hydra applies the typed overrides to it.
+"""Registers the saved config of a run with Hydra when `resume=PATH` resumes it, so that Hydra applies overrides to it.
 
-A saved config may come from somebody else, so it is treated as data: its values are checked like typed values, but
-Hydra resolves no interpolation and composes no option in it, and it cannot change how Hydra works.
+A saved config may come from somebody else. It is therefore treated as data: its values are checked like values on the
+command line, but Hydra resolves no interpolations and composes no options in it, and it cannot change Hydra's settings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GROUPS = CONFIG_GROUPS | WORKLOAD_INPUTS | {"workload": Workload}
 
 
 def register_saved(source: Path, arguments: Iterable[str]) -> str:
-    """Register the config of the run or checkpoint at `source` with Hydra, and return its name as a root config.
+    """Register the saved config of `source` with Hydra as a root config, and return the name of this root config.
 
     Args:
         source: a run directory, or a checkpoint in one.
@@ -60,8 +60,8 @@ def _plain(value: Any, key: str, overridden: set[str]) -> Any:
     """Return the saved value of `key`, in which overridden options are replaced with null.
 
     Raises:
-        ConfigError: if a text is a reference (`${…}`), a missing value (`???`) or a hidden credential (`***`). The user
-            has to type such a value again.
+        ConfigError: if a string is a reference (`${…}`), a missing value (`???`) or a hidden credential (`***`). The
+            user has to type such a value again.
     """
     if key in overridden:
         return None
@@ -79,9 +79,8 @@ def _plain(value: Any, key: str, overridden: set[str]) -> Any:
 def _check(config: dict[str, Any], overridden: set[str]) -> None:
     """Check that every key is an option of the run or of a component, and that each value has the right type.
 
-    A component may refuse or change values that have to be typed: see `untrusted_values` of `Env` and `Downloadable`.
-
-    The values of the keys `overridden` are not checked.
+    A component may reject or change saved values that it does not trust: see `untrusted_values` of `Env` and
+    `Downloadable`. The values of the keys in `overridden` are not checked.
     """
     options = [name for name in option_fields(Run) if name not in CONFIG_GROUPS]
     known = [*options, *_GROUPS]
@@ -104,7 +103,7 @@ def _not_overridden(node: dict[str, Any], prefix: str, overridden: set[str]) -> 
 
 
 def _store(config: dict[str, Any], overridden: set[str]) -> None:
-    """Store each component with Hydra as an option of its group; store a root config that chooses these options."""
+    """Register each component with Hydra as an option of its group, and a root config that chooses these options."""
     root: Any = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"), resolve=False)
     chosen = {group: _NAME for group in _GROUPS if config.get(group) is not None}
     absent: dict[str, str | None] = dict.fromkeys({*WORKLOAD_INPUTS} - {*chosen, *overridden})

@@ -1,4 +1,4 @@
-"""The values that a sweep combines: what the user typed, as dimensions of the sweep."""
+"""The jobs of a sweep: converts the overrides that the user typed to dimensions, and combines their values."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from runner.sweep.engines.base import Engine
 from runner.sweep.space import Dimension, Interval
 
 MOST_JOBS = 10_000
-"""The largest number of jobs in a sweep. A larger sweep is a typing error, or should be divided into several."""
+"""The maximum number of jobs in a sweep. A larger sweep is probably a typing error, or should be divided."""
 
 
 class SweepJobs:
-    """The combinations of the values that the overrides of a sweep list.
+    """All combinations of the values that the user listed in the overrides of a sweep.
 
     Args:
         composer: composes the config of each job.
@@ -55,7 +55,7 @@ class SweepJobs:
 
     @property
     def swept(self) -> list[str]:
-        """The keys that have several values."""
+        """The config keys that have several values in this sweep."""
         return [key for each in self.dimensions if each.varies for key in each.keys]
 
     def __len__(self) -> int:
@@ -67,7 +67,10 @@ class SweepJobs:
             yield list(itertools.chain(*words))
 
     def samples(self) -> Iterator[list[str]]:
-        """Yield one job for each combination of options of config groups: the options decide which keys exist."""
+        """Yield the overrides of one job for each combination of options of config groups.
+
+        The chosen options decide which other keys exist in the config.
+        """
         groups = chosen_groups()
         few = [
             each.choices if any(_bare(key).partition("@")[0] in groups for key in each.keys) else [each.first]
@@ -95,7 +98,7 @@ class SweepJobs:
         return Dimension(key, (_bare(key),), [[]], _interval(key, typed, value))
 
     def _pairs(self, word: str) -> Dimension:
-        """Return the dimension of `NAME=zip(KEY=[…],KEY=[…])`."""
+        """Return the dimension that the override `word`, `NAME=zip(KEY=[…],KEY=[…])`, defines."""
         name, members = parse_zip(word) or ("", [])
         why = "it names the pairs, and must not be a key of the config"
         typed = word.partition("=")[2]
@@ -110,7 +113,7 @@ class SweepJobs:
         return Dimension(name, keys, [list(itertools.chain(*row)) for row in rows])
 
     def _check_pairs(self) -> None:
-        """Raise a `ConfigError` if an override sets one of the paired keys, too."""
+        """Raise a `ConfigError` if a paired key is also set by another override."""
         keys = [key for each in self.dimensions for key in each.keys]
         paired = [key for each in self.dimensions if len(each.keys) > 1 for key in each.keys]
         twice = next((key for key in paired if keys.count(key) > 1), "")

@@ -1,4 +1,4 @@
-"""Paired values of a sweep: `pairs=zip(optimizer=[sgd,adam],optimizer.lr=[0.1,0.001])` has two jobs, not four.
+"""Paired values of a sweep: `pairs=zip(optimizer=[sgd,adam],optimizer.lr=[0.1,0.001])` gives two jobs, not four.
 
 The syntax is the one that Hydra has proposed for a later version (docs/design/zipped_sweeps.md in its repository).
 """
@@ -47,7 +47,7 @@ def parse_zip(word: str) -> tuple[str, list[str]] | None:
 
 
 def _split(text: str) -> list[str]:
-    """Split at the commas that are neither in brackets nor in quotes."""
+    """Split `text` at the commas that are not inside brackets or quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:

@@ -99,7 +99,7 @@ def check_choice(component: object, key: str, choices: Iterable[str]) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
-    """Return a text that suggests the names in `known` spelled most like `word`, or all names if none is similar.
+    """Return a hint that suggests the names in `known` that are similar to `word`, or all names if none is similar.
 
     Args:
         word: the name that was typed.

@@ -1,4 +1,4 @@
-"""Conversion of the composed config to plain values, in which references to environment variables are kept."""
+"""Converts the composed config to plain values, without resolving its references to environment variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _VARIABLE = re.compile(r"\$\{oc\.env:([^{}]*)\}")
 _MARK = "\0env:{}\0"
 _MARKED = re.compile("\0env:([^\0]*)\0")
 _NEEDED = ("name", "output_root", "resume")
-"""Keys whose values are needed before a component is built."""
+"""Config keys whose values are needed before any component is built."""
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: obj
         node: plain values by field name, and `_target_`, the class as `package.module.Class`.
         base: the base class of the config group; `_target_` must name this class or a subclass.
         key: the key of the node in the config, for error messages (`optimizer`).
-        parts: components that have already been built, by the name of the field of the new component that holds them.
+        parts: components that have already been built, by the name of the field in which the new component holds them.
 
     Raises:
         ConfigError: if the node is invalid; the error names the full key, for example `optimizer.lr`.
@@ -53,7 +53,7 @@ def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: obj
 
 
 def _constructed(cls: type[Component], values: dict[str, Any], parts: dict[str, object]) -> Component:
-    """Create a component of the class `cls`. It may check whether the paths among its values exist.
+    """Create a component of the class `cls`, which may check whether the paths among its options exist.
 
     Raises:
         ConfigError: if the operating system cannot look up such a path.
@@ -104,7 +104,7 @@ def load_class(target: object, base: type[Component]) -> type[Component]:
         target: `package.module.Class`.
 
     Raises:
-        ConfigError: if it is not a concrete dataclass derived from `base`, or its package is not trusted.
+        ConfigError: if `target` is not a concrete dataclass derived from `base`, or its package is not trusted.
     """
     where = "_target_"
     named = isinstance(target, str) and "." in target and "__main__" not in target  # importing that would run a program
@@ -186,7 +186,7 @@ _TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 def _is_meant(value: Any, hint: Any) -> bool:
-    """Return whether `value` clearly means a value of the type `hint`, both in YAML and on the command line.
+    """Return whether `value` is clearly intended as a value of the type `hint`, in YAML and on the command line.
 
     OmegaConf would also convert other values, such as the number 1.10 to the text 1.1.
     """

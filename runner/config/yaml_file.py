@@ -54,7 +54,7 @@ _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is fast,
 
 
 class _Loader(_Parser):
-    """A loader that resolves plain scalars in the same way as OmegaConf: `1e3` is a float, but a text for PyYAML."""
+    """A loader that resolves plain scalars like OmegaConf: `1e3` is a float, which PyYAML would read as a string."""
 
 
 _Loader.add_implicit_resolver(_FLOAT, re.compile(r"[-+]?[0-9_]+[eE][-+]?[0-9]+"), None)

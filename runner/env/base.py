@@ -47,16 +47,16 @@ class Env:
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Check the options in the config of a saved run, which must not decide which modules are imported.
+        """Check the options from the saved config of a run, which must not decide which modules are imported.
 
         Args:
             values: the saved options that the command line does not override.
 
         Returns:
-            The options that are changed.
+            The options to change, with their new values: always empty.
 
         Raises:
-            ConfigError: if the environment is in a module of its own.
+            ConfigError: if `id` names a module to import, as in `module:Name-v0`.
         """
         name = values.get("id", "")
         why = "a saved config does not decide which modules are imported"

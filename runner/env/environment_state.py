@@ -79,7 +79,7 @@ def _is_plain(kept: Any) -> bool:
 
 
 def plain(kept: Any) -> Any:
-    """Convert a value for a checkpoint: NumPy arrays to tensors, and NumPy scalars to {"number": tensor}."""
+    """Convert a value so that it can be saved: NumPy arrays to tensors, and NumPy scalars to `{"number": tensor}`."""
     if isinstance(kept, np.ndarray):
         return torch.from_numpy(kept.copy())
     if isinstance(kept, str):

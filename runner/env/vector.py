@@ -1,4 +1,4 @@
-"""Vectorized environments that report which of their steps were resets."""
+"""Vectorized environments that report which environments a step has reset."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Steps(NamedTuple):
     observations: np.ndarray
     """float32 [n, …]: the observations after the step; for an episode that ended, its last observation."""
     rewards: np.ndarray
-    """float [n]."""
+    """float [n]: the rewards of the step."""
     terminated: np.ndarray
     """bool [n]: whether the episode reached a terminal state."""
     truncated: np.ndarray
@@ -43,7 +43,7 @@ class Steps(NamedTuple):
 
 
 def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, Any]) -> VectorEnv:
-    """Create vectorized environments. Each environment is reset in the step after the end of an episode.
+    """Create vectorized environments. Each environment is reset in the step after its episode ends.
 
     Args:
         spec: the entry in gymnasium's registry.
@@ -160,7 +160,7 @@ class Vector:
         return f"{self.name} {what}; {one_of}{'; '.join(places)}{more}"
 
     def render(self) -> np.ndarray:
-        """Return a picture of the first environment: uint8 [height, width, 3]."""
+        """Return a rendered image of the first environment: uint8 [height, width, 3]."""
         frames = self.envs.render()
         assert frames is not None
         return np.asarray(frames[0])
@@ -180,7 +180,7 @@ class Vector:
         """Restore the state that `state_dict` returned.
 
         Raises:
-            UnexpectedContentError: if `state` cannot have been saved by environments like these.
+            UnexpectedContentError: if `state` does not match these environments.
         """
         like = {"episodes": [int], "lengths": [int], "ended": [bool], "seed": object, "envs": dict}
         check_like(state, like | {"observations": torch.from_numpy(self.observations)}, "environments")

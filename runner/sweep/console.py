@@ -1,4 +1,4 @@
-"""The file to which a job prints: its last lines, and whether a process still prints to it."""
+"""Reads the console file of a job, to which the job prints, and checks whether the job is still running."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from runner.system.utf8 import printable
 
 
 def is_running(console: Path) -> bool:
-    """Return whether a process of the job that prints to `console` is alive: it holds a lock on the file."""
+    """Return whether the job that prints to `console` is still running: its process holds a lock on the file."""
     return is_locked(console)
 
 
 def is_open_in(pid: int, path: Path) -> bool:
-    """Return whether the process `pid` has opened the file `path`; False where there is no /proc to see it in."""
+    """Return whether the process `pid` has opened the file `path`; False on systems without /proc."""
     try:
         return any(os.path.samefile(file, path) for file in Path(f"/proc/{pid}/fd").iterdir() if file.exists())
     except OSError:
@@ -23,7 +23,7 @@ def is_open_in(pid: int, path: Path) -> bool:
 
 
 def message(console: Path) -> str:
-    """Return the last ten lines that a job printed, without control characters."""
+    """Return the last ten non-empty lines that a job printed, without control characters."""
     try:
         with open_regular(console) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
@@ -34,5 +34,5 @@ def message(console: Path) -> str:
 
 
 def last_line(console: Path) -> str:
-    """Return the last line that a job printed; empty if it printed nothing."""
+    """Return the last line that a job printed; an empty string if it printed nothing."""
     return message(console).rpartition("\n")[2]

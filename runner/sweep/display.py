@@ -1,4 +1,4 @@
-"""What a sweep shows while it runs: a table of the running jobs on a terminal, and lines when something happens."""
+"""The display of a running sweep: a line for each event and, on a terminal, a table of the running jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_ROWS = 16
 
 
 class Shown(Protocol):
-    """What is shown of a job."""
+    """The attributes of a job that a display uses."""
 
     @property
     def number(self) -> int: ...
@@ -30,12 +30,12 @@ class Shown(Protocol):
 
 
 class Display:
-    """Prints a line to standard error when a job starts or ends.
+    """A display that prints a line to standard error when a job starts or ends.
 
     Args:
-        num_jobs: number of jobs of the sweep.
-        swept: the keys that have several values; jobs are named by them.
-        width: largest length of a line.
+        num_jobs: the number of jobs in the sweep.
+        swept: the config keys that have several values; the title of a job shows its values of these keys.
+        width: the maximum length of a job's title in characters.
     """
 
     def __init__(self, num_jobs: int, swept: Collection[str], width: int = 200):
@@ -45,14 +45,14 @@ class Display:
         self._failures: list[str] = []
 
     def title(self, job: Shown) -> str:
-        """Return the name of a job: its number, and the overrides in which jobs differ."""
+        """Return the title of a job: its number, and its overrides that differ from the overrides of other jobs."""
         overrides = [text for text in job.overrides if text.lstrip("+~").partition("=")[0] in self.swept]
         words = escaped(" ".join(redacted_values(overrides or job.overrides)))
         line = f"job {job.number}: {words}".replace("\n", "\\n")
         return line if len(line) <= self.width else line[: self.width - 1] + "…"
 
     def line(self, text: str) -> None:
-        """Print `text`."""
+        """Print `text` to standard error."""
         print(text, file=sys.stderr, flush=True)
 
     def started(self, job: Shown, slot: str, console: Path) -> None:
@@ -60,8 +60,8 @@ class Display:
 
         Args:
             job: the job.
-            slot: where it runs.
-            console: the file with everything that it prints.
+            slot: the devices or the queue in which the job runs, for example `GPU 0`.
+            console: the file with everything that the job prints.
         """
         self.line(f"{self.title(job)}: started on {slot}")
 
@@ -71,14 +71,14 @@ class Display:
         self.line(f"{self.title(job)}: already {state}, {os.path.relpath(job.directory)}")
 
     def ended(self, job: Shown, state: str, error: str, result: Mapping[str, Any], console: Path) -> None:
-        """Show how a job ended; the same refusal of several jobs is shown only once.
+        """Show how a job ended. If several jobs are refused for the same reason, show only the first.
 
         Args:
             job: the job.
             state: `done`, `crashed`, `refused`, `diverged`, `stopped` or `pruned`.
-            error: why it failed, if it did.
-            result: its result; empty if it has none.
-            console: the file with everything that it printed.
+            error: the error message, if the job failed.
+            result: the result of the job; empty if the job has no result.
+            console: the file with everything that the job printed.
         """
         self._count(state)
         if state == "refused":
@@ -99,15 +99,15 @@ class Display:
             self._failures.append(f"{self.title(job)}: crashed\n{failure}")
 
     def refresh(self) -> None:
-        """Update what is shown of the running jobs; called several times a second."""
+        """Update the display of the running jobs. The scheduler calls this method several times per second."""
 
     def summary(self) -> None:
-        """Print what became of all jobs: the failures again, and how many are done."""
+        """Print a summary at the end of the sweep: the failures again, and the number of jobs that are done."""
         for reason, (first, *others) in self._refusals.items():
             if others:
                 key, count = reason.partition(":")[0], f"{len(others):,} more job{'s' * (len(others) > 1)}"
                 self.line(f"{key}: {count} refused for the same reason as job {first}")
-        if sum(self.counts.values()) > len(self._failures) + 1:  # they are not still on the screen
+        if sum(self.counts.values()) > len(self._failures) + 1:  # otherwise, they are still on the screen
             for failure in self._failures:
                 self.line(failure)
         if self.counts.get("stopped"):
@@ -119,12 +119,12 @@ class Display:
 
 
 class Table(Display):
-    """A display for a terminal: below the lines, a table of the running jobs with the last line that each printed.
+    """A display for a terminal, with a table of the running jobs and the last line that each job printed.
 
     Args:
-        num_jobs: number of jobs of the sweep.
-        swept: the keys that have several values; jobs are named by them.
-        last_line: returns the last line of a file.
+        num_jobs: the number of jobs in the sweep.
+        swept: the config keys that have several values; the title of a job shows its values of these keys.
+        last_line: a function that returns the last line of a file.
     """
 
     def __init__(self, num_jobs: int, swept: Collection[str], last_line: Callable[[Path], str]):
@@ -167,7 +167,7 @@ class Table(Display):
             self._num_shown = 0
 
     def _status(self) -> str:
-        """Return one line: how many jobs are in each state, and how long the rest will take."""
+        """Return one line with the number of jobs in each state, and the estimated time until all jobs have ended."""
         ended = sum(self.counts.values())
         counts = {"running": len(self._rows), **self.counts, "waiting": self.num_jobs - ended - len(self._rows)}
         text = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)

@@ -1,4 +1,4 @@
-"""The ledger of a sweep (`-m`): the file `sweep.json`, which says what became of each job, while the sweep runs too."""
+"""The ledger of a sweep (`-m`): the file `sweep.json`, which records the state and the exit code of each job."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from runner.system.secrets import redacted, redacted_values
 from runner.system.utf8 import printable
 
 CONSOLE = "console"
-"""The folder in the directory of a sweep for what the jobs print, one file per job."""
+"""The folder in a sweep's directory that holds the output of the jobs, one file per job."""
 
 OPTIONS = "conf"
-"""The folder in the directory of a sweep for the best trial of a search, as an experiment."""
+"""The folder in a sweep's directory to which a search writes its best trial, as an option file for `experiment`."""
 
 STUDY = "study.log"
-"""The file in the directory of a sweep in which a search keeps its trials."""
+"""The file in a sweep's directory in which Optuna stores the trials of a search."""
 
 SETTLED = (0, 3)
-"""Exit codes of jobs that are not repeated: done and diverged."""
+"""Exit codes of jobs that are not run again when a sweep is resumed: 0 (done) and 3 (diverged)."""
 
 
 class Ledger:
-    """The ledger of a new sweep or, with `resume=auto`, of the unfinished sweep with the same overrides.
+    """The ledger of a new sweep or, with `resume=auto`, of the newest unfinished sweep that has the same overrides.
 
-    Only one process at a time can run a sweep: it holds a lock on the sweep's directory until it leaves the context
-    manager. A new sweep none of whose jobs has run is removed then.
+    The ledger is a context manager. It locks the sweep's directory until the context ends, so that only one process at
+    a time can run the sweep. If the sweep is new and none of its jobs has run, its directory is removed at the end.
 
     Args:
         typed: the overrides on the command line.
-        root: the directory of all sweeps of this name.
+        root: the directory that contains all sweeps with the same `name`.
         resume: `auto` or `never`.
-        command: the overrides and flags of the command, with which it can be typed again; None: `typed`.
+        command: the overrides and flags with which the user can repeat the command; None: the same as `typed`.
 
     Raises:
         ConfigError: if another process runs this sweep, or the ledger is damaged or cannot be written.
@@ -77,7 +77,7 @@ class Ledger:
                 raise ConfigError("output_root", str(root), why, "make room, or output_root=DIR elsewhere") from None
 
     def _unfinished(self, root: Path) -> Path | None:
-        """Load the newest incomplete sweep under `root` with the same overrides, and return its directory."""
+        """Load the newest unfinished sweep in `root` that has the same overrides; return its directory, or None."""
         for path in sorted(root.glob("*"), reverse=True):
             found = read_ledger(path, self.typed)
             if found.get("typed") == self.typed and not found.get("complete"):
@@ -87,21 +87,21 @@ class Ledger:
         return None
 
     def settled(self, number: int, config_hash: str) -> int | None:
-        """Return the exit code of job `number` if it has ended for good with the same config; otherwise None."""
+        """Return the exit code of job `number` if it is done or has diverged with the same config; None otherwise."""
         entry = self.jobs.get(number, {})
         is_settled = entry.get("config_hash") == config_hash and entry.get("code") in SETTLED
         return entry["code"] if is_settled else None
 
     def console(self, number: int) -> Path:
-        """Return the path of the file for what job `number` prints."""
+        """Return the path of the file that receives the output of job `number`."""
         return self.path / CONSOLE / f"{number:03d}.txt"
 
     def update(self, number: int, **changes: Any) -> None:
-        """Change the entry of job `number`, and write the ledger.
+        """Change the entry of job `number`, and write the ledger to its file.
 
         Args:
             number: the number of the job.
-            changes: the new values by key; None removes a key.
+            changes: the new values of the entry, by key; the value None removes the key.
 
         Raises:
             StorageError: if the ledger cannot be written.
@@ -115,14 +115,14 @@ class Ledger:
 
     @property
     def num_settled(self) -> int:
-        """The number of jobs that need not be repeated: done, diverged, or stopped because others are better."""
+        """The number of jobs that need not run again: jobs that are done, have diverged or were pruned by a search."""
         return sum(entry.get("code") in SETTLED or entry.get("state") == "pruned" for entry in self.jobs.values())
 
     def end(self, complete: bool) -> None:
         """Record that the sweep has ended.
 
         Args:
-            complete: whether nothing is left to do.
+            complete: whether all jobs are complete; otherwise, the sweep can be resumed.
 
         Raises:
             StorageError: if the ledger cannot be written.
@@ -149,7 +149,7 @@ class Ledger:
     def _write(self) -> None:
         pid = os.getpid()
         head = {"typed": self.typed, "command": self._command, "complete": self._complete, "pid": pid}
-        jobs = ",\n".join(self._lines.values())  # a line per job, and none is encoded anew: a sweep may have thousands
+        jobs = ",\n".join(self._lines.values())  # only changed entries are encoded again: a sweep may have thousands
         try:
             write_text(self.path / LEDGER, f'{json.dumps(head, ensure_ascii=False)[:-1]}, "jobs": {{\n{jobs}\n}}}}\n')
         except OSError as error:
@@ -158,7 +158,7 @@ class Ledger:
 
 @contextmanager
 def _one_at_a_time(parent: Path) -> Iterator[None]:
-    """Make other processes wait before they look for a sweep under `parent`, so that no two create the same sweep."""
+    """Lock `parent` inside the context, so that two processes cannot create the same sweep at the same time."""
     with ExitStack() as stack:
         with suppress(OSError):  # not every file system locks directories; an error is reported by `create`
             parent.mkdir(parents=True, exist_ok=True)
@@ -172,8 +172,8 @@ def _locked(path: Path) -> IO[str]:
     """Lock the sweep at `path`, write the id of this process to the lock file, and return the open file.
 
     Raises:
-        ConfigError: if another process holds the lock, the file cannot be locked, or what the jobs print would be
-            written elsewhere.
+        ConfigError: if another process holds the lock, the file cannot be locked, or a symbolic link in the directory
+            would let the sweep write to files elsewhere.
     """
     try:
         for folder in (path / CONSOLE, path / OPTIONS):
@@ -207,7 +207,7 @@ def _printable(value: Any) -> Any:
 
 
 def _remove_if_unused(path: Path, existing: Path) -> None:
-    """Remove the sweep at `path` unless it has a job's directory, and then its empty parents below `existing`."""
+    """Remove the sweep at `path`, and its empty parents below `existing`, if it has no run directory of a job."""
     with suppress(OSError):  # on a disk that fails, the few files stay
         if not any(entry.is_dir() and entry.name != CONSOLE for entry in path.iterdir()):
             for file in (path / CONSOLE).glob("*.txt"):

@@ -1,4 +1,4 @@
-"""Reads the ledger of a sweep, the file `sweep.json`, which may be damaged or written by somebody else."""
+"""Reads and checks the ledger of a sweep, the file `sweep.json`, which may be damaged or come from somebody else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 LEDGER = "sweep.json"
 _LIMIT_BYTES = 64_000_000
-"""Size limit of a ledger; each job takes a few hundred bytes."""
+"""The maximum size of a ledger file; each job takes a few hundred bytes."""
 _ENTRY = {
     "state": str,
     "code": int,
@@ -36,14 +36,15 @@ _ENTRY = {
 def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
     """Return the ledger of the sweep at `path`.
 
-    If the file does not exist, return an empty dictionary. If it is damaged, log a warning and return the same.
+    If the file does not exist, return an empty dictionary. If the file is damaged, log a warning and return an empty
+    dictionary.
 
     Args:
         path: the directory of the sweep.
-        typed: the overrides of the sweep that is to be resumed.
+        typed: the overrides of the sweep that the user wants to resume; None if the ledger is only read.
 
     Raises:
-        ConfigError: if the ledger of the sweep with these overrides is damaged.
+        ConfigError: if the ledger is damaged, but it is clear that its sweep has the overrides `typed`.
     """
     ledger = None
     try:
@@ -64,7 +65,7 @@ def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build the dict of a JSON object, and raise ValueError if a key occurs twice."""
+    """Build the dictionary of a JSON object from its items. Raise ValueError if a key occurs twice."""
     value = dict(pairs)
     if len(value) < len(pairs):
         raise ValueError("a key occurs twice")

@@ -17,13 +17,13 @@ _LOWER_IS_BETTER = re.compile(r"loss|err|mae|mse|perplexity|seconds|time|memory"
 def direction(metric: str, results: Mapping[Path, dict[str, Any]]) -> str:
     """Return `max` if larger values of `metric` are better, otherwise `min`.
 
-    If the metric selects the best checkpoint, a run whose last value differs from its best value shows which is
-    better; otherwise, the class of the workload says it. For other metrics, and workloads that are not installed, the
-    name decides: of losses, errors, times and memory, smaller values are better.
+    If the metric selects the best checkpoint, a run whose last value differs from its best value shows the direction.
+    If there is no such run, the workload class defines the direction. For any other metric, or if the workload is not
+    installed, the direction is guessed from the name: smaller losses, errors, times and memory are better.
 
     Args:
         metric: the tag of the metric.
-        results: the results of runs by run directory.
+        results: the result of each run, by run directory.
     """
     selected = {path: result for path, result in results.items() if result.get("best", {}).get("metric") == metric}
     for result in selected.values():

@@ -1,4 +1,4 @@
-"""What a search compares: a metric of the jobs, at their ends and while they run."""
+"""The objective of a search: the metric by which trials are compared when jobs have ended and while they run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from runner.storage.safe_read import open_regular
 
 
 class Objective(NamedTuple):
-    """What a search compares.
+    """The metric by which a search compares its trials.
 
     Args:
         tag: the TensorBoard tag of the metric.
-        goal: whether its `min` or its `max` is best.
-        best: whether the best value of a job counts, instead of the last one.
+        goal: `min` if smaller values are better, `max` if larger values are better.
+        best: whether the best value of a job counts instead of its last value.
     """
 
     tag: str
@@ -24,10 +24,10 @@ class Objective(NamedTuple):
     best: bool
 
     def value(self, result: dict[str, Any]) -> float:
-        """Return the value of a job that is done.
+        """Return the value of the metric in the result of a job that is done.
 
         Raises:
-            ConfigError: if the job did not measure it.
+            ConfigError: if the job did not measure the metric.
         """
         measured = {str(tag): value for tag, value in result.get("metrics", {}).items()}
         if self.best and result.get("best", {}).get("metric") == self.tag:
@@ -43,7 +43,7 @@ class Objective(NamedTuple):
 
 
 class Curve:
-    """The values of a metric in the evaluations of a job, read from its event files while the job writes them.
+    """The values of a metric after each evaluation of a job, read from its event files while the job still runs.
 
     Args:
         directory: the run directory of the job.

@@ -1,4 +1,4 @@
-"""Which trials of a search are not worth finishing, by their values after the same number of evaluations."""
+"""Pruners, which compare the trials of a search after the same number of evaluations and stop unpromising ones."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 from runner.sweep.objective import Objective
 
 _LEAST_OTHERS = 4
-"""Number of other trials with which a value must be compared before its trial can be stopped."""
+"""The minimum number of other trials with which a trial must be compared before it can be stopped."""
 _REDUCTION = 3
-"""Of the trials at a rung of successive halving, one in so many continues."""
+"""At each rung of successive halving, one in this number of trials continues."""
 
 
 class Pruner(ABC):
-    """Decides whether a trial continues. A trial that was stopped may continue later, when others turn out worse.
+    """A rule that stops trials. A stopped trial may continue later if other trials turn out to be worse.
 
     Args:
-        objective: what is compared.
+        objective: the metric by which trials are compared.
     """
 
     def __init__(self, objective: Objective):
@@ -29,8 +29,8 @@ class Pruner(ABC):
         """Return whether a trial continues after its evaluation `number`.
 
         Args:
-            number: the number of the evaluation, from 1.
-            curves: the values of each trial, one per evaluation; some trials may have fewer evaluations.
+            number: the number of the evaluation, starting at 1.
+            curves: the metric values of each trial, one per evaluation; other trials may have fewer evaluations.
             trial: the index of the trial in `curves`.
         """
 
@@ -39,7 +39,9 @@ class Pruner(ABC):
 
 
 class Median(Pruner):
-    """A trial continues while it is not worse than the median of the other trials after as many evaluations.
+    """The median rule: a trial stops if its value is worse than the median of the other trials.
+
+    All values are compared after the same number of evaluations.
 
     See Golovin et al., "Google Vizier: A Service for Black-Box Optimization", KDD 2017, section 3.2.1.
     """
@@ -52,7 +54,7 @@ class Median(Pruner):
 
 
 class Halving(Pruner):
-    """Asynchronous successive halving: after 1, 3, 9, … evaluations, the best third continues.
+    """Asynchronous successive halving: after 1, 3, 9, … evaluations, the best third of the trials continues.
 
     See Li et al., "A System for Massively Parallel Hyperparameter Tuning", MLSys 2020, https://arxiv.org/abs/1810.05934.
     """
@@ -72,11 +74,14 @@ def _is_rung(number: int) -> bool:
 
 
 def mean_curve(curves: Iterable[Sequence[float]]) -> list[float]:
-    """Return the mean of curves, evaluation by evaluation, as far as at least one of them goes."""
+    """Return the mean of `curves` at each evaluation; it is as long as the longest curve.
+
+    Where a curve has no value anymore, the mean is over the remaining curves.
+    """
     curves = list(curves)
     longest = max(map(len, curves), default=0)
     return [statistics.fmean(curve[i] for curve in curves if len(curve) > i) for i in range(longest)]
 
 
 PRUNERS: dict[str, type[Pruner]] = {"median": Median, "halving": Halving}
-"""The classes of the values of `sweep.prune`."""
+"""The pruner class for each value of `sweep.prune`."""

@@ -1,4 +1,4 @@
-"""The scheduler: it hands the jobs of a sweep to a pool, and records in the ledger what became of each of them."""
+"""The scheduler of a sweep. It submits the jobs to a pool, and records the state of each job in the ledger."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runner.system.signals import StopRequest
 from runner.system.utf8 import printable
 
 STATES = {0: "done", 1: "crashed", 2: "refused", 3: "diverged", 75: "stopped", 130: "stopped"}
-"""The state of a job that has ended, by the exit code of its command."""
+"""The state of a job that has ended, for each exit code of its command."""
 
 DONE, CRASHED, REFUSED, STOPPED = 0, 1, 2, 75
 _CODES = {state: code for code, state in reversed(STATES.items())}
@@ -30,16 +30,16 @@ _POLL_SECONDS = 0.25
 
 
 class PlannedJob(NamedTuple):
-    """A job that can be started.
+    """A job whose command has been planned.
 
     Args:
-        number: the number of the job, from 0.
+        number: the number of the job, starting at 0.
         overrides: the overrides of the job.
-        arguments: the arguments of its command.
-        directory: its run directory.
-        config_hash: hash of its config.
-        demand: what it needs.
-        refusal: why its config cannot run; empty if that is not known yet.
+        arguments: the command-line arguments of the job.
+        directory: the run directory of the job.
+        config_hash: a hash of the job's config.
+        demand: the processes, GPUs and CPU threads that the job needs.
+        refusal: the error message if the config is already known to be invalid; otherwise empty.
     """
 
     number: int
@@ -52,47 +52,53 @@ class PlannedJob(NamedTuple):
 
 
 class JobSource(ABC):
-    """Where the jobs of a sweep come from."""
+    """The source of a sweep's jobs, such as a grid of all combinations or a search."""
 
     @abstractmethod
     def next(self) -> PlannedJob | None:
-        """Return the next job; None if there is none now: all have been returned, or the next depends on results."""
+        """Return the next job; None if no job is available now.
+
+        No job is available if all jobs have been returned, or if the next job depends on the results of running jobs.
+        """
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return the number of all jobs."""
+        """Return the total number of jobs."""
 
     def tell(self, number: int, code: int, result: dict[str, Any]) -> None:
-        """Receive the exit code and the result of job `number`, which has ended.
+        """Process the exit code and the result of job `number`, which has ended.
 
         Raises:
-            ConfigError: if no further job makes sense after this result.
+            ConfigError: if the result shows that the sweep cannot continue, for example because the metric is missing.
         """
 
     def close(self) -> None:
-        """End it, when no job is running any more."""
+        """Finish the work of this source. The sweep calls this method when no job is running anymore."""
 
     def is_complete(self, num_settled: int) -> bool:
-        """Return whether nothing is left to do, now that `num_settled` jobs need not be repeated."""
+        """Return whether the sweep is complete, given that `num_settled` jobs need not run again."""
         return num_settled >= len(self)
 
     def unpromising(self, running: Collection[int]) -> list[int]:
-        """Return those of the `running` jobs that shall save and stop, because their results are worse than others'.
+        """Return the numbers of the running jobs that should save a checkpoint and stop, because others are better.
 
-        `next` may return such a job again; it then continues from its checkpoint.
+        `next` may later return such a job again. The job then continues from its checkpoint.
+
+        Args:
+            running: the numbers of all running jobs.
         """
         return []
 
 
 class Scheduler:
-    """Runs a sweep.
+    """The scheduler, which runs the jobs of a sweep.
 
     Args:
-        source: yields the jobs.
-        pool: runs them.
-        ledger: records what became of each.
+        source: the source of the jobs.
+        pool: the pool that runs the jobs.
+        ledger: the ledger that records the state of each job.
         options: the options of the sweep.
-        display: shows it to the user.
+        display: the display that shows the progress to the user.
     """
 
     def __init__(self, source: JobSource, pool: Pool, ledger: Ledger, options: Engine, display: Display):
@@ -106,15 +112,18 @@ class Scheduler:
         self._error: StorageError | ConfigError | None = None
 
     def run(self, stop: StopRequest) -> list[int]:
-        """Run all jobs, and return their exit codes.
+        """Run all jobs, and return their exit codes in the order of their numbers.
 
         Args:
-            stop: the first stop signal lets the running jobs save and exit, with code 75.
+            stop: the handler of stop signals. After the first stop signal, the running jobs save a checkpoint and exit
+                with code 75.
 
         Raises:
-            KeyboardInterrupt: at Ctrl-C after a stop signal; all jobs have been killed.
-            StorageError: if the ledger cannot be written; the running jobs have saved and exited.
-            ConfigError: if the result of a job shows that the others make no sense; they have saved and exited.
+            KeyboardInterrupt: if the user presses Ctrl-C after a stop signal. The jobs are killed when the context of
+                the pool ends.
+            StorageError: if the ledger cannot be written. The running jobs have saved a checkpoint and exited.
+            ConfigError: if the result of a job shows that the sweep cannot continue. The running jobs have saved a
+                checkpoint and exited.
         """
         while not (self._stopping and not self._running):
             if stop.received:
@@ -131,7 +140,7 @@ class Scheduler:
         return [self._codes[number] for number in sorted(self._codes)]
 
     def stop(self, reason: str) -> None:
-        """Start no more jobs, and let the running ones save and exit."""
+        """Start no more jobs, and ask the running jobs to save a checkpoint and exit."""
         if self._stopping:
             return
         self._stopping = True
@@ -141,20 +150,26 @@ class Scheduler:
         self._ask_to_stop(list(self._running))
 
     def _ask_to_stop(self, numbers: list[int]) -> None:
-        """Let jobs save and exit. Those that cannot be asked run on without this scheduler, which does not wait."""
+        """Ask jobs to save a checkpoint and exit.
+
+        Jobs that cannot be asked keep running, but the scheduler no longer waits for them.
+
+        Args:
+            numbers: the numbers of the jobs.
+        """
         for number in self.pool.stop(numbers):
             self._running.pop(number)
             self._codes[number] = STOPPED
 
     def _prune(self) -> None:
-        """Let the unpromising jobs save and stop."""
+        """Ask unpromising jobs to save a checkpoint and stop."""
         pruned = [] if self._stopping else self.source.unpromising(self._running.keys() - self._pruned)
         self._pruned.update(pruned)
         if pruned:
             self._ask_to_stop(pruned)
 
     def _start_jobs(self) -> int:
-        """Start jobs while there is room, and return how many were started, or ended without being started."""
+        """Start jobs while the pool has room; return the number of jobs that were started or needed no start."""
         count = 0
         while not self._stopping and self.pool.has_room() and (job := self._next()) is not None:
             if not self._started(job):
@@ -167,7 +182,7 @@ class Scheduler:
         return self._waiting.popleft() if self._waiting else self.source.next()
 
     def _started(self, job: PlannedJob) -> bool:
-        """Start `job` unless it has ended already or is running; return False if it has to wait for room."""
+        """Start `job` unless it has already ended or is running; return False if the pool has no room for it."""
         code = self.ledger.settled(job.number, job.config_hash)
         if code is not None:
             self._codes[job.number] = code
@@ -202,7 +217,7 @@ class Scheduler:
         return True
 
     def _end(self, ended: Ended) -> None:
-        """Record the end of a job; if it crashed and has retries left, start it again instead."""
+        """Record the end of a job. If the job crashed and has retries left, queue it again instead."""
         job = self._running.pop(ended.number)
         code = ended.code
         if code is None:  # a job of an earlier command, or a lost one: its result says how it ended, if it did
@@ -237,7 +252,10 @@ class Scheduler:
             self._fail(error)
 
     def _update(self, job: PlannedJob, **changes: Any) -> None:
-        """Write the ledger; if that is impossible, let the running jobs save and exit: nobody could find them again."""
+        """Update the entry of `job` in the ledger. If the ledger cannot be written, stop the sweep.
+
+        Without the ledger, a later command could not find the running jobs.
+        """
         known = {"overrides": job.overrides, "config_hash": job.config_hash, "directory": job.directory.name}
         try:
             self.ledger.update(job.number, **known, **changes)
@@ -251,7 +269,7 @@ class Scheduler:
 
 
 def how_it_died(ended: Ended) -> str:
-    """Return how a job ended whose exit code is not one of the command's."""
+    """Describe how a job ended whose exit code is not in `STATES`, for example `was killed by SIGKILL`."""
     if ended.code is None:
         return f"was lost{f': {ended.reason}' if ended.reason else ''}"
     if ended.code < 0:

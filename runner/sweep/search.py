@@ -1,8 +1,8 @@
-"""A search: the next combination of values depends on the results so far. Optuna proposes, and keeps the study.
+"""A search: Optuna chooses the combinations of values that a sweep tries, and stores their results in a study.
 
-A trial is one combination; it has a job for each seed. The study is the file `study.log` beside the ledger: the ledger
-says what became of the jobs, the study what they were and what they were worth. A trial is complete only when all its
-jobs have ended, so that a search that was killed repeats nothing and loses nothing.
+A trial is one combination of values, with one job for each seed. The ledger records the state of each job. The study,
+which is the file `study.log` next to the ledger, records the values and the result of each trial. A trial is complete
+only when all of its jobs have ended, so that a killed search can be resumed without repeating jobs or losing results.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Space:
     """The combinations of values that a search may try.
 
     Args:
-        dimensions: what varies, and what does not; config groups decide which other keys exist.
-        exists: returns whether a key exists in the config that overrides of groups compose.
-        groups: the config groups.
+        dimensions: the dimensions of the sweep, including dimensions with a single value.
+        exists: a function `exists(overrides, key)` that returns whether the config has the key when the overrides
+            choose the options of its config groups.
+        groups: the names of all config groups.
     """
 
     def __init__(self, dimensions: list[Dimension], exists: Callable[[list[str], str], bool], groups: Collection[str]):
@@ -48,10 +49,10 @@ class Space:
         self._groups, self._exists = groups, exists
 
     def overrides(self, value: Callable[[Dimension], list[str]]) -> list[str]:
-        """Return the overrides of one combination; a key that its config groups do not have is left out.
+        """Return the overrides of one combination, without keys that do not exist in the config groups it chooses.
 
         Args:
-            value: returns the overrides for one of the dimensions.
+            value: a function that chooses a value of a dimension, and returns the overrides that set this value.
         """
         words: list[str] = []
         chosen: list[str] = []
@@ -63,7 +64,7 @@ class Space:
         return [*chosen, *words]
 
     def grid(self) -> Iterator[list[str]]:
-        """Yield the overrides of all combinations that differ."""
+        """Yield the overrides of each distinct combination."""
         seen: set[tuple[str, ...]] = set()
         for combination in itertools.product(*(each.choices for each in self.dimensions)):
             by_name = {each.name: words for each, words in zip(self.dimensions, combination, strict=True)}
@@ -77,10 +78,10 @@ class Space:
 
 
 class Trial:
-    """One combination of values.
+    """A trial of a search: one combination of values, with one job for each seed.
 
     Args:
-        trial: Optuna's trial.
+        trial: the trial in Optuna's study.
     """
 
     def __init__(self, trial: optuna.Trial):
@@ -89,7 +90,7 @@ class Trial:
         self.codes: dict[int, int] = {}
         self.values: dict[int, float] = {}
         self.num_passed = 0
-        """Number of evaluations after which it was decided that the trial continues."""
+        """The number of evaluations so far after which the pruner has let the trial continue."""
         self.is_paused = False
 
 
@@ -97,15 +98,16 @@ class SearchJobs(JobSource):
     """The jobs of a search.
 
     Args:
-        space: the combinations.
+        space: the combinations that the search may try.
         options: the options of the sweep.
-        objective: what is compared.
-        plan: returns a job by its number and overrides.
-        seed: the seed of the first job of each trial.
+        objective: the metric by which trials are compared.
+        plan: a function that returns the planned job for a number and overrides.
+        seed: the seed of the first job of each trial; None: a trial has one job, whose seed the search does not set.
         ledger: the ledger of the sweep.
 
     Raises:
-        ConfigError: if Optuna is not installed, or the study in the sweep's directory is damaged or has another space.
+        ConfigError: if Optuna is not installed, or the study in the sweep's directory is damaged or belongs to a search
+            with another space or metric.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class SearchJobs(JobSource):
 
     @property
     def num_trials(self) -> int:
-        """The number of trials."""
+        """The number of trials of the whole search."""
         return len(self._grid) or self._options.trials
 
     def __len__(self) -> int:
@@ -174,7 +176,7 @@ class SearchJobs(JobSource):
         return [number for number in running if self._trials[number // self._num_seeds].is_paused]
 
     def close(self) -> None:
-        """Tell the study which trials stay stopped, if no other trials will follow."""
+        """Record paused trials as pruned in the study, if all other trials have ended and no new trial will start."""
         from optuna.trial import TrialState
 
         unfinished = [trial for trial in self._trials.values() if not trial.is_paused]
@@ -184,7 +186,7 @@ class SearchJobs(JobSource):
             self._trials.clear()
 
     def best(self) -> tuple[list[str], float] | None:
-        """Return the overrides of the best trial, without its seeds, and its value; None if no trial is complete."""
+        """Return the overrides of the best trial, without `seed`, and its value; None if no trial is complete."""
         from optuna.trial import TrialState
 
         complete = self._study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
@@ -198,16 +200,17 @@ class SearchJobs(JobSource):
         return len(self._study.get_trials(deepcopy=False))
 
     def _optuna_trial(self, frozen: optuna.trial.FrozenTrial) -> optuna.Trial:
-        """Return a trial of an earlier command."""
+        """Return the Optuna trial with which `frozen`, an unfinished trial of an earlier command, can continue."""
         import optuna
 
         return optuna.Trial(self._study, frozen._trial_id)
 
     def _suggested(self, trial: optuna.Trial, dimension: Dimension) -> list[str]:
-        """Return the overrides for the value that the sampler suggests.
+        """Return the overrides that set `dimension` to the value that Optuna's sampler suggests.
 
-        A value depends only on the number of the trial, the dimension and the results so far: a search that was killed
-        after it had stored some of the values of a trial draws the others as it would have done.
+        The value depends only on the sampler's seed, the number of the trial, the dimension and the results so far. If
+        a search is killed after it has stored some values of a trial, the resumed search therefore draws the same
+        remaining values.
         """
         import optuna
 
@@ -232,7 +235,7 @@ class SearchJobs(JobSource):
         return labels[str(trial.suggest_categorical(dimension.name, list(labels)))]
 
     def _add(self, trial: optuna.Trial) -> None:
-        """Plan the jobs of a trial."""
+        """Choose the values of a trial, and queue its jobs."""
         if self._grid:
             overrides = self._grid[trial.number]
         else:
@@ -248,14 +251,14 @@ class SearchJobs(JobSource):
             added.num_passed = max(0, len(self._all_curves().get(trial.number, [])) - 1)
 
     def _planned(self, index: int, overrides: list[str]) -> list[PlannedJob]:
-        """Return the jobs of a trial."""
+        """Return the planned jobs of trial number `index`, one for each seed."""
         words = [
             overrides if self._seed is None else [*overrides, f"seed={self._seed + k}"] for k in range(self._num_seeds)
         ]
         return [self._plan(index * self._num_seeds + k, each) for k, each in enumerate(words)]
 
     def _pause(self, trial: Trial) -> None:
-        """Mark a trial as stopped, and its jobs that have not started, too."""
+        """Pause a trial, and remove its jobs that have not started from the queue."""
         trial.is_paused = True
         waiting = [job for job in self._jobs if job.number in trial.jobs]
         for job in waiting:
@@ -263,7 +266,7 @@ class SearchJobs(JobSource):
             trial.codes[job.number] = STOPPED
 
     def _finish(self, trial: Trial) -> None:
-        """Tell the study what a trial is worth whose jobs have all ended."""
+        """Record the result of a trial in the study, after all jobs of the trial have ended."""
         from optuna.trial import TrialState
 
         del self._trials[trial.optuna.number]
@@ -274,11 +277,11 @@ class SearchJobs(JobSource):
             self._study.tell(trial.optuna, statistics.fmean(values))
         elif codes & {CRASHED, REFUSED}:
             self._study.tell(trial.optuna, state=TrialState.FAIL)
-        else:  # it diverged: worse than any value, which is what Optuna takes a pruned trial for
+        else:  # it diverged: Optuna treats a pruned trial as worse than any value
             self._study.tell(trial.optuna, state=TrialState.PRUNED)
 
     def _all_curves(self) -> dict[int, list[float]]:
-        """Return the mean curve of each trial that has begun, by its number, including trials that are complete."""
+        """Return the curve of each trial that has evaluations, averaged over the jobs of the trial, by trial number."""
         by_trial: dict[int, list[list[float]]] = {}
         running = {number: curve.read() for number, curve in self._curves.items()}
         for number, values in {**self._final, **running}.items():
@@ -287,14 +290,14 @@ class SearchJobs(JobSource):
         return {index: mean_curve(curves) for index, curves in by_trial.items()}
 
     def _passes(self, index: int, curves: dict[int, list[float]]) -> bool:
-        """Return whether a trial continues after its first evaluation for which that is not decided."""
+        """Return whether trial `index` may continue after the first evaluation that the pruner has not judged yet."""
         assert self._pruner is not None
         indices = list(curves)
         listed = [curves[each] for each in indices]
         return self._pruner.continues(self._trials[index].num_passed + 1, listed, indices.index(index))
 
     def _continue_paused(self) -> None:
-        """Plan the jobs again of the trials that were stopped, and are promising now."""
+        """Queue the jobs of a paused trial again if the pruner now lets the trial continue."""
         ended = [
             (index, trial)
             for index, trial in self._trials.items()
@@ -314,10 +317,15 @@ class SearchJobs(JobSource):
 
 
 def open_study(path: Path, objective: Objective, space: str) -> optuna.Study:
-    """Return the study in the file `path`, or a new one.
+    """Return the Optuna study in the file `path`, or a new study if there is none.
+
+    Args:
+        path: the file of the study.
+        objective: the metric of the search.
+        space: a description of the search space.
 
     Raises:
-        ConfigError: if Optuna is not installed, or the study is damaged or has another space.
+        ConfigError: if Optuna is not installed, or the study is damaged or belongs to another space or metric.
     """
     try:
         import optuna
@@ -343,7 +351,10 @@ def open_study(path: Path, objective: Objective, space: str) -> optuna.Study:
 
 
 class _NoLock:
-    """In place of Optuna's lock file, which a killed process leaves behind: the ledger has locked the sweep."""
+    """A lock that does nothing, because the ledger has already locked the sweep.
+
+    It replaces Optuna's lock file, which a killed process would leave behind.
+    """
 
     def acquire(self) -> bool:
         return True
@@ -352,7 +363,7 @@ class _NoLock:
 
 
 def _drop_incomplete_line(path: Path) -> None:
-    """Remove the last line of a file if a process was killed while writing it."""
+    """Remove the last line of the file `path` if it is incomplete, because a process was killed while writing it."""
     if path.exists() or path.is_symlink():
         content = read_regular(path, _LIMIT_BYTES)
         if content and not content.endswith(b"\n"):

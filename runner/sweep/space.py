@@ -1,4 +1,4 @@
-"""What a sweep varies: values that are combined, and intervals that are searched."""
+"""The dimensions of a sweep: lists of values to combine, and intervals to search."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 
 class Interval(NamedTuple):
-    """The bounds of a search.
+    """An interval of numbers from which a search samples values.
 
     Args:
         low: the lowest value.
         high: the highest value.
-        log: whether the logarithm of the value is searched.
-        whole: whether the values are whole numbers.
+        log: whether values are sampled on a logarithmic scale.
+        whole: whether the values are integers.
     """
 
     low: float
@@ -25,10 +25,10 @@ class Dimension(NamedTuple):
     """The values of one key of a sweep, or of several keys whose values are paired.
 
     Args:
-        name: the key, or the name of the pairs.
-        keys: the keys that it sets.
-        choices: the overrides of each of its values; a single one if it does not vary.
-        interval: the bounds of a search, instead of `choices`.
+        name: the config key, or the name that the user gave to the paired keys.
+        keys: the config keys that the dimension sets.
+        choices: the list of values, each in the form of the overrides that set it; it has one item if nothing varies.
+        interval: the interval that a search samples instead of `choices`.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Dimension(NamedTuple):
 
     @property
     def first(self) -> list[str]:
-        """The overrides of its first value, or of the lowest one of an interval."""
+        """The overrides that set the first value of the list, or the lowest value of the interval."""
         return self.choices[0] if self.interval is None else [f"{self.name}={self.interval.low}"]
 
     @property
     def varies(self) -> bool:
-        """Whether it has several values."""
+        """Whether the dimension has several values."""
         return len(self.choices) > 1 or self.interval is not None

@@ -1,4 +1,4 @@
-"""The summary of a sweep in TensorBoard, beside its runs: the columns of the HPARAMS tab, tables and pictures."""
+"""The summary of a sweep for TensorBoard: the columns of the HPARAMS tab, tables and a figure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _REPEATS = ("seed", "repeat")
-"""Keys that distinguish repeats of one measurement."""
+"""The config keys that distinguish repetitions of the same experiment."""
 
 _MOST_KEYS, _MOST_ROWS = 9, 50
 _SPEED = "time/samples_per_second"
@@ -35,7 +35,7 @@ class BestJob(NamedTuple):
         number: the number of the job.
         name: the name of its run directory.
         metric: the tag of the metric that selects the best checkpoint.
-        value: the best value of the metric in the job.
+        value: the best value of the metric that the job reached.
     """
 
     number: int
@@ -52,7 +52,7 @@ class _Job(NamedTuple):
 
 
 class _Sweep:
-    """The jobs of the sweep at `path` that are done, what they measured, and the keys that differ between its jobs."""
+    """The jobs of the sweep at `path` that are done, their metrics, and the config keys in which the jobs differ."""
 
     def __init__(self, path: Path):
         entries = read_ledger(path).get("jobs", {}).items()
@@ -74,27 +74,30 @@ class _Sweep:
 
     @property
     def best_first(self) -> list[tuple[_Job, float]]:
-        """The jobs and their best values; the best job is the first."""
+        """Pairs of a job and its best value of the metric, sorted from the best job to the worst."""
         return sorted(self.measured, key=lambda pair: -pair[1] if self.goal == "max" else pair[1])
 
     def over(self, key: str) -> list[tuple[Any, float]]:
-        """Return pairs of the value of `key` and what a job measured, in the order of the values that were typed."""
+        """Return, for each job, its value of `key` and its best value of the metric.
+
+        The pairs are in the order in which the user typed the values of `key`.
+        """
         order = {typed: i for i, typed in enumerate(self.swept[key])}
         jobs = sorted((pair for pair in self.measured if key in pair[0].values), key=lambda p: order[p[0].values[key]])
         return [(_value(key, job.values[key]), number) for job, number in jobs]
 
 
 def best_job(path: Path) -> BestJob | None:
-    """Return the best job of the sweep at `path`; None if no job is done, or none was evaluated."""
+    """Return the best job of the sweep at `path`; None if no job that is done has been evaluated."""
     jobs = (sweep := _Sweep(path)).best_first
     return BestJob(jobs[0][0].number, jobs[0][0].path.name, sweep.metric, jobs[0][1]) if jobs else None
 
 
 def write_summary(path: Path) -> None:
-    """Write an event file for TensorBoard to the directory of a sweep, in place of the summary of an earlier command.
+    """Write the summary of a sweep as a TensorBoard event file in the sweep's directory, replacing any older summary.
 
-    It has the columns of the HPARAMS tab, a text with tables and, if matplotlib is installed, a picture of the metric
-    over each swept key. What cannot be written is logged as a warning.
+    The summary consists of the columns of the HPARAMS tab, tables as text and, if matplotlib is installed, a figure
+    that shows the metric for the values of each swept key. If writing fails, a warning is logged.
 
     Args:
         path: the directory of the sweep.
@@ -132,25 +135,25 @@ def _write(path: Path) -> None:
 
 
 def _typed(overrides: list[Any]) -> dict[str, str]:
-    """Return the values of overrides by key, as typed."""
+    """Return a dictionary that maps the key of each override to its value, as typed."""
     pairs = (str(text).lstrip("+").partition("=") for text in overrides)
     return {key: value for key, equals, value in pairs if equals}
 
 
 def _is_name(directory: str) -> bool:
-    """Return whether `directory`, from a ledger that somebody else may have written, is a name in the sweep."""
+    """Return whether `directory` is a plain name, not a path. It is from a ledger, which anybody may have written."""
     return directory not in ("", ".", "..") and "/" not in directory and "\0" not in directory
 
 
 def _best(job: _Job, metric: str) -> float | None:
-    """Return the best value of `metric` in a job; None if the job did not measure it, or it is not finite."""
+    """Return the best value of `metric` in a job; None if the job did not measure it, or the value is not finite."""
     best = job.result.get("best", {})
     value = best["value"] if best.get("metric") == metric else job.result.get("metrics", {}).get(metric)
     return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else None  # not if nan
 
 
 def _value(key: str, typed: str) -> float | str | bool | None:
-    """Return the value that was typed for `key`, with its type; names of options are text, as in `precision=16`."""
+    """Convert the typed value of `key` to its Python type. The name of an option stays text, as in `precision=16`."""
     if key.partition("@")[0] in chosen_groups() or typed[:1] in ("'", '"'):
         return printable(typed.strip("'\""))
     words = {"null": None, "true": True, "false": False}
@@ -164,14 +167,17 @@ def _value(key: str, typed: str) -> float | str | bool | None:
 
 
 def _hparams(sweep: _Sweep) -> dict[str, list[float | str | bool]]:
-    """Return the values of each swept key, without null, because it would make a column of numbers one of texts."""
+    """Return the values of each swept key, except null.
+
+    In the HPARAMS tab, null would turn a column of numbers into a column of text.
+    """
     values = {key: [_value(key, text) for text in typed] for key, typed in sweep.swept.items()}
     known = {printable(key): [value for value in each if value is not None] for key, each in values.items()}
     return {key: each for key, each in known.items() if each}
 
 
 def _metrics(sweep: _Sweep) -> list[str]:
-    """Return the tags of the metrics of the HPARAMS tab: the best one, other evaluations, training, and the speed."""
+    """Return the metric tags for the HPARAMS tab: the metric that ranks jobs, other eval and train metrics, speed."""
     tags = dict.fromkeys(tag for job in sweep.done for tag in map(str, job.result.get("metrics", {})))
     groups = [[sweep.metric], *([tag for tag in tags if tag.startswith(start)] for start in ("eval/", "train/"))]
     return list(dict.fromkeys(printable(tag) for tag in (*(t for group in groups for t in group if t), _SPEED)))
@@ -182,7 +188,7 @@ def _metrics(sweep: _Sweep) -> list[str]:
 
 
 def _tables(sweep: _Sweep) -> str:
-    """Return the summary as Markdown: how the jobs ended, the best jobs, and the metric over each swept key."""
+    """Return the tables as Markdown: the states of the jobs, the best jobs, and the metric by value of each key."""
     ended = ", ".join(f"{count} {state}" for state, count in sweep.states.most_common())
     parts = [f"{sum(sweep.states.values())} jobs: {ended}"]
     if sweep.measured:
@@ -210,7 +216,7 @@ def _digits(value: float) -> str:
 
 
 def _figure(sweep: _Sweep) -> Figure | None:
-    """Draw the metric over each swept key; None if matplotlib is not installed, or only seeds were swept."""
+    """Plot the metric against each swept key; return None without matplotlib, or if only seeds were swept."""
     keys = [key for key in sweep.swept if key not in _REPEATS and len(sweep.over(key)) > 1][:_MOST_KEYS]
     if not keys or importlib.util.find_spec("matplotlib") is None:
         return None

@@ -1,7 +1,7 @@
 """The interface of engines, which run the jobs of a sweep. Each job is a command, `python -m runner OVERRIDES`.
 
-An `Engine` holds the options of one file in conf/sweep/; while a sweep runs, its `Pool` holds the jobs. Only strings
-and exit codes pass between the scheduler and a job, so that no job can change another one.
+An `Engine` holds the options of a file in conf/sweep/. Its `Pool` manages the jobs while a sweep runs. The scheduler
+and a job exchange only strings and exit codes, so that no job can affect another job.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from runner.config.errors import check_choice, check_range
 
 
 class Demand(NamedTuple):
-    """What a job needs.
+    """The processes, GPUs and CPU threads that a job needs.
 
     Args:
-        processes: number of processes that train.
-        gpus: number of GPUs; 0 if the job computes on the CPU.
-        threads: CPU threads of each process; None: as many as the engine gives it.
+        processes: the number of processes that train.
+        gpus: the number of GPUs; 0 if the job trains on the CPU.
+        threads: the number of CPU threads of each process; None: the engine chooses the number.
     """
 
     processes: int = 1
@@ -33,10 +33,10 @@ class Job(NamedTuple):
     """A job of a sweep.
 
     Args:
-        number: the number of the job, from 0.
-        arguments: the arguments of its command.
+        number: the number of the job, starting at 0.
+        arguments: the command-line arguments of the job.
         console: the file for everything that the command prints.
-        demand: what the job needs.
+        demand: the processes, GPUs and CPU threads that the job needs.
     """
 
     number: int
@@ -46,11 +46,11 @@ class Job(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Where a job was started.
+    """The place where a job was started.
 
     Args:
-        slot: the devices that it keeps, or its number in a queue; for the user.
-        pid: its process on this machine; 0 if it runs elsewhere.
+        slot: the devices or the queue entry of the job, as the user sees them, for example `GPU 0`.
+        pid: the ID of the job's process on this machine; 0 if the job was not started as a process of this machine.
     """
 
     slot: str
@@ -62,9 +62,10 @@ class Ended(NamedTuple):
 
     Args:
         number: the number of the job.
-        code: the exit code of its command; negative: the number of the signal that killed it; None: unknown, for
-            example because the machine of the job was lost; the result in its run directory may tell.
-        reason: what the engine knows about an end without an exit code.
+        code: the exit code of the command; negative if a signal killed the command (-9 for SIGKILL); None if the engine
+            does not know it, for example because the machine failed. The result in the run directory may then show
+            how the job ended.
+        reason: why there is no exit code, as far as the engine knows.
     """
 
     number: int
@@ -76,40 +77,49 @@ class Pool(ABC):
     """The running jobs of a sweep."""
 
     def has_room(self) -> bool:
-        """Return whether a small job could start now."""
+        """Return whether a job that needs few resources could start now."""
         return True
 
     @abstractmethod
     def submit(self, job: Job) -> Started | None:
-        """Start `job`, and return where; None if the job has to wait until others end.
+        """Start `job`, and return the place where it was started; None if it has to wait until other jobs end.
 
         Raises:
-            ConfigError: if the job cannot ever run here, because it needs more than there is.
+            ConfigError: if the job can never run here, because it needs more resources than there are.
         """
 
     def adopt(self, job: Job, started: Started) -> bool:
-        """Return whether `job`, which an earlier command started, still runs; if so, `wait` will return its end.
+        """Take over `job`, which an earlier command started, if it is still running; return whether this was possible.
+
+        If so, `wait` later returns the end of the job.
 
         Args:
             job: the job.
-            started: where the earlier command started it, according to the ledger, which anybody may have written.
+            started: the place where the earlier command started the job, according to the ledger. It has to be checked,
+                because anybody may have written the ledger.
         """
         return False
 
     @abstractmethod
     def wait(self, seconds: float) -> list[Ended]:
-        """Return the jobs that have ended since the last call; wait up to `seconds` for one to end."""
+        """Return the jobs that have ended since the last call.
+
+        If no job has ended, wait until one does, but at most `seconds` seconds.
+        """
 
     @abstractmethod
     def stop(self, numbers: list[int]) -> list[int]:
-        """Ask these jobs to save a checkpoint and to exit with code 75; return those that cannot be asked.
+        """Ask jobs to save a checkpoint and to exit with code 75; return the numbers of jobs that cannot be asked.
 
-        Those that cannot be asked run on; `wait` does not return their ends.
+        Jobs that cannot be asked keep running, and `wait` does not return their ends.
+
+        Args:
+            numbers: the numbers of the jobs.
         """
 
     @abstractmethod
     def kill(self) -> None:
-        """End all jobs at once, without saving, except those that an earlier command started."""
+        """Kill all jobs immediately, without saving, except jobs that an earlier command started."""
 
 
 @dataclass
@@ -117,16 +127,20 @@ class Engine(ABC):
     """The options of a sweep, and the engine that runs its jobs.
 
     Args:
-        retries: how often a job is started again after it crashed, or was lost; its checkpoints are resumed.
-        on_failure: `continue` with the other jobs after a job failed, or `stop`: let the running jobs save and exit.
-        search: how the values are searched: `random`, `tpe` or `grid`; None: all combinations are run.
-        trials: number of combinations that a search tries.
-        seeds: number of seeds with which a search runs each combination; their mean is compared.
-        metric: what a search compares, by its TensorBoard tag; None: the best value of the workload's best metric.
-        goal: whether the `min` or the `max` of `metric` is best; None: as the workload says.
-        prune: how a search finds the jobs that are not worth finishing: `median` or `halving`; None: it finishes all.
-        sampler_seed: seed of the sampler of a search.
-        detach: whether the sweep runs in the background, and survives the terminal.
+        retries: how many times a job that crashed or was lost is started again; it resumes from its last checkpoint.
+        on_failure: what happens to the other jobs when a job fails: `continue` runs them; `stop` starts no more jobs,
+            and lets the running jobs save a checkpoint and exit.
+        search: how a search chooses combinations of values: `random`, `tpe` or `grid`; None: all combinations are run,
+            without a search.
+        trials: the number of combinations that a search tries.
+        seeds: the number of seeds with which a search runs each combination; the search compares the mean over seeds.
+        metric: the TensorBoard tag of the metric that a search compares; None: the best value of the metric by which
+            the workload selects its best checkpoint.
+        goal: `min` if smaller values of `metric` are better, `max` if larger values are better; None: the workload
+            determines it.
+        prune: how a search chooses unpromising jobs and stops them: `median` or `halving`; None: no job is stopped.
+        sampler_seed: the seed of the sampler of a search.
+        detach: whether the sweep runs in the background, and continues when the terminal is closed.
     """
 
     retries: int = 0
@@ -154,14 +168,14 @@ class Engine(ABC):
             check_choice(self, "prune", ("median", "halving"))
 
     def prepare(self) -> None:
-        """Begin in the background what takes long, while the jobs are planned."""
+        """Start slow preparations in the background, while the jobs are being planned."""
 
     @abstractmethod
     def connect(self, num_jobs: int, path: Path) -> AbstractContextManager[Pool]:
-        """Return a context manager that yields the pool, and ends all of its processes when it is left.
+        """Return a context manager that yields the pool. At the end of the context, `Pool.kill` is called.
 
         Args:
-            num_jobs: number of jobs of the sweep.
+            num_jobs: the number of jobs in the sweep.
             path: the directory of the sweep.
 
         Raises:

@@ -1,6 +1,6 @@
-"""The command of a job as a child process of the process that SLURM or Ray starts for the job.
+"""Runs the command of a job as a child process. The parent is the process that SLURM or Ray starts for the job.
 
-Only the standard library is imported: the process that looks after a job needs no torch.
+This module imports only the standard library, because the parent process does not need torch.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 STOPPED = 75
-"""The exit code of a job that has saved, or has not begun, because it was asked to stop."""
+"""The exit code of a job that was asked to stop, and has saved a checkpoint or has not begun."""
 
 COMMAND = ("-m", "runner")
-"""The arguments of Python that make it the command, to which those of the job are added."""
+"""The arguments with which Python runs the command; they are followed by the arguments of the job."""
 
 _RECHECK_SECONDS = 0.2
 
 
 class Task(NamedTuple):
-    """What the child runs; plain strings, because they are sent to another machine.
+    """The command that a child process runs, as plain strings, because a task is sent to another machine.
 
     Args:
-        words: the arguments of Python.
-        console: the absolute path of the file for everything that it prints.
-        directory: the working directory.
-        variables: environment variables that it has in addition to those of its parent.
+        words: the arguments of the Python interpreter.
+        console: the absolute path of the file for everything that the command prints.
+        directory: the working directory of the command.
+        variables: additional environment variables; they take precedence over those of the parent process.
     """
 
     words: list[str]
@@ -52,7 +52,7 @@ def task(arguments: list[str], console: Path, variables: dict[str, str]) -> Task
 
 
 def python_path() -> dict[str, str]:
-    """Return the environment variables by which Python finds this project, and nothing in the current directory."""
+    """Return environment variables that let Python import this project, but no modules in the current directory."""
     root = Path(__file__).parents[3]
     installed = root.name in ("site-packages", "dist-packages")  # as opposed to a checkout
     paths = [*([] if installed else [str(root)]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -60,28 +60,28 @@ def python_path() -> dict[str, str]:
 
 
 class Child:
-    """Runs a task; `stop` and `kill` may be called from signal handlers and other threads.
+    """A child process that runs a task. Signal handlers and other threads may call `stop` and `kill`.
 
     Args:
-        task: the task.
+        task: the task to run.
     """
 
     def __init__(self, task: Task):
         self.task = task
         self.code: int | None = None
-        """The exit code; None while the task runs."""
+        """The exit code; None until the task has ended."""
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
 
     def run(self, variables: dict[str, str] | None = None, first_line: str = "") -> int:
-        """Run the task to its end, and return its exit code; negative: the number of the signal that killed it.
+        """Run the task until it ends, and return its exit code, which is negative if a signal killed the task.
 
-        The task holds a lock on its console file. If another process still holds it, because the job was started
-        twice, this one waits: the run is resumed, or is found done, when the other one has ended.
+        The task holds a lock on its console file. If the job was started twice, the second task waits until the first
+        task has ended and the lock is free. It then resumes the run, or finds that the run is done.
 
         Args:
             variables: further environment variables.
-            first_line: is printed before the task begins.
+            first_line: text that is written to the console file before the task begins.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         console = os.open(self.task.console, flags, 0o666)
@@ -105,12 +105,12 @@ class Child:
             )
         finally:
             os.close(console)
-        if self._stopped:  # since it was last looked at
+        if self._stopped:  # `stop` was called after the check above
             self.stop()
         return self.wait()
 
     def wait(self) -> int:
-        """Return the exit code of the task when it has ended."""
+        """Wait until the task has ended, and return its exit code."""
         if self.code is None and self._process is None:  # it never began
             self.code = STOPPED
         if self.code is None:
@@ -124,14 +124,14 @@ class Child:
         return self.code
 
     def stop(self) -> None:
-        """Ask the task to save and to exit; a task that has not begun will not begin."""
+        """Ask the task to save a checkpoint and to exit. If the task has not begun yet, it will not begin."""
         self._stopped = True
         if self._process is not None and self.code is None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the task and all processes that it has started, at once."""
+        """Kill the task and all processes that it has started."""
         self._stopped = True
         if self._process is not None and self.code is None:
             with suppress(ProcessLookupError):
@@ -144,7 +144,7 @@ class Child:
 
 
 def _locked(console: int) -> bool:
-    """Lock the open file; false if another process has locked it."""
+    """Lock the file with the descriptor `console`. Return False if another process holds the lock."""
     try:
         fcntl.flock(console, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -155,9 +155,9 @@ def _locked(console: int) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment without the variables by which a launcher tells a process its rank.
+    """Return the environment variables of this process, except those by which a launcher tells a process its rank.
 
-    The job is one process for its engine; those that `parallel=ddp` needs are started by the job itself.
+    The engine starts one process for each job. If `parallel=ddp` needs more processes, the job itself starts them.
     """
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     slurm = ("SLURM_STEP_", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SUBMITIT_")

@@ -1,8 +1,8 @@
-"""`sweep=local`: jobs on this machine, as many at once as it has GPUs or CPU cores for.
+"""`sweep=local`: runs jobs on this machine, as many at once as there are GPUs or CPU cores for.
 
-Each job is a process that is forked from a server which has imported torch, so that it starts in a fraction of a
-second, and which has run nothing, so that no job inherits anything from another one. A job keeps its cores and its GPUs
-for itself.
+Each job is a process that is forked from a server. The server has already imported torch, so that a job starts in a
+fraction of a second, but it has not run anything, so that no job inherits state from another job. While a job runs, no
+other job of the sweep uses its CPU cores and GPUs.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ PRELOADED = ("torch", "torch._dynamo", "runner.cli.run_job", "runner.cli.composi
 """Modules that every job imports; the server imports them once."""
 
 _RECHECK_GPUS = 5.0
-"""Seconds between two checks whether the GPUs that other users occupy are free."""
+"""Seconds between two checks of whether GPUs that other users occupy have become free."""
 
 
 @dataclass
 class Local(Engine):
-    """Runs jobs on this machine.
+    """The engine that runs jobs on this machine.
 
     Args:
-        slots: the largest number of jobs at once; `auto`: as many as there are GPUs or cores for.
-        threads: CPU threads of each process of a job; `auto`: the cores are divided among the jobs that run at once.
-            `device.threads` of a job takes precedence.
+        slots: the maximum number of jobs that run at once; `auto`: as many as there are GPUs or CPU cores for.
+        threads: the number of CPU threads of each process of a job; `auto`: the cores are divided among the jobs that
+            run at once. The option `device.threads` of a job takes precedence.
     """
 
     slots: int | str = "auto"
@@ -85,9 +85,9 @@ class LocalPool(Pool):
     """The jobs that run on this machine.
 
     Args:
-        slots: the largest number of jobs at once, or `auto`.
-        threads: CPU threads of each process of a job, or `auto`.
-        num_jobs: number of jobs of the sweep.
+        slots: the maximum number of jobs that run at once, or `auto`.
+        threads: the number of CPU threads of each process of a job, or `auto`.
+        num_jobs: the number of jobs in the sweep.
     """
 
     def __init__(self, slots: int | str, threads: int | str, num_jobs: int):
@@ -136,13 +136,18 @@ class LocalPool(Pool):
         return True
 
     def _cores_for(self, demand: Demand) -> int:
-        """Return the number of cores that a job gets; a job that asks for more than there are gets all."""
+        """Return the number of CPU cores for a job. A job that asks for more cores than there are gets all of them."""
         if demand.gpus:
             return min(len(self._cores), max(1, self._num_cores * demand.gpus // self._num_gpus))
         return min(self._num_cores, demand.processes * (demand.threads or self._threads))
 
     def _free_gpus(self, idle: list[str], count: int) -> list[str] | None:
-        """Return `count` of the `idle` GPUs, on which nobody else computes either; None if there are fewer."""
+        """Return `count` GPUs that are not in use by other users; None if there are fewer at the moment.
+
+        Args:
+            idle: the GPUs that no job of this sweep uses.
+            count: the number of GPUs that a job needs.
+        """
         if not count:
             return []
         if len(idle) < count or time.monotonic() < self._checked_gpus + _RECHECK_GPUS:
@@ -198,7 +203,7 @@ class LocalPool(Pool):
 
 
 def _signal(process: BaseProcess, number: signal.Signals) -> None:
-    """Send a signal to a job; SIGKILL also to all processes that it has started."""
+    """Send signal `number` to the process of a job. SIGKILL is also sent to all processes that it has started."""
     assert process.pid is not None
     with suppress(ProcessLookupError):
         if number == signal.SIGKILL:
@@ -208,7 +213,7 @@ def _signal(process: BaseProcess, number: signal.Signals) -> None:
 
 
 def _ranges(cores: list[int]) -> str:
-    """Return sorted numbers as text: `0-3,6`."""
+    """Return sorted core numbers as text with ranges, for example `0-3,6`."""
     parts: list[list[int]] = []
     for core in cores:
         if parts and core == parts[-1][-1] + 1:
@@ -221,13 +226,13 @@ def _ranges(cores: list[int]) -> str:
 def _run_command(
     arguments: list[str], console: str, cores: list[int], threads: int, environment: dict[str, str]
 ) -> None:
-    """Run `python -m runner` with `arguments` in this process, which was forked for it, and exit with its code.
+    """Run `python -m runner` with `arguments` in this forked process, and exit with the exit code of the command.
 
     Args:
         arguments: the arguments of the command.
         console: the path of the file for everything that the command prints.
-        cores: the cores that the process may use.
-        threads: CPU threads of the process.
+        cores: the numbers of the CPU cores that the process may use.
+        threads: the number of CPU threads of the process.
         environment: the environment variables.
     """
     file = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)

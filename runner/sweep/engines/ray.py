@@ -1,6 +1,7 @@
-"""`sweep=ray`: jobs on the machines of a Ray cluster, or on this machine. Only Ray Core is used.
+"""`sweep=ray`: runs jobs on the machines of a Ray cluster, or with Ray on this machine. Only Ray Core is used.
 
-Each job has an actor, which keeps the cores and the GPUs that the job needs, and runs its command as a child process.
+Each job has an actor, which reserves the CPU cores and GPUs that the job needs, and runs the job's command as a child
+process.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from runner.sweep.engines.ray_task import RayTask, import_ray
 from runner.system.cpu import usable_core_numbers
 
 _OBJECT_STORE_BYTES = 100 * 2**20
-"""Memory that Ray reserves for objects when it is started here; jobs exchange none."""
+"""The memory for Ray's object store when Ray is started on this machine; it is small, as jobs exchange no objects."""
 
 _ACTOR = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}
-"""Options of an actor. One of its threads waits for the command, while the others stop or kill it."""
+"""Options of an actor. One thread of the actor waits for the command, while other threads can stop or kill it."""
 
 _ADDRESS = re.compile(r"(ray://)?(?P<host>[^/:\s]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})")
 _REMEDY = "name a cluster that is running; sweep.address=null starts Ray on this machine"
@@ -38,13 +39,14 @@ _SECONDS_TO_KILL = 5.0
 
 @dataclass
 class Ray(Engine):
-    """Runs jobs with Ray.
+    """The engine that runs jobs with Ray.
 
     Args:
-        slots: the largest number of jobs at once; `auto`: as many as the cluster has cores and GPUs for.
-        address: of the cluster: `auto`, HOST:PORT or `ray://HOST:PORT`; null: Ray is started on this machine.
-        threads: CPU threads, and cores, of each process of a job. `device.threads` of a job takes precedence.
-        gpus: GPUs of each job; null: as many as it would use on this machine.
+        slots: the maximum number of jobs that run at once; `auto`: as many as the cluster has CPU cores and GPUs for.
+        address: the address of the cluster (`auto`, `HOST:PORT` or `ray://HOST:PORT`); null: start Ray on this machine.
+        threads: the number of CPU threads of each process of a job; one core is reserved for each thread. The option
+            `device.threads` of a job takes precedence.
+        gpus: the number of GPUs of each job; null: as many as the job would use on this machine.
     """
 
     slots: int | str = "auto"
@@ -83,10 +85,10 @@ class Ray(Engine):
                     ray.shutdown()
 
     def _init(self) -> None:
-        """Start Ray here, or connect to the cluster.
+        """Start Ray on this machine, or connect to the cluster at `address`.
 
         Raises:
-            ConfigError: if that fails.
+            ConfigError: if Ray cannot be started, or the connection fails.
         """
         ray = import_ray()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers over the network
@@ -106,10 +108,10 @@ class Ray(Engine):
             raise ConfigError("sweep.address", self.address, f"Ray cannot be used: {why}", _REMEDY) from None
 
     def _check_reachable(self) -> None:
-        """Check that something listens at the address: Ray itself would try for minutes, and then end the process.
+        """Check that `address` can be reached. Otherwise, Ray would try for minutes and then end this process.
 
         Raises:
-            ConfigError: if not.
+            ConfigError: if nothing accepts a connection at the address.
         """
         match = _ADDRESS.fullmatch(self.address or "")
         if match is None:
@@ -155,13 +157,13 @@ class RayPool(Pool):
         return Started("Ray, " + ", ".join([f"{cores} core{'s' * (cores > 1)}", *devices]))
 
     def _needs(self, demand: Demand) -> tuple[int, int, int]:
-        """Return the cores and the GPUs of a job, and the threads of each of its processes."""
+        """Return the number of CPU cores of a job, its number of GPUs, and the number of threads of each process."""
         gpus = demand.gpus if self._options.gpus is None else self._options.gpus
         threads = demand.threads or self._options.threads
         return max(demand.processes, gpus) * threads, gpus, threads
 
     def _check_possible(self, number: int, cores: int, gpus: int) -> None:
-        """Check that a machine has as many cores and GPUs: Ray itself would wait for one forever."""
+        """Check that a machine has enough CPU cores and GPUs for job `number`. Otherwise, Ray would wait forever."""
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         possible = any(node.get("CPU", 0) >= cores and node.get("GPU", 0) >= gpus for node in nodes)
         largest = max(((int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes), default=(0, 0))
@@ -224,7 +226,7 @@ class RayPool(Pool):
 
 @contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Restore the signal handlers afterwards, because Ray installs its own."""
+    """Restore the signal handlers at the end of the context, because Ray installs its own handlers."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

@@ -1,6 +1,6 @@
-"""What Ray runs for a job, perhaps on another machine: it starts the command, and stops or kills it.
+"""The Ray actor of a job, which starts, stops and kills the job's command. It may run on another machine.
 
-Only the standard library is imported at the top: the process that looks after a job needs no torch.
+This module imports only the standard library at the top, because the process of the actor does not need torch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from runner.sweep.engines.child import Child, Task
 
 
 def import_ray() -> Any:
-    """Import the package `ray`: late, as it is an optional dependency and slow.
+    """Import and return the package `ray`, which is optional and slow to import.
 
-    It has no type here: where the package is missing, type checkers would take `runner.sweep.engines.ray` for it.
+    The return type is `Any`: if the package is not installed, type checkers would resolve its name to the module
+    `runner.sweep.engines.ray`.
     """
     return import_module("ray")
 
@@ -24,25 +25,26 @@ class RayTask:
     """The actor of a job.
 
     Args:
-        task: what to run.
-        variables: the environment variables of the scheduler; those of the machine of the job take precedence.
+        task: the task to run.
+        variables: the environment variables of the scheduler. They are set only if the machine of the job does not set
+            variables with the same names.
     """
 
     def __init__(self, task: Task, variables: dict[str, str]):
         self._child, self._variables = Child(task), variables
 
     def run(self) -> int:
-        """Run the task to its end, and return its exit code."""
+        """Run the task until it ends, and return its exit code."""
         os.environ.update({key: value for key, value in self._variables.items() if key not in os.environ})
         return self._child.run({"CUDA_VISIBLE_DEVICES": ",".join(map(str, import_ray().get_gpu_ids()))})
 
     def ready(self) -> None:
-        """Return when the actor has its cores and GPUs."""
+        """Do nothing. Ray completes this call only after the actor has received its CPU cores and GPUs."""
 
     def stop(self) -> None:
-        """Ask the task to save and to exit."""
+        """Ask the task to save a checkpoint and to exit."""
         self._child.stop()
 
     def kill(self) -> None:
-        """End the task at once."""
+        """Kill the task immediately."""
         self._child.kill()

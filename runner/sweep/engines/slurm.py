@@ -1,11 +1,11 @@
-"""`sweep=slurm`: jobs on a cluster, submitted by submitit as job arrays.
+"""`sweep=slurm`: runs jobs on a SLURM cluster. The package submitit submits the jobs as job arrays.
 
-A job is known by a handle that is chosen before it is submitted, and written into the ledger: the token of its array,
-which ends the name of the array in SLURM, and its index. A later command therefore finds the jobs of a scheduler that
-was killed even if that was while they were submitted.
+Each job has a handle, which is chosen and written to the ledger before the job is submitted. The handle consists of a
+random token and the index of the job in its array. The name of the array in SLURM ends with the same token. A later
+command can therefore find the jobs of a killed scheduler, even if the scheduler was killed while it submitted them.
 
-squeue tells which jobs are alive, and a file that each job writes tells how it ended. sacct is asked only about a job
-that is gone without such a file.
+squeue lists the jobs that are waiting or running. When a job ends, it writes its exit code to a file. If a job is no
+longer listed and has not written this file, sacct is asked how the job ended.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ log = logging.getLogger(__name__)
 PROGRAMS = ("sbatch", "srun", "squeue", "scancel")
 
 FOLDER, ENDS = "slurm", "ends"
-"""The folder of a sweep for the files of submitit, and its folder for the exit codes of the jobs."""
+"""The folder in a sweep's directory for the files of submitit, and its subfolder for the exit codes of the jobs."""
 
 _SETTLED = (0, 3)
-"""Exit codes with which a job of an earlier command has ended for good: done and diverged. Others are started again."""
+"""Exit codes of jobs of an earlier command that are not started again: 0 (done) and 3 (diverged)."""
 
 _HANDLE = re.compile(r"slurm (?P<handle>[0-9a-f]{8}_[0-9]{1,5})")
 _LISTED = re.compile(r"(?P<id>[0-9]+(_[0-9\[\],%-]+)?)\|(?P<name>.*)")
@@ -52,21 +52,21 @@ _RESERVED = (
     *("array", "error", "input", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "signal"),
     *("no-requeue", "wrap"),
 )
-"""Options of sbatch that the engine sets itself, or that would break it."""
+"""Options of sbatch that users cannot set, because the engine sets them itself or would not work with them."""
 
 _MOST_REQUEUES = 10_000
 _SUBMIT_AGAIN_SECONDS = (5.0, 15.0, 45.0)
 _ASK_SECONDS = (2.0, 60.0)
-"""The shortest and the longest time between two calls of squeue; it grows while nothing happens."""
+"""The shortest and the longest time between two calls of squeue; the time grows while no job starts or ends."""
 
 _ASK_AGAIN_SECONDS = 5.0
-"""Time between two calls of squeue while jobs are being stopped, or one is gone and has not said how it ended."""
+"""Time between two calls of squeue while jobs are being stopped, or while a job is missing from squeue's list."""
 
 _MOST_LOOKS = 4
-"""How often a job must be absent from squeue, or sacct be asked about it, before it counts as lost."""
+"""A job counts as lost if squeue does not list it this many times in a row, and sacct does not know it."""
 
 _NOT_FINAL = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "RESIZING", "SUSPENDED", "UNKNOWN")
-"""States in sacct, which hears of changes later than squeue."""
+"""States in sacct that do not show how a job ended: sacct is updated later than squeue."""
 
 _ANSWER_SECONDS = 60.0
 _IDS_PER_CALL = 200
@@ -74,18 +74,20 @@ _IDS_PER_CALL = 200
 
 @dataclass
 class Slurm(Engine):
-    """Runs jobs on a cluster with SLURM.
+    """The engine that runs jobs on a SLURM cluster.
 
     Args:
-        slots: the largest number of jobs in SLURM's queue at once, waiting or running.
-        threads: CPU threads, and cores, of each process of a job. `device.threads` of a job takes precedence.
-        gpus: GPUs of each job; null: as many as it would use on this machine.
-        mem_gb: memory of each job in GB; null: the default of the partition.
-        timeout_min: time limit in minutes; a job that reaches it saves, and is requeued.
-        signal_seconds: how long before the time limit a job is told to save.
+        slots: the maximum number of jobs in SLURM's queue at once, both waiting and running.
+        threads: the number of CPU threads of each process of a job; one core is requested for each thread. The option
+            `device.threads` of a job takes precedence.
+        gpus: the number of GPUs of each job; null: as many as the job would use on this machine.
+        mem_gb: the memory of each job in GB; null: the default of the partition.
+        timeout_min: the time limit of each job in minutes. A job that reaches the limit saves a checkpoint and is
+            requeued.
+        signal_seconds: the number of seconds before the time limit at which a job is told to save a checkpoint.
         partition, account, qos, constraint: the options of sbatch with these names; null: not set.
-        setup: commands of the shell that run before the job, for example `module load cuda`.
-        additional: further options of sbatch by name: `{nice: 100}`; true for one without a value.
+        setup: shell commands that run before the job, for example `module load cuda`.
+        additional: further options of sbatch by name, for example `{nice: 100}`; true for an option without a value.
     """
 
     slots: int = 100
@@ -151,7 +153,7 @@ class Slurm(Engine):
 
 
 class SlurmError(Exception):
-    """Raised when a program of SLURM fails, or gives an answer that cannot be understood."""
+    """Raised when a SLURM program such as sbatch or squeue fails, or when its output cannot be parsed."""
 
 
 class _Resources(NamedTuple):
@@ -161,10 +163,10 @@ class _Resources(NamedTuple):
 
 
 class _Batch:
-    """Jobs that will be submitted together.
+    """A batch of jobs that are submitted together as one job array.
 
     Args:
-        resources: what each needs.
+        resources: the resources that each job of the batch needs.
     """
 
     def __init__(self, resources: _Resources):
@@ -179,7 +181,7 @@ class _Batch:
 
 
 class SlurmPool(Pool):
-    """The jobs of a sweep that SLURM has.
+    """The jobs of a sweep that are waiting or running in SLURM.
 
     Args:
         options: the options of the sweep.
@@ -203,10 +205,10 @@ class SlurmPool(Pool):
         self._changed = self._asked = time.monotonic()
 
     def find_alive(self) -> None:
-        """Find the jobs of an earlier command that are alive, which `adopt` looks for.
+        """Find the jobs of an earlier command that are still waiting or running, so that `adopt` can take them over.
 
         Raises:
-            SlurmError: if squeue does not answer.
+            SlurmError: if squeue fails several times.
         """
         for tries_left in (2, 1, 0):
             try:
@@ -256,7 +258,7 @@ class SlurmPool(Pool):
 
     def stop(self, numbers: list[int]) -> list[int]:
         self._stopped |= self._handles.keys() & set(numbers)
-        for batch in self._batches.copy():  # one of which some jobs go on is submitted: the indices are known by now
+        for batch in self._batches.copy():  # a batch is given up only as a whole: handles have its indices
             if self._stopped.issuperset(job.number for job in batch.jobs):
                 self._give_up(batch, "")
         self._signal_stopped()
@@ -283,13 +285,13 @@ class SlurmPool(Pool):
         return f"{self._name}-{batch.token}"
 
     def _submit_batches(self) -> None:
-        """Submit each batch of collected jobs that is due, as one job array.
+        """Submit each batch of jobs that is due as one job array.
 
-        A batch that SLURM rejects is tried again later, a limited number of times.
+        If SLURM rejects a batch, the batch is submitted again later, a limited number of times.
 
         Raises:
-            ConfigError: if SLURM rejects a batch before any job has been submitted or adopted: the cause is probably
-                an option, which the user can correct.
+            ConfigError: if SLURM rejects a batch before any job has been submitted or adopted. The cause is then
+                probably an invalid option, which the user can correct.
         """
         for batch in [batch for batch in self._batches if batch.due <= time.monotonic()]:
             try:
@@ -320,16 +322,16 @@ class SlurmPool(Pool):
             self._give_up(batch, why)
 
     def _give_up(self, batch: _Batch, why: str) -> None:
-        """End the jobs of a batch that has not been submitted."""
+        """Give up a batch that has not been submitted, and report all of its jobs as ended for the reason `why`."""
         self._batches.remove(batch)
         for job in batch.jobs:
             self._end(job.number, STOPPED if job.number in self._stopped else None, why)
 
     def _sbatch(self, batch: _Batch) -> list[str]:
-        """Submit a batch, and return SLURM's job ids.
+        """Submit a batch, and return the SLURM job IDs of its jobs.
 
         Raises:
-            SlurmError: if sbatch fails, or its answer cannot be understood.
+            SlurmError: if sbatch fails, or its output cannot be parsed.
         """
         import submitit  # imported here: an optional dependency
         from submitit.helpers import clean_env
@@ -352,7 +354,7 @@ class SlurmPool(Pool):
             raise SlurmError(f"sbatch has not accepted the jobs: {why}") from None
 
     def _parameters(self, batch: _Batch) -> dict[str, Any]:
-        """Return the parameters of a batch under submitit's names."""
+        """Return the parameters of a batch, with the names that submitit uses."""
         options, resources = self._options, batch.resources
         chosen = {
             "partition": options.partition,
@@ -383,7 +385,7 @@ class SlurmPool(Pool):
         return self._folder / ENDS / handle
 
     def _code(self, handle: str) -> int | None:
-        """Return the exit code that a job has written; None if it has not, or it is not a number."""
+        """Return the exit code that a job has written to its file; None if there is no file or no valid exit code."""
         with suppress(OSError, ValueError):
             code = int(read_regular(self._end_file(handle), 10))
             return code if -64 <= code <= 255 else None
@@ -406,7 +408,7 @@ class SlurmPool(Pool):
             self._signal_stopped()
 
     def _is_due(self) -> bool:
-        """Return whether squeue should be asked again."""
+        """Return whether squeue should be called again now."""
         now = time.monotonic()
         if self._looks or self._stopped & self._handles.keys():
             pause = min(_ASK_AGAIN_SECONDS, _ASK_SECONDS[1])
@@ -415,7 +417,7 @@ class SlurmPool(Pool):
         return bool(self._ids) and now >= self._asked + pause
 
     def _look_for_lost(self) -> None:
-        """Find jobs that are gone without having written how they ended, for example because their node failed."""
+        """Find jobs that are no longer in SLURM but wrote no exit code, for example because their node failed."""
         try:
             alive = self._listed()
         except SlurmError as error:
@@ -436,10 +438,10 @@ class SlurmPool(Pool):
                 self._end(number, None, f"SLURM says {state}" if state else "SLURM does not know the job any more")
 
     def _listed(self) -> dict[str, str]:
-        """Return SLURM's ids of the jobs of this sweep that wait or run, by handle.
+        """Return the SLURM job IDs of the waiting and running jobs of this sweep, by handle.
 
         Raises:
-            SlurmError: if squeue fails, or its answer cannot be understood.
+            SlurmError: if squeue fails, or its output cannot be parsed.
         """
         from submitit.slurm.slurm import read_job_id  # imported here: an optional dependency
 
@@ -462,9 +464,9 @@ class SlurmPool(Pool):
     # Stopping
 
     def _signal_stopped(self) -> None:
-        """Cancel the stopped jobs that wait, and let those that run save.
+        """Cancel the jobs that `stop` has named if they are waiting; if they are running, signal them to save and exit.
 
-        It is repeated until they have ended: SLURM forgets a signal for a job that has no process yet.
+        This is repeated until the jobs have ended, because SLURM drops a signal for a job that has no process yet.
         """
         handles = [self._handles[number] for number in self._stopped & self._handles.keys()]
         ids = [self._ids[handle] for handle in handles if handle in self._ids]
@@ -479,7 +481,7 @@ class SlurmPool(Pool):
 
 
 def _states(ids: list[str]) -> dict[str, str]:
-    """Return the final states of jobs according to sacct, by id; nothing of those of which it knows none."""
+    """Return the final state of each job that sacct reports as ended, by SLURM job ID."""
     from submitit.slurm.slurm import SlurmInfoWatcher  # imported here: an optional dependency
 
     if not ids:
@@ -500,10 +502,13 @@ def _states(ids: list[str]) -> dict[str, str]:
 
 
 def _answer(*words: str) -> str:
-    """Run a program of SLURM, and return what it prints.
+    """Run a SLURM program, and return its standard output.
+
+    Args:
+        words: the name of the program and its arguments.
 
     Raises:
-        SlurmError: if it fails, or does not end in time.
+        SlurmError: if the program fails, or does not end in time.
     """
     variables = {k: value for k, value in os.environ.items() if not k.startswith("SQUEUE_")}  # they filter and format
     try:

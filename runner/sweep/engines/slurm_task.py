@@ -1,6 +1,6 @@
-"""What submitit runs on a node of the cluster for a job: it starts the command, and passes SLURM's signals on to it.
+"""The task that submitit runs on a cluster node for a job: it starts the job's command, and handles SLURM's signals.
 
-Only the standard library is imported at the top: the process that looks after a job needs no torch.
+This module imports only the standard library at the top, because the process of the task does not need torch.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
 
 STOP, KILL = signal.SIGHUP, signal.SIGINT
-"""The signals of the scheduler: save and end for good; end at once. SLURM itself sends SIGTERM and SIGUSR2."""
+"""Signals that the scheduler sends: to save and exit for good, and to exit at once. SLURM sends SIGTERM and SIGUSR2."""
 
 _SECONDS_TO_BE_KILLED = 120.0
-"""SLURM kills a job within this time after SIGTERM; KillWait and GraceTime are shorter almost everywhere."""
+"""Seconds after SIGTERM within which SLURM kills a job. Almost all clusters set KillWait and GraceTime to less."""
 
 
 class SlurmTask:
-    """A task that is requeued, to go on where it has stopped, when SLURM needs its node or its time is over.
+    """A task that saves a checkpoint and is requeued when SLURM needs its node or its time limit is reached.
 
-    - SIGUSR2, which submitit handles: the time is over, or the job is pre-empted. It saves, and is requeued.
-    - SIGTERM: SLURM is going to kill the job, because it was cancelled or pre-empted. It saves, and then waits to be
-      killed, or for SIGUSR2; SLURM itself requeues a pre-empted job.
-    - SIGHUP: the scheduler stops the job. It saves, and ends.
+    - SIGUSR2, which submitit handles: the time limit is reached, or the job is preempted. The job saves a checkpoint,
+      and is requeued.
+    - SIGTERM: SLURM is going to kill the job, because the job was canceled or preempted. The job saves a checkpoint,
+      and then waits until it is killed or receives SIGUSR2. SLURM itself requeues a preempted job.
+    - SIGHUP: the scheduler stops the job. The job saves a checkpoint, and ends.
     - SIGINT: the scheduler kills the job.
 
     Args:
-        task: what to run.
-        end: the path of the file for the exit code, which is written when the job has ended for good.
+        task: the task to run.
+        end: the path of the file to which the exit code is written when the job has ended for good.
     """
 
     def __init__(self, task: Task, end: str):
@@ -65,7 +66,7 @@ class SlurmTask:
         return code
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """Save, and return what goes on when the job has been requeued; None if the job is not to be requeued.
+        """Save a checkpoint, and return the task that submitit should requeue; None if it should not requeue the job.
 
         submitit calls this method when it receives SIGUSR2.
         """
@@ -79,7 +80,7 @@ class SlurmTask:
         return self._child.code == STOPPED and not self._stopping
 
     def _has_gpus(self) -> bool:
-        """Return whether SLURM gave the job GPUs; otherwise it must not use those named in the user's environment."""
+        """Return whether SLURM gave GPUs to the job; otherwise, the job must not use GPUs in the user's environment."""
         return any(os.environ.get(name) for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"))
 
     def _stop(self, *_: object) -> None:

@@ -1,8 +1,8 @@
-"""Becomes another command, which the kernel kills when the process that started it ends: `python tied.py PID WORD …`.
+"""Runs a command that the kernel kills as soon as its parent process ends: `python tied.py PID WORD …`.
 
-SLURM and Ray may kill the process that looks after a job; the job must not run on, unknown to all. It is a program of
-its own because a function that runs between fork and exec, as `preexec_fn` does, may deadlock where the parent has
-threads, and Ray's workers have many.
+SLURM and Ray may kill the process that manages a job. The job must then end, too, because nothing would manage it
+anymore. This is a separate program, because a `preexec_fn`, which runs between fork and exec, may deadlock if the
+parent process has threads, and Ray's workers have many threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2); the setting survives exec
 
 
 def main() -> None:
-    """Become the command that the arguments name, unless the process PID, the parent, has ended already."""
+    """Replace this process with the command `WORD …`, unless the parent process `PID` has already ended."""
     parent, *words = sys.argv[1:]
     if sys.platform == "linux":  # elsewhere the job runs on
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
