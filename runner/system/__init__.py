@@ -1,1 +1,1 @@
-"""The process and the machine: time, memory, cores, signals, imports."""
+"""Functions for the process and its machine: time, memory, CPU cores, signals and imports."""

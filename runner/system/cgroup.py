@@ -13,11 +13,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def cgroup_limits(controller: str, *names: str) -> Iterator[list[str]]:
-    """Yield the words in the files `names`: first of this process's control group, then of each ancestor of the group.
+    """Yield the resource limits of this process's control group, and then those of each ancestor of this group.
 
     Args:
-        controller: the controller to which the files belong, `cpu` or `memory`.
-        names: names of the files; a control group without any of these files is skipped.
+        controller: the controller whose limits are read, `cpu` or `memory`.
+        names: the names of the files that contain the limits. A control group without any of these files is skipped.
+
+    Yields:
+        For each control group, the words in its files, in the order of `names`.
     """
     for line in read_lines(_PROC / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -33,7 +36,7 @@ def cgroup_limits(controller: str, *names: str) -> Iterator[list[str]]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of the file at `path`; empty if it cannot be read, or this operating system has no such file."""
+    """Return the lines of the file at `path`; an empty list if the file does not exist or cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -17,9 +17,9 @@ class Transfer(NamedTuple):
     """Tensors that are being copied.
 
     Args:
-        source: the tensors to copy, which this reference keeps alive; empty if no such reference is necessary.
+        source: the tensors to copy, kept here so that their memory is not freed too early; empty if that is not needed.
         result: the copies.
-        done: the `torch.cuda.Event` after the last copy; None if there is nothing to copy.
+        done: a `torch.cuda.Event` that is recorded after the last copy; None if nothing has to be copied.
     """
 
     source: Tensors
@@ -28,18 +28,18 @@ class Transfer(NamedTuple):
 
 
 class NoCopy:
-    """The base class of copy streams. It copies nothing: it is used if source and target are the same device."""
+    """The base class of copy streams. It copies nothing, and is used if source and target are the same device."""
 
     def send(self, tensors: Tensors) -> Transfer:
-        """Queue copies of `tensors`. Copying starts once the current stream of the source device has computed them."""
+        """Queue copies of `tensors`, to be made once the source device's current stream has computed `tensors`."""
         return Transfer(tensors, tensors, None)
 
     def receive(self, transfer: Transfer) -> Tensors:
-        """Return the copies. The current stream of the target device waits for the copies; the host does not wait."""
+        """Return the copies. The target device's current stream waits until they are done; the host does not wait."""
         return transfer.result
 
     def close(self) -> None:
-        """Wait for all copies; afterwards, the memory of the copied tensors may be freed."""
+        """Wait until all copies are done. Afterwards, the memory of the source tensors may be freed."""
 
 
 class CopyStream(NoCopy):
@@ -81,8 +81,8 @@ class CopyStream(NoCopy):
 class PeerCopyStream(CopyStream):
     """A stream for copies from one CUDA device to another.
 
-    When torch copies a tensor between two devices, it makes the current stream of each device wait for the copy. During
-    a copy, this class makes separate streams the current streams, so that the streams of the computation do not wait.
+    When torch copies a tensor between two devices, the current stream of each device waits for the copy. This class
+    therefore makes two separate streams current during a copy, so that the streams used for computation do not wait.
 
     Args:
         source: the CUDA device to copy from.
@@ -109,7 +109,7 @@ def copy_stream(source: torch.device, target: torch.device, cuda: Any = None) ->
 
     Args:
         source: the CUDA device to copy from.
-        target: the CUDA device to copy to. If this is also `source`, the returned stream copies nothing.
+        target: the CUDA device to copy to. If it is the same device as `source`, the returned stream copies nothing.
         cuda: `torch.cuda`, or a substitute in tests.
     """
     return NoCopy() if source == target else PeerCopyStream(source, target, cuda or torch.cuda)

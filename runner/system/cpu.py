@@ -14,11 +14,11 @@ from runner.system.cgroup import cgroup_limits, read_lines
 _PROC = Path("/proc")
 
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
-"""The instruction sets that matter for training, under their Linux names."""
+"""The CPU instruction sets that matter for training, by their names in Linux."""
 
 
 def cpu() -> dict[str, Any]:
-    """Return the CPU's model, cores and instruction sets; None for values that the operating system does not report."""
+    """Return the CPU's model, core counts and instruction sets. Values that the system does not report are None."""
     import psutil  # imported here, because only the environment report needs it
 
     blocks = _cpuinfo()
@@ -49,7 +49,7 @@ def allowed_cores() -> int:
 
 
 def usable_core_numbers() -> list[int]:
-    """Return the numbers of the logical cores that this process may use, not more of them than the CPU quota allows."""
+    """Return the indices of the logical cores that this process may use, at most as many as its CPU quota allows."""
     quota = _quota_cores()
     return _affinity() if quota is None else _affinity()[: max(1, int(quota))]
 
@@ -64,7 +64,7 @@ def usable_cores(processor: dict[str, Any]) -> float:
 
 
 def _affinity() -> list[int]:
-    """Return the numbers of the logical cores in the affinity mask of this process."""
+    """Return the indices of the logical cores in the affinity mask of this process."""
     if hasattr(os, "sched_getaffinity"):  # missing on macOS
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

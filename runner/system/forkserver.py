@@ -22,10 +22,10 @@ METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods()
 
 
 def start_server(*modules: str) -> None:
-    """Start the fork server, unless it is running already, and let it import `modules` in the background.
+    """Start the fork server, unless it is already running, and make it import `modules` in the background.
 
-    The server's children start with stop signals blocked: the terminal sends Ctrl-C to the whole process group, but
-    only the main process should handle the signal, and then stop the children.
+    The server's children start with stop signals blocked. On Ctrl-C, the terminal sends a signal to the whole process
+    group, but only the main process should handle this signal and then stop the children.
     """
     if METHOD != "forkserver":
         return
@@ -44,9 +44,10 @@ def start_server(*modules: str) -> None:
 
 
 def become_command() -> None:
-    """Make this child of the fork server behave like a command that a shell has started in the background.
+    """Make this process, a child of the fork server, behave like a command that a shell has started in the background.
 
-    The child gets a session of its own, so that Ctrl-C in the terminal does not reach it. Stop signals are unblocked.
+    The process gets its own session, so that Ctrl-C in the terminal does not reach it, and its standard input becomes
+    empty. Stop signals are unblocked.
     """
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDONLY)
@@ -61,7 +62,10 @@ def become_command() -> None:
 
 
 def run_in_child(function: Callable[..., object], *arguments: Any) -> None:
-    """Call `function` in a child of the fork server, which has imported what it needs, and wait until it returns."""
+    """Call `function(*arguments)` in a child of the fork server, and wait until the child exits.
+
+    The child starts quickly, because it does not have to import the modules that the server has already imported.
+    """
     start_server()
     context: Any = multiprocessing.get_context(METHOD)
     process = context.Process(target=function, args=arguments)
@@ -70,10 +74,10 @@ def run_in_child(function: Callable[..., object], *arguments: Any) -> None:
 
 
 def death_of_server() -> str:
-    """Return the name of the signal that killed the fork server, or its exit code; an empty string if it is running.
+    """Return the signal or the exit code with which the fork server ended; an empty string if the server is running.
 
-    The main process learns the exit codes of the children from the server. If all children seem to have ended at once,
-    the server itself may therefore have ended.
+    The main process receives the exit codes of the children from the server. Therefore, if all children seem to have
+    ended at the same time, it may be the server itself that has ended.
     """
     from multiprocessing import forkserver
 

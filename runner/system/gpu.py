@@ -1,4 +1,4 @@
-"""The GPUs of the machine, without creating a CUDA context in this process."""
+"""Functions that list the GPUs of the machine without creating a CUDA context in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def visible_gpus() -> list[str]:
 
 
 def busy_gpus(names: Iterable[str]) -> set[str]:
-    """Return the GPUs in `names` on which any process computes; an empty set if NVML is not available.
+    """Return the GPUs in `names` that any process is using for computation; an empty set if NVML is not available.
 
     NVML needs the package nvidia-ml-py, which `pip install -e '.[gpu]'` installs.
 

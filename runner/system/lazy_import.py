@@ -1,7 +1,7 @@
-"""Lazy import of torch at its first use, because `--help` and config errors would otherwise wait 1 to 2 s for it.
+"""Lazy import of torch: it is loaded at its first use, so that `--help` and config errors appear 1 to 2 s earlier.
 
-The slow import is https://github.com/pytorch/pytorch/issues/97106. This file becomes unnecessary if `import torch` gets
-fast, or with the `lazy import` statement of Python 3.15 (PEP 810).
+The slow import of torch is https://github.com/pytorch/pytorch/issues/97106. This file becomes unnecessary if the import
+becomes fast, or with the `lazy import` statement of Python 3.15 (PEP 810).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 
 class _Lazy(ModuleType):
-    """A package that is loaded at the first access to a missing attribute.
+    """A module object for a package that is loaded only when an attribute is read that the object does not have yet.
 
-    Before Python 3.12, `importlib.util.LazyLoader` would load the package too early: at the second `import` statement,
-    which reads `__spec__`.
+    `importlib.util.LazyLoader` is not used because, before Python 3.12, it loads the package too early: at the second
+    `import` statement, which reads `__spec__`.
     """
 
     def __getattr__(self, name: str) -> Any:

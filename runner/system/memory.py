@@ -16,8 +16,8 @@ _PROC = Path("/proc/self")
 def usage(device: torch.device) -> dict[str, float]:
     """Return the memory usage on `device` in bytes, by TensorBoard tag, without waiting for the device.
 
-    On CUDA, `memory/peak` is the maximum, since `reset_peak`, of the memory that the caching allocator has allocated
-    for tensors; on a CPU, it is the maximum of the resident set size of the process.
+    On CUDA, `memory/peak` is the largest amount of memory that was allocated for tensors since the last call of
+    `reset_peak`. On a CPU, it is the largest resident set size of the process.
     """
     if device.type == "cuda":
         return {
@@ -33,7 +33,7 @@ def usage(device: torch.device) -> dict[str, float]:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak memory usage and free cached memory, because a process may train several runs."""
+    """Free cached memory and reset the peak memory usage, so that each run in a process has its own peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -46,7 +46,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def host_memory() -> dict[str, int | None]:
-    """Return the main memory in bytes: total, available, and the limit for this process (None if there is no limit)."""
+    """Return the machine's total and available memory and this process's limit (None if there is none), in bytes."""
     import psutil  # imported here, because only the environment report needs it
 
     machine = psutil.virtual_memory()
@@ -61,7 +61,7 @@ def host_memory() -> dict[str, int | None]:
 
 
 def _process(field: str) -> float:
-    """Return `field` of /proc/self/status in bytes; without such a file, the peak memory that `getrusage` reports."""
+    """Return the value of `field` in /proc/self/status, in bytes; without this file, the peak resident set size."""
     try:
         status = (_PROC / "status").read_text()
         return 1024.0 * int(status.split(f"{field}:")[1].split()[0])

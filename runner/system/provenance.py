@@ -1,6 +1,7 @@
 """The environment of a run as plain values: command, source, versions and machine.
 
-A run saves it as `environment.json` in its directory; `python -m runner.tools.doctor` prints it with more details.
+A run saves its environment in its directory, as `environment.json`. `python -m runner.tools.doctor` prints the
+environment with more details.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _ROOT = Path(__file__).parent.parent.parent
 
 
 def environment() -> dict[str, Any]:
-    """Return what is needed to reproduce a run, without host name, user name and secrets; this takes milliseconds."""
+    """Return the information that is needed to reproduce a run, without the host name, the user name or secrets."""
     findings: list[str] = []
     return {
         "command": command(),
@@ -46,7 +47,7 @@ def environment() -> dict[str, Any]:
 
 
 def command() -> str:
-    """Return the command line of this process, quoted for a shell, without secrets: `python -m runner …`."""
+    """Return the command line of this process, `python -m runner …`, quoted for a shell and without secrets."""
     program = Path(sys.argv[0])
     words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     typed = shlex.join([*words, *redacted_values(sys.argv[1:])])  # word by word, because a word may contain spaces
@@ -54,7 +55,7 @@ def command() -> str:
 
 
 def source(root: Path = _ROOT) -> dict[str, Any] | None:
-    """Return the git commit of the source tree, and whether it has uncommitted changes; None outside a checkout.
+    """Return the git commit of the source tree, and whether the tree has uncommitted changes; None if git cannot tell.
 
     Args:
         root: the directory that contains `.git`.
@@ -77,7 +78,7 @@ def source(root: Path = _ROOT) -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions of Python, the operating system and `PACKAGES`; None for packages that are not installed."""
+    """Return the versions of Python, torch, the operating system and `PACKAGES`; None for packages not installed."""
     return {
         "runner": runner.__version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
@@ -107,10 +108,10 @@ def devices(findings: list[str]) -> list[dict[str, Any]]:
 
 @contextmanager
 def collect_findings(findings: list[str], what: str) -> Iterator[None]:
-    """Append errors and warnings from the context to `findings`, so that a broken driver does not end the report.
+    """Catch errors and warnings inside the context, so that a broken driver does not end the report.
 
     Args:
-        findings: the list to which each error or warning is appended as one line.
+        findings: the list to which each caught error or warning is appended as one line.
         what: the prefix of each appended line.
     """
     with warnings.catch_warnings(record=True) as caught:

@@ -1,7 +1,7 @@
-"""Functions that hide credentials in texts and configs before they are saved or shown.
+"""Functions that mask the credentials in a text or a config before the text or config is saved or shown.
 
-Colleagues may get a copy of a run directory, and a server may get its curves. `_TABLE` lists the forms of credentials
-that are recognized; a credential in any other form is not hidden.
+This is necessary because users may share run directories with colleagues, and send curves to a server. `_TABLE` lists
+the forms of credentials that are recognized; a credential in any other form is not masked.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ import re
 from typing import Any
 
 MASK = "***"
-"""The text that replaces a credential. Overrides with this text can be parsed, but the user has to type them again."""
+"""The text that replaces a credential.
+
+Overrides that contain this text can still be parsed, but to use them again, the user has to type the credentials.
+"""
 
 _NAME = (
     r"(?P<name>passwords?|passwd|passphrase|secrets?|credentials?|authorization|connection[_-]?string"
     r"|(?:api|access|account|private|secret|signing|encryption)[_-]?key"
     r"|(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token)"
 )
-"""How the name of a credential ends. The tokens of a language model (`eos_token`, `num_tokens`) are not credentials."""
+"""A pattern for the end of a key that names a credential. It does not match `eos_token` and `num_tokens`, for example,
+which refer to the tokens of a language model."""
 
 _VALUE = r"""(?P<quote>["'])?(?P<secret>(?(quote)(?:(?!(?P=quote))[^\n])+|(?:\$\{[^{}\n]*\}|[^\s"',&)\]}]+)))"""
 
@@ -45,19 +49,22 @@ _TABLE = {
     "a JSON Web Token": r"(?<![\w-])(?=[\w-]+\.eyJ[\w-]{8,}\.)[\w-]*?\b(?P<secret>eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*)",
     "a private key": r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?P<secret>.*?)(?:-----END|\Z)",
 }
-"""Patterns by the context or the issuer of a credential; the group `secret` matches it, and `name` its name."""
+"""Patterns for credentials, by their context or issuer. The group `secret` matches the credential, and the group `name`
+matches its name."""
 
 _MARKS = (
     *("pass", "secret", "credential", "authorization", "bearer", "connection", "key", "token", "sig", "pwd", "://"),
     *("hf_", "gh", "glpat", "sk-", "akia", "asia", "aiza", "xox", "eyj"),
 )
-"""Each match of the table contains one of these strings in lower case, so most texts need not be searched further."""
+"""Lowercase strings, of which every match of `_TABLE` contains at least one. Most texts contain none of these strings,
+so they need not be searched with the patterns."""
 
 _PATTERNS = tuple(re.compile(pattern, re.DOTALL) for pattern in _TABLE.values())
 _OVERRIDE = re.compile(rf"(?i:[+~]*[^\s=]{{0,200}}?{_NAME}=)(?P<secret>.+)", re.DOTALL)
 _NAMED = re.compile(rf"(?i:{_NAME})\Z")
 _NO_SECRET = re.compile(r"(?:(?i:null|none|true|false)|\?\?\?|\$\{[^{}]*\}|\*+|)(?: +#[^\n]*)?")
-"""Values that are not secrets, although their key names one: `${oc.env:TOKEN}`, a reference; `null`; `true`."""
+"""A pattern for values that are not secrets even if their key is `password`: for example `null`, `true` or a reference
+such as `${oc.env:TOKEN}`."""
 
 
 def redacted(text: str) -> str:
@@ -73,7 +80,7 @@ def redacted_values(config: Any) -> Any:
     """Return a copy of `config` with credentials replaced by `***`.
 
     Args:
-        config: plain values, nested in dicts and lists; or a list of overrides.
+        config: a config, that is, plain values nested in dicts and lists; or a list of overrides.
     """
     if isinstance(config, dict):
         return {key: _redacted_value(str(key), value) for key, value in config.items()}
@@ -92,9 +99,9 @@ def _redacted_text(text: str) -> str:
 
 
 def _redacted_value(key: str, value: Any) -> Any:
-    """Return the `value` of `key` with credentials replaced by `***`.
+    """Return `value`, the value of `key` in a config, with credentials replaced by `***`.
 
-    If `key` names a credential, all values in `value` are credentials.
+    If `key` names a credential, all values nested in `value` are treated as credentials.
     """
     if isinstance(value, dict):
         hidden = _NAMED.search(key)
@@ -118,6 +125,6 @@ def _masked(match: re.Match[str]) -> str:
 def _is_secret(name: str, value: str) -> bool:
     """Return whether `value`, whose key ends with `name`, is a credential.
 
-    A number may be a password, but under the name `token` it is the token ID of a language model.
+    A number may be a password; but if `name` is `token`, a number is the token ID of a language model.
     """
     return not _NO_SECRET.fullmatch(value) and not (name.lower() == "token" and value.isdecimal())

@@ -11,7 +11,7 @@ PAUSES = ("log", "evaluate", "checkpoint")
 
 
 class Section:
-    """A context manager that makes the section `name` active, and restores the enclosing section on exit."""
+    """A context manager that makes the section `name` active, and on exit makes the enclosing section active again."""
 
     def __init__(self, timer: SectionTimer, name: str):
         self._timer, self._name, self._outer = timer, name, []
@@ -24,10 +24,11 @@ class Section:
 
 
 class SectionTimer:
-    """A timer for sections. The time of a section excludes nested sections: all times add up to the time since `reset`.
+    """A timer for sections of code. The time of a section does not include the time of sections that are nested in it.
 
-    Entering a section takes 0.5 µs, little enough for the training loop. On an accelerator, the timer measures how long
-    the host takes to queue the work, unless `synchronize` makes each switch between sections wait for the device.
+    The times of all sections therefore add up to the time since `reset` was called. Entering a section takes 0.5 µs,
+    which is negligible in the training loop. On an accelerator, the timer measures how long the host takes to queue
+    work, unless `reset` was called with a function `synchronize` that waits for the device.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class SectionTimer:
         """Set all times to zero, and make the section `other` active.
 
         Args:
-            synchronize: called at each switch between sections.
+            synchronize: a function to call at each switch between sections, for example to wait for the device.
         """
         self.synchronize = synchronize
         self.calls: dict[str, int] = defaultdict(int)
@@ -55,7 +56,7 @@ class SectionTimer:
         return before
 
     def section(self, name: str) -> Section:
-        """Return the context manager of the section `name`, and count this call: `with timer.section("data"): …`."""
+        """Count this call, and return the context manager of the section `name`: `with timer.section("data"): …`."""
         self.calls[name] += 1
         section = self._sections.get(name)
         if section is None:
@@ -67,7 +68,7 @@ class SectionTimer:
         return self._seconds[name]
 
     def paused(self) -> float:
-        """Return the seconds spent in the sections that are not training (`PAUSES`)."""
+        """Return the total of the seconds spent in the sections `PAUSES`, which do not count as training."""
         return sum(map(self.spent, PAUSES))
 
     def seconds(self) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Signals that request a stop: the run finishes its step and saves a checkpoint, from which it can be resumed.
 
 The signals are SIGINT (Ctrl-C), SIGQUIT (Ctrl-\\), SIGHUP (the terminal was closed), and SIGTERM, SIGUSR1 and SIGUSR2,
-which schedulers send before they kill a job. Before training there is nothing to save: the command ends at once.
+which schedulers send before they kill a job. Before training, there is nothing to save, so a signal ends the command at
+once.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 STOPPED, INTERRUPTED = 75, 130
-"""The exit codes of a command that was asked to stop, and of one that was interrupted by Ctrl-C."""
+"""The exit codes of a command that was asked to stop, and of a command that was interrupted by Ctrl-C."""
 
 
 class StopRequest:
-    """A context manager in which a stop signal sets `received`, which the training loop reads in each step.
+    """A context manager that stores the name of a stop signal in `received`, which the training loop reads every step.
 
-    In the main process, Ctrl-C after an earlier stop signal raises `KeyboardInterrupt`; a child process is stopped by
-    the main process instead. A child process starts with stop signals blocked, and receives pending signals when it
-    enters the context. If SIGHUP is ignored, for example because of `nohup`, it stays ignored.
+    In the main process, Ctrl-C after an earlier stop signal raises `KeyboardInterrupt`. In a child process it does not,
+    because the main process stops its children. A child process starts with stop signals blocked, and receives pending
+    signals when it enters the context. If SIGHUP is ignored, for example because of `nohup`, it stays ignored.
     """
 
     before_training = False
@@ -88,7 +89,7 @@ class StopRequest:
             self._interrupt()
 
     def _begin(self, number: int) -> None:
-        """Handle the first stop signal, `number`."""
+        """Handle the first stop signal, whose number is `number`."""
         if _is_main_process():
             _say(f"{self.received}: finishing the step, then saving; press Ctrl-C to stop at once")
 
@@ -100,16 +101,16 @@ class StopRequest:
 
 
 class CommandSignals(StopRequest):
-    """A context manager around the command: a stop signal before training ends the command at once, by an exception.
+    """A context manager for the whole command, in which a stop signal before training raises an exception.
 
-    The exception is `KeyboardInterrupt` for Ctrl-C, and `SystemExit` for other signals. During training, the signals go
-    to the `StopRequest` of the training loop. After training, a signal is only remembered: the result is still written,
-    and no other run of this process begins.
+    The exception is `KeyboardInterrupt` for Ctrl-C, and `SystemExit` for other signals. During training, the
+    `StopRequest` of the training loop handles the signals. After training, a signal is only recorded in `received`: the
+    result is still written, but this process does not start another run.
     """
 
     before_training = True
     exit_code: int | None = None
-    """The exit code of a command that a signal ended before training."""
+    """The exit code of the command if a signal has ended it before training; otherwise None."""
 
     def __enter__(self) -> CommandSignals:
         if threading.current_thread() is threading.main_thread() and _installed() is None:
@@ -137,10 +138,10 @@ class CommandSignals(StopRequest):
 
 
 def run_main(main: Callable[[], int]) -> int:
-    """Run `main`, the only work of this process, with handlers for stop signals, and return its exit code.
+    """Call `main`, which does all the work of this process, with handlers for stop signals, and return its exit code.
 
-    After `main`, stop signals are ignored. Python takes a second to exit, and restores the default handlers in this
-    time; with these handlers, a signal would kill the process.
+    Once `main` has returned, stop signals are ignored. Otherwise, they could kill the process while Python exits, which
+    takes a second: during this time, Python restores the default signal handlers.
     """
     command = CommandSignals().__enter__()  # never left
     try:
@@ -187,7 +188,10 @@ def _is_main_process() -> bool:
 
 
 def _say(line: str) -> None:
-    """Write `line` by `os.write`: the signal may have interrupted a write to `sys.stderr`, which is not reentrant."""
+    """Write `line` to standard error, in a way that is safe in a signal handler.
+
+    The signal may have interrupted a write to `sys.stderr`, which is not reentrant, so `os.write` is used instead.
+    """
     with suppress(OSError):
         os.write(2, f"\n{line}\n".encode())
 
@@ -203,11 +207,14 @@ def _forget_closed_terminal() -> None:
 
 
 def _raise_again_if_unraisable(lost: Any) -> None:
-    """Raise the exception of a stop signal again if it was raised where Python only prints exceptions.
+    """Raise the exception of a stop signal again if Python would only print the exception; used as an unraisable hook.
 
-    This is so in destructors and in callbacks of weak references, of which importing a module runs many. A timer raises
-    the exception a moment later, when Python most probably runs other code, so that the command still cleans up. Any
-    other exception is printed.
+    Python only prints exceptions that are raised in destructors and in callbacks of weak references, and importing a
+    module calls many such callbacks. A timer raises the exception again a moment later, when Python is probably running
+    other code, so that the command still cleans up. All other exceptions are printed.
+
+    Args:
+        lost: the argument that Python passes to `sys.unraisablehook`.
     """
     if not isinstance(lost.exc_value, KeyboardInterrupt | SystemExit):
         sys.__unraisablehook__(lost)

@@ -1,6 +1,7 @@
-"""Temporary directories that killed processes leave behind, which the next run removes.
+"""Removal of temporary directories that killed processes have left behind.
 
-A process holds a lock on a file in its directory; the kernel releases the lock when the process ends.
+Each process holds a lock on a file in its temporary directory. The kernel releases the lock when the process ends, so
+the next run removes the directories whose file is not locked.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ _LOCK = "runner.lock"
 
 
 def claim_directory(path: str) -> bool:
-    """Lock the temporary directory `path` until this process ends; return False if it is locked or cannot be locked."""
+    """Lock the temporary directory `path` until this process ends.
+
+    Returns:
+        True if this call has locked the directory; False if the directory was already locked, or cannot be locked.
+    """
     lock = Path(path) / _LOCK
     with suppress(OSError):  # without a lock, the directory is left behind after a kill, and nothing else
         if lock.exists():
@@ -29,7 +34,7 @@ def claim_directory(path: str) -> bool:
 
 
 def remove_abandoned(prefix: str) -> None:
-    """Remove this user's temporary directories `prefix*` that were locked by processes that have ended."""
+    """Remove this user's temporary directories named `prefix*` that belonged to processes that have ended."""
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError):  # not locked by a run, in use, of another user, or removed by another process
             if path.lstat().st_uid != os.getuid() or path.is_symlink():

@@ -1,7 +1,7 @@
-"""Functions that recognize errors of torch by their messages, where torch has no exception type for them.
+"""Functions that recognize torch's errors by their messages, because these errors have no exception types of their own.
 
-The messages are those of torch 2.11 to 2.14. Each function names the torch issue that would make it unnecessary. No
-other file compares messages.
+The messages are those of torch 2.11 to 2.14. Each function names the torch issue that would make it unnecessary, if one
+is known. No other file compares error messages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
     NCCL and the stores raise `torch.distributed.DistError` (https://github.com/pytorch/pytorch/pull/107651), but gloo
     raises a RuntimeError. Types for all of these errors were requested in
-    https://github.com/pytorch/pytorch/issues/14433, which is closed; no open torch issue known.
+    https://github.com/pytorch/pytorch/issues/14433, which is closed. No open torch issue is known.
     """
     text = str(error).lower()
     names = ("gloo", "nccl", "pair closure")
@@ -22,7 +22,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def nondeterministic_operation(error: BaseException) -> str:
-    """Return the message of `error` if an operation has no deterministic implementation; otherwise an empty text.
+    """Return the message of `error` if an operation has no deterministic implementation; otherwise an empty string.
 
     `torch.use_deterministic_algorithms` makes such operations raise a RuntimeError. No GitHub issue is known.
     """
@@ -33,7 +33,7 @@ def nondeterministic_operation(error: BaseException) -> str:
 
 
 def is_single_value_batch_norm(error: BaseException) -> bool:
-    """Return whether batch normalization raised `error` because a channel has only one value, and so no variance.
+    """Return whether batch normalization raised `error` because a channel has a single value and thus no variance.
 
     torch raises a ValueError. No GitHub issue is known.
     """

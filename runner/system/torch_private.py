@@ -1,6 +1,6 @@
-"""Access to torch's private state, in a single file, so that a new version of torch breaks only one place.
+"""Functions that access torch's private state, all in this file, so that a new torch version can break only this file.
 
-Each function says why it is needed, and which torch issue would make it unnecessary.
+Each function says why it is needed, and which torch issue would make it unnecessary, if one is known.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 
 
 def num_operations() -> int:
-    """Return how many gloo operations this process has begun, in all of its process groups.
+    """Return the number of gloo operations that this process has started, over all of its process groups.
 
-    The count includes collectives, point-to-point operations, and the operations that DDP begins in C++. A public count
-    would make this function unnecessary, and so would a timeout that does not count time in which the processes are
-    suspended; no torch issue known.
+    The number includes collectives, point-to-point operations, and the operations that DDP starts in C++. If torch had
+    a public counter of operations, or a timeout that excludes the time during which processes are suspended, this
+    function would be unnecessary. No torch issue is known.
     """
     from torch.distributed import distributed_c10d
 
@@ -27,9 +27,9 @@ def num_operations() -> int:
 def found_inf_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the overflow flags that `GradScaler.unscale_` has set: one float32 scalar, 0 or 1, for each device.
 
-    `GradScaler.step` and `GradScaler.update` read these tensors. If ranks hold different gradients of one model, the
-    flags have to be reduced over the ranks before `step`, so that all ranks skip the same updates. A public way to
-    learn whether an update was skipped is requested in https://github.com/pytorch/pytorch/issues/67590; to be of use
-    here, it would have to give access to the flags before `step`.
+    `GradScaler.step` and `GradScaler.update` read these tensors. If each rank holds the gradients of only a part of
+    the model, the flags have to be reduced over the ranks before `step`, so that all ranks skip the same updates. The
+    issue https://github.com/pytorch/pytorch/issues/67590 requests a public way to find out whether an update was
+    skipped; to replace this function, it would have to give access to the flags before `step`.
     """
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())

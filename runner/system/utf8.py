@@ -1,18 +1,19 @@
-"""Text that can be written as UTF-8, and shown on a terminal."""
+"""Conversion of any text to text that can be encoded as UTF-8 and safely shown on a terminal."""
 
 from __future__ import annotations
 
 import re
 
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Characters that control a terminal, except tab and line feed, or that change the direction of the text."""
+"""A pattern for characters that control a terminal, except tab and line feed, or that change the text direction."""
 
 
 def printable(text: str) -> str:
-    r"""Return `text` with an escape such as `\xff` for each byte that is not valid UTF-8, as in some file names.
+    r"""Return `text` with each byte that is not valid UTF-8 replaced by an escape sequence such as `\xff`.
 
-    Python represents such bytes by surrogates, which UTF-8, JSON and TensorBoard's event files cannot contain. Control
-    characters are escaped too, because a terminal would execute them: a file name may come from somebody else.
+    Python represents such bytes, which occur in some file names, as surrogates, and UTF-8, JSON and TensorBoard's event
+    files cannot contain surrogates. Control characters are escaped too: a terminal would execute them, and somebody
+    else may have chosen the text, for example a file name.
     """
     try:
         text = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

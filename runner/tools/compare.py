@@ -1,8 +1,8 @@
-"""`python -m runner.tools.compare PATH…` prints a table of runs: the options that differ, and what came of them.
+"""`python -m runner.tools.compare PATH…` prints a table of runs: the options in which they differ, and their results.
 
 It reads `config.yaml` and `result.json` of every run directory below each PATH, and the ledgers of sweeps. Runs that
-differ only in their seed are one row, with mean ± standard deviation. The best row comes first; runs that are not done
-follow with their reasons.
+differ only in their seed share one row, which shows mean ± standard deviation. The best row comes first. Runs that are
+not done follow in a second table, which says why.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runner.tools.compare_rows import Comparison
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code: 0, or 2 after printing the reason to standard error."""
+    """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
     options, unknown = _parser().parse_known_args(arguments)
     try:
         check(not unknown, " ".join(unknown), ABSENT, "there is no such option", "--help lists the options")

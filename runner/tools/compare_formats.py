@@ -1,4 +1,4 @@
-"""Writes a comparison as a table for a terminal, as Markdown, as CSV and as JSON."""
+"""Functions that convert a comparison of runs to tables for a terminal, to Markdown, to CSV and to JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FAILURE_TITLES: list[str] = ["run", "state", "step", "reason"]
 
 
 def terminal(comparison: Comparison) -> Group:
-    """Return the tables of the runs that are done, and of those that failed."""
+    """Return, for a terminal, a table of the runs that are done and a table of the runs that are not done."""
     parts: list[RenderableType] = []
     for titles, rows, caption in _tables(comparison):
         table = Table(box=SIMPLE_HEAD, title=caption, title_justify="left", title_style="bold red")
@@ -37,7 +37,7 @@ def terminal(comparison: Comparison) -> Group:
 
 
 def markdown(comparison: Comparison) -> str:
-    """Return the tables of `terminal` in Markdown."""
+    """Return the same tables as `terminal`, as Markdown text."""
     blocks = []
     for titles, rows, caption in _tables(comparison):
         lines = [_markdown_line(titles), _markdown_line(["---"] * len(titles)), *map(_markdown_line, rows)]
@@ -85,7 +85,7 @@ def _cell(row: Row, measure: str) -> str:
 
 
 def as_csv(comparison: Comparison) -> str:
-    """Return one table: a line for each row, with standard deviations in columns of their own, then the failures."""
+    """Return one CSV table: a line for each row, with standard deviations in separate columns, then each failure."""
     names = comparison.measures
     titles = [_title(comparison, name) if name in (BEST, LAST) else name for name in names]
     keys = [format_value(key) for key in comparison.keys]
@@ -104,7 +104,7 @@ def as_csv(comparison: Comparison) -> str:
 
 
 def as_json(comparison: Comparison) -> str:
-    """Return the comparison with all numbers unrounded, as JSON."""
+    """Return the comparison as JSON text, with all numbers unrounded."""
     content = {
         "keys": comparison.keys,
         "metric": comparison.metric,
@@ -131,7 +131,7 @@ def _spread(spread: Spread | None) -> dict[str, float | None] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON can express: a number that is not finite becomes null, a date becomes text."""
+    """Return `value` in types that JSON supports: numbers that are not finite become None, and dates become text."""
     if isinstance(value, dict):
         return {printable(str(key)): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Compares saved runs: a row for each combination of the options that differ, and one for each run that failed."""
+"""A comparison of saved runs: a row for each combination of options that differ, and a row for each failed run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from runner.tracking.spread import Spread
 BEST, LAST, STEPS, SECONDS, RATE = "best", "last", "steps", "seconds", "samples_per_second"
 
 _TYPED = {RATE: "samples/s"}
-"""The titles of columns, where they differ from the names of the measures."""
+"""The column titles of those measures whose title differs from their name."""
 
 _REASONS = {"killed": "it was killed: it has no result", "damaged": "its result.json is damaged"}
 
@@ -40,10 +40,11 @@ class Row:
     """Runs that are done and differ only in their seed.
 
     Args:
-        values: the values of the keys that differ among all runs; without the keys that these runs do not have.
-        runs: the runs.
-        measures: the numbers of the runs by measure (`best`, `last`, `steps`, `seconds`, `samples_per_second`). A
-            measure may have fewer numbers than there are runs, but not none.
+        values: the values of the keys that differ among all runs. Keys that the runs of this row do not have are left
+            out.
+        runs: the runs of this row.
+        measures: for each measure (`best`, `last`, `steps`, `seconds`, `samples_per_second`), the numbers of those runs
+            that have this measure. Measures that no run has are left out.
     """
 
     values: dict[str, Any]
@@ -51,7 +52,7 @@ class Row:
     measures: dict[str, list[float]]
 
     def spread(self, measure: str) -> Spread | None:
-        """Return the mean and the standard deviation of a measure over the runs; None if no run has it."""
+        """Return the mean and the standard deviation of a measure over the runs; None if no run has this measure."""
         return Spread.of(self.measures[measure]) if measure in self.measures else None
 
 
@@ -60,10 +61,10 @@ class Failure(NamedTuple):
 
     Args:
         values: the values of the keys that differ among all runs.
-        name: the run directory, relative to the directory that contains all runs.
+        name: the path of the run directory, relative to the directory that contains all runs.
         state: `crashed`, `refused`, `diverged`, `stopped`, `running`, `killed` or `damaged`.
         step: the number of completed steps; None if it is not known.
-        reason: why it failed.
+        reason: the reason why the run or the job is not done.
     """
 
     values: dict[str, Any]
@@ -77,12 +78,12 @@ class Comparison:
     """The rows of a table that compares all runs below `paths`.
 
     Args:
-        paths: run directories, sweeps, or directories with these at any depth.
+        paths: run directories, directories of sweeps, or directories that contain such directories at any depth.
         metric: the TensorBoard tag of the metric to compare; None for the metric that selects the best checkpoint.
-        sort: the measure or the key to sort by; None for the metric.
+        sort: the title of the column to sort by; None for the column of the metric.
 
     Raises:
-        ConfigError: if there is no run, or none has the metric or the key.
+        ConfigError: if there are no runs, no run that is done has the metric, or there is no column `sort`.
     """
 
     def __init__(self, paths: list[Path], metric: str | None = None, sort: str | None = None):
@@ -111,7 +112,10 @@ class Comparison:
         return Row(values, tuple(runs), {name: [each[name] for each in measured if name in each] for name in names})
 
     def _sorted(self, rows: list[Row], sort: str | None) -> list[Row]:
-        """Return the rows with the best first, or by the measure or key `sort`; rows without it come last."""
+        """Return the rows sorted by the column `sort`; if `sort` is None, by the metric, with the best row first.
+
+        Rows that have no value in the column come last.
+        """
         known = [*(_TYPED.get(name, name) for name in self.measures), "runs", *self.keys]
         check(sort is None or sort in known, "--sort", sort, "there is no such column", did_you_mean(str(sort), known))
         measures = {typed: name for name, typed in _TYPED.items()}
@@ -133,7 +137,7 @@ class Comparison:
         return Failure(values, self._name(run.directory), state, steps_of(run.directory, run.result), _shown(reason))
 
     def _jobs_without_run(self, sweep: Path, ledger: dict[str, Any]) -> Iterator[Failure]:
-        """Yield the jobs of a sweep that have no run directory, because their configs were refused, for example."""
+        """Yield a failure for each job of a sweep that has no run directory, for example because it was refused."""
         runs = {entry.name for entry in os.scandir(sweep) if entry.is_dir(follow_symlinks=False)}
         for entry in ledger["jobs"].values():
             name, state = entry.get("directory", ""), one_line(entry.get("state", "killed"))
@@ -150,7 +154,7 @@ class Comparison:
 
 
 def find_sweeps(paths: Iterable[Path]) -> list[Path]:
-    """Return the directories at and below `paths` that contain the ledger of a sweep, each once."""
+    """Return the directories at and below `paths` that contain the ledger of a sweep, without duplicates."""
     found: dict[Path, Path] = {}
     for path in paths:
         for folder, subfolders, files in walk(path):
@@ -167,7 +171,7 @@ def find_sweeps(paths: Iterable[Path]) -> list[Path]:
 
 
 def _measures(result: dict[str, Any], metric: str) -> dict[str, float]:
-    """Return the finite numbers in the result of a run by measure."""
+    """Return the numbers in the result of a run by measure. Numbers that are missing or not finite are left out."""
     best = result.get("best", {})
     numbers = {
         BEST: best["value"] if best.get("metric") == metric else None,
@@ -180,7 +184,7 @@ def _measures(result: dict[str, Any], metric: str) -> dict[str, float]:
 
 
 def _known_metric(runs: list[MeasuredRun], name: str) -> str:
-    """Return the tag of the metric that the user names, with or without `eval/`.
+    """Return the tag of the metric `name`, which the user may have typed with or without the prefix `eval/`.
 
     Raises:
         ConfigError: if no run has this metric.
@@ -199,7 +203,7 @@ def _known_metric(runs: list[MeasuredRun], name: str) -> str:
 
 
 def _swept_first(keys: list[str], ledgers: Iterable[dict[str, Any]]) -> list[str]:
-    """Return `keys` with the keys that a sweep varies first, in the order of its overrides."""
+    """Return `keys` reordered: first the keys that a sweep varies, in the order of its overrides, then all others."""
     swept: dict[str, set[str]] = {}
     for ledger in ledgers:
         for entry in ledger["jobs"].values():
@@ -221,7 +225,7 @@ def _mean(row: Row, measure: str) -> float | None:
 
 
 def _ordered(value: Any) -> tuple[bool, bool, float, str]:
-    """Return a sort key: numbers by size before text, and a missing value last."""
+    """Return a sort key that puts numbers first, in ascending order, then text, and None last."""
     number = is_finite(value)
     return value is None, not number, float(value) if number else 0.0, "" if number else str(value)
 

@@ -1,7 +1,8 @@
 """`python -m runner.tools.convert SOURCE DESTINATION` extracts the weights of a run, or converts a file of weights.
 
-The written weights do not depend on the parallel mode: `model.weights=DESTINATION` starts a run from them, and other
-programs can load them. Reading a file cannot run code in it, and the hashes of a checkpoint are verified first.
+The format of the written weights does not depend on the parallel mode: `model.weights=DESTINATION` starts any run from
+them, and other programs can load them. Reading SOURCE never executes code that is hidden in it, and the hashes of a
+checkpoint are verified before it is read.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Weights(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code: 0, or 2 after printing the reason to standard error."""
+    """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
     options = _parser().parse_args(arguments)
     destination = Path(options.destination).expanduser()
     try:
@@ -90,11 +91,11 @@ def check_destination(path: Path, force: bool) -> None:
 
     Args:
         path: the output file (DESTINATION).
-        force: whether an existing file is replaced.
+        force: whether an existing file may be replaced.
 
     Raises:
-        ConfigError: if the suffix of `path` is not supported, its directory is missing or a checkpoint, or the file
-            exists and `force` is False.
+        ConfigError: if the suffix of `path` is not supported, if `path` is a directory, if its parent directory does
+            not exist or is a checkpoint, or if the file exists and `force` is False.
     """
     formats = "name a .safetensors file, or a state dict as .pt or .pth"
     why = f"its suffix must be one of {', '.join(_WRITERS)}"
@@ -107,12 +108,12 @@ def check_destination(path: Path, force: bool) -> None:
 
 
 def read(source: Path, best: bool = False) -> Weights:
-    """Read the weights in a run directory, in a checkpoint or in a file.
+    """Read weights from a run directory, from a checkpoint or from a file.
 
     Args:
-        source: a run directory, a checkpoint in one, or a file of weights.
-        best: read the checkpoint with the best evaluation; otherwise, from a run directory, the newest intact
-            checkpoint.
+        source: a run directory, a checkpoint in a run directory, or a file of weights.
+        best: if `source` is a run directory, whether to read the checkpoint with the best evaluation instead of the
+            newest intact checkpoint.
 
     Raises:
         ConfigError: if `source` has no weights or damaged weights, or if `best` is True and `source` is not a run
@@ -147,7 +148,7 @@ def _newest(run: Path) -> Path:
 
 
 def _best(run: Path) -> Path:
-    """Return the path of the checkpoint with the best evaluation. The newest checkpoint records its step."""
+    """Return the path of the checkpoint with the best evaluation, whose step is recorded in the newest checkpoint."""
     newest = _newest(run)
     with _errors_as_source(newest):
         checkpoint = load(newest)
@@ -190,12 +191,12 @@ def _read_file(path: Path) -> Tensors:
 
 
 def write(tensors: Tensors, path: Path, prefix: str = "") -> None:
-    """Write `tensors` to `path` atomically, in the format of its suffix.
+    """Write `tensors` to the file `path` atomically, in the format given by the suffix of `path`.
 
     Args:
         tensors: tensors by name.
         path: a .safetensors, .pt or .pth file.
-        prefix: a prefix for each name.
+        prefix: a prefix that is added to each name.
 
     Raises:
         ConfigError: if the format does not support a tensor, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""`python -m runner.tools.doctor [--json]` describes this machine, and what each option does on it."""
+"""`python -m runner.tools.doctor [--json]` describes this machine, and what precisions and parallel modes do on it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def gather() -> dict[str, Any]:
-    """Return the report as plain values; errors and warnings are listed under `findings`."""
+    """Return the report on this machine as plain values. Errors and warnings are listed under the key `findings`."""
     report = environment()
     devices, findings = report["devices"], report["findings"]
     for device in devices:
@@ -50,7 +50,7 @@ def gather() -> dict[str, Any]:
 
 
 def _cuda_details(index: int, count: int, findings: list[str]) -> dict[str, Any]:
-    """Return those properties of a CUDA device for which a CUDA context is needed.
+    """Return the properties of a CUDA device that can be read only with a CUDA context.
 
     Args:
         index: the index of the device.
@@ -82,14 +82,14 @@ def _cuda_details(index: int, count: int, findings: list[str]) -> dict[str, Any]
 
 
 def computes(device: str) -> bool:
-    """Return whether a sum on `device` is correct. A device that torch lists may be broken, or too old for torch."""
+    """Return whether `device` computes a sum correctly; devices that torch lists may be broken or too old for torch."""
     return torch.ones(1000, device=device).sum().item() == 1000
 
 
 def _add_clocks(devices: list[dict[str, Any]], findings: list[str]) -> str | None:
     """Add the current clock rates to `devices`, and return the version of the driver.
 
-    Without nvidia-ml-py, or if NVML fails, unknown clock rates and versions are None.
+    If nvidia-ml-py is not installed or NVML fails, the clock rates and the version that could not be read are None.
 
     Args:
         devices: the properties of each accelerator.
@@ -129,7 +129,7 @@ def _backends(devices: list[dict[str, Any]], findings: list[str]) -> dict[str, A
 
 
 def _precisions(devices: list[dict[str, Any]], features: list[str]) -> list[dict[str, str]]:
-    """Return what each precision does on each kind of device.
+    """Return descriptions of what each precision does on each kind of device.
 
     If there are several CUDA devices, the one with the lowest compute capability is described.
 
@@ -148,12 +148,12 @@ def _precisions(devices: list[dict[str, Any]], features: list[str]) -> list[dict
 
 
 def meaning(precision: str, kind: str, capability: str | None, features: Iterable[str]) -> str:
-    """Return what a precision does on a kind of device; see runner/precision.py.
+    """Return a description of what a precision does on a kind of device; see runner/precision.py.
 
     Args:
-        precision: the option of `precision=`.
+        precision: the option of `precision=`, for example `bf16`.
         kind: `cpu`, `cuda` or `mps`.
-        capability: the compute capability of a CUDA device.
+        capability: the compute capability of a CUDA device, for example `8.0`; None for other devices.
         features: the instruction sets of the CPU.
     """
     ampere = kind == "cuda" and _as_numbers(capability or "0.0") >= (8, 0)
@@ -174,7 +174,7 @@ def _options(group: str) -> list[dict[str, str]]:
 
 
 def _remarks(report: dict[str, Any]) -> list[str]:
-    """Return recommendations for this machine."""
+    """Return recommendations for this machine, based on the report."""
     remarks, processor = [], report["cpu"]
     visible, cores = os.environ.get("CUDA_VISIBLE_DEVICES"), max(1, int(usable_cores(processor)))
     if not report["devices"] and visible is not None:

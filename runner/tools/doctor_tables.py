@@ -1,4 +1,4 @@
-"""Renders the report of `runner.tools.doctor` as tables for a terminal."""
+"""Functions that render the report of `runner.tools.doctor` as tables for a terminal."""
 
 from __future__ import annotations
 

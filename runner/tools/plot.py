@@ -1,7 +1,7 @@
 """`python -m runner.tools.plot PATH…` summarizes the runs of a sweep as figures, tables and CSV files.
 
 It reads `config.yaml` and `result.json` of every run directory below each PATH. Runs that differ only in their seed are
-repeats of one measurement; error bars are the standard deviation over the repeats.
+repeats of one measurement; error bars show the standard deviation over the repeats.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code: 0, or 2 after printing the reason to standard error."""
+    """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
     parser = argparse.ArgumentParser("python -m runner.tools.plot", description="Figures and tables of a sweep.")
     parser.add_argument("paths", metavar="PATH", nargs="+", help="a directory with runs at any depth below it")
     parser.add_argument(
@@ -55,11 +55,11 @@ def plot(paths: list[Path], out: Path) -> None:
     """Write figures, CSV files and TensorBoard events to `out`, and print a table.
 
     Args:
-        paths: directories with runs at any depth.
+        paths: directories that contain runs at any depth.
         out: the output directory.
 
     Raises:
-        ConfigError: if there is nothing to plot, matplotlib is not installed, or `out` cannot be written.
+        ConfigError: if there is nothing to plot, matplotlib is not installed, or `out` cannot be written to.
     """
     remedy = "name the directory of a sweep, outputs/sweeps/NAME/…"
     for path in paths:

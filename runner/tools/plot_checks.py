@@ -1,4 +1,4 @@
-"""Checks the files of a run before they are plotted: they may be damaged, or written by somebody else."""
+"""Checks of the files of a run before the run is plotted: the files may be damaged, or written by somebody else."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from runner.system.utf8 import printable
 
 _COUNTS = ("batch_size", "accumulation.steps")
 _COUNTS_OR_WORDS = ("parallel.split_size", "parallel.num_micro_batches", "parallel.stages")
-"""Keys of a config whose values are used as numbers. Keys in `_COUNTS_OR_WORDS` may also have words such as `auto`."""
+"""Config keys whose values are used as numbers. For keys in `_COUNTS_OR_WORDS`, words such as `auto` are valid too."""
 
 
 def damage(labels: dict[str, Any], result: dict[str, Any]) -> str:
-    """Return what is wrong with the files of a run; an empty text if the run can be plotted.
+    """Return a description of what is wrong with the files of a run; an empty string if the run can be plotted.
 
     Args:
-        labels: the leaves of the run's config by dotted key.
+        labels: the values in the run's config by dotted key.
         result: the result of the run, as `read_result` returns it.
     """
     return next(_damages(labels, result), "")
@@ -49,5 +49,5 @@ def _shown(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the first 200 characters of any text on one line, with control characters escaped."""
+    """Return the first 200 characters of `text` on one line, with control characters escaped."""
     return escaped(printable(" ".join(text.split())[:200]))

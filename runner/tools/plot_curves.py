@@ -1,4 +1,4 @@
-"""Reads the curves of runs from their event files, and averages them over repeats."""
+"""Functions that read the learning curves of runs from their event files, and average the curves over repeats."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from runner.tools.plot_runs import Point, Study
 from runner.tracking.spread import Spread
 
 _LIMIT_BYTES = 500_000_000
-"""Size limit of the event files of one run; pictures take most of it."""
+"""The maximum total size of the event files of one run, in bytes. Images take most of this space."""
 _LIMIT_RECORD_BYTES = 10_000
-"""Size limit of an event with scalars; events with pictures and texts are longer."""
+"""The maximum size of an event with scalars, in bytes. Events with images and texts are larger, and are skipped."""
 
 _MOST_EVENTS = 500_000
-"""The largest number of events that are read of one run: they take some seconds."""
+"""The maximum number of events that are read from the files of one run. Reading so many takes a few seconds."""
 
 _MOST_RUNS = 120
-"""The largest number of runs that are read: each takes some milliseconds."""
+"""The maximum number of runs whose event files are read. Reading one run takes a few milliseconds."""
 
 _FEWEST_STEPS = 3
 
@@ -31,9 +31,9 @@ class LearningCurve:
     """A metric over optimizer steps, averaged over the repeats of one setting.
 
     Args:
-        point: the setting.
-        steps: the steps, in order.
-        spreads: mean and standard deviation of the repeats at each step.
+        point: the setting, a point of the study.
+        steps: the optimizer steps, in ascending order.
+        spreads: the mean and the standard deviation over the repeats at each step.
     """
 
     point: Point
@@ -42,10 +42,11 @@ class LearningCurve:
 
 
 def learning_curves(study: Study) -> tuple[str, list[LearningCurve]]:
-    """Return the tag of a metric, and its curves.
+    """Return the tag of a metric, and the learning curves of this metric.
 
-    The metric is that of the study or, if it was evaluated at few steps, the training metric of the same name or the
-    training loss. If no run has event files, there are no curves.
+    The metric is the metric of the study. If it was logged at fewer than 3 steps, the training metric of the same name
+    is used instead or, if that has too few steps as well, the training loss. If none of them has enough steps, for
+    example because no run has event files, the tag and the list of curves are empty.
     """
     metric = study.metric
     wanted = [metric, f"train/{metric.rpartition('/')[2]}", "train/loss"]
@@ -59,7 +60,7 @@ def learning_curves(study: Study) -> tuple[str, list[LearningCurve]]:
 
 
 def _first_runs(study: Study) -> list[Point]:
-    """Return the first points of a study, as many as have no more runs than can be read in some seconds."""
+    """Return the first points of a study, as many as have at most `_MOST_RUNS` runs in total."""
     points, count = [], 0
     for point in study.points:
         count += len(point.runs)
@@ -74,14 +75,14 @@ def _average(point: Point, runs: list[dict[int, float]]) -> LearningCurve:
 
 
 def scalars(directory: Path, tags: list[str]) -> dict[str, dict[int, float]]:
-    """Return the finite values of scalars by tag and step, without tags that were not logged.
+    """Return the finite values of the scalars in `tags` by tag and step. Tags that were not logged are left out.
 
-    The files may be damaged, or written by somebody else: what cannot be read is left out. A later session replaces the
-    steps that it computed again.
+    If a resumed session repeated steps of an earlier session, the values of the resumed session are returned. The event
+    files may be damaged or written by somebody else, so everything that cannot be read is left out.
 
     Args:
         directory: a run directory.
-        tags: the tags to read.
+        tags: the TensorBoard tags to read.
     """
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -106,9 +107,9 @@ def scalars(directory: Path, tags: list[str]) -> dict[str, dict[int, float]]:
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    """Yield the records of an event file, without those that are as long as pictures.
+    """Yield the records of an event file, but skip records that are so long that they must contain images or texts.
 
-    TensorBoard's own reader takes seconds for each picture, because it computes all checksums in Python.
+    TensorBoard's own reader is not used: it takes seconds for each image, because it computes checksums in Python.
 
     Raises:
         ValueError: if a record is damaged.

@@ -1,7 +1,7 @@
-"""Draws the figures of a study.
+"""Functions that draw the figures of a study.
 
 A study of parallel modes has up to three figures: run time by mode, run time with and without a pipeline, and run time
-of the pipeline over `split_size`. Other studies have those of `runner.tools.plot_quality`.
+of the pipeline over `split_size`. Other studies have the figures that `runner.tools.plot_quality` draws.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pictures(study: Study) -> dict[str, Figure]:
 
 
 def _bars(title: str, study: Study, points: list[Point]) -> Figure:
-    """Draw one bar per point: its length shows the seconds per step, its label the throughput and the speed-up."""
+    """Draw one bar per point. Its length shows the seconds per step; its label shows throughput and speed-up."""
     colors = {mode: COLORS[i % len(COLORS)] for i, mode in enumerate(dict.fromkeys(p.mode for p in points))}
     labels = [_label(point) for point in points]
     upright = len(points) <= _MOST_UPRIGHT and max(label.count("\n") for label in labels) < 4
@@ -77,7 +77,7 @@ def _label(point: Point) -> str:
 
 
 def _line_label(point: Point, study: Study) -> str:
-    """Return the label of a point on one line: its parallel mode, and what distinguishes it otherwise."""
+    """Return the label of a point on one line: its parallel mode, and other values that distinguish the point."""
     return ", ".join(filter(None, (shown(point.mode), plot_quality.label(point, study, without="parallel"))))
 
 
@@ -141,7 +141,7 @@ def _caption(study: Study) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text from a file so that matplotlib neither parses it as a formula nor draws control characters."""
+    """Return `text` shortened, with control characters escaped, and with dollar signs escaped for matplotlib."""
     line = one_line(text)
     line = line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"  # a longer one leaves no room for the axes
     return line.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Draws the figures of a sweep over any keys: its metric over the swept keys, a ranking, and learning curves."""
+"""Functions that draw the figures of any sweep: its metric over the swept keys, a ranking, and learning curves."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ def curves(study: Study, caption: str) -> dict[str, Figure]:
 
 
 def _value(point: Point, key: str) -> Any:
-    """Return the value of `key` as it is shown: a number, or a text."""
+    """Return the value of `key` at `point`: numbers unchanged, and all other values as text."""
     value = point.values.get(key)
     return value if is_number(value) else format_value(value)
 
 
 def _values(study: Study, key: str) -> list[Any]:
-    """Return the different values of `key`: numbers by size, others in the order of the runs."""
+    """Return the distinct values of `key`: sorted if all are numbers, otherwise in the order of the points."""
     values = list(dict.fromkeys(_value(point, key) for point in study.points))
     return sorted(values) if all(map(is_number, values)) else values
 
 
 def _quality(study: Study) -> tuple[str, dict[Point, Spread]]:
-    """Return the name of the metric of a study and the metric of each point; seconds per step if there is no metric."""
+    """Return the name of the study's metric, and its spread at each point; without a metric, use seconds per step."""
     finals = {point: point.final for point in study.points}
     measured = {point: final for point, final in finals.items() if final is not None}
     return (study.metric, measured) if measured else (_SECONDS, {point: point.seconds for point in study.points})
@@ -85,7 +85,7 @@ def _best_first(study: Study) -> list[Point]:
 
 
 def _runs(study: Study, point: Point) -> list[float]:
-    """Return the metric of each run of a point."""
+    """Return the metric of the study (see `_quality`) for each run of a point."""
     if _quality(study)[0] == _SECONDS:
         return [run.seconds for run in point.runs]
     metrics = [run.result.get("metrics", {}) for run in point.runs]
@@ -97,18 +97,22 @@ def _runs(study: Study, point: Point) -> list[float]:
 
 
 def _is_grid(study: Study) -> bool:
-    """Return whether the points are most of the combinations of the values of the keys, as in a sweep."""
+    """Return whether the points cover at least half of all combinations of the keys' values, as in a grid search."""
     return len(study.points) >= 0.5 * math.prod(len(_values(study, key)) for key in study.keys)
 
 
 def _fills_heat_map(study: Study) -> bool:
-    """Return whether a heat map would have few gaps and readable labels, unlike that of a search over numbers."""
+    """Return whether a heat map of the study would have few empty cells, and few enough cells for readable labels."""
     sizes = [len(_values(study, key)) for key in study.keys]
     return len(study.points) >= 0.75 * math.prod(sizes) and max(sizes) <= _MOST_CELLS
 
 
 def _line_keys(study: Study) -> tuple[str, str | None] | None:
-    """Return the key of the x-axis and the key that distinguishes the lines; None if they would be too many."""
+    """Return the key of the x-axis and the key that distinguishes the lines.
+
+    The second key is None if the study has only one key. If there would be too many lines, or names on the x-axis that
+    are too many or too long, return None.
+    """
     sizes = {key: len(_values(study, key)) for key in study.keys}
     numbers = {key for key in study.keys if all(map(is_number, _values(study, key)))}
     for key in sorted(study.keys, key=lambda key: (key not in numbers or sizes[key] < 3, -sizes[key])):
@@ -121,7 +125,11 @@ def _line_keys(study: Study) -> tuple[str, str | None] | None:
 
 
 def _varies_by_itself(study: Study, key: str) -> bool:
-    """Return whether several values of `key` were measured more than once: otherwise other keys explain as much."""
+    """Return whether the points have enough repeated values of `key` to show the effect of this key alone.
+
+    If there are more than two values and all are numbers, no value may occur at more than half of the points.
+    Otherwise, there must be 2 to 16 values, and at least two of them must occur at several points.
+    """
     counts = Counter(_value(point, key) for point in study.points if key in point.values)
     if len(counts) > 2 and all(map(is_number, counts)):
         return max(counts.values()) <= sum(counts.values()) / 2
@@ -129,18 +137,20 @@ def _varies_by_itself(study: Study, key: str) -> bool:
 
 
 def _short(key: str, study: Study) -> str:
-    """Return the last part of a key if it is unambiguous: `lr`."""
+    """Return the last part of `key`, such as `lr`, if it is unambiguous among the study's keys; otherwise `key`."""
     last = key.rpartition(".")[2]
     return last if [name.rpartition(".")[2] for name in study.keys].count(last) == 1 else key
 
 
 def label(point: Point, study: Study, without: str = "") -> str:
-    """Return the values of the swept keys of a point; if there are many keys, those that most points do not have.
+    """Return a label for a point, which consists of the values of the swept keys.
+
+    If there are many keys, the label contains only the values that differ from the most common value of their key.
 
     Args:
         point: the point.
-        study: the study that has it.
-        without: a key that is left out.
+        study: the study that contains the point.
+        without: a key to leave out.
     """
     usual: dict[str, Any] = {}
     if len(study.keys) > 3 and not _is_grid(study):
@@ -156,7 +166,7 @@ def label(point: Point, study: Study, without: str = "") -> str:
 
 
 def _over_one_key(study: Study, caption: str, key: str, other: str | None) -> Figure:
-    """Draw the metric and the step time over `key`: lines with bands over numbers, bars over options."""
+    """Draw the metric and the step time over `key`: lines with bands if its values are numbers, otherwise bars."""
     metric, quality = _quality(study)
     panels = {metric: quality} | {_SECONDS: {point: point.seconds for point in study.points}}
     values, groups = _values(study, key), _values(study, other) if other else [None]
@@ -191,7 +201,7 @@ def _over_one_key(study: Study, caption: str, key: str, other: str | None) -> Fi
 
 
 def _sequence(values: list[Any]) -> list[str]:
-    """Return a color for each value: shades from dark to light for several numbers, which have an order."""
+    """Return a color for each value: shades from dark to light for three or more numbers, otherwise distinct colors."""
     if len(values) < 3 or not all(map(is_number, values)):
         return [COLORS[i % len(COLORS)] for i in range(len(values))]
     shades = matplotlib.colormaps["viridis"]
@@ -214,7 +224,7 @@ def _heat_map(study: Study, caption: str) -> Figure:
 
 
 def _ranking(study: Study, caption: str) -> Figure:
-    """Draw one row for each setting, the best first."""
+    """Draw one row for each of the best settings, with the best setting at the top."""
     metric, quality = _quality(study)
     points = _best_first(study)[:_MOST_ROWS]
     labels = [label(point, study) for point in points]
@@ -228,7 +238,7 @@ def _ranking(study: Study, caption: str) -> Figure:
 
 
 def _over_each_key(study: Study, caption: str, keys: list[str]) -> Figure:
-    """Draw the metric of all runs over each of `keys`, whatever the values of the other keys are."""
+    """Draw a panel for each of `keys`, with the metric of all runs over this key, regardless of the other keys."""
     metric, quality = _quality(study)
     across = 2 if len(keys) == 4 else 3
     title = f"{shown(metric, 40)} over each key, whatever the others are"
@@ -249,7 +259,7 @@ def _over_each_key(study: Study, caption: str, keys: list[str]) -> Figure:
 
 
 def _curves(study: Study, caption: str, tag: str, found: list[LearningCurve]) -> Figure:
-    """Draw the learning curves: those of the best settings in color, and the others in gray."""
+    """Draw the learning curves: the curves of the best settings in color, and the other curves in gray."""
     ranks = {point: rank for rank, point in enumerate(_best_first(study))}
     few = len(found) <= _MOST_LINES
     colored = found if few else sorted(found, key=lambda curve: ranks.get(curve.point, len(ranks)))[:_MOST_LINES]

@@ -1,4 +1,4 @@
-"""Groups saved runs into the points of a study by the values of the swept keys."""
+"""A study of saved runs: the runs are grouped into points by the values of the swept keys."""
 
 from __future__ import annotations
 
@@ -26,22 +26,25 @@ class Point:
 
     @property
     def mode(self) -> str:
-        """The parallel mode."""
+        """The parallel mode of the runs."""
         return self.runs[0].mode
 
     @property
     def seconds(self) -> Spread:
-        """Seconds per step, over the repeats."""
+        """The mean and the standard deviation, over the repeats, of a run's median seconds per step."""
         return Spread.of(run.seconds for run in self.runs)
 
     @property
     def samples_per_second(self) -> Spread:
-        """Samples per second, over the repeats."""
+        """The mean and the standard deviation, over the repeats, of a run's throughput in samples per second."""
         return Spread.of(run.samples_per_second for run in self.runs)
 
     @property
     def final(self) -> Spread | None:
-        """The metric of the study at the end of a run, over the repeats; None if no run has this metric."""
+        """The mean and the standard deviation, over the repeats, of the study's metric at the end of a run.
+
+        None if no run has this metric.
+        """
         metrics = [run.result.get("metrics", {}) for run in self.runs]
         values = [values[self.metric] for values in metrics if self.metric in values]
         return Spread.of(values) if values else None
@@ -69,9 +72,9 @@ class Study:
         ]
 
     def single(self, point: Point) -> Point | None:
-        """Return the single-device point with the same values of other swept keys as `point`; None if there is none.
+        """Return the point with the parallel mode `single` that has the same values of all other swept keys as `point`.
 
-        The options of the parallel mode are not compared.
+        The options of the parallel mode are not compared. Return None unless there is exactly one such point.
         """
         values = other_values(point)
         matching = [each for each in self.points if each.mode == "single" and other_values(each) == values]

@@ -12,7 +12,7 @@ _SPLIT, _NUM_MICRO_BATCHES = "parallel.split_size", "parallel.num_micro_batches"
 
 @dataclass(frozen=True)
 class SplitCurve:
-    """The points of one pipeline, by `split_size`.
+    """The measured points of one pipeline, in the order of their `split_size`.
 
     Args:
         label: the values that distinguish this pipeline from other pipelines.
@@ -28,13 +28,13 @@ class SplitCurve:
 
     @property
     def best(self) -> tuple[int, Point]:
-        """The fastest point and its `split_size`."""
+        """The fastest point, as a pair (`split_size`, point)."""
         return min(self.points, key=lambda pair: pair[1].seconds.mean)
 
     def slowdown(self, split_size: float) -> float:
-        """Return by what factor GPipe's bubble lengthens a step: (m + p − 1) / m for m micro-batches and p stages.
+        """Return the factor by which GPipe's bubble lengthens a step: (m + p − 1) / m for m micro-batches and p stages.
 
-        Huang et al., 2019, section 2.3.
+        See Huang et al., 2019, section 2.3.
         """
         micro_batches = self.batch_size / split_size
         return (micro_batches + self.stages - 1) / micro_batches
@@ -44,7 +44,8 @@ class SplitCurve:
         """The estimated step time of a pipeline without a bubble, in seconds.
 
         This is the smallest ratio of measured step time to theoretical slowdown. With this estimate, the theoretical
-        curve touches one point and lies below all others, because theory ignores the overhead of small micro-batches.
+        curve goes through one measured point and lies below all others, as it should: the theory ignores the overhead
+        of small micro-batches.
         """
         return min(point.seconds.mean / self.slowdown(split_size) for split_size, point in self.points)
 
@@ -69,7 +70,7 @@ def split_curves(points: list[Point]) -> list[SplitCurve]:
 
 
 def split_size_of(point: Point) -> int | None:
-    """Return the samples per micro-batch of the pipeline; None if there is no pipeline or the size is automatic."""
+    """Return the number of samples in a micro-batch; None if `point` is not a pipeline, or the size is automatic."""
     labels = point.runs[0].labels
     if isinstance(labels.get(_SPLIT), int):
         return labels[_SPLIT]

@@ -1,4 +1,4 @@
-"""Renders a study as a table for a terminal, and as CSV files."""
+"""Functions that render a study as a table for a terminal, and as CSV files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def render(study: Study) -> Group:
     """Render a table of the points, with mean ± standard deviation over their repeats, and a list of failed runs."""
     table = Table(box=SIMPLE_HEAD)
     for title in (*study.keys, "runs", *_cells(study, study.points[0])) if study.points else ():
-        table.add_column(Text(one_line(title)), overflow="fold")  # Text, so that brackets are no markup
+        table.add_column(Text(one_line(title)), overflow="fold")  # Text, so that brackets are not markup
     for point in study.points:
         keys = [format_value(point.values.get(key, "")) for key in study.keys]
         table.add_row(*map(Text, (*keys, str(len(point.runs)), *_cells(study, point).values())))
@@ -45,7 +45,7 @@ def render(study: Study) -> Group:
 
 
 def _has_directory(path: Path, job: dict[str, Any]) -> bool:
-    """Return whether `job` of the sweep at `path` has a directory; its ledger entry may be damaged."""
+    """Return whether `job`, an entry in the ledger of the sweep at `path`, has a run directory in the sweep."""
     name = job.get("directory", "")
     return any(entry.name == name and entry.is_dir() for entry in path.iterdir())
 
@@ -67,7 +67,7 @@ def _cells(study: Study, point: Point) -> dict[str, str]:
 
 
 def plus_minus(spread: Spread) -> str:
-    """Return `mean ± deviation` with two significant digits of the deviation, or a single value with four digits."""
+    """Return `mean ± deviation`, rounded to two significant digits of the deviation; a single value has four digits."""
     if math.isnan(spread.deviation):
         return f"{spread.mean:.4g}"
     largest = max(spread.deviation, abs(spread.mean) / 1000)

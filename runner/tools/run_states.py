@@ -18,7 +18,7 @@ STATES = (*ENDED, "running", "killed", "damaged")
 
 
 def is_locked(directory: Path) -> bool:
-    """Return whether a process is writing to the run directory or the sweep `directory`: it holds a lock there."""
+    """Return whether a process is writing to `directory`, a run directory or a sweep, and therefore holds its lock."""
     return safe_read.is_locked(directory / ".lock")
 
 
@@ -27,7 +27,7 @@ def state_of(directory: Path, result: dict[str, Any]) -> str:
 
     Args:
         directory: the run directory.
-        result: the content of its `result.json`; empty if there is none, or it is damaged.
+        result: the content of the run's `result.json`; empty if the file does not exist or is damaged.
     """
     if not result and is_locked(directory):  # only then: for a moment, the test keeps a run from locking its directory
         return "running"
@@ -37,7 +37,10 @@ def state_of(directory: Path, result: dict[str, Any]) -> str:
 
 
 def steps_of(directory: Path, result: dict[str, Any]) -> int | None:
-    """Return how many steps a run has completed or, without a result, saved; None if that is not known."""
+    """Return the number of steps that a run has completed; None if it is not known.
+
+    If the run has no result, this is the step of its newest checkpoint.
+    """
     if "steps" in result:
         return result["steps"] if result["steps"] < 10**15 else None
     try:

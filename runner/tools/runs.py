@@ -1,7 +1,7 @@
-"""`python -m runner.tools.runs [PATH]` lists the runs below PATH, and removes those that are no longer needed.
+"""`python -m runner.tools.runs [PATH]` lists the runs below PATH, and can remove them.
 
-Each run is a line with its status, age, size on disk, steps, best evaluation and directory; the newest is the last.
-`--sweeps` lists sweeps instead. `--clean` removes what is listed, after a question.
+Each run is a line with its status, age, size on disk, steps, best evaluation and directory; the newest run comes last.
+`--sweeps` lists sweeps instead of runs. `--clean` asks for confirmation, and then removes what is listed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code.
 
-    The exit code is 0, or 1 if something could not be removed, or 2 after printing to standard error why the command
-    cannot be carried out.
+    The exit code is 0; 1 if something could not be removed; or 2 if the command line is invalid, after an error message
+    has been printed to standard error.
     """
     options, unknown = _parser().parse_known_args(arguments)
     root = Path(options.path).expanduser()
@@ -89,7 +89,7 @@ def _filter(options: argparse.Namespace) -> Filter:
     """Return the filter that the options describe.
 
     Raises:
-        ConfigError: if an option has an impossible value.
+        ConfigError: if an option has an invalid value.
     """
     known = SWEEP_STATES if options.sweeps else (*STATES, REMAINS)
     if options.best:
@@ -105,12 +105,12 @@ def _filter(options: argparse.Namespace) -> Filter:
 
 
 def clean(root: Path, entries: list[Entry], yes: bool) -> int:
-    """Remove the directories of `entries`, and return the exit code.
+    """Remove the directories of `entries`, and return the exit code: 0, or 1 if something could not be removed.
 
     Args:
-        root: the directory that is kept even if it becomes empty, unless it is an entry itself.
-        entries: runs or sweeps. Those that are running are kept.
-        yes: do not ask on the terminal.
+        root: a directory that is kept even if it becomes empty, unless it is itself one of the entries.
+        entries: the runs or sweeps to remove. Entries that are running are kept.
+        yes: whether to remove the entries without asking the user.
     """
     chosen = [entry for entry in entries if entry.state != "running"]
     if len(chosen) < len(entries):

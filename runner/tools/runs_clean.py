@@ -1,4 +1,4 @@
-"""Removes run directories so that, whenever the command is killed, no half of a run looks like a whole one."""
+"""Functions that remove runs so that, if the command is killed, a partly removed run does not look like a whole run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class KeptError(Exception):
 
 
 def remove_run(path: Path, end: Path) -> None:
-    """Remove the run directory `path`, and then its parents below `end` that are empty.
+    """Remove the run directory `path`, and then its parent directories below `end` that have become empty.
 
-    First, the directory is renamed to a name that no tool takes for a run. A sweep whose last run has been removed is
-    removed as well, if nothing but the files of the sweep is in its directory.
+    First, the directory is renamed, so that the tools recognize it as the remains of a run. If the run was the last run
+    of a sweep, the sweep is removed as well, unless the directory of the sweep contains any other files.
 
     Args:
         path: a run directory.
-        end: the directory that is kept even if it is empty.
+        end: a parent directory of the run that is kept even if it becomes empty.
 
     Raises:
         KeptError: if the run or its sweep is running, or `path` is not a run directory.
@@ -48,14 +48,14 @@ def remove_run(path: Path, end: Path) -> None:
 
 
 def remove_sweep(path: Path, end: Path) -> None:
-    """Remove all runs of the sweep at `path`, its ledger, and its empty parents below `end`.
+    """Remove the sweep at `path` with all its runs, and then its parent directories below `end` that have become empty.
 
-    The ledger is removed first, because it would list runs that no longer exist. What is neither a run nor a file of
-    the sweep stays.
+    The ledger is removed first, so that it never lists runs that no longer exist. Anything that is neither a run nor a
+    file of the sweep is kept.
 
     Args:
         path: the directory of the sweep.
-        end: the directory that is kept even if it is empty.
+        end: a parent directory of the sweep that is kept even if it becomes empty.
 
     Raises:
         KeptError: if the sweep or one of its runs is running.
@@ -75,10 +75,10 @@ def remove_sweep(path: Path, end: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path, why: str) -> Iterator[IO[str]]:
-    """Lock a run directory or a sweep.
+    """Hold the lock of a run directory or a sweep inside the context.
 
     Raises:
-        KeptError: with the message `why` if another process holds the lock.
+        KeptError: if another process holds the lock. The message of the error is `why`.
     """
     lock = run_directory.lock(directory)
     if lock is None:
@@ -106,7 +106,7 @@ def _remove(path: Path) -> None:
 
 
 def _remove_sweep_files(path: Path) -> None:
-    """Remove the files that a sweep itself writes to its directory, unless anything else is there."""
+    """Remove the files that a sweep itself has written to its directory, unless the directory contains other files."""
     if {entry.name for entry in path.iterdir()} <= {LEDGER, ".lock", CONSOLE}:
         if (path / CONSOLE).is_dir() and not (path / CONSOLE).is_symlink():
             for file in (path / CONSOLE).glob("*.txt"):

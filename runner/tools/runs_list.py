@@ -1,4 +1,4 @@
-"""Lists the runs and the sweeps below a directory, with their states, ages and sizes."""
+"""Functions that list the runs and the sweeps below a directory, with their states, ages and sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runner.tools.run_states import is_locked, state_of, steps_of
 from runner.tools.saved_runs import REMOVED
 
 REMAINS = "removed"
-"""The state of what is left of a run, if the command was killed while it removed the run."""
+"""The state of the remains of a run: the command was killed while it was removing the run."""
 
 SWEEP_STATES = ("done", "running", "unfinished")
 
@@ -40,14 +40,15 @@ class Entry:
     """A run or a sweep in the list.
 
     Args:
-        path: the path of its directory.
-        state: one of `run_states.STATES` or `REMAINS`; of a sweep, one of `SWEEP_STATES`.
-        changed: when it was last written to, in seconds since the epoch.
-        size: bytes on disk.
-        steps: the number of completed steps; None if it is not known. Of a sweep, the number of jobs that are done.
+        path: the path of the directory.
+        state: for a run, one of `run_states.STATES` or `REMAINS`; for a sweep, one of `SWEEP_STATES`.
+        changed: the time of the last change, in seconds since the epoch.
+        size: the size on disk, in bytes.
+        steps: for a run, the number of completed steps, or None if it is not known; for a sweep, the number of jobs
+            that are done.
         jobs: the number of jobs of a sweep; None for a run.
-        metric: the tag of the metric that selects the best checkpoint; empty if there is none.
-        best: its best value; None if there is none.
+        metric: the tag of the metric that selects the best checkpoint; empty if there is no such metric.
+        best: the best value of this metric; None if there is no such metric.
     """
 
     path: Path
@@ -62,14 +63,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Filter:
-    """Which entries are listed; the defaults list all.
+    """The conditions that an entry must meet to be listed. By default, all entries are listed.
 
     Args:
-        states: the states; empty for all.
+        states: the accepted states; empty for all states.
         older: the minimum age in seconds.
         newer: the maximum age in seconds.
-        name: a text in the path.
-        best: a comparison such as `>0.9`; empty for all.
+        name: a text that the path must contain.
+        best: a condition such as `>0.9` on the best value of the metric; empty for no condition.
     """
 
     states: tuple[str, ...] = ()
@@ -79,7 +80,7 @@ class Filter:
     best: str = ""
 
     def accepts(self, entry: Entry, now: float) -> bool:
-        """Return whether `entry` is listed."""
+        """Return whether `entry` meets all conditions. `now` is the current time in seconds since the epoch."""
         age = now - entry.changed
         return (
             (not self.states or entry.state in self.states)
@@ -91,10 +92,10 @@ class Filter:
 
 
 def duration(key: str, text: str) -> float:
-    """Return the seconds in a duration such as `7d` or `1.5h`.
+    """Return the number of seconds in a duration such as `7d` or `1.5h`.
 
     Raises:
-        ConfigError: with `key`, if `text` is no duration.
+        ConfigError: if `text` is not a duration. The error names `key`.
     """
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", text)
     check(found is not None, key, text, "it is no duration", "a number and s, m, h, d or w: 7d is a week")
@@ -103,10 +104,10 @@ def duration(key: str, text: str) -> float:
 
 
 def comparison(key: str, text: str) -> Callable[[float], bool]:
-    """Return the comparison with a number that a text such as `>0.9` describes.
+    """Return a function that checks whether a number meets a condition such as `>0.9`.
 
     Raises:
-        ConfigError: with `key`, if `text` is no comparison.
+        ConfigError: if `text` is not such a condition. The error names `key`.
     """
     found = re.fullmatch(r"\s*(>=|<=|>|<)\s*([-+]?[0-9]*\.?[0-9]+(?:e[-+]?[0-9]{1,3})?)\s*", text, re.IGNORECASE)
     check(found is not None, key, text, "it is no comparison with a number", f"{key} '>0.9', in quotes; or >=, <, <=")
@@ -116,10 +117,10 @@ def comparison(key: str, text: str) -> Callable[[float], bool]:
 
 
 def states(key: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the states in a text with commas between them.
+    """Return the states in `text`, which are separated by commas.
 
     Raises:
-        ConfigError: with `key`, if one of them is not in `known`.
+        ConfigError: if a state is not in `known`. The error names `key`.
     """
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
@@ -146,7 +147,7 @@ def _oldest_first(read: Callable[[Path], Entry], paths: Iterable[Path]) -> list[
 
 
 def directories(root: Path) -> Iterator[Path]:
-    """Yield `root` and every directory below it, but none inside a run directory. Links are not followed."""
+    """Yield `root` and every directory below it, except directories inside a run directory. Links are not followed."""
     for folder, subfolders, _ in walk(root):
         yield Path(folder)
         if is_run(Path(folder)):
@@ -155,9 +156,9 @@ def directories(root: Path) -> Iterator[Path]:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether `path` is a run directory, or what is left of one that was being removed.
+    """Return whether `path` is a run directory, or the remains of a run directory that was being removed.
 
-    A `config.yaml` alone marks no run directory, because it may be somebody's options for Hydra.
+    A directory with only a `config.yaml` is not a run directory, because the file may be somebody's Hydra config.
     """
     marks = (CONFIG,) if path.name.startswith(REMOVED) else (CONFIG, OVERRIDES)
     return _is(path, stat.S_ISDIR) and all(_is(path / name, stat.S_ISREG) for name in marks)
@@ -191,19 +192,19 @@ def _sweep(path: Path) -> Entry:
 
 
 def _best(result: Mapping[str, Any]) -> tuple[str, float | None]:
-    """Return the tag and the value of the best evaluation in the result of a run."""
+    """Return the tag and the value of the best evaluation in a run's result; an empty string and None without one."""
     best = result.get("best", {})
     return (best["metric"], float(best["value"])) if best and is_finite(best["value"]) else ("", None)
 
 
 def changed(path: Path) -> float:
-    """Return when the newest of the files directly in a run directory was written, in seconds since the epoch."""
+    """Return the time of the last change to a file directly in the run directory `path`, in seconds since the epoch."""
     with os.scandir(path) as entries:
         return max((entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=os.lstat(path).st_mtime)
 
 
 def size(path: Path) -> int:
-    """Return how many bytes a directory takes on the disk, with all that is in it. Links are not followed."""
+    """Return the size on disk of a directory with all of its content, in bytes. Links are not followed."""
     total = os.lstat(path).st_blocks
     for folder, subfolders, files in walk(path):
         for name in (*subfolders, *files):
@@ -215,7 +216,7 @@ def size(path: Path) -> int:
 
 
 def age(seconds: float) -> str:
-    """Return an age in its largest unit, such as `3 d`."""
+    """Return an age as text in the largest unit that fits, such as `3 d`."""
     for unit in ("d", "h", "m"):
         if seconds >= _UNITS[unit]:
             return f"{seconds / _UNITS[unit]:.0f} {'min' if unit == 'm' else unit}"

@@ -1,4 +1,4 @@
-"""Reads saved runs as data: their options, results and machines, and which of their options differ."""
+"""Functions that read the configs, results and machines of saved runs, and find the keys in which the runs differ."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from runner.storage.saved_run import saved_config
 from runner.tools.plot_checks import damage, one_line
 
 REPEATS = ("seed", "repeat")
-"""Keys that distinguish repeats of one measurement."""
+"""Config keys in which the repeats of one measurement differ."""
 
 REMOVED = ".removed-"
-"""How the name of a run directory begins that `runner.tools.runs` is removing, or was removing when it was killed."""
+"""The name prefix of a run directory that `runner.tools.runs` is removing, or was removing when it was killed."""
 
 _WRITTEN = ("name", "output_root", "resume")
-"""Keys that say where a run is written."""
+"""Config keys that determine where a run is saved."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class MeasuredRun:
 
     Args:
         directory: the path of the run directory.
-        labels: the values in the run's config by dotted key (`model.depth`), and the option of each group (`model`).
+        labels: the values in the run's config by dotted key (`model.depth`), and the chosen options by config group
+            (`model`).
         result: the content of `result.json`; empty if the file does not exist.
         machine: a short description of the machine on which the run was trained.
     """
@@ -48,22 +49,22 @@ class MeasuredRun:
 
     @property
     def mode(self) -> str:
-        """The parallel mode."""
+        """The parallel mode of the run."""
         return str(self.labels.get("parallel", "single"))
 
     @property
     def seconds(self) -> float:
-        """The median step time in seconds, without the warm-up."""
+        """The median step time in seconds, not counting the first steps."""
         return float(self.result["step_seconds"]["median"])
 
     @property
     def samples_per_second(self) -> float:
-        """The throughput at the median step time."""
+        """The throughput in samples per second, computed from the median step time."""
         return self.labels["batch_size"] / self.seconds
 
     @property
     def failure(self) -> str:
-        """Why the run is excluded from the plots; empty if it is not excluded."""
+        """The reason why the run is excluded from plots; empty if the run is not excluded."""
         if not self.result:
             return "no result: killed, still running, or a damaged result.json"
         if self.result.get("status") != "done":
@@ -72,7 +73,7 @@ class MeasuredRun:
 
 
 def find_runs(paths: Iterable[Path]) -> Iterator[MeasuredRun]:
-    """Yield every run in the directories `paths`, at most 50 levels below. A run found twice is yielded only once."""
+    """Yield every run at most 50 levels below the directories `paths`. A run found twice is yielded only once."""
     seen = set()
     for path in paths:
         for folder, subfolders, files in walk(path):
@@ -97,7 +98,7 @@ def _read(directory: Path) -> MeasuredRun:
 
 
 def _machine(directory: Path) -> str:
-    """Return a short description of the machine of a run."""
+    """Return a short description of the machine on which a run was trained."""
     try:
         environment = json.loads(read_regular(directory / ENVIRONMENT, LIMIT_BYTES))
         cpu, devices = environment["cpu"], Counter(str(device["name"]) for device in environment["devices"])
@@ -113,7 +114,7 @@ def _machine(directory: Path) -> str:
 
 
 def labels_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values in a config by dotted key (`model.depth`), and the chosen option of each group (`model`)."""
+    """Return the values in a config by dotted key (`model.depth`), and the chosen options by config group (`model`)."""
     labels: dict[str, Any] = {}
     for key, value in config.items():
         if not isinstance(value, dict):
@@ -137,7 +138,7 @@ def _option(group: str, node: dict[str, Any]) -> str:
 
 
 def _own_options(directory: Path, labels: dict[str, Any]) -> dict[str, str]:
-    """Return the options by group that the user typed, and that are in no file of this project (`--config-dir`)."""
+    """Return the options that the user typed and that are not in conf/ but in the user's `--config-dir`, by group."""
     try:
         overrides = read_regular(directory / OVERRIDES, LIMIT_BYTES).decode()
     except (OSError, ValueError):
@@ -160,9 +161,10 @@ def _options(group: str) -> dict[str, dict[str, Any]]:
 
 
 def swept_keys(runs: list[MeasuredRun]) -> list[str]:
-    """Return the keys that have several values among `runs`, except `REPEATS` and keys that an option determines.
+    """Return the config keys whose values differ among `runs`.
 
-    With `model=resnet18,resnet50`, for example, the swept key is `model`: it determines `model.depth`.
+    `REPEATS`, the keys that determine where a run is saved, and keys whose values follow from the option of their group
+    are left out. With `model=resnet18,resnet50`, for example, only `model` is returned: it determines `model.depth`.
     """
     swept: list[str] = []
     for key in dict.fromkeys(key for run in runs for key in run.labels):
@@ -178,7 +180,7 @@ def swept_keys(runs: list[MeasuredRun]) -> list[str]:
 
 
 def grouped(runs: Iterable[MeasuredRun], keys: Iterable[str]) -> list[list[MeasuredRun]]:
-    """Return `runs` in groups of runs whose values of `keys` are equal: the repeats of one measurement."""
+    """Return `runs` in groups with equal values of `keys`. Each group consists of the repeats of one measurement."""
     groups: dict[tuple[str, ...], list[MeasuredRun]] = {}
     keys = list(keys)
     for run in runs:
@@ -189,7 +191,8 @@ def grouped(runs: Iterable[MeasuredRun], keys: Iterable[str]) -> list[list[Measu
 def common_metric(runs: list[MeasuredRun]) -> str:
     """Return the tag of the metric by which most runs choose the best checkpoint.
 
-    If no run chooses a best checkpoint, return any tag, preferably of `eval/*`; an empty text if there are no tags.
+    If no run chooses a best checkpoint, return another tag, preferably a tag that starts with `eval/`. If there are no
+    tags, return an empty string.
     """
     best = Counter(run.result["best"]["metric"] for run in runs if run.result.get("best"))
     tags = sorted(

@@ -1,6 +1,7 @@
-"""`python -m runner.tools.sweep PATH` shows a sweep, follows it, stops it, and goes on with it.
+"""`python -m runner.tools.sweep PATH` shows, follows, stops or resumes a sweep.
 
-Without an option it prints what became of the jobs, what each running job printed last, and why others failed.
+Without an option, it prints the number of jobs in each state, the last line that each running job has printed, and the
+errors of failed jobs.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _FAILED = ("crashed", "refused", "diverged")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code.
 
-    The exit code is 0, or 2 after printing to standard error why the command cannot be carried out; with `--follow`, 1
-    if a job has failed; with `--resume`, the exit code of the sweep.
+    The exit code is 0, or 2 after printing an error message to standard error. With `--follow`, the exit code is 1 if a
+    job has failed. With `--resume`, it is the exit code of the sweep.
     """
     options, unknown = _parser().parse_known_args(arguments)
     path = Path(options.path).expanduser()
@@ -68,11 +69,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
-    """Return what is shown of the sweep at `path`.
+    """Return a description of the sweep at `path`, as a list of lines.
 
     Args:
         path: the directory of the sweep.
-        ledger: the content of its ledger, which anybody may have written.
+        ledger: the content of the sweep's ledger, which may have been written by somebody else.
     """
     jobs = ledger.get("jobs", {})
     counts = Counter(str(entry.get("state", "")) for entry in jobs.values())
@@ -115,10 +116,10 @@ def cancel(path: Path, at_once: bool) -> None:
 
     Args:
         path: the directory of the sweep.
-        at_once: end the jobs without saving.
+        at_once: whether to end the jobs at once, without saving checkpoints.
 
     Raises:
-        ConfigError: if no process of this machine and user runs it.
+        ConfigError: if no process of this user on this machine runs the sweep.
     """
     lock = path / ".lock"
     check(is_locked(path), "PATH", str(path), "no process runs this sweep", "--resume goes on with it")
@@ -139,7 +140,7 @@ def cancel(path: Path, at_once: bool) -> None:
 
 
 def resume(path: Path) -> int:
-    """Type the command of the sweep at `path` again with `resume=auto`, and return its exit code.
+    """Run the command of the sweep at `path` again with `resume=auto`, and return the exit code of the command.
 
     Raises:
         ConfigError: if the sweep is running or complete, or its command is not known.

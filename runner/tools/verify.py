@@ -35,7 +35,7 @@ from runner.tools.verify_verdict import Outcome, Pair, Verdict, compare
 
 SAME, DIFFERENT, UNJUDGED = Verdict.SAME, Verdict.DIFFERENT, Verdict.UNJUDGED
 PLAIN = ("parallel=single", "accumulation=1", "compile=false", "channels_last=false")
-"""The overrides of the reference, which is computed as plainly as possible on a single device."""
+"""The overrides that turn a config into its reference, which trains in the plainest way, on a single device."""
 
 _HEADLINES = {
     SAME: "the same: this config computes what a single device computes, up to rounding",
@@ -63,10 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parsed(arguments: Sequence[str] | None) -> tuple[list[str], int, str | None]:
-    """Return the overrides, the number of steps and the directory of `--config-dir` (None without this flag).
+    """Return the overrides, the number of steps, and the directory in `--config-dir` (None without this flag).
 
     Raises:
-        ConfigError: for an unknown flag, a word that is not an override, or a number of steps below 1.
+        ConfigError: for an unknown flag, a word that is not a valid override, a number of steps below 1, or a value of
+            `resume` other than `auto` and `never`.
     """
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m runner.tools.verify", None, __doc__, None, [], form, allow_abbrev=False)
@@ -84,12 +85,12 @@ def parsed(arguments: Sequence[str] | None) -> tuple[list[str], int, str | None]
 
 
 def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = None) -> Outcome:
-    """Compare a config with its reference, the same config without any parallelism or other optimization (`PLAIN`).
+    """Compare a config with its reference, that is, the same config followed by the overrides `PLAIN`.
 
     Args:
         overrides: the overrides of the config.
         steps: number of optimizer steps.
-        config_dir: a directory with options of your own, with the structure of conf/; None: only conf/.
+        config_dir: a directory with options of your own, with the structure of conf/; None to use only conf/.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
@@ -112,7 +113,7 @@ def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = No
 
 
 def replaced(overrides: Sequence[str], *others: str) -> list[str]:
-    """Return `overrides` followed by `others`, without overrides of the same groups and keys as in `others`.
+    """Return `overrides` without those that set the same config groups or keys as `others`, followed by `others`.
 
     For example, `parallel=single` in `others` removes `parallel=pipeline` and `parallel.stages=4` from `overrides`.
     """
@@ -122,11 +123,11 @@ def replaced(overrides: Sequence[str], *others: str) -> list[str]:
 
 
 def compose_run(overrides: Sequence[str], config_dir: str | None = None) -> Run:
-    """Compose a config, and build the run.
+    """Compose a config from overrides, and build its run.
 
     Args:
         overrides: the overrides of the config.
-        config_dir: a directory with options of your own, with the structure of conf/; None: only conf/.
+        config_dir: a directory with options of your own, with the structure of conf/; None to use only conf/.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused.

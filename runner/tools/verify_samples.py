@@ -1,4 +1,4 @@
-"""Hashes of the samples of a batch of any format."""
+"""Hashes of the samples in a batch, which may have any format."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 
 def sample_hashes(batch: Any, count: int) -> list[str]:
-    """Return a hash of each of the `count` samples of a batch, computed from all bits of its row in every tensor.
+    """Return a hash of each sample in a batch, computed from all bits of the sample's row in every tensor.
 
     Args:
-        batch: tensors, nested in tuples, lists, mappings and objects. Tensors without a row per sample are left out.
-        count: the number of samples.
+        batch: tensors, nested in tuples, lists, mappings and objects. Tensors without a row per sample are ignored.
+        count: the number of samples in the batch.
 
     Returns:
-        The hashes; empty if no tensor has a row per sample.
+        A list of `count` hashes; an empty list if no tensor has a row per sample.
     """
     hashes = [hashlib.sha256() for _ in range(count)]
     found = False
@@ -48,10 +48,10 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def first_other_samples(tested: list[list[str]], reference: list[list[str]]) -> str:
-    """Return a description of the first step with other samples than in the reference; empty if there is no such step.
+    """Return a description of the first step whose samples differ from the reference; empty if there is no such step.
 
     Args:
-        tested: the hashes of the samples of each step.
+        tested: the hashes of the samples of each step of the tested run.
         reference: the hashes of the samples of each step of the reference.
     """
     for step, (ours, theirs) in enumerate(zip(tested, reference, strict=True), start=1):

@@ -1,7 +1,7 @@
-"""Trains the first steps of a run for `runner.tools.verify`, and records their samples and the tensors they compute.
+"""Functions that train the first steps of a run for `runner.tools.verify`, and record their samples and tensors.
 
-This needs no support in workloads and parallel modes: samples are recorded when the workload yields them, and losses
-when a mode calls the workload to compute them.
+Workloads and parallel modes contain no code for this: samples are recorded when the workload yields them, and losses
+when the mode calls the workload to compute them.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ than a single device, so this config is expected to differ. Without dropout it c
 
 @dataclass
 class Steps:
-    """The samples on which the first steps of a run trained, and the tensors that the steps computed.
+    """A record of the first steps of a run: the samples on which they trained, and the tensors that they computed.
 
     Args:
-        samples: sorted hashes of the samples of each step over all processes; empty if the batches have no tensor with
-            a row per sample.
-        tensors: tensors by name, for each kind: losses, gradients, weights, …
+        samples: for each step, the sorted hashes of the samples of all processes, or an empty list if the batches have
+            no tensor with a row per sample.
+        tensors: the tensors by kind (losses, gradients, weights, …), and then by name.
         computes_below_float64: whether a loss was computed from tensors of fewer than 64 bits despite precision=64.
-        expected: why a difference from a single device is expected; empty if no difference is expected.
-        diverged: which value was not finite; empty if all values were finite.
+        expected: the reason why the results are expected to differ from those of a single device; empty if they are
+            not expected to differ.
+        diverged: a message that says which value was not finite; empty if all values were finite.
     """
 
     samples: list[list[str]] = field(default_factory=list)
@@ -62,12 +63,12 @@ class Steps:
 
 
 def first_steps(runs: Sequence[Run]) -> list[Steps]:
-    """Train the first steps of each run, all runs in the same processes, and return the records of each run.
+    """Train the first steps of each run, all runs in the same processes, and return one record per run.
 
     The runs must differ only in their precision. A run in float64 is left out if the device does not support float64.
 
     Raises:
-        ConfigError: if a run is refused, or a single device cannot compute the same.
+        ConfigError: if a run is refused, or a single device cannot compute the same results.
         RankError: if a process fails.
     """
     launcher = runs[0].parallel.launcher(runs[0].device)
@@ -91,10 +92,10 @@ def _has_format(run: Run, device: torch.device) -> bool:
 
 
 def check_comparable(session: Session) -> None:
-    """Check that a single device can compute the same as this run.
+    """Check that a single device can compute the same results as this run.
 
     Raises:
-        ConfigError: if a single device cannot compute the same.
+        ConfigError: if a single device cannot compute the same results.
     """
     why, processes = session.context.layout.non_equivalence_reason, session.context.world_size
     check(not why, "parallel.processes", processes, why, "parallel.processes=1 can be compared")
@@ -104,12 +105,12 @@ def check_comparable(session: Session) -> None:
 
 
 def record_runs(configs: Sequence[dict[str, Any]], directory: Path, process: Process) -> Result:
-    """Train the first steps of a run for each config; rank 0 saves the record of config i in the file `i.pt`.
+    """Train the first steps of the run of each config. Rank 0 saves the record of config i in the file `i.pt`.
 
     Args:
         configs: the configs of the runs.
         directory: the directory for the files.
-        process: this process of the runs.
+        process: the rank, the devices and the collectives of this process.
     """
     for number, config in enumerate(configs):
         run = build_run(config)
@@ -129,7 +130,7 @@ def record_runs(configs: Sequence[dict[str, Any]], directory: Path, process: Pro
 
 
 def record(session: Session, directory: Path) -> Steps:
-    """Train the first steps of a run, and return the record; on rank 0, it covers all ranks.
+    """Train the first steps of a run, and return their record. On rank 0, the record covers all ranks.
 
     Args:
         session: the run in this process.
@@ -162,7 +163,7 @@ def record(session: Session, directory: Path) -> Steps:
 
 
 def _expected(session: Session, state: State, recorder: Recorder) -> str:
-    """Return why this run is expected to differ from a run on a single device; empty if it is expected to agree."""
+    """Return why a difference between this run and a single device is expected; empty if no difference is expected."""
     num_passes = session.plan.num_workers * session.plan.accumulation
     num_passes *= session.run.parallel.num_microbatches(session.context)
     normalizes = num_passes > 1 and any(isinstance(module, _BatchNorm) for module in state.model.modules())
@@ -176,7 +177,7 @@ def _by_step(values: torch.Tensor | list[torch.Tensor]) -> Tensors:
 
 
 class Recorder:
-    """Records the samples, the losses and the first gradients of one process.
+    """A recorder of the samples and losses of each step, and of the gradients of the first step, in one process.
 
     Args:
         session: the run in this process.
@@ -208,7 +209,10 @@ class Recorder:
             yield batch
 
     def _watch(self, workload: Workload, in_float64: bool) -> None:
-        """Replace methods of `workload`, so that losses are recorded whenever a parallel mode computes them."""
+        """Replace methods of `workload`, so that losses are recorded whenever a parallel mode computes them.
+
+        If `in_float64` is True, also record whether a loss has gradients of fewer than 64 bits.
+        """
         if isinstance(workload, SupervisedWorkload):
             loss_of = workload.loss_of
 
@@ -231,13 +235,13 @@ class Recorder:
         self.computes_below_float64 |= gradient.is_floating_point() and gradient.dtype != torch.float64
 
     def _keep_first_gradients(self, *_: Any) -> None:
-        """Keep the gradients of the first step only: in later steps, the weights of the two runs may already differ."""
+        """Keep the gradients of the first step only. In later steps, the weights of the two runs may already differ."""
         if len(self._samples) == 1:
             named = self._model.named_parameters()
             self._gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
 
     def drew_random_numbers(self) -> bool:
-        """Return whether the steps of this process drew from torch's global random number generators."""
+        """Return whether the steps of this process used torch's global random number generators."""
         before, now = self._random_state, _random_state(self._device)
         return any(not torch.equal(one, other) for one, other in zip(before, now, strict=True))
 
@@ -247,11 +251,11 @@ class Recorder:
         return self._collectives.gather_to_rank0(full)
 
     def all_losses(self) -> Tensors:
-        """Return the sorted losses of the samples of each step over all ranks, float64 [batch_size] by step.
+        """Return, for each step, the sorted losses of the samples of all ranks, float64 [batch_size].
 
         The losses are sorted because a mode may process the samples of a batch in any order. Ranks with the same shard
-        of the data are stages of one network, or compute the same losses. Of these ranks, only the first that has
-        losses is used.
+        of the data either are stages of one network or compute the same losses. Of these ranks, only the first rank
+        that has losses is used.
         """
         own = [torch.stack(losses).tolist() for losses in self._losses if losses]
         shards: dict[Any, list[list[float]]] = {}
@@ -262,7 +266,7 @@ class Recorder:
         return _by_step([torch.tensor(losses, dtype=torch.float64) for losses in steps])
 
     def all_samples(self) -> list[list[str]]:
-        """Return the sorted hashes of the samples of each step over all ranks.
+        """Return, for each step, the sorted hashes of the samples of all ranks.
 
         Ranks with the same shard of the data should see the same samples. If their samples differ, the samples of each
         of these ranks are returned.

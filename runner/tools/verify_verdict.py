@@ -1,9 +1,12 @@
-"""The comparison of `runner.tools.verify`: differences, their limits, the table and the verdict.
+"""The comparison of a config with its reference for `runner.tools.verify`: differences, limits, table and verdict.
 
-In float64, where rounding is negligible, the two runs must agree to 1e-9. In the config's own precision, they must
-agree about as closely as sums that are computed in different orders. The limits do not depend on the rounding that is
-measured: if rounding on a single device alone exceeds half of a limit, or something computes in float32 when float64
-was asked for, the comparison shows nothing, and the verdict is that the config cannot be judged.
+In float64, where rounding errors are negligible, the two runs must agree to 1e-9. In the config's own precision, they
+must agree about as closely as sums that are computed in different orders.
+
+The rounding error of the reference is measured too: it is the difference between the reference in the config's own
+precision and the reference in float64. A larger rounding error does not make the limits larger. Instead, if the error
+exceeds half of a limit, or if something computes in float32 although float64 was requested, rounding errors cannot be
+told apart from mistakes, and the verdict is that the config cannot be judged.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from runner.tools.verify_samples import first_other_samples
 from runner.tools.verify_steps import Steps, Tensors
 
 EXACT = 1e-9
-"""The limit in float64: correct modes agree to 1e-12, even on deep networks."""
+"""The largest acceptable relative difference in float64. Correct modes agree to 1e-12, even on deep networks."""
 
 FLOAT32_ROUNDING = 1e-6
-"""Differences of this size in float64 may come from something that computes in float32."""
+"""Relative differences up to this size in a float64 run may come from something that computes in float32."""
 
 KINDS = ("loss per sample", "loss", "gradients", "weights", "buffers", "evaluation")
 _OPTIONAL = ("loss per sample", "evaluation")  # a mode may compute these without the methods that are observed
@@ -51,18 +54,20 @@ class Pair(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One line of the table: how far the tested run is from the reference, for one kind of tensors.
+    """One line of the table: the differences between the tested run and the reference for one kind of tensor.
 
     Args:
-        what: the kind of tensors, for example `gradients`.
-        exact: the difference between the tested run and the reference, both in float64; None if the device has no
-            float64.
-        own: the same difference, with both runs in the precision of the config; None if that is float64.
-        rounding: the rounding error of the reference: its difference in the precision of the config from float64.
-        limit: the largest acceptable `own`.
-        tolerance: a stricter limit than `limit`, which replaces it if `own` alone must decide, because the device has
-            no float64, or if the rounding error of the reference is large (see `is_noisy`).
-        exact_limit: the largest acceptable `exact`.
+        what: the kind of tensor, for example `gradients`.
+        exact: the difference between the tested run and the reference, both in float64; None if the device does not
+            support float64.
+        own: the difference between the tested run and the reference, both in the precision of the config; None if this
+            precision is float64.
+        rounding: the rounding error of the reference, that is, the difference between the reference in the precision of
+            the config and the reference in float64.
+        limit: the largest acceptable size of `own`.
+        tolerance: a stricter limit for the size of `own`, which replaces `limit` if the device does not support
+            float64, or if the rounding error of the reference is large (see `is_noisy`).
+        exact_limit: the largest acceptable size of `exact`.
     """
 
     what: str
@@ -75,16 +80,19 @@ class Row(NamedTuple):
 
     @property
     def is_same(self) -> bool:
-        """Whether no difference exceeds a limit. If the reference is noisy, the limit of `own` is `tolerance`."""
+        """Whether `exact` and `own` are within their limits.
+
+        The limit of `own` is `limit`; but if the reference is noisy or `exact` is None, it is `tolerance`.
+        """
         close = self.own is None or self.own.size <= self.tolerance
         small = close or (self.exact is not None and self.own is not None and self.own.size <= self.limit)
         return self._is_exact and small and (close or not self.is_noisy)
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the rounding errors of the reference exceed half of `limit`.
+        """Whether the rounding error of the reference exceeds half of `limit`.
 
-        Two such runs may differ by more than `limit` even without a mistake.
+        If so, two correct runs may differ by more than `limit`, because both have rounding errors of about this size.
         """
         return not 2 * self.rounding.size <= self.limit
 
@@ -120,8 +128,8 @@ def compare(own: Pair | None, exact: Pair | None, precision: Precision) -> Outco
     """Compare the first steps of a config with the first steps of the reference.
 
     Args:
-        own: the steps in the config's own precision; None if that is float64.
-        exact: the steps in float64; None if the device has no float64.
+        own: the steps of both runs in the config's own precision; None if this precision is float64.
+        exact: the steps of both runs in float64; None if the device does not support float64.
         precision: the config's own precision.
     """
     pairs = [pair for pair in (exact, own) if pair is not None]
@@ -154,7 +162,7 @@ def _row(kind: str, own: Pair | None, exact: Pair | None, precision: Precision) 
 
 
 def difference(kind: str, tested: Steps, reference: Steps) -> Difference:
-    """Return the largest relative difference between two runs, over the tensors of a kind such as `gradients`."""
+    """Return the largest relative difference between the tensors of one kind, such as `gradients`, in two runs."""
     ours, theirs = tested.tensors[kind], reference.tensors[kind]
     if kind in _OPTIONAL and not (ours and theirs):
         return Difference(0.0, "not compared")
@@ -193,7 +201,7 @@ def _judge(rows: Iterable[Row], other_samples: bool, computes_below_float64: boo
 
     Args:
         rows: the lines of the table.
-        other_samples: whether the config trains on other samples than the reference.
+        other_samples: whether the config trains on different samples than the reference.
         computes_below_float64: whether a loss was computed from tensors of fewer than 64 bits despite precision=64.
     """
     verdicts = {row: row.verdict(computes_below_float64) for row in rows}
@@ -224,8 +232,8 @@ def _table(rows: Iterable[Row], other_samples: str, reference: Steps) -> list[st
     """Return the lines of the table.
 
     Args:
-        rows: the differences of each kind of tensors.
-        other_samples: the first difference in the samples, in words; empty if the samples are the same.
+        rows: the differences for each kind of tensor.
+        other_samples: a description of the first difference in the samples; empty if the samples are the same.
         reference: the first steps of the reference.
     """
     rows, total = list(rows), sum(map(len, reference.samples))

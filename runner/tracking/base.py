@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 class Tracker:
     """A tracker that logs nothing (`tracking=none`), and the base class of tracking backends.
 
-    A backend overrides the methods for everything that it can display. Trackers are used on rank 0 only. What a method
-    has logged must not be lost if the process is killed after the method has returned. A resumed run calls `open`
-    again, and then logs all steps from `first_step` on, including steps that an earlier session has logged.
+    A backend overrides the methods for the kinds of data that it can display. Trackers are used on rank 0 only. Once a
+    method has returned, the data that it logged must not be lost if the process is killed. A resumed run calls `open`
+    again, and then logs all steps from `first_step` on, including steps that an earlier session has already logged.
     """
 
     def open(self, directory: Path, first_step: int) -> None:
-        """Start a session: the first one of a run, or a new one on each resume.
+        """Start a session. A run has one session when it starts, and another session each time it is resumed.
 
         Args:
             directory: the run directory.
@@ -28,20 +28,25 @@ class Tracker:
         """
 
     def scalars(self, values: dict[str, float], step: int) -> None:
-        """Log scalars by tag, after `step` optimizer steps."""
+        """Log the scalars in `values` by tag. `step` is the number of completed optimizer steps."""
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        """Log RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag."""
+        """Log images and animations.
+
+        Args:
+            images: RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag.
+            step: the number of completed optimizer steps.
+        """
 
     def texts(self, texts: dict[str, str], step: int) -> None:
-        """Log preformatted texts by tag, after `step` optimizer steps."""
+        """Log preformatted texts by tag, for the optimizer step `step`."""
 
     def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
         """Log the config of the run, as values by dotted key.
 
         Args:
             config: the whole config.
-            typed: the values of the keys that the user overrode. All runs of a sweep have the same keys here.
+            typed: the values of only those keys that the user overrode. These keys are the same in all runs of a sweep.
         """
 
     def flush(self) -> None:

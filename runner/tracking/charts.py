@@ -1,4 +1,7 @@
-"""Draws charts with matplotlib, which only the extra `plot` installs: import this module where it is needed."""
+"""Functions that draw charts with matplotlib.
+
+Only the extra `plot` installs matplotlib, so import this module inside the functions that need it.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,10 @@ def canvas(
 
     Args:
         title: the title of the figure.
-        caption: a line below the title, in which dollar signs are escaped.
+        caption: a line below the title. Dollar signs in it must already be escaped.
         panel: width and height of each panel in inches.
         panels: number of panels.
-        columns: largest number of panels side by side.
+        columns: maximum number of panels in a row.
     """
     across = min(panels, columns)
     down = math.ceil(panels / across)
@@ -58,14 +61,14 @@ def canvas(
 
 
 def legend_beside(figure: Figure, axes: Axes) -> None:
-    """Show the legend of `axes` to the right of all panels, where it covers nothing."""
+    """Show the legend of `axes` to the right of all panels, if the legend has more than one entry."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
         figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
 
 
 def image_summary(tag: str, figure: Figure) -> Summary:
-    """Return a summary with the figure as an image, for an event file."""
+    """Return a TensorBoard summary that contains the figure as an image."""
     import torch  # imported here, so that errors are reported without waiting for it
     from torch.utils.tensorboard.summary import image
 
@@ -77,11 +80,11 @@ def image_summary(tag: str, figure: Figure) -> Summary:
 
 
 def shown(value: object, longest: int = _LONGEST_NAME) -> str:
-    """Return a config value as the user types it, shortened, so that it fits into a figure."""
+    """Return a config value as the user types it, shortened to `longest` characters to fit into a figure."""
     words = {True: "true", False: "false", None: "null"}
     known = value is None or isinstance(value, bool)
     text = words[value] if known else escaped(printable(" ".join(str(value)[:400].split())))
-    if len(text) > longest:  # of a path, the end says what it is
+    if len(text) > longest:  # the end of a path says more than its beginning
         text = f"…{text[-longest + 1 :]}" if "/" in text else f"{text[: longest - 1]}…"
     return text.replace("$", r"\$")  # which would begin a formula
 
@@ -91,14 +94,14 @@ def shown(value: object, longest: int = _LONGEST_NAME) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a config value is a number that has a place on an axis."""
+    """Return whether a config value is a number that can be drawn on an axis: finite, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def is_geometric(values: Iterable[float]) -> bool:
-    """Return whether the ratios between neighboring values are more alike than their differences, as in 1, 3, 10.
+    """Return whether neighboring values have similar ratios rather than similar differences, as in 1, 3, 10.
 
-    0 is no reason against it: `weight_decay=0,1e-4,1e-3`.
+    Zeros are ignored, as in `weight_decay=0,1e-4,1e-3`.
     """
     ordered = sorted({value for value in values if value != 0})
     if len(ordered) < 2 or ordered[0] < 0:
@@ -115,7 +118,7 @@ def _unevenness(values: Sequence[float]) -> float:
 
 
 def scale_x(axes: Axes, values: Iterable[float]) -> None:
-    """Choose a linear or logarithmic x-axis for `values`, with a tick at each value if they are few."""
+    """Choose a linear or logarithmic x-axis for `values`. If there are few values, each of them gets a tick."""
     ordered = sorted(set(values))
     if is_geometric(ordered):
         if ordered[0] > 0:
@@ -132,7 +135,7 @@ def scale_x(axes: Axes, values: Iterable[float]) -> None:
 
 
 def scale_y(axes: Axes, values: Iterable[float]) -> None:
-    """Choose a logarithmic y-axis if the largest of `values` would flatten the others."""
+    """Choose a logarithmic y-axis if all `values` are positive and the largest is over 100 times the smallest."""
     finite = [value for value in values if math.isfinite(value)]
     if finite and min(finite) > 0 and max(finite) / min(finite) > 100:
         axes.set_yscale("log")
@@ -143,7 +146,7 @@ def scale_y(axes: Axes, values: Iterable[float]) -> None:
 
 
 def line(axes: Axes, x: Sequence[float], spreads: Sequence[Spread], color: str, label: str | None = None) -> None:
-    """Draw the means as a line with markers, and the standard deviations as a band around it."""
+    """Draw the means of `spreads` as a line with markers, and the standard deviations as a band around the line."""
     means = [spread.mean for spread in spreads]
     axes.plot(x, means, color=color, marker="o", ms=4, lw=1.6, label=label, zorder=3)
     if any(spread.bar for spread in spreads):
@@ -152,12 +155,13 @@ def line(axes: Axes, x: Sequence[float], spreads: Sequence[Spread], color: str, 
 
 
 def bars(axes: Axes, groups: dict[str, list[tuple[str, Spread]]], values: bool = True) -> None:
-    """Draw one bar per name, or a group of bars if there are several groups, with error bars and the means above them.
+    """Draw a bar chart with error bars. Each name on the x-axis has one bar for each group.
 
     Args:
-        axes: where to draw.
-        groups: pairs (name, spread) by the label of the group; a group may lack some names.
-        values: whether to write the means above the bars.
+        axes: the axes to draw on.
+        groups: a list of pairs (name, spread) for each group, by the label of the group in the legend. A group may lack
+            some of the names.
+        values: whether to write the mean above each bar.
     """
     names = list(dict.fromkeys(name for pairs in groups.values() for name, _ in pairs))
     width = 0.8 / len(groups)
@@ -187,11 +191,11 @@ def bars(axes: Axes, groups: dict[str, list[tuple[str, Spread]]], values: bool =
 
 
 def ranking(axes: Axes, entries: Sequence[tuple[str, Spread, Sequence[float]]]) -> None:
-    """Draw one row for each entry, the first at the top: a dot at its mean, an error bar, and its single measurements.
+    """Draw a row for each entry, from top to bottom: its mean with an error bar, and its single measurements as dots.
 
     Args:
-        axes: where to draw.
-        entries: the label, the spread and the measurements of each row.
+        axes: the axes to draw on.
+        entries: the label, the spread and the single measurements of each row.
     """
     for y, (_, spread, measured) in enumerate(entries):
         axes.plot(measured, [y] * len(measured), "o", ms=4, color="#bbbbbb", mew=0, zorder=2)
@@ -206,11 +210,11 @@ def ranking(axes: Axes, entries: Sequence[tuple[str, Spread, Sequence[float]]]) 
 
 
 def over_values(axes: Axes, measured: Sequence[tuple[Any, float]]) -> None:
-    """Draw all measurements as dots over the values of a key, with mean and standard deviation for each value.
+    """Draw measurements as dots over the values of a key, with the mean and the standard deviation for each value.
 
     Args:
-        axes: where to draw.
-        measured: pairs of the value of the key and a measurement.
+        axes: the axes to draw on.
+        measured: pairs (value of the key, measurement).
     """
     values = [value for value, _ in measured]
     names = list(dict.fromkeys(map(shown, values)))
@@ -226,7 +230,7 @@ def over_values(axes: Axes, measured: Sequence[tuple[Any, float]]) -> None:
     x, spreads = list(groups), [Spread.of(numbers) for numbers in groups.values()]
     if all(is_number(value) for value in values):
         order = sorted(range(len(x)), key=x.__getitem__)
-        if max(map(len, groups.values())) > 1 or len(x) <= _MOST_TICKS:  # of single measurements, a line is noise
+        if max(map(len, groups.values())) > 1 or len(x) <= _MOST_TICKS:  # a line through single values is noise
             line(axes, [x[i] for i in order], [spreads[i] for i in order], COLORS[0])
         scale_x(axes, x)
     else:
@@ -245,13 +249,13 @@ def over_values(axes: Axes, measured: Sequence[tuple[Any, float]]) -> None:
 def heat_map(
     figure: Figure, axes: Axes, cells: dict[tuple[Any, Any], float], title: str, larger_is_better: bool
 ) -> None:
-    """Draw a number for each pair of values, in a colored cell; the better, the brighter.
+    """Draw a heat map with one number for each pair of values. Better numbers have brighter cells.
 
     Args:
         figure: the figure of `axes`.
-        axes: where to draw.
+        axes: the axes to draw on.
         cells: the numbers by (value of the key on the x-axis, value of the key on the y-axis).
-        title: what the numbers are.
+        title: the label of the color bar, which says what the numbers are.
         larger_is_better: whether larger numbers are better.
     """
     columns, rows = (_in_order({pair[side] for pair in cells}, [pair[side] for pair in cells]) for side in (0, 1))
@@ -278,7 +282,7 @@ def heat_map(
 
 
 def _in_order(values: set[Any], found: list[Any]) -> list[Any]:
-    """Return the different values: numbers by size, others in the order in which they were found."""
+    """Return the distinct values: sorted if all are numbers; otherwise in the order of `found`, without duplicates."""
     return sorted(values) if all(is_number(value) for value in values) else list(dict.fromkeys(found))
 
 

@@ -1,9 +1,10 @@
-"""Writes TensorBoard event files synchronously.
+"""Functions that write TensorBoard event files synchronously.
 
-`torch.utils.tensorboard.SummaryWriter` is not used, for two reasons. First, TensorBoard reads files in the order of
-their names, so that a later session replaces the steps that it computes again; but the names that SummaryWriter gives
-are not in the order of the sessions if two sessions start in the same second. Second, the writer thread of
-SummaryWriter competes with the training loop for the GIL, and reports a full disk only at the next event.
+`torch.utils.tensorboard.SummaryWriter` is not used, for two reasons. First, if a resumed session repeats steps,
+TensorBoard shows the values of the file that it reads last. It reads files in the order of their names, but if two
+sessions start in the same second, the names that SummaryWriter chooses are not in the order of the sessions. Second,
+the writer thread of SummaryWriter competes with the training loop for the GIL, and reports a full disk only at the next
+event.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -35,7 +36,10 @@ from torch.utils.tensorboard.summary import Summary
 from runner.storage.run_directory import StorageError
 
 _NAME = re.compile(r"events\.out\.tfevents\.([0-9]{1,18})(?![0-9])")
-"""The name of an event file. A number of more digits is not that of a session: it could fill the name of a file."""
+"""A pattern for the name of an event file, which contains the number of its session.
+
+A number with more than 18 digits is ignored: it is not from a session, and might make the next file name too long.
+"""
 
 
 class EventFile:
@@ -65,7 +69,7 @@ class EventFile:
             raise
 
     def add(self, summary: Summary, step: int = 0) -> None:
-        """Write `summary` to the file, for `step`. From then on, it is not lost if the process is killed."""
+        """Write `summary` for the optimizer step `step`. Once written, it is not lost if the process is killed."""
         with storage_errors(self._path):
             self._write(step=step, summary=summary)
             self._file.flush()
@@ -94,7 +98,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def points(values: dict[str, float]) -> Summary:
-    """Return a summary with one scalar per tag."""
+    """Return a summary with one scalar for each tag in `values`."""
     return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
@@ -112,13 +116,14 @@ def animation(tag: str, gif: bytes, height: int, width: int) -> Summary:
 
 
 def row_start(values: dict[str, float | str | bool]) -> Summary:
-    """Return the summary that starts a run's row in the HPARAMS tab.
+    """Return the summary that starts a run's row in TensorBoard's HPARAMS tab.
 
-    A run writes no `Experiment` message, because this would set the columns of all runs: TensorBoard takes the first
-    one that it finds. Without one, it infers the columns from all runs, and those in which the runs differ come first.
+    A run does not write an `Experiment` message, because TensorBoard uses the first such message that it finds to set
+    the columns for all runs. Without such a message, TensorBoard infers the columns from all runs, and shows columns
+    with differing values first.
 
     Args:
-        values: the hyper-parameters of the run.
+        values: the hyperparameters of the run, by name.
     """
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
     for name, value in values.items():
@@ -128,7 +133,7 @@ def row_start(values: dict[str, float | str | bool]) -> Summary:
 
 
 def row_end() -> Summary:
-    """Return the summary that marks a run as successful in the HPARAMS tab."""
+    """Return the summary that marks a run as successful in TensorBoard's HPARAMS tab."""
     end = plugin_data_pb2.SessionEndInfo(status=STATUS_SUCCESS, end_time_secs=time.time())
     return _hparams(metadata.SESSION_END_INFO_TAG, session_end_info=end)
 
@@ -137,8 +142,8 @@ def columns(values: dict[str, list[float | str | bool]], metrics: Iterable[str])
     """Return the summary that sets the columns of the HPARAMS tab for all runs in TensorBoard's log directory.
 
     Args:
-        values: the different values of each hyper-parameter.
-        metrics: the tags of the metrics, in order.
+        values: the distinct values of each hyperparameter, by name.
+        metrics: the tags of the metrics, in the order of their columns.
     """
     experiment = Experiment(time_created_secs=time.time())
     for name, each in values.items():

@@ -1,7 +1,7 @@
 """Images for TensorBoard: a grid of images with captions, and a confusion matrix, as uint8 [3, height, width] tensors.
 
-They are drawn with Pillow, which torchvision depends on and which includes a font: no plotting library or system font
-is needed.
+The images are drawn with Pillow, which is installed with torchvision and includes a font, so neither a plotting library
+nor a system font is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from PIL import Image, ImageFont
 
 GOOD, BAD, PLAIN = (20, 110, 60), (185, 35, 45), (90, 90, 90)
-"""The background colors of captions: for right, wrong and unrated images."""
+"""The background colors (RGB) of the captions of right, wrong and unrated images."""
 
 _WHITE, _INK = (255, 255, 255), (40, 40, 40)
 _DARKEST = (8, 48, 107)
@@ -53,8 +53,8 @@ def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | N
 
     Args:
         images: uint8 [n, 1 or 3, height, width].
-        captions: n captions, truncated to the width of the image.
-        good: n flags: captions are green where the flag is True and red where it is False; None makes all of them gray.
+        captions: n captions, which are truncated to the width of an image.
+        good: n flags, which make the captions green (True) or red (False); None makes all captions gray.
 
     Returns:
         uint8 [3, height, width].
@@ -81,7 +81,7 @@ def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | N
 def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.Tensor:
     """Draw a confusion matrix: how often samples of each true class (rows) were predicted as each class (columns).
 
-    The darkness of a cell is the square root of its fraction of the row, so that rare errors are visible. A matrix of
+    A cell with a fraction x of the samples in its row has the darkness √x, so that rare errors are visible. A matrix of
     up to 20 classes is drawn with names and counts, a larger matrix as a heat map. If there are more than 1000 classes,
     adjacent classes are merged, so that the heat map has at most 1000×1000 cells.
 
@@ -98,7 +98,9 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
 
 
 def shades(counts: torch.Tensor) -> torch.Tensor:
-    """Return the color of each cell of a confusion matrix, from white (no samples of the row) to dark blue (all).
+    """Return the color of each cell of a confusion matrix.
+
+    The colors range from white for none of the samples in the row to dark blue for all of them.
 
     Args:
         counts: int64 [classes, classes].
@@ -210,13 +212,13 @@ def _truncated(text: str, width: int, size: int) -> str:
 
 
 def _drawable(text: str) -> str:
-    """Return `text` on one line without accents, because the font draws letters other than ASCII as boxes."""
+    """Return `text` on one line and without accents, because the font draws non-ASCII letters as boxes."""
     text = unicodedata.normalize("NFKD", " ".join(text.translate(_SPELLED).split()))
     return "".join(letter for letter in text if not unicodedata.combining(letter))
 
 
 def _abbreviated(count: int) -> str:
-    """Return a count in at most four characters."""
+    """Return `count` as text of at most four characters, such as `9.5M`."""
     if count < 10_000:
         return str(count)
     unit, letter = next((unit, letter) for unit, letter in _UNITS if count >= unit)

@@ -12,7 +12,7 @@ from runner.system.utf8 import printable
 
 
 class _Formatter(logging.Formatter):
-    """A formatter that hides secrets, including secrets in tracebacks."""
+    """A formatter that masks secrets, including secrets in tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(redacted(super().format(record)))
@@ -21,8 +21,8 @@ class _Formatter(logging.Formatter):
 class _Console(logging.Handler):
     """A handler that writes to the current `sys.stderr`, which a progress bar may have replaced.
 
-    If writing fails, for example because a pipe is closed or a disk is full, the run continues: the log file has the
-    message.
+    If writing fails, for example because a pipe is closed or a disk is full, the run continues, because the log file
+    contains the message too.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -32,7 +32,7 @@ class _Console(logging.Handler):
 class _File(logging.FileHandler):
     """A handler that writes to a file. If writing fails, the handler prints one warning, and the run continues.
 
-    Unlike a checkpoint that cannot be written, a missing log message is no reason to end a run.
+    A checkpoint that cannot be written ends a run, but a log message that cannot be written should not.
     """
 
     _failed = False

@@ -1,4 +1,4 @@
-"""Measurements between two logs: the metric sums of each step, and the step times."""
+"""Measurements that the training loop collects from one log to the next: metric sums and step times."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from runner.device import synchronize
 from runner.system.section_timer import timer
 
 MetricSums = dict[str, "torch.Tensor"]
-"""Sums and counts by name, which can be added over batches and ranks. A sum divided by a count gives a mean metric."""
+"""Sums and counts by name, which can be added over batches and ranks. A metric is a sum divided by a count."""
 
 
 class DivergedError(Exception):
     """Raised when the loss, or a value of the model or the optimizer state, is not finite.
 
     Args:
-        step: the optimizer step.
-        what: what is not finite.
+        step: the optimizer step at which the value is not finite.
+        what: a name for the value, for example `the loss`.
     """
 
     def __init__(self, step: int, what: str):
@@ -40,7 +40,7 @@ class MetricBuffer:
     many steps are combined into one tensor. This takes a few bytes per step; one tensor per step would take a kilobyte.
 
     Args:
-        zeros: the sums of a step without micro-batches, float32 [num_metrics], on the device.
+        zeros: a zero for each metric, float32 [num_metrics], on the device; the sums of a step without micro-batches.
     """
 
     def __init__(self, zeros: torch.Tensor):
@@ -73,7 +73,7 @@ class MetricBuffer:
         """Wait for the device, and return the sums over all ranks, float32 [num_steps, num_metrics] on the CPU.
 
         Args:
-            all_reduce: sums tensors over the ranks.
+            all_reduce: a function that sums tensors over the ranks.
             last_step: the number of the latest step in the buffer.
 
         Raises:
@@ -102,7 +102,7 @@ class StepTimer:
     """A timer of training steps. The time for logging, evaluation and saving checkpoints is not counted.
 
     Args:
-        device: the device of the steps.
+        device: the device that computes the steps.
     """
 
     def __init__(self, device: torch.device):
@@ -130,10 +130,12 @@ class StepTimer:
         self._started, self._pauses = now, pauses
 
     def rates(self, samples_per_round: int) -> dict[str, float]:
-        """Return averages since the last call by tag: throughput, step time, and the fraction of time waiting for data.
+        """Return the throughput, the step time, and the fraction of time spent waiting for data, by tag.
+
+        All values are averages since the last call.
 
         Args:
-            samples_per_round: number of samples in one pass of the training loop, over all ranks.
+            samples_per_round: number of samples in one iteration of the training loop, over all ranks.
         """
         recent, data = self.seconds[self._logged :], timer.spent("data")
         seconds, data_share = sum(recent), (data - self._data) / sum(recent)
@@ -149,12 +151,12 @@ class StepTimer:
         return time.perf_counter() - self._began
 
     def steady(self) -> list[float]:
-        """Return the seconds of each step, without the first 10 steps (in a run of under 50 steps, the first 20 %)."""
+        """Return the seconds of each step, except the first 10 steps (or the first 20 % if there are fewer than 50)."""
         return list(self.seconds[min(10, len(self.seconds) // 5) :])
 
 
 def in_words(metrics: dict[str, float]) -> str:
-    """Return metrics as one line of text: `train/loss 0.2514, train/accuracy 0.9219`."""
+    """Return metrics as one line of text, such as `train/loss 0.2514, train/accuracy 0.9219`."""
     return ", ".join(f"{tag} {value:.6g}" for tag, value in metrics.items())
 
 

@@ -9,12 +9,12 @@ from contextlib import suppress
 
 
 class Progress:
-    """A display that prints a line to standard error every `interval` seconds, for files, pipes and CI.
+    """A progress display that prints a line to standard error every `interval` seconds, for files, pipes and CI.
 
     Args:
         num_steps: total number of optimizer steps of the run.
-        batch_size: samples per step, over all ranks.
-        first_step: number of steps that were done before the run was resumed; 0 for a new run.
+        batch_size: number of samples per step, over all ranks.
+        first_step: number of steps that were completed before the run was resumed; 0 for a new run.
     """
 
     interval = 5.0
@@ -67,7 +67,7 @@ class Progress:
 
 
 class Bar(Progress):
-    """A progress bar (rich), redrawn a few times per second by the training loop, without another thread."""
+    """A progress bar, drawn with rich. The training loop, not a separate thread, redraws it a few times per second."""
 
     interval = 0.25
 
@@ -91,19 +91,19 @@ class Bar(Progress):
 
 
 class Silent(Progress):
-    """A display that shows nothing, for ranks other than 0."""
+    """A progress display that shows nothing, for ranks other than 0."""
 
     def step(self, step: int) -> None:
         pass
 
 
 def progress_for(num_steps: int, batch_size: int, first_step: int, visible: bool) -> Progress:
-    """Return a display of the progress: a bar on a terminal; lines in files, in pipes and in CI.
+    """Return a progress display: a bar on a terminal; lines of text in files, in pipes and in CI.
 
     Args:
         num_steps: total number of optimizer steps of the run.
-        batch_size: samples per step, over all ranks.
-        first_step: number of steps that were done before the run was resumed; 0 for a new run.
+        batch_size: number of samples per step, over all ranks.
+        first_step: number of steps that were completed before the run was resumed; 0 for a new run.
         visible: False for ranks other than 0, which show nothing.
     """
     if not visible:

@@ -36,19 +36,24 @@ class Recorder:
         self._tracker.close(self._done)
 
     def scalars(self, values: dict[str, Any], step: int) -> None:
-        """Log numbers or scalar tensors by tag, after `step` optimizer steps."""
+        """Log numbers or scalar tensors by tag. `step` is the number of completed optimizer steps."""
         self._tracker.scalars({tag: float(value) for tag, value in values.items()}, step)
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        """Log RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag."""
+        """Log images and animations.
+
+        Args:
+            images: RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag.
+            step: the number of completed optimizer steps.
+        """
         self._tracker.images(images, step)
 
     def texts(self, texts: dict[str, str]) -> None:
-        """Log preformatted texts by tag, without secrets, at the first step of the session."""
+        """Log preformatted texts by tag, without secrets, for the first step of the session."""
         self._tracker.texts({tag: printable(redacted(text)) for tag, text in texts.items()}, self._first_step)
 
     def hyperparameters(self, config: dict[str, Any]) -> None:
-        """Log the config of the run, and which of its keys the user overrode, without secrets."""
+        """Log the config of the run, and separately the values that the user overrode, without secrets."""
         config = redacted_values(config)  # an override may refer to an environment variable, but this has its value
         typed = typed_values(saved_overrides(self._directory), config)
         self._tracker.hyperparameters(_shown(flatten(config)), _shown(typed))
@@ -63,13 +68,14 @@ class Recorder:
 
 
 _WRITTEN = ("name", "output_root", "resume")
-"""Keys that say where a run is written."""
+"""Config keys that determine where a run is saved."""
 
 
 def typed_values(overrides: Iterable[str], config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of the keys in `overrides`, without secrets and without the keys that say where a run is.
+    """Return the values that the user overrode, by key, without secrets and keys that determine where a run is saved.
 
-    The value of a config group is the name that was typed (`cosine`, `16`); others have their types in the config.
+    The value of a config group is the option name that the user typed, as text (`cosine`, `16`). All other values are
+    returned as they are in the config, with their types.
 
     Args:
         overrides: the overrides of a run, as typed.
@@ -88,13 +94,16 @@ def typed_values(overrides: Iterable[str], config: dict[str, Any]) -> dict[str, 
 
 
 def _shown(values: dict[str, Any]) -> dict[str, float | str | bool]:
-    """Return the values as a tracker takes them: lists as text, and without null, which has no type."""
+    """Return `values` in the types that a tracker accepts: lists become text, and values that are None are left out."""
     plain = {key: v if isinstance(v, int | float | str) else str(v) for key, v in values.items() if v is not None}
     return {printable(key): printable(value) if isinstance(value, str) else value for key, value in plain.items()}
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values in a nested config by dotted key. Lists become text; a class becomes its unqualified name.
+    """Return the values in a nested config by dotted key. Lists become text.
+
+    A component, that is, a nested config with a `_target_`, also gets a value under its own key: the name of its class,
+    without the module.
 
     Args:
         config: the nested config.

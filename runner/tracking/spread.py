@@ -16,7 +16,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Return the spread of `values`."""
+        """Return the mean and the sample standard deviation of `values`."""
         values = list(values)
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan)
 

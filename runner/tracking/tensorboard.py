@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TensorBoard(Tracker):
-    """A tracker that logs scalars, images, texts and the config to TensorBoard. Overrides are in the HPARAMS tab.
+    """A tracker that logs scalars, images and texts to TensorBoard. The HPARAMS tab shows what the user overrode.
 
     Animations are also written as GIF files to the run directory.
 
