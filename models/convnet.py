@@ -23,8 +23,8 @@ class ConvNet(nn.Sequential):
         num_classes: number of outputs.
         channels: number of output channels of each convolution.
         kernel_size: kernel size of each convolution.
-        padding: zero padding of each convolution.
-        hidden: output features of the first linear layer.
+        padding: zero padding of each convolution, in pixels on each side.
+        hidden: number of output features of the first linear layer.
         dropout: dropout probability after the first linear layer.
         checkpoint_activations: store only each block's inputs, and recompute other activations in the backward pass.
 
@@ -73,9 +73,9 @@ class ConvNet(nn.Sequential):
 
 
 def smallest_side(num_convolutions: int, kernel_size: int, padding: int) -> int:
-    """Return the smallest height and width of an input of which at least one pixel is left at the end.
+    """Return the smallest input height (and width) in pixels for which the last pooling outputs at least one pixel.
 
-    Each of the convolutions is followed by a 2×2 pooling.
+    Each convolution is followed by 2×2 max pooling.
     """
     side = 1
     for _ in range(num_convolutions):

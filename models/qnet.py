@@ -74,16 +74,18 @@ class Duelling(nn.Module):
 
 
 class WithTarget(nn.Module):
-    """An online network of action values and its target network (Mnih et al., Human-level control, 2015).
+    """An online network, which computes action values, and its target network.
 
-    One forward pass computes everything that a loss needs from both networks. Wrappers that gather parameters, split
+    One forward pass computes everything that the loss needs from both networks. Wrappers that gather parameters, split
     batches or synchronize gradients therefore see one call per batch and need no special case for the target network.
+    See Mnih et al., Human-level Control through Deep Reinforcement Learning (2015).
 
     Args:
         online: the network that is trained; it is copied to initialize the target network.
-        shift: subtracted from the observations of both networks, [num_inputs]; None, together with `scale`: no
-            normalization.
-        scale: multiplies the shifted observations, [num_inputs]; None: no normalization.
+        shift: a tensor [num_inputs] that is subtracted from the observations before both networks; None if observations
+            are not normalized.
+        scale: a tensor [num_inputs] by which the shifted observations are multiplied; None if observations are not
+            normalized.
     """
 
     def __init__(self, online: nn.Module, shift: torch.Tensor | None = None, scale: torch.Tensor | None = None):
@@ -101,15 +103,16 @@ class WithTarget(nn.Module):
         """Return the values of all actions and, if `next_observations` is given, the value of the best next action.
 
         Args:
-            observations: [n, …].
-            next_observations: [n, …]; None: only the values of all actions are needed.
+            observations: a batch of observations, [n, …].
+            next_observations: the observations that followed them, [n, …]; None if only the values of all actions are
+                needed.
             double: True: select the next action with the online network and evaluate it with the target network (van
                 Hasselt, Guez and Silver, Deep Reinforcement Learning with Double Q-learning, 2016); False: do both with
                 the target network.
 
         Returns:
-            The values of all actions, [n, num_actions]; or a tuple of these values and the value of the best next
-            action, [n, 1], which is detached.
+            The values of all actions, [n, num_actions]. If `next_observations` is given, a tuple of this tensor and the
+            value of the best next action, a detached tensor [n, 1].
         """
         values = self.online(self._normalized(observations))
         if next_observations is None:

@@ -23,10 +23,10 @@ Forward = TypeVar("Forward", bound=Callable[..., torch.Tensor])
 
 
 def recomputable(forward: Forward) -> Forward:
-    """Decorate `forward` of a module so that the backward pass calls it again, if `checkpoint_activations` is set.
+    """Decorate a module's `forward` so that the backward pass repeats it if `module.checkpoint_activations` is True.
 
-    The recomputation is part of the module, not a wrapper around it, so that the module behaves the same in any stage
-    of a pipeline, and so that the module's hooks (such as the hooks of FSDP) run once.
+    Because the module itself is not wrapped, it behaves the same in any stage of a pipeline, and its hooks (such as the
+    hooks of FSDP) run only once.
     """
 
     @functools.wraps(forward)
@@ -43,10 +43,10 @@ def recomputable(forward: Forward) -> Forward:
 
 
 class Block(nn.Sequential):
-    """A sequence of layers that is never split between stages.
+    """A sequence of layers that stay together in one stage if the network is split into stages.
 
     Args:
-        checkpoint_activations: store only the input, and recompute other activations in the backward pass.
+        checkpoint_activations: store only the block's input, and recompute other activations in the backward pass.
         layers: the layers by name. A layer may also belong to another module; both modules then share its parameters.
     """
 
@@ -62,7 +62,7 @@ class _FrozenStatistics:
 
     Two simpler ways fail: `track_running_stats=False` would change which tensors are saved for the backward pass, and
     a momentum of zero would turn infinities into NaN and still count the batch. The context manager is a class, not a
-    generator, because a retained graph enters it more than once.
+    generator function, because a retained graph enters it more than once.
     """
 
     def __init__(self, block: nn.Module):

@@ -20,7 +20,7 @@ class BasicBlock(resnet.BasicBlock):
 
 
 class Bottleneck(resnet.Bottleneck):
-    """Three convolutions (1×1, 3×3, 1×1) and a residual connection; the 3×3 one has the stride (version 1.5)."""
+    """Three convolutions (1×1, 3×3, 1×1) and a residual connection; the 3×3 convolution has the stride."""
 
     checkpoint_activations = False
     forward = recomputable(resnet.Bottleneck.forward)
@@ -33,7 +33,7 @@ DEPTHS: dict[int, tuple[type[BasicBlock | Bottleneck], list[int]]] = {
     101: (Bottleneck, [3, 4, 23, 3]),
     152: (Bottleneck, [3, 8, 36, 3]),
 }
-"""By the depth of the network: the type of block, and the number of blocks in each of the four layers."""
+"""For each depth of the network: the type of its blocks, and the number of blocks in each of its four layers."""
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "batch": nn.BatchNorm2d,
@@ -55,8 +55,8 @@ class ResNet(resnet.ResNet):
         num_classes: number of outputs.
         stem: `imagenet` downsamples the inputs by 4 (7×7 convolution with stride 2, max pooling); `cifar` keeps the
             size of inputs of about 32×32 (3×3 convolution, no pooling; section 4.2 of the paper).
-        norm: `batch` normalization, or `group` normalization (Wu and He, 2018; 32 groups), which is computed per
-            sample, so that the results do not depend on how a batch is split.
+        norm: `batch` for batch normalization, or `group` for group normalization with 32 groups (Wu and He, 2018).
+            Group normalization is computed per sample, so that the results do not depend on how a batch is split.
         checkpoint_activations: store only each block's inputs, and recompute other activations in the backward pass.
     """
 
@@ -84,8 +84,9 @@ class ResNet(resnet.ResNet):
     def blocks(self) -> list[tuple[str, nn.Module]]:
         """Return the blocks between which the network can be split, in forward order: stem, residual blocks, head.
 
-        Residual blocks are named as in `named_modules()`. Stem and head are created in each call, so that they contain
-        the current layers: a wrapper may have replaced a layer, for example by synchronized batch normalization.
+        Residual blocks are named as in `named_modules()`. The stem and the head are created in each call, so that they
+        contain the current layers: a wrapper may have replaced a layer, for example with synchronized batch
+        normalization.
         """
         recompute = self.checkpoint_activations
         stem = Block(recompute, conv1=self.conv1, bn1=self.bn1, relu=self.relu, maxpool=self.maxpool)

@@ -39,7 +39,7 @@ class MicroBatch(NamedTuple):
     start: int
     stop: int
     weight: float
-    """The fraction of the global batch that is in this micro-batch. The mean loss is multiplied by this weight."""
+    """The fraction of the global batch that is in this micro-batch. Its mean loss is multiplied by this fraction."""
     is_last: bool
     """Whether this micro-batch is the last one of this process before the optimizer step."""
 
@@ -47,8 +47,8 @@ class MicroBatch(NamedTuple):
 class Step(NamedTuple):
     """One iteration of the training loop: an optimizer step, in which all processes take part.
 
-    If the processes divide the steps instead of the batches (`step_shard`), one pass is a round of several optimizer
-    steps, one on each process.
+    If the processes divide the steps instead of the batches among themselves (see `Plan.step_shard`), one iteration is
+    a round of several optimizer steps, one on each process.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Step(NamedTuple):
     It is the same on every process.
     """
     own: int
-    """The number of the step whose batch this process trains on; the same as `number` if the pass is a single step."""
+    """The number of the step whose batch this process trains on; equal to `number` unless the iteration is a round."""
     micro_batches: list[MicroBatch]
     """The micro-batches of this process; empty if the run ends before step `own`."""
 
@@ -73,7 +73,7 @@ class Plan:
             shard with this index, counted from 0.
         step_shard: (index, count): this process trains on every `count`-th global batch, starting with the batch that
             has this index, counted from 0.
-        seed: determines the order of the samples.
+        seed: the seed for the order of the samples.
 
     Raises:
         ConfigError: if the batch cannot be split into equal micro-batches.
@@ -116,8 +116,8 @@ class Plan:
     def steps_per_round(self) -> int:
         """The number of optimizer steps in one iteration of the training loop.
 
-        It is 1 if all processes share the batch of each step. If each process computes steps of its own (`step_shard`),
-        it is the number of processes over which the steps are distributed.
+        This number is 1 if all processes share the batch of each step. If each process computes its own steps (see
+        `step_shard`), it is the number of processes among which the steps are divided.
         """
         return self.step_shard[1]
 
@@ -127,7 +127,7 @@ class Plan:
         return self.batch_size * self.steps_per_round
 
     def describe(self) -> str:
-        """Return a text that says how a global batch is divided: `64 samples = 2 processes × 1 micro-batch × 32`."""
+        """Return a description of how a global batch is divided: `64 samples = 2 processes × 1 micro-batch × 32`."""
         shards, parts = self.data_shard[1], self.accumulation
         size = self.batch_size // shards // parts
         text = f"{self.batch_size} samples"
@@ -164,9 +164,9 @@ class SampleOrder:
     """The stream of sample indices: a new permutation for every epoch, determined by (seed, epoch).
 
     Args:
-        num_samples: samples per epoch.
-        seed: determines the permutations.
-        device: device of the indices. The permutations are drawn on the CPU, so that they are the same for every
+        num_samples: number of samples per epoch.
+        seed: the seed for the permutations.
+        device: device of the indices. Each permutation is generated on the CPU, so that it is the same for every
             device, and copied to the device once per epoch.
     """
 

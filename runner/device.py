@@ -1,4 +1,4 @@
-"""The device of a run: chosen automatically, or named in the config."""
+"""The device of a run, which is chosen automatically or named in the config."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class Device:
     """The requested device; `resolve` checks that it is available, and returns it as a `torch.device`.
 
     Args:
-        kind: `cpu`, `cuda`, `mps`, or `auto`: the first of cuda, mps and cpu that is available.
-        index: the index of the CUDA device among the visible ones (CUDA_VISIBLE_DEVICES); null: the first.
-        indices: the CUDA devices that a parallel mode with several devices may use; empty: all visible ones.
-        threads: CPU threads per operation and process (`torch.set_num_threads`); null: torch's default, or an
-            equal share of the cores for each of several processes.
+        kind: `cpu`, `cuda`, `mps`, or `auto` for the first available device of `cuda`, `mps` and `cpu`.
+        index: the index of the CUDA device among the visible devices (CUDA_VISIBLE_DEVICES); null for the first.
+        indices: the indices of the CUDA devices that a parallel mode with several devices may use; empty for all
+            visible devices.
+        threads: the number of CPU threads that each process uses for an operation (`torch.set_num_threads`); null for
+            torch's default or, if there are several processes, for an equal share of the cores.
     """
 
     kind: str = "auto"
@@ -69,7 +70,7 @@ class Device:
         return torch.device(kind)
 
     def check_unnumbered(self, kind: str) -> None:
-        """Check that no CUDA device is requested by its index; called if the run uses a device of another `kind`.
+        """Check that no CUDA device is requested by index; called if the run uses a device of kind `cpu` or `mps`.
 
         Raises:
             ConfigError: if `index` or `indices` is set.
@@ -79,7 +80,7 @@ class Device:
         check(not self.indices, "indices", self.indices, why, "leave device.indices=[]")
 
     def resolve_all(self) -> list[torch.device]:
-        """Return the CUDA devices to compute on: `index` if it is set, else `indices`, else all visible devices.
+        """Return the CUDA devices to compute on: those that `index` or `indices` selects, or all visible devices.
 
         Raises:
             ConfigError: if a requested device is not available.
@@ -94,7 +95,7 @@ class Device:
 
     @contextmanager
     def settings(self, device: torch.device, deterministic: bool) -> Iterator[None]:
-        """Set torch's global flags for one run, and restore them afterwards, because a process may train several.
+        """Set torch's global flags for one run, and restore them afterwards, because a process may train several runs.
 
         Args:
             device: the device of this process.
@@ -144,7 +145,7 @@ def device_name(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until all work queued on `device` is done."""
+    """Wait until all work that is queued on `device` has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

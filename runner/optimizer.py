@@ -16,7 +16,7 @@ class Optimizer(ABC):
     """The options from which `build` creates a `torch.optim.Optimizer` for a model's trainable parameters.
 
     Args:
-        lr: the learning rate, which the schedule multiplies by a factor.
+        lr: the base learning rate, which the schedule multiplies by a factor.
         weight_decay: L2 penalty (sgd, adam) or decoupled weight decay (adamw).
         fused: whether to use torch's fused kernels, which are faster and give the same results up to rounding.
     """
@@ -39,7 +39,7 @@ class Optimizer(ABC):
 
 
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters of `model` that require gradients, without those of a frozen target network."""
+    """Return the parameters of `model` that require gradients, which excludes those of a frozen target network."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 

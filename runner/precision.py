@@ -29,9 +29,10 @@ class Precision:
     description: ClassVar[str] = "float32"
 
     tolerance: ClassVar[float] = 1e-6
-    """The largest relative difference of weights and gradients to expect between a parallel mode and a single device.
+    """The largest expected relative difference of weights and gradients between a parallel mode and a single device.
 
-    The difference is measured after a few steps. It comes from rounding, because parallel modes sum in other orders.
+    The difference is measured after a few steps. It is caused by rounding, because parallel modes add numbers in a
+    different order.
     """
 
     def check_device(self, device: torch.device) -> None:
@@ -50,7 +51,7 @@ class Precision:
         return model
 
     def compute_dtype(self, device: torch.device) -> torch.dtype | None:
-        """Return the 16-bit dtype of the forward pass on `device`; None means the dtype of the parameters."""
+        """Return the 16-bit dtype of the forward pass on `device`; None if its dtype is that of the parameters."""
         return None
 
     def autocast(self) -> AbstractContextManager:
@@ -58,7 +59,7 @@ class Precision:
         return _NO_AUTOCAST
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return `loss` times the loss scale; `step` divides the gradients by the scale."""
+        """Return `loss` multiplied by the loss scale, by which `step` later divides the gradients."""
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -75,13 +76,13 @@ class Precision:
 
         Args:
             optimizer: the optimizer of the parameters.
-            clip: clips the gradients and returns their norm before clipping; None: the gradients are not clipped.
-            combine_overflow: sets an overflow flag, in place, to its maximum over the ranks that hold different
-                gradients of one model.
+            clip: function that clips the gradients and returns their norm before clipping; None for no clipping.
+            combine_overflow: function that sets an overflow flag, in place, to its maximum over the ranks; it is needed
+                if ranks hold the gradients of different parameters of one model.
 
         Returns:
-            The norm of the gradients before clipping, a scalar on the device; None if neither `clip` nor loss scaling
-            has computed the norm.
+            The norm of the gradients before clipping, a scalar tensor on the device; None if the norm was computed
+            neither by `clip` nor for loss scaling.
         """
         norm = clip() if clip is not None else None
         optimizer.step()
@@ -93,7 +94,7 @@ class Precision:
         return 0
 
     def scalars(self) -> dict[str, torch.Tensor | float]:
-        """Return the scalars to log, by TensorBoard tag."""
+        """Return the scalars to log, keyed by TensorBoard tag."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class Precision:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of the loss scaling, which this precision or another one returned from `state_dict`.
+        """Load the state of the loss scaling, which `state_dict` of this precision or another precision returned.
 
         Raises:
             UnexpectedContentError: if `state` does not have the form of any precision's state.

@@ -44,9 +44,9 @@ class Profiler:
 
 @dataclass
 class Simple(Profiler):
-    """A profiler of the time in each section of the training loop; exactly one section is active at any time.
+    """A profiler that measures the time in each section of the training loop; one section is active at any time.
 
-    On an accelerator, every switch to another section first waits for the device, so that the device's time is
+    On an accelerator, the host waits for the device at every switch to another section, so that the device's time is
     attributed to the section that queued the work. This makes the run slower.
     """
 
@@ -76,7 +76,7 @@ def section_table(seconds: dict[str, float], calls: dict[str, int], num_steps: i
 
     Args:
         seconds: seconds by section; `other` is the time outside all sections.
-        calls: how often each section was entered.
+        calls: number of times that each section was entered.
         num_steps: number of optimizer steps in the total time.
     """
     total = sum(seconds.values())
@@ -94,8 +94,8 @@ def section_table(seconds: dict[str, float], calls: dict[str, int], num_steps: i
 class Advanced(Profiler):
     """Python's profiler (`cProfile`): time by function, in the main thread.
 
-    The profiler slows down Python code but not native code. The times show which functions are slow, but without the
-    profiler these functions take less time.
+    The profiler slows down Python code, but not native code. The times therefore show which functions are slow, but not
+    how long these functions take without the profiler.
 
     Args:
         top: number of functions in each of the two tables: by cumulative time, and by time without callees.
@@ -137,13 +137,14 @@ def function_tables(path: Path, top: int) -> str:
 class Trace(Profiler):
     """A profiler that writes a trace of all operations on the CPU and the CUDA device, for https://ui.perfetto.dev.
 
-    It uses `torch.profiler`. A cycle has `wait` + `warmup` + `active` steps; only the last `active` steps are recorded.
+    The profiler uses `torch.profiler`. A cycle has `wait` + `warmup` + `active` steps, of which only the last `active`
+    steps are recorded.
 
     Args:
         wait: number of steps to skip first, because a run reaches its full speed only after some steps.
         warmup: number of steps to profile but discard, because the start of the profiler distorts them.
         active: number of steps to record; each takes a few megabytes for a large network.
-        repeat: number of cycles; each is written to separate files.
+        repeat: number of cycles; the trace of each cycle is written to separate files.
         record_shapes: whether to record the shapes of operator inputs, and group the table by them.
         profile_memory: whether to record the memory that each operation allocates and frees.
         with_stack: whether to record the Python source lines of each operation, which is slow.

@@ -1,4 +1,4 @@
-"""The directory of a run: a new directory, or the directory of the run to resume."""
+"""The choice of a run's directory: a new directory, or the directory of the run to resume."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def claimed_directory(session: Session, parent: Path, name: str | None, overrides: list[str]) -> Iterator[Path]:
-    """Yield the run directory, a new one or that of the run to resume, and keep it locked inside the context.
+    """Yield a new run directory, or the directory of the run to resume, and keep it locked inside the context.
 
     First, the config, the overrides and the environment are written to the directory, unless the run has already done
-    all of its steps (see `finished`). A `ConfigError` inside the context undoes all changes.
+    all of its steps (see `finished`). If a `ConfigError` is raised inside the context, all changes are undone.
 
     Args:
-        session: the run; its option `resume` determines whether an earlier run is resumed, and which one.
+        session: the session that begins. Its option `resume` determines which earlier run is resumed, if any.
         parent: the directory in which a new run directory is created, and in which `resume=auto` searches.
-        name: the name of the run directory if the run is a job of a sweep; None: a new, unique name.
-        overrides: the overrides that composed the config; they are recorded, and a new name is made of them.
+        name: the name of the run directory if the run is a job of a sweep; None for a new, unique name.
+        overrides: the overrides with which the config was composed. They are written to the directory, and included in
+            a new, unique name.
 
     Raises:
         ConfigError: if the run to resume does not exist, has another config, is running, or cannot be continued, or if
@@ -76,8 +77,8 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
 def finished(directory: Path) -> Result | None:
     """Return the result of the run in `directory` if the run has no steps left to do; otherwise None.
 
-    It is called inside `claimed_directory`, which renames the result file of a run that has steps left. A result file
-    that has kept its name is therefore that of a finished run.
+    This function must be called inside `claimed_directory`, which renames the result file of a run that has steps left.
+    A run whose result file still has its original name is therefore finished.
     """
     result, known = run_directory.read_result(directory), {field.name for field in fields(Result)}
     return Result(**{name: value for name, value in result.items() if name in known}) if result else None
@@ -93,7 +94,7 @@ def _is_done(path: Path, session: Session) -> bool:
 def _newest_is_valid(path: Path, steps: int) -> bool:
     """Return whether the newest checkpoint in the run directory `path` is intact, and was saved after step `steps`.
 
-    If it is not, the run is resumed from an earlier checkpoint and repeats its last steps.
+    If the result is False, the run is resumed from an earlier checkpoint and repeats its last steps.
     """
     try:
         newest = path / "checkpoints" / run_directory.step_name(run_directory.newest_step(path))
@@ -105,14 +106,15 @@ def _newest_is_valid(path: Path, steps: int) -> bool:
 def _begin_session(path: Path, session: Session, overrides: list[str], undo: ExitStack) -> None:
     """Write the config, the overrides and the environment of this session to the run directory.
 
-    The result file of the previous session is renamed, not deleted. If `resume` names a checkpoint, all checkpoints of
-    later steps are renamed, too.
+    The result file of the previous session is renamed, not deleted. If `resume` is the path of a checkpoint, all
+    checkpoints of later steps are renamed, too.
 
     Args:
         path: the run directory.
         session: the session that begins.
-        overrides: the overrides of this session. Overrides of earlier sessions stay in the file if their keys differ.
-        undo: receives callbacks that restore the files of earlier sessions, in case this session is refused.
+        overrides: the overrides of this session. Overrides of earlier sessions stay in the file unless this session
+            overrides the same key.
+        undo: a stack to which callbacks are added that restore the previous files, in case this session is refused.
 
     Raises:
         ConfigError: with the key `output_root`, if a file cannot be written.
@@ -152,7 +154,7 @@ def _named_checkpoint(session: Session) -> Path | None:
 
 
 def _later(checkpoint: Path | None) -> list[Path]:
-    """Return the checkpoints of later steps than `checkpoint`, to be renamed on resume; an empty list for None."""
+    """Return the checkpoints of later steps than that of `checkpoint`; an empty list if `checkpoint` is None."""
     if checkpoint is None:
         return []
     step = run_directory.step_of(checkpoint) or 0
@@ -174,7 +176,7 @@ def _locked(path: Path) -> IO[str] | None:
 
 
 def _locked_new(path: Path) -> IO[str] | None:
-    """Lock the new run directory `path`, and return the open lock file; None if another process was faster.
+    """Lock the new run directory `path`, and return the open lock file; None if another process holds the lock.
 
     Raises:
         ConfigError: if no file can be created in the directory.
@@ -196,7 +198,7 @@ def _locked_for_us(path: Path) -> IO[str]:
 def _to_resume(session: Session, parent: Path, name: str | None) -> tuple[Path | None, IO[str] | None]:
     """Return the directory of the run to resume, and its open lock file; (None, None) if a new run begins.
 
-    With `resume=auto`, a job of a sweep is found by `name`; if `name` is None, the run is found by its config.
+    With `resume=auto`, a job of a sweep is found by its `name`; any other run (`name` is None) is found by its config.
 
     Raises:
         ConfigError: if the run to resume does not exist, has another config, is running, or cannot be continued.
@@ -225,8 +227,8 @@ def _check_named(session: Session, path: Path, source: str) -> None:
         source: the value of the option `resume`: the path of a run directory, or of a checkpoint in one.
 
     Raises:
-        ConfigError: if there is no such run or checkpoint, the config is that of another run, or the run has already
-            done more steps than this session would.
+        ConfigError: if there is no such run or checkpoint, if the config is that of another run, or if the run already
+            has more steps than this session asks for.
     """
     checkpoint = _named_checkpoint(session)
     if checkpoint is not None:
@@ -248,8 +250,8 @@ def _check_named(session: Session, path: Path, source: str) -> None:
 def _check_newest(path: Path, session: Session) -> None:
     """Check that the checkpoint to resume from was written by a run with the same samples and model.
 
-    To check the config file of the run directory is not enough: that file, or the checkpoint, may have been copied from
-    another run.
+    It is not enough to check the config file of the run directory, because that file or the checkpoint may have been
+    copied from another run.
 
     Raises:
         ConfigError: if the samples, the model or the type of the optimizer differ.
@@ -305,7 +307,7 @@ def _has_same_config(path: Path, session: Session) -> bool:
     """Return whether the run in the directory `path` has the config of `session`; False if there is no run in it.
 
     Raises:
-        ConfigError: if `path` has checkpoints, which may be those to resume, but its config cannot be read.
+        ConfigError: if there are checkpoints in `path`, which may be those to resume, but the config cannot be read.
     """
     try:
         return config_hash(saved_config(path).values) == config_hash(session.run.config)
@@ -322,7 +324,7 @@ def _has_same_config(path: Path, session: Session) -> bool:
 # Which options may change on resume
 
 _ESSENTIAL = ("seed", "batch_size", "workload", "model", "data", "env")
-"""Keys that determine what is computed, and must not change on resume. All other keys may change."""
+"""Keys that determine what is computed, and therefore must not change on resume. All other keys may change."""
 
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: str) -> None:
@@ -331,7 +333,7 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
     Args:
         saved: the config of the run to resume.
         now: the config of the session that resumes the run.
-        source: the run directory or the checkpoint, for the error message.
+        source: path of the run directory or the checkpoint, for the error message.
 
     Raises:
         ConfigError: if the samples, the model or the type of the optimizer differ; the error lists the differences.
@@ -353,9 +355,9 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
 
 
 def _essential(node: Any) -> dict[str, Any]:
-    """Return the options in `node`, the config of a component, without those that may change on resume.
+    """Return the options in `node`, the config of a component, except options that may change on resume.
 
-    A `node` that is a plain value, such as the seed, is returned as `{"": node}`.
+    If `node` is a plain value, such as the seed, `{"": node}` is returned.
     """
     if not isinstance(node, Mapping):
         return {"": node}

@@ -1,4 +1,4 @@
-"""One experiment: its components, the checks that involve several of them, and what depends on the machine."""
+"""An experiment: its components, the checks that involve several components, and what depends on the machine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ _LARGEST = 2**31 - 1  # more steps, or more samples per step, are a typo
 class Run:
     """The components and options of one experiment; conf/config.yaml documents them.
 
-    They never change. Everything that depends on the machine or the data is in the `Session` that `prepare` returns.
+    A `Run` does not change. Everything that depends on the machine or the data is in the `Session` that `prepare`
+    returns.
     """
 
     device: Device
@@ -106,7 +107,7 @@ class Run:
         """Load the data, run the checks that need the device or the data, and return the session for `process`.
 
         Raises:
-            ConfigError: if a check fails; no file has been written by then.
+            ConfigError: if a check fails. No file is written before all checks have passed.
         """
         context = self._context(process)
         self.parallel.check(context)
@@ -157,15 +158,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Session:
-    """The options of a run, and what depends on the device, the data and the other processes; one for each process.
+    """The options of a run, and the values that depend on the device, the data and the process; one per process.
 
     Args:
-        run: the options.
+        run: the components and options of the run.
         context: this process, its share of the work, and the batch arithmetic.
         seed: the seed of this process's model: the seed of the run, plus the index of the member in an ensemble.
         num_steps: number of optimizer steps of the whole run.
-        eval_every: number of steps between evaluations; 0: only at the end.
-        save_every: number of steps between checkpoints; 0: only at the end.
+        eval_every: number of steps between evaluations; 0 to evaluate only at the end.
+        save_every: number of steps between checkpoints; 0 to save only at the end.
     """
 
     run: Run
@@ -196,10 +197,10 @@ class Session:
         return self.context.rank
 
     def describe(self, model: str, directory: Path) -> str:
-        """Return the first lines of the log: what is trained, on which device, how, and where the run is written.
+        """Return the first lines of the log, such as the model, the device, the batch size and the run directory.
 
         Args:
-            model: description of the model before a parallel mode splits it.
+            model: description of the whole model, before a parallel mode splits it.
             directory: the run directory.
         """
         run, context, plan = self.run, self.context, self.plan
@@ -220,11 +221,11 @@ class Session:
         """Return whether a periodic action, such as an evaluation, is due after `step`.
 
         If an iteration of the training loop has several steps, an action that is due at one of these steps is due
-        after the round.
+        after the iteration. Every action is due after the last step of the run.
 
         Args:
-            every: number of steps between two actions; 0: only at the end.
-            step: the last step of the pass.
+            every: number of steps between two actions; 0 if the action is due only at the end.
+            step: the last step of the iteration.
         """
         return step == self.num_steps or (bool(every) and step % every < self.plan.steps_per_round)
 
@@ -237,15 +238,16 @@ class Result:
         status: `done`, `stopped` (by a signal, after saving), `diverged` or `crashed`.
         steps: number of completed optimizer steps, including the steps before a resume.
         metrics: the latest training and evaluation metrics, by TensorBoard tag.
-        best: the best evaluation: metric, value, step.
-        seconds: time from the first step of this session to the end of the session.
-        samples_per_second: training throughput of all processes together, without evaluations and checkpoints.
-        step_seconds: median and 90th percentile of the step times in seconds, without the first steps.
-        peak_memory_bytes: peak memory usage of rank 0: on its GPU, or else in host memory.
+        best: the `metric`, the `value` and the `step` of the best evaluation.
+        seconds: time in seconds from the first step of this session to the end of the session.
+        samples_per_second: training throughput of all processes together; the time of evaluations and checkpoints does
+            not count.
+        step_seconds: median and 90th percentile of the step times in seconds; the first steps do not count.
+        peak_memory_bytes: peak memory usage of rank 0 on its GPU or, without a GPU, in host memory.
         world_size: number of processes.
         config_hash: hash of the config (see the function `config_hash`).
-        notes: extra results of the workload on rank 0, such as the number of skipped files.
-        error: why the run diverged or crashed; otherwise empty.
+        notes: additional results of the workload on rank 0, such as the number of skipped files.
+        error: the reason why the run diverged or crashed; empty if it did neither.
     """
 
     status: str
@@ -267,7 +269,7 @@ class Result:
 
 
 def build_run(config: Mapping[str, Any]) -> Run:
-    """Build the run from the composed and resolved `config`.
+    """Build the run that the composed and resolved `config` describes.
 
     Raises:
         ConfigError: if an option is unknown or invalid; the error names the key as the user would type it.
@@ -296,7 +298,7 @@ def check_used(run: Run, overrides: Iterable[str]) -> None:
         overrides: the overrides as typed: `env=acrobot`, `data.size=32`.
 
     Raises:
-        ConfigError: if an overridden config group is not used, because the run would not train what the user meant.
+        ConfigError: if an overridden config group is not used, because the run would ignore what the user asked for.
     """
     used = component_fields(type(run.workload))
     for text in overrides:
@@ -309,7 +311,7 @@ def check_used(run: Run, overrides: Iterable[str]) -> None:
 
 
 def check_same_config(config: dict[str, Any], collectives: Collectives) -> None:
-    """Check that all processes were started with the same `config`; called on every rank.
+    """Check that all processes were started with the same `config`; must be called on every rank.
 
     Raises:
         ConfigError: if the configs differ; the error names the first key whose values differ.
@@ -327,10 +329,10 @@ def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, An
     Args:
         one: a config, or a value in it.
         other: the config, or the value, to compare with.
-        path: the key of the two values themselves; empty for whole configs.
+        path: the key of `one` and `other`; empty if they are whole configs.
 
     Returns:
-        The key in full; ("", None, None) if all values are equal.
+        A tuple with the key in full, such as `data.size`; ("", None, None) if all values are equal.
     """
     if isinstance(one, dict) and isinstance(other, dict):
         for key in (*one, *(key for key in other if key not in one)):
@@ -349,14 +351,14 @@ def _node(config: Mapping[str, Any], group: str) -> Mapping[str, Any]:
 
 
 def describe_model(model: torch.nn.Module) -> str:
-    """Return a description of `model`: `ConvNet, 26,650 trainable parameters, 0.11 MB`."""
+    """Return a description of `model`, such as `ConvNet, 26,650 trainable parameters, 0.11 MB`."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     return f"{type(model).__name__}, {trained:,} trainable parameters, {size / 1e6:,.2f} MB"
 
 
 class CrashedError(Exception):
-    """Raised when an error has ended a run; `__cause__` is this error, and `result` the run's result up to then."""
+    """Raised when an error has ended a run; `__cause__` is that error, and `result` is the run's result so far."""
 
     def __init__(self, result: Result):
         super().__init__(result)
@@ -369,8 +371,8 @@ _NOT_HASHED = ("name", "output_root", "resume", "tracking")
 def config_hash(config: Mapping[str, Any]) -> str:
     """Return a hash of `config` as 12 hexadecimal digits.
 
-    The hash does not depend on where the run is written and tracked, nor on credentials. Therefore, the saved config,
-    in which credentials are hidden, has the same hash.
+    The hash depends neither on where the run is written and tracked, nor on credentials. The saved config, in which
+    credentials are hidden, therefore has the same hash.
     """
     hashed = redacted_values({key: value for key, value in config.items() if key not in _NOT_HASHED})
     return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()[:12]

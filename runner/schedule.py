@@ -1,7 +1,7 @@
 """Learning rate schedules: a factor for the optimizer's learning rate, as a pure function of the number of updates.
 
-A pure function has no state to save: a resumed run, or a run whose loss scaling has skipped a step, needs only the
-number of updates.
+A pure function has no state to save: even if a run is resumed, or loss scaling has skipped steps, the number of updates
+is enough to compute the factor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Schedule:
     """A constant learning rate after a linear warm-up, and the base class of all schedules.
 
     Args:
-        warmup: fraction of the run, from 0 to 1, over which the factor rises linearly from 0.
+        warmup: fraction of the run, from 0 to 1, during which the factor rises linearly from 0 to 1.
     """
 
     warmup: float = 0.0
@@ -28,7 +28,7 @@ class Schedule:
         check_range(self, "warmup", least=0, most=1)
 
     def factor(self, update: int, num_updates: int) -> float:
-        """Return the factor for the update with index `update`, counted from 0, in a run of `num_updates` updates."""
+        """Return the factor for the update with index `update`, counted from 0, of a run with `num_updates` updates."""
         warmup = round(self.warmup * num_updates)
         if update < warmup:
             return (update + 1) / warmup
@@ -39,7 +39,7 @@ class Schedule:
         return 1.0
 
     def set_lr(self, optimizer: torch.optim.Optimizer, update: int, num_updates: int) -> None:
-        """Set the learning rate of `optimizer` for an update; see `factor` for the other arguments."""
+        """Set the learning rate of `optimizer` for the update with index `update` (see `factor`)."""
         factor = self.factor(update, num_updates)
         for group in optimizer.param_groups:
             group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
@@ -63,13 +63,13 @@ class Cosine(Schedule):
 class OneCycle(Schedule):
     """The one-cycle policy: the factor follows a cosine from 1/`start_div` to 1, then to 1/(`start_div`·`final_div`).
 
-    Smith and Topin, Super-Convergence (2018), as in `torch.optim.lr_scheduler.OneCycleLR`, but without a cycle of the
-    momentum. `optimizer.lr` is the maximum learning rate.
+    Smith and Topin, Super-Convergence (2018), as in `torch.optim.lr_scheduler.OneCycleLR`, but with constant momentum.
+    `optimizer.lr` is the maximum learning rate.
 
     Args:
-        rise: the fraction of the updates over which the learning rate rises to its maximum; the warm-up is not counted.
-        start_div: the maximum learning rate divided by the initial one.
-        final_div: the initial learning rate divided by the final one.
+        rise: fraction of the updates after the warm-up during which the learning rate rises to its maximum.
+        start_div: ratio of the maximum learning rate to the initial learning rate.
+        final_div: ratio of the initial learning rate to the final learning rate.
     """
 
     rise: float = 0.3
@@ -95,8 +95,8 @@ class Step(Schedule):
     """Step decay: the factor is multiplied by `gamma` at each milestone (`torch.optim.lr_scheduler.MultiStepLR`).
 
     Args:
-        milestones: fractions of the updates, in increasing order; the updates of the warm-up are not counted.
-        gamma: multiplier at each milestone.
+        milestones: the points of the decay, in increasing order, as fractions of the updates after the warm-up.
+        gamma: the number by which the factor is multiplied at each milestone.
     """
 
     milestones: tuple[float, ...] = (0.5, 0.75)

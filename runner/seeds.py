@@ -26,17 +26,17 @@ def derive(seed: int, *path: int | str) -> int:
 def uniforms(seed: int, epochs: torch.Tensor, samples: torch.Tensor, count: int) -> torch.Tensor:
     """Return `count` uniform random numbers in [0, 1) for each pair (epoch, sample).
 
-    The numbers are the same on every device and in every batch. The generator is counter-based: it hashes epoch, sample
-    and index, and has no state to save.
+    The numbers of a sample are the same on every device and in every batch. The generator is counter-based: it hashes
+    the epoch, the sample and the index of the number, and has no state to save.
 
     Args:
         seed: the root seed.
         epochs: the epoch of each sample, int64 [n].
         samples: the index of each sample in the data set, int64 [n].
-        count: numbers per sample.
+        count: number of random numbers per sample.
 
     Returns:
-        float32 [n, count], on the device of `samples`.
+        A float32 tensor [n, count] on the device of `samples`.
     """
     draws = torch.arange(count, device=samples.device)
     keys = _mix(_mix(_mix(samples + derive(seed, "augmentation")) + epochs)[:, None] + draws)
@@ -47,7 +47,7 @@ def random_bytes(seed: int, count: int, device: torch.device) -> torch.Tensor:
     """Return `count` uniform random bytes, which depend only on `seed`, not on the device.
 
     Returns:
-        uint8 [count], on `device`.
+        A uint8 tensor [count] on `device`.
     """
     words = torch.empty(-(-count // 8), dtype=torch.int64, device=device)
     for start in range(0, len(words), _CHUNK):  # bounds the memory of the hash's temporaries

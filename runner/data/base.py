@@ -56,14 +56,14 @@ class Samples(ABC):
 
         Args:
             micros: the micro-batches of this process, as ranges of positions in the stream of shuffled samples.
-            seed: determines the order of the samples. The augmentation of a sample depends on the seed, on the epoch
+            seed: the seed for the order of the samples. The augmentation of a sample depends on this seed, on the epoch
                 and on the index of the sample.
             device: device of the batches.
         """
 
     @abstractmethod
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
-        """Yield batches of the samples of one shard: in order, each sample once, without augmentation.
+        """Yield batches of the samples of one shard, in order and without augmentation; each sample is used once.
 
         Args:
             batch_size: number of samples in a batch; the last batch may be smaller.
@@ -81,10 +81,10 @@ class Samples(ABC):
 
 
 def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:
-    """Return (start, stop), the half-open range of the samples in one shard. Shard sizes differ by at most one.
+    """Return (start, stop), the half-open range of sample indices in one shard. Shard sizes differ by at most one.
 
     Args:
-        length: number of samples in all shards together.
+        length: total number of samples in all shards.
         shard: (index of the shard, number of shards).
     """
     index, count = shard
@@ -93,14 +93,14 @@ def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:
 
 @dataclass
 class Data(ABC):
-    """The options of a data set; `load` loads its samples."""
+    """The base class for the options of a data set; `load` returns the samples."""
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
     """Options that may differ on resume, because they do not affect the samples."""
 
     @abstractmethod
     def load(self) -> tuple[Samples, Samples]:
-        """Load the training samples and, for evaluation, the held-out samples.
+        """Load and return the training samples and the held-out samples, which are used for evaluation.
 
         Raises:
             ConfigError: if files are missing or damaged.

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MOST_LEVELS = 50
-"""How deeply directories may be nested: before Python 3.12, `os.walk` cannot walk a thousand nested directories."""
+"""The maximum depth of nested directories: before Python 3.12, `os.walk` fails on a thousand nested directories."""
 HELD_OUT = ("val", "valid", "validation", "test")
 
 Files = dict[str, list[str]]
@@ -29,12 +29,12 @@ def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
     """Return the training images and the held-out images below `root`.
 
     Args:
-        root: a directory that contains either `train` and one of `HELD_OUT`, each with one directory per class, or the
-            class directories themselves.
-        holdout: fraction of each class that is held out if `root` contains the class directories.
+        root: a directory that contains either the directories `train` and one of `HELD_OUT`, each with one directory
+            per class, or the class directories themselves.
+        holdout: fraction of the images of each class to hold out; used only if `root` contains the class directories.
 
     Raises:
-        ConfigError: with the key `root`, if `root` has neither layout or a class has too few images.
+        ConfigError: with the key `root`, if `root` has neither of these layouts, or a class has too few images.
     """
     remedy = "give a directory that contains one directory of images per class"
     check(os.path.exists(root), "root", str(root), "there is no such directory", remedy)
@@ -80,7 +80,7 @@ def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
 
 
 def _classes(folder: Path) -> Files:
-    """Return the images of each class. Every subdirectory of `folder` is a class, with images at any depth below it."""
+    """Return the images of each class. Every subdirectory of `folder` is a class; its images may be at any depth."""
     names = _folders(folder)
     why = f"{folder} contains {len(names)} class directories, and classification needs at least two"
     check(len(names) > 1, "root", str(folder), why, "put the images of each class into a separate directory")
@@ -103,7 +103,7 @@ def _folders(path: Path) -> list[str]:
 
 
 def _images(path: Path, others: Counter[str]) -> list[str]:
-    """Return the images below `path`; count all other files in `others`, by extension or as hidden files."""
+    """Return the images below `path`; add the numbers of other files to `others`, by extension or as `hidden`."""
     images: list[str] = []
     seen = {str(parent) for parent in Path(os.path.realpath(path)).parents}  # they hold images of other classes
     for where, folders, names in os.walk(path, followlinks=True, onerror=_cannot_read):

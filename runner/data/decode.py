@@ -1,7 +1,7 @@
 """Decode, crop and resize an image file.
 
 Images are decoded by Pillow, which supports more formats than torchvision and detects damaged files (the decoders of
-torchvision are slightly faster for JPEG, but deprecated). They are resized by torch, whose uint8 kernels are three
+torchvision are slightly faster for JPEG, but deprecated). Images are resized by torch, whose uint8 kernels are three
 times as fast as Pillow's.
 """
 
@@ -27,7 +27,7 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """The formats that Pillow may decode. Other formats are refused: for an EPS file, Pillow would start Ghostscript."""
 
 LIMIT_BYTES = 256 * 2**20
-"""Size limit of a file. Pillow itself limits the pixels to 89,478,485, so that no small file expands to gigabytes."""
+"""Size limit of a file. Pillow itself limits images to 89,478,485 pixels, as a small file may have many pixels."""
 
 _ORIENTATION, _SWAPPED = 0x0112, (5, 6, 7, 8)  # EXIF tag, and its values that swap width and height
 _ATTEMPTS = 10
@@ -36,15 +36,15 @@ _LOG_RATIO = math.log(4 / 3)
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Reads an image file as RGB, uint8 [3, size, size].
+    """A callable that reads an image file as an RGB image, uint8 [3, size, size].
 
     Args:
-        size: height and width in pixels.
+        size: height and width of the returned images in pixels.
         augment: transforms of training images: `crop` (random resized crop and random flip), `flip` (random flip) or
             `none`.
         least_area: the smallest fraction of the image area that a random crop covers.
-        centre: side of the center crop, as a fraction of the image's shorter side; images are cropped to their center
-            where no random crop is used.
+        centre: side of the center crop, as a fraction of the image's shorter side. The center crop is used whenever no
+            random crop is used.
     """
 
     size: int
@@ -61,7 +61,7 @@ class ImageReader:
             draws: `num_draws` uniform random numbers in [0, 1) for the augmentation; None for no augmentation.
 
         Raises:
-            Exception: if the file cannot be read; the exception may be of many types.
+            Exception: an exception of any type, if the file cannot be read.
         """
         # imported here: config errors are reported before Pillow is imported
         from PIL import Image, UnidentifiedImageError
@@ -78,7 +78,7 @@ class ImageReader:
         return square.flip(2) if draws is not None and self.augment != "none" and draws[-1] < 0.5 else square
 
     def _scaled(self, image: Image, draws: list[float] | None) -> torch.Tensor:
-        """Crop `image` and resize it to a square. The crop is random if `draws` is given, and central otherwise."""
+        """Crop `image`, and resize the crop to a square. The crop is random if `draws` is given, otherwise central."""
         orientation = image.getexif().get(_ORIENTATION, 1)
         width, height = image.size[::-1] if orientation in _SWAPPED else image.size
         if draws is None:
@@ -123,7 +123,7 @@ def random_box(width: int, height: int, draws: list[float], least_area: float) -
 
 
 def _pixels(image: Image, orientation: int, box: Box, width: int, size: int) -> torch.Tensor:
-    """Decode the pixels in `box`.
+    """Decode and return the pixels in `box`.
 
     A large JPEG is decoded at a lower resolution, at which the box is still at least twice as large as the final size.
 
@@ -132,10 +132,10 @@ def _pixels(image: Image, orientation: int, box: Box, width: int, size: int) -> 
         orientation: EXIF orientation of the image.
         box: the crop, in pixels of the full-resolution image after EXIF rotation.
         width: width of the full-resolution image after EXIF rotation.
-        size: the final size: height and width that the crop is resized to.
+        size: the final size, to which the caller resizes the height and width of the crop.
 
     Returns:
-        uint8 [3, height, width].
+        An RGB image, uint8 [3, height, width].
     """
     import numpy
     from PIL import ImageOps

@@ -16,14 +16,14 @@ from runner.seeds import derive
 
 @dataclass
 class Digits(Data):
-    """Handwritten digits of 8×8 pixels with 17 gray levels.
+    """The handwritten digits of scikit-learn: images of 8×8 pixels with 17 gray levels.
 
     Alpaydin and Kaynak, Optical Recognition of Handwritten Digits (UCI, 1998).
 
     Args:
-        size: height and width in pixels that the images are resized to; 8 keeps the original images.
-        holdout: fraction of the samples held out for evaluation; the same samples in every run.
-        crop: training images are shifted by up to this many pixels in each direction.
+        size: height and width in pixels to which the images are resized; 8 keeps the original images.
+        holdout: fraction of the samples to hold out for evaluation. The same samples are held out in every run.
+        crop: shift training images by up to this many pixels in each direction.
     """
 
     size: int = 28

@@ -38,17 +38,17 @@ class Reader(Protocol):
 
 
 class Job(NamedTuple):
-    """A batch to load, as lists with one item for each sample."""
+    """A description of a batch to load, as lists with one item for each sample."""
 
     indices: list[int]
     paths: list[str]
     targets: list[int]
     epochs: list[int] | None
-    """The epochs, on which the augmentation depends; None for no augmentation."""
+    """The epoch of each sample, on which its augmentation depends; None for no augmentation."""
 
 
 class Loaded(NamedTuple):
-    """A loaded batch, with a list of the samples that could not be read. The main process handles these failures."""
+    """A loaded batch, and a list of its samples that could not be read. The main process handles these samples."""
 
     job: Job
     images: torch.Tensor
@@ -59,12 +59,12 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class Fetch:
-    """An object for which `fetch[job]` loads the batch that `job` describes. It can be sent to worker processes.
+    """A loader of batches that can be sent to worker processes: `fetch[job]` loads the batch that `job` describes.
 
     Args:
-        read: reads one sample.
+        read: function that reads one sample.
         shape: (channels, height, width) of one image.
-        seed: determines the augmentation, together with the epoch and the index of a sample.
+        seed: seed of the augmentation, which also depends on the epoch and the index of a sample.
     """
 
     read: Reader
@@ -84,7 +84,7 @@ class Fetch:
     def _draws(self, job: Job) -> list[Any]:
         """Return, for each sample, the random numbers for its augmentation; None if there is no augmentation.
 
-        The random numbers are hashes of (seed, epoch, sample index), so they are the same in every process.
+        The random numbers are hashes of (seed, epoch, sample index), and are therefore the same in every process.
         """
         if job.epochs is None:
             return [None] * len(job.paths)
@@ -92,10 +92,10 @@ class Fetch:
 
 
 class Unreadable:
-    """The files that could not be read so far.
+    """A record of the files that could not be read so far.
 
     Args:
-        skip: skip these files with a warning; otherwise the first one raises an error.
+        skip: True to skip such files with a warning; False to raise an error for the first such file.
     """
 
     def __init__(self, skip: bool):
@@ -103,7 +103,7 @@ class Unreadable:
         self.files: dict[str, str] = {}
 
     def add(self, path: str, why: str) -> None:
-        """Record that the file `path` could not be read for the reason `why`; the first time, log a warning.
+        """Record that the file `path` could not be read for the reason `why`; log one warning for each such file.
 
         Raises:
             DataError: if `skip` is False.
@@ -123,12 +123,12 @@ class FileSamples(Samples):
         targets: the class index of each sample.
         class_names: the name of each class.
         shape: (channels, height, width) of one input.
-        read: reads a file as an image of `shape`.
+        read: function that reads a file as an image of `shape`.
         mean: mean of each channel, for pixels in [0, 1]; it is subtracted from the inputs.
         std: standard deviation of each channel, for pixels in [0, 1]; the inputs are divided by it.
         workers: the processes that load batches.
-        pin_memory: load batches into page-locked memory; None: only if the device is a CUDA device.
-        unreadable: records files that cannot be read; may be shared with another `FileSamples`.
+        pin_memory: whether to load batches into page-locked memory; None to do so only for CUDA devices.
+        unreadable: record of the files that cannot be read; may be shared with another `FileSamples`.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class FileSamples(Samples):
     def _read(
         self, fetch: Fetch, jobs: Iterable[Job], device: torch.device, max_workers: int = 256
     ) -> Iterator[Loaded]:
-        """Yield the loaded batch of each job, using at most `max_workers` workers."""
+        """Load and yield the batch of each job, using at most `max_workers` workers."""
         pin = device.type == "cuda" if self.pin_memory is None else self.pin_memory
         if pin and device.type != "cuda":
             log.warning("data.pin_memory=true has no effect on device type %s", device.type)
@@ -220,7 +220,7 @@ class FileSamples(Samples):
     def _replace(self, fetch: Fetch, loaded: Loaded) -> None:
         """Replace each unreadable sample in `loaded` with the next readable sample of the data set.
 
-        Batches thus keep their size. The main process does this, because workers do not know all paths.
+        Batches thus keep their size. Samples are replaced in the main process, because workers do not know all paths.
         """
         epochs = loaded.job.epochs
         assert epochs is not None
@@ -246,7 +246,7 @@ class FileSamples(Samples):
     def _normalized(
         self, batches: Generator[tuple[torch.Tensor, torch.Tensor]], device: torch.device
     ) -> Iterator[Batch]:
-        """Yield `batches` on the device, normalized there. The copies are uint8, a quarter of the size of float32."""
+        """Copy each batch to `device` as uint8 (a quarter of the size of float32), normalize it, and yield it."""
         mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (self.mean, self.std))
         for images, targets in to_device(batches, device):
             yield Batch(images.to(torch.float32).div_(255).sub_(mean).div_(std), targets)

@@ -1,4 +1,4 @@
-"""Images in one directory per class."""
+"""A data set of image files in one directory per class."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class ImageFolder(Data):
     256 MiB and 89,478,485 pixels; any other file with the extension of an image counts as unreadable.
 
     Args:
-        root: a directory with one of two layouts. Either it contains `train` and a directory of held-out images, which
-            is the first that exists of `val`, `valid`, `validation` and `test`, and both contain one directory per
-            class. Or it contains one directory per class; then the fraction `holdout` of its images is held out.
+        root: a directory with one of two layouts. Either it contains the directory `train` and a directory of held-out
+            images (the first that exists of `val`, `valid`, `validation` and `test`), both with one directory per
+            class. Or it contains one directory per class; then the fraction `holdout` of the images is held out.
         size: height and width of the network's inputs, in pixels.
-        holdout: fraction of each class's images that is held out if `root` has no `train`; the same images in every
-            run.
+        holdout: fraction of each class's images to hold out if `root` does not contain `train`. The same images are
+            held out in every run.
         augment: transforms of training images: `crop` (random resized crop and random flip), `flip` (random flip) or
             `none`.
         crop_area: the smallest fraction of the image area that a random crop covers.
-        centre: side of the center crop, as a fraction of the image's shorter side; images are cropped to their center
-            where no random crop is used.
+        centre: side of the center crop, as a fraction of the image's shorter side. The center crop is used whenever no
+            random crop is used.
         mean: mean of red, green and blue, for pixels in [0, 1]; it is subtracted from the inputs.
         std: standard deviation of red, green and blue, for pixels in [0, 1]; the inputs are divided by it.
         on_error: if a file cannot be read, `raise` an error or `skip` the file with a warning.
-        workers: number of data loading processes of each rank; 0: load in the process of the rank; null: one less than
-            the number of cores per rank, at most eight.
+        workers: number of data loading processes of each rank; 0 to load data in the process of the rank itself; null
+            for one less than the number of CPU cores per rank, but at most eight.
         prefetch: number of batches that each worker loads in advance.
-        timeout: seconds without a batch after which the run ends with an error.
-        pin_memory: load batches into page-locked memory, from which they are copied to CUDA devices asynchronously;
-            null: only if the device is a CUDA device.
+        timeout: number of seconds to wait for a batch before the run ends with an error.
+        pin_memory: whether to load batches into page-locked memory, from which copies to CUDA devices are asynchronous;
+            null to do so only for CUDA devices.
     """
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("on_error", "workers", "prefetch", "timeout", "pin_memory")

@@ -1,4 +1,4 @@
-"""Samples that fit into memory: tensors on the device, indexed without worker processes or copies from the host."""
+"""Samples that fit into memory: tensors on the device, from which batches are taken by indexing."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class TensorSamples(Samples):
             the memory and is normalized batch by batch.
         targets: class indices, int64 [n].
         class_names: the name of each class.
-        mean: mean of each channel, for pixels in [0, 1]; normalization subtracts it.
+        mean: mean of each channel, for pixels in [0, 1]; it is subtracted in normalization.
         std: standard deviation of each channel, for pixels in [0, 1]; normalization divides by it.
-        flip: mirror each training image with probability 1/2.
-        crop: shift training images by up to this many pixels in each direction; the border is filled with black.
+        flip: mirror each training image horizontally with probability 1/2.
+        crop: shift training images by up to this many pixels in each direction; the empty border is filled with black.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ def _shift_and_flip(
 ) -> torch.Tensor:
     """Shift each image by up to `crop` whole pixels in each direction; if `flip`, mirror it with probability 1/2.
 
-    The whole batch is transformed by one gather, because a Python loop over samples would be slow.
+    The whole batch is transformed by one gather operation, because a Python loop over samples would be slow.
 
     Args:
-        images: [n, channels, height, width].
-        draws: uniform random numbers in [0, 1), [n, 3]: shift down, shift right, mirror.
+        images: normalized images, [n, channels, height, width].
+        draws: uniform random numbers in [0, 1), [n, 3], for the shift down, the shift right and the mirroring.
         crop: the largest shift in pixels.
         flip: whether to mirror images.
-        black: the value of each channel that fills the border, [channels, 1, 1].
+        black: the normalized value of black in each channel, which fills the border, [channels, 1, 1].
 
     Returns:
-        [n, channels, height, width].
+        The transformed images, [n, channels, height, width].
     """
     n, channels, height, width = images.shape
     down, right = ((draws[:, i] * (2 * crop + 1)).long() - crop for i in (0, 1))

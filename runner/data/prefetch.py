@@ -20,8 +20,8 @@ def to_device(batches: Generator[Tensors], device: torch.device, cuda: Any = Non
 
     Args:
         batches: tuples of tensors on the CPU. Copies from page-locked memory do not block the host.
-        device: device of the returned batches.
-        cuda: replaces `torch.cuda` in tests.
+        device: device to copy the batches to.
+        cuda: object that replaces `torch.cuda` in tests; None for `torch.cuda` itself.
     """
     with closing(batches):
         if device.type != "cuda":

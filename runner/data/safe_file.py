@@ -1,4 +1,4 @@
-"""Safe reading of data set files, which may come from somebody else."""
+"""Safe reading of data set files, which may come from an untrusted source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def read_regular_file(path: str, limit_bytes: int) -> bytes:
 
     Args:
         path: path of the file.
-        limit_bytes: maximum size of the file.
+        limit_bytes: maximum size of the file in bytes.
 
     Raises:
         OSError: if the file cannot be read.

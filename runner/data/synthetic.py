@@ -19,8 +19,8 @@ _MOST_BYTES = 4 << 30
 class Synthetic(Data):
     """A data set of uniform noise, generated once on the device.
 
-    Each pixel is a hash of its position and does not depend on the run's seed. The images are therefore the same on
-    every device and in every run.
+    Each pixel is a hash of its position in the data set, and does not depend on the run's seed. The images are
+    therefore the same on every device and in every run.
 
     Args:
         num_samples: number of training images.
@@ -28,7 +28,8 @@ class Synthetic(Data):
         size: height and width in pixels.
         channels: 1 (grayscale) or 3 (RGB).
         num_classes: number of classes, from which labels are drawn uniformly.
-        learnable: average each image with a fixed pattern of its class; if False, labels are independent of images.
+        learnable: True to average each image with a fixed pattern for its class; False for labels that are independent
+            of the images.
     """
 
     num_samples: int = 1024
@@ -59,7 +60,7 @@ class Synthetic(Data):
 
 
 class Noise(TensorSamples):
-    """Random images, generated at their first use, on the device that uses them. Until then, they take no memory.
+    """Random images, which are generated on the device when they are first used. Until then, they take no memory.
 
     Args:
         options: the options of the data set.
@@ -86,7 +87,7 @@ class Noise(TensorSamples):
         super()._move(device)
 
     def _generate(self, device: torch.device) -> None:
-        """Generate the images on `device`, unless they were generated before."""
+        """Generate the images on `device`, unless they have already been generated."""
         if not self.inputs.is_meta:
             return
         self.inputs = _noise(self._split, len(self), self.shape, device)

@@ -1,6 +1,6 @@
-"""MNIST, Fashion-MNIST and CIFAR-10, downloaded by torchvision and held in memory.
+"""MNIST, Fashion-MNIST and CIFAR-10, which torchvision downloads, and which are held in memory.
 
-The files are read by this module instead of torchvision, so that errors name the file that is missing or damaged.
+This module, not torchvision, reads the files, so that error messages name the file that is missing or damaged.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from runner.data.base import Data, Samples
 from runner.data.memory import TensorSamples
 
 _PATIENCE = 10
-"""Seconds that a server may take to respond."""
+"""Number of seconds that a server may take to respond."""
 
 _DAMAGED = (OSError, EOFError, ValueError, RuntimeError, zlib.error, struct.error, tarfile.TarError)
 """The exceptions that reading a damaged file may raise."""
 
 _LIMIT_BYTES = 64 * 2**20
-"""Size limit of a file after decompression; the largest file, of Fashion-MNIST, has 47,040,016 bytes."""
+"""Size limit of a file after decompression. The largest files (MNIST, Fashion-MNIST) have 47,040,016 bytes."""
 
 LabeledImages = tuple["torch.Tensor", "torch.Tensor"]
 """Images, uint8 [n, channels, height, width], and class indices, int64 [n]."""
@@ -46,9 +46,9 @@ class Downloadable(Data):
     """The base class of data sets that torchvision can download.
 
     Args:
-        root: the directory in which torchvision creates the directory of the data set.
-        download: download missing files to `root`; if False, missing files are an error.
-        flip: mirror each training image with probability 1/2.
+        root: the parent directory of the data set's directory, which torchvision creates.
+        download: True to download missing files to `root`; False to raise an error if files are missing.
+        flip: mirror each training image horizontally with probability 1/2.
         crop: shift training images by up to this many pixels in each direction.
     """
 
@@ -58,7 +58,7 @@ class Downloadable(Data):
     dataset: ClassVar[str]
     """The name of the class in `torchvision.datasets`."""
     folder: ClassVar[str]
-    """The directory of the files, relative to `root`."""
+    """The directory of the data set's files, relative to `root`."""
     side: ClassVar[int]
     """Height and width of an image in pixels."""
     mean: ClassVar[tuple[float, ...]]
@@ -75,10 +75,10 @@ class Downloadable(Data):
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the options that are changed in the config of a saved run: it must not start a download to its `root`.
+        """Return new values that replace saved ones, so that the config of a saved run cannot start a download.
 
         Args:
-            values: the saved options that the command line does not override.
+            values: the saved options of the data set that the command line does not override.
         """
         return {"download": False} if "download" in values else {}
 
@@ -143,7 +143,7 @@ class Mnist(Downloadable):
         return [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 
     def _path(self, name: str) -> Path:
-        """Return the path of the file `name`, or of its compressed original (`.gz`) if only that exists."""
+        """Return the path of the file `name`, or of the compressed file (`.gz`) if only the compressed file exists."""
         path = super()._path(name)
         compressed = path.with_name(f"{name}.gz")
         return compressed if compressed.is_file() and not path.is_file() else path
@@ -162,9 +162,9 @@ class Mnist(Downloadable):
         return images[:, None], targets
 
     def _read(self, path: Path, dims: int) -> torch.Tensor:
-        """Return the tensor in an IDX file of uint8 values with `dims` dimensions.
+        """Return the uint8 tensor with `dims` dimensions in an IDX file.
 
-        The file starts with two zero bytes, the data type (8 for uint8), the number of dimensions, and the shape as
+        An IDX file starts with two zero bytes, the data type (8 for uint8), the number of dimensions, and the shape as
         big-endian 32-bit integers.
         """
         try:

@@ -12,25 +12,25 @@ from typing import Any
 from runner.data.base import DataError
 
 POLL = 0.5
-"""Seconds between two checks of the workers. SIGCHLD does not report their end: they are the fork server's children."""
+"""Seconds between two checks of the workers. They are the fork server's children, so their end sends no SIGCHLD."""
 
 _CAUSES = {
     9: (", perhaps because memory ran out", "reduce data.workers or data.prefetch; "),
     7: (", most likely because shared memory ran out", "enlarge /dev/shm (docker run --shm-size=8g); "),
 }
-"""For each signal (9 is SIGKILL, 7 is SIGBUS): why the operating system probably sent it to a worker, and a remedy."""
+"""For signals 9 (SIGKILL) and 7 (SIGBUS): why the operating system probably sent it to a worker, and a remedy."""
 
 
 class Watch:
-    """Receives batches from DataLoader workers, and kills the workers if a batch takes too long.
+    """A watchdog that receives batches from DataLoader workers, and kills the workers if a batch takes too long.
 
-    The timeout of DataLoader is not enough, because it covers only the message that a batch is ready. DataLoader then
-    requests the file descriptor of the batch's shared memory over a connection without a timeout, and this request
-    blocks if the worker is stopped. Killing the worker closes the connection.
+    The timeout of DataLoader is not enough: it covers only the wait for the message that a batch is ready. DataLoader
+    then requests the file descriptor of the batch's shared memory over a connection without a timeout, and this request
+    blocks if the worker is stopped. Killing the worker closes the connection and ends the request.
 
     Args:
         workers: the worker processes; empty if the main process loads the data.
-        timeout: seconds without a batch after which the workers are killed.
+        timeout: number of seconds to wait for a batch before the workers are killed.
     """
 
     def __init__(self, workers: Collection[BaseProcess], timeout: float):

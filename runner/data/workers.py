@@ -1,6 +1,7 @@
 """Data loading in worker processes: DataLoader with a watchdog.
 
-Workers are forked from the fork server. Each evaluation starts new workers; starting one takes 0.1 s and 17 MB.
+Workers are forked from the fork server. Each evaluation starts new workers; starting a worker takes 0.1 s, and a worker
+takes 17 MB of memory.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from runner.system.forkserver import METHOD, start_server
 
 
 class Fetch(Protocol):
-    """An object for which `fetch[job]` loads the batch that `job` describes.
+    """A loader of batches: `fetch[job]` loads and returns the batch that `job` describes.
 
-    The object is sent to each worker once; the workers then load the batches.
+    The loader is sent to each worker once; the workers then use it to load batches.
     """
 
     def __getitem__(self, job: Any, /) -> Any: ...
@@ -35,10 +36,10 @@ class Workers:
     """The settings of the worker processes of one rank; `read` starts the workers.
 
     Args:
-        count: number of worker processes of this rank; 0: load in this process.
-        timeout: seconds without a batch after which the run ends with an error.
+        count: number of worker processes of this rank; 0 to load batches in this process.
+        timeout: number of seconds to wait for a batch before the run ends with an error.
         ahead: number of batches that each worker loads in advance.
-        pin_memory: load batches into page-locked memory, from which they are copied to CUDA devices asynchronously.
+        pin_memory: whether to load batches into page-locked memory, from which copies to CUDA devices are asynchronous.
     """
 
     count: int
@@ -83,16 +84,16 @@ class Workers:
 
 
 def default_count() -> int:
-    """Return the default number of workers of one rank: one less than the CPU cores per rank, at most eight."""
+    """Return the default number of workers per rank: one less than the number of cores per rank, but at most eight."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of a distributed run share the cores
     return max(0, min(8, allowed_cores() // processes - 1))
 
 
 def _exit_with_parent(_: int) -> None:
-    """Exit the worker when the run's process ends, even by SIGKILL.
+    """Make the worker exit when the process of the run ends, even if that process is killed with SIGKILL.
 
-    DataLoader's own watchdog does not help: it checks the worker's parent process, which is the fork server and
-    outlives the run.
+    DataLoader's own watchdog does not help: it checks the worker's parent process, which is the fork server, and the
+    fork server outlives the run.
     """
     run = multiprocessing.parent_process()
     assert run is not None

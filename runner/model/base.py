@@ -19,11 +19,11 @@ class Model(ABC):
 
     Args:
         checkpoint_activations: store only the inputs of the network's blocks and recompute other activations in the
-            backward pass (Chen et al., 2016): less memory, more time, the same results.
-        weights: a file to load initial weights from (`.safetensors`, or a `state_dict` in `.pt`/`.pth`); null: random
-            initialization.
-        reset_head: keep the last layer random instead of loading it. This is needed if the file's weights are for
-            another number of classes.
+            backward pass (Chen et al., 2016). This saves memory and costs time; the results are the same.
+        weights: path of a file with the initial weights (`.safetensors`, or a `state_dict` in `.pt`/`.pth`); null for
+            random initialization.
+        reset_head: keep random weights in the last layer instead of loading its weights. This is needed if the weights
+            in the file are for another number of classes.
     """
 
     checkpoint_activations: bool = False
@@ -55,7 +55,7 @@ class Model(ABC):
             num_classes: number of outputs.
 
         Raises:
-            ConfigError: if the network cannot process inputs of this shape, or the file has weights of another network.
+            ConfigError: if the network cannot process inputs of this shape, or if the weights are for another network.
         """
         model = self.network(shape, num_classes)
         if self.weights is not None:

@@ -15,10 +15,10 @@ class ConvNet(Model):
     """Convolutions with max pooling, then two linear layers (`models.convnet.ConvNet`).
 
     Args:
-        channels: output channels of each convolution.
+        channels: number of output channels of each convolution.
         kernel_size: kernel size of each convolution.
-        padding: zero padding of each convolution.
-        hidden: output features of the first linear layer.
+        padding: zero padding of each convolution, in pixels on each side.
+        hidden: number of output features of the first linear layer.
         dropout: dropout probability after the first linear layer.
     """
 

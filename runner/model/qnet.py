@@ -17,7 +17,7 @@ class QNet(Model):
     """A multi-layer perceptron that computes action values, or classifies flattened images (`models.qnet.QNet`).
 
     Args:
-        hidden: units of each hidden layer.
+        hidden: number of units in each hidden layer.
         duelling: use separate heads for the state value and the advantages (Wang et al., 2016).
     """
 

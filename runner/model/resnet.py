@@ -15,9 +15,11 @@ class ResNet(Model):
     """A residual network with torchvision's parameter names (`models.resnet.ResNet`).
 
     Args:
-        depth: 18, 34, 50, 101 or 152.
-        stem: `imagenet`, or `cifar`, which does not downsample its inputs and suits images of about 32×32 pixels.
-        norm: `batch`, or `group`, which is computed per sample, so that results do not depend on how a batch is split.
+        depth: number of layers: 18, 34, 50, 101 or 152.
+        stem: the first layers: `imagenet`, or `cifar`, which keeps the size of its inputs and suits images of about
+            32×32 pixels.
+        norm: `batch` for batch normalization, or `group` for group normalization. Group normalization is computed per
+            sample, so that the results do not depend on how a batch is split.
     """
 
     depth: int = 50

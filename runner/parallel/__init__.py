@@ -1,1 +1,1 @@
-"""Parallel modes: `base.py` is the interface and the single-device mode; each other mode has a file of its own."""
+"""Parallel modes: `base.py` defines the interface and the single-device mode; every other mode has its own file."""

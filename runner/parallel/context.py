@@ -1,4 +1,4 @@
-"""What a parallel mode knows about a run; a mode has no access to the `Run` itself."""
+"""The information about a run that is passed to a parallel mode, which has no access to the `Run` itself."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Process(NamedTuple):
         rank_info: the rank of the process.
         devices: the devices on which the process computes; the first one holds the batches and the metrics.
         collectives: the collectives that connect the process to the other processes.
-        shared_state: shared memory that the launcher has allocated for all processes of this machine; None if the mode
-            needs none.
+        shared_state: memory that the launcher has allocated and that all processes of this machine share; None if the
+            parallel mode needs no shared memory.
     """
 
     rank_info: RankInfo
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """What a mode needs to know about a run, in one process.
+    """The information about a run that a parallel mode needs in one process.
 
     Args:
         process: this process: its rank, its devices and its collectives.
@@ -65,7 +65,7 @@ class Context:
         workload: the workload of the run.
         precision: the precision of the run.
         channels_last: whether convolutions use the NHWC memory format.
-        compile: whether to `torch.compile` the model.
+        compile: whether to compile the model with `torch.compile`.
     """
 
     process: Process

@@ -20,25 +20,25 @@ from runner.tracking.metrics import MetricSums
 
 @dataclass
 class DDP(MultiProcess):
-    """Every process holds a replica of the model and trains on its shard of each batch; gradients are averaged.
+    """Data parallelism: every process holds a replica of the model, and trains it on its shard of each batch.
 
-    Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020). Gradients are all-reduced
-    once per step, during the backward pass of the last micro-batch.
+    Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020). Gradients are averaged
+    over the processes once per step, during the backward pass of the last micro-batch.
 
     Unless `sync_batch_norm` is set, batch normalization uses the statistics of each process's own shard. Before an
     evaluation or a checkpoint, the running means and variances are averaged over the processes. The result is exact for
     the means; the variances are slightly too small, because the means of the shards differ from one another.
 
     Args:
-        bucket_mb: size in MiB of the buckets in which gradients are all-reduced, overlapping with the backward pass.
+        bucket_mb: size in MiB of the buckets in which gradients are all-reduced while the backward pass is running.
         static_graph: promise that every step uses the same parameters, which lets DDP skip work in each step.
-        gradients_as_views: make gradients views of the buckets, so that they are not stored twice.
-        find_unused: search for parameters that a step does not use. The search is slow, and needed only if such
-            parameters exist.
+        gradients_as_views: make the gradients views of the buckets, so that each gradient is stored only once.
+        find_unused: search for unused parameters in every step. The search is slow, and is needed only if there are
+            steps that do not use all parameters.
         compression: compression of the all-reduced gradients: `none`; `fp16` or `bf16`, which send half the bytes but
-            round the gradients; or `powersgd`, which sends low-rank factors (Vogels et al., 2019), and whose error
-            feedback restarts at a resume.
-        powersgd_rank: rank of the factors of `powersgd`.
+            round the gradients; or `powersgd`, which sends low-rank factors (Vogels et al., 2019). Checkpoints do not
+            contain the error feedback of `powersgd`, so that it starts from zero when a run is resumed.
+        powersgd_rank: rank of the low-rank factors that `powersgd` sends.
         sync_batch_norm: compute the statistics of batch normalization over the shards of all processes.
     """
 

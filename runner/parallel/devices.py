@@ -1,4 +1,4 @@
-"""The devices of the modes in which one process uses several GPUs."""
+"""The choice of devices for parallel modes in which one process uses several GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from runner.device import Device
 
 
 def devices_of_one_process(choice: Device) -> list[torch.device]:
-    """Return the GPUs that `choice` selects (by default, all visible GPUs), or else the one device that it selects.
+    """Return the GPUs that `choice` selects, by default all visible GPUs.
+
+    If `choice` selects a device of another kind, return a list with only that device.
 
     Raises:
         ConfigError: if a device does not exist, or `CUDA_VISIBLE_DEVICES` hides every GPU although the CPU was not

@@ -20,13 +20,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class DP(Parallel):
-    """Each micro-batch is scattered over the GPUs, each GPU runs a replica of the model, and outputs are gathered.
+    """Data parallelism in one process: each GPU runs a replica of the model on its part of each micro-batch.
 
-    torch's documentation recommends ddp instead. Three notes for custom models: A replica exists for one forward pass,
-    so what `forward` writes to the module is lost, except for buffers on the first GPU. Module hooks run once per GPU,
-    and must be thread-safe. `pad_packed_sequence` needs `total_length`, or the outputs of the GPUs differ in length.
+    torch's documentation recommends ddp instead. Three notes for custom models: (1) A replica exists for only one
+    forward pass, so whatever `forward` writes to the module is lost, except for buffers on the first GPU. (2) Module
+    hooks run once per GPU, and must be thread-safe. (3) `pad_packed_sequence` needs the argument `total_length`;
+    otherwise, the outputs of the GPUs may differ in length.
 
-    Batch normalization uses the statistics of each GPU's shard, and keeps the running statistics of the first GPU.
+    Batch normalization uses the statistics of each GPU's part; only the running statistics of the first GPU are kept.
     """
 
     description: ClassVar[str] = "DataParallel"

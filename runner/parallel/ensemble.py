@@ -1,4 +1,4 @@
-"""`parallel=ensemble`: each process trains one member, with a seed of its own; the members vote."""
+"""`parallel=ensemble`: each process trains one member of an ensemble, with its own seed; the members vote."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.tracking.metrics import MetricSums
 
 
 class MemberMeans(ProcessGroup):
-    """Collectives that average metrics over the members, because each member has seen the whole batch."""
+    """Collectives that average metrics over the members instead of adding them, as each member sees every sample."""
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
         return {name: total / self.world_size for name, total in super().all_reduce(sums).items()}
@@ -30,14 +30,14 @@ class MemberMeans(ProcessGroup):
 
 @dataclass
 class Ensemble(MultiProcess):
-    """Each process trains one member on all of the data: member i is bitwise equal to a run with seed `seed` + i.
+    """An ensemble of models: each process trains one member on all of the data.
 
-    Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles (2017). An
-    evaluation covers each member and the ensemble: `eval/accuracy` is the accuracy of the vote,
-    `eval/member_0/accuracy` is the accuracy of the first member, and `eval/disagreement` is the fraction of the
-    members' predictions that differ from the vote. Training curves are means over the members. The model in a
-    checkpoint is the first member, from which every other mode can resume; the other members are in the files of their
-    ranks (`rank_1.pt`, …).
+    Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles (2017). Member i
+    is bitwise equal to the model of a run whose seed is `seed` + i. An evaluation covers each member and the ensemble:
+    `eval/accuracy` is the accuracy of the vote, `eval/member_0/accuracy` is the accuracy of the first member, and
+    `eval/disagreement` is the fraction of the members' predictions that differ from the vote. Training metrics are
+    means over the members. The model in a checkpoint is the first member, from which every other mode can resume; the
+    other members are in the files of their ranks (`rank_1.pt`, …).
     """
 
     description: ClassVar[str] = "ensemble"
@@ -61,7 +61,7 @@ class Ensemble(MultiProcess):
         return metrics | {"disagreement": int(tally[0]) / max(1, int(tally[1]))}, sums
 
     def _vote(self, model: torch.nn.Module, tally: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the members' vote on `inputs`, and count the members' predictions.
+        """Return the members' vote on `inputs`, and count the members' predictions in `tally`.
 
         Args:
             model: this process's member.

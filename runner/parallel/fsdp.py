@@ -23,18 +23,19 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class FSDP(MultiProcess):
-    """Parameters, gradients and optimizer state are sharded over the processes; each block is gathered when it is used.
+    """Fully sharded data parallelism: parameters, gradients and optimizer state are sharded over the processes.
 
-    Rajbhandari et al., ZeRO (2020), stage 3; Zhao et al., PyTorch FSDP (2023). The network's `blocks()` defines the
-    blocks. With a 16-bit precision, parameters are gathered in 16 bits, and gradients are reduced in float32. For an
-    evaluation, the whole model is gathered, because processes with unequal numbers of samples could not gather it block
-    by block. `channels_last` applies to images but not to weights, because FSDP2 shards only contiguous weights. Batch
-    normalization works as in ddp.
+    Rajbhandari et al., ZeRO (2020), stage 3; Zhao et al., PyTorch FSDP (2023). The parameters of a block are gathered
+    when the block is used; the network's `blocks()` defines the blocks. With a 16-bit precision, parameters are
+    gathered in 16 bits, and gradients are reduced in float32. For an evaluation, the whole model is gathered, because
+    processes with unequal numbers of samples could not gather the model block by block. `channels_last` applies to
+    images but not to weights, because FSDP2 shards only contiguous weights. Batch normalization works as in ddp.
 
     Args:
-        reshard_after_forward: free a block's gathered parameters after its forward pass, and gather them again for the
-            backward pass: less memory, more communication (stage 3); false: keep them for the backward pass (stage 2).
-        offload: keep the shards in host memory, and compute on the GPU.
+        reshard_after_forward: true (stage 3): free a block's gathered parameters after its forward pass, and gather
+            them again for its backward pass, which takes less memory but more communication. false (stage 2): keep the
+            gathered parameters until the backward pass.
+        offload: keep the shards in host memory, and copy the parameters of a block to the GPU when the block is used.
     """
 
     description: ClassVar[str] = "FSDP2"

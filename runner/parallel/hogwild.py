@@ -27,10 +27,10 @@ _CACHE_LINE = 64
 """Size in bytes. Each tensor starts on a new cache line, so that neighboring tensors never share a cache line."""
 
 _MAX_LEAD = 4
-"""How many updates a worker may be ahead of another. The limit lets all workers stop after the same update."""
+"""The largest lead of one worker over another, in updates. This limit lets all workers stop after the same update."""
 
 _MEASURE_EVERY = 16
-"""Number of steps between two measurements of how far other workers move the model, each of which copies the model."""
+"""Number of steps between two measurements of how far other workers move the model. A measurement copies the model."""
 
 
 class SharedState(NamedTuple):
@@ -38,9 +38,9 @@ class SharedState(NamedTuple):
 
     Args:
         memory: uint8 [num_bytes]: the model's parameters and buffers.
-        updates: int64 [num_workers]: the number of updates that each worker has done.
+        updates: int64 [num_workers]: the number of updates that each worker has made.
         stop_requested: int64 [1]: 1 if any worker was asked to stop.
-        last_update: int64 [1]: each worker stops once it has done this number of updates; 0 until rank 0 has chosen the
+        last_update: int64 [1]: the number of updates after which every worker stops; 0 until rank 0 has chosen this
             number.
     """
 
@@ -51,7 +51,7 @@ class SharedState(NamedTuple):
 
 
 class SharedMemoryCollectives(ProcessGroup):
-    """Collectives that use shared memory to decide when to stop, because an all-reduce in every step would block."""
+    """Collectives that use shared memory to decide when workers stop, as an all-reduce in every step would block."""
 
     def __init__(self, timeout: float, shared_state: SharedState):
         super().__init__(timeout)
@@ -62,7 +62,7 @@ class SharedMemoryCollectives(ProcessGroup):
         """Return whether this worker has to stop after its latest update.
 
         Once `flag` has been true on any worker, rank 0 chooses a number of updates that no worker has reached yet. Each
-        worker stops when it has done this number of updates.
+        worker stops when it has made this number of updates.
         """
         own = int(self.updates[self.rank])
         if flag:  # set, never cleared: a read-modify-write could undo the write of another worker
@@ -89,15 +89,15 @@ class SharedMemoryCollectives(ProcessGroup):
 
 @dataclass
 class Hogwild(MultiProcess):
-    """Each worker computes gradients of the shared model and updates it, without synchronizing with the others.
+    """Lock-free training: each worker computes gradients of a shared model and updates the model without locks.
 
     Niu et al., HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent (2011). The workers divide
     the global batches among them, and each worker has its own optimizer. The number of steps is the same as in other
     modes, but while a worker computes a gradient, other workers may update the weights, so no two runs are the same.
-    With one worker, a run is exactly the same as with `parallel=single`. Before they log, evaluate or save, the workers
-    wait for each other. A checkpoint holds the model and the first worker's optimizer state, from which other modes can
-    resume, and the file of each rank holds the optimizer state of that worker. The mode runs on the CPU of a single
-    machine.
+    With one worker, a run is exactly the same as with `parallel=single`. Before logging, evaluating or saving, the
+    workers wait for each other. A checkpoint holds the model and the first worker's optimizer state, from which other
+    modes can resume, and the file of each rank holds the optimizer state of that worker. The mode runs on the CPU of a
+    single machine.
     """
 
     description: ClassVar[str] = "Hogwild"
@@ -159,7 +159,8 @@ class Hogwild(MultiProcess):
     def _read(self, model: torch.nn.Module) -> tuple[int, list[torch.Tensor] | None]:
         """Return the number of updates by all workers so far, and a copy of the weights.
 
-        Instead of the copy, return None in steps in which the distance is not measured, and if there is one worker.
+        The weights are copied in every `_MEASURE_EVERY`-th step if there are several workers; otherwise, None is
+        returned instead of the copy.
         """
         measured = self._context.world_size > 1 and self._updates[self._context.rank] % _MEASURE_EVERY == 0
         return int(self._updates.sum()), [p.detach().clone() for p in trainable(model)] if measured else None
@@ -186,7 +187,7 @@ class Hogwild(MultiProcess):
         return super().evaluate(model)
 
     def scalars(self) -> dict[str, float]:
-        """Return measurements of all workers together since the last call, by TensorBoard tag.
+        """Return measurements since the last call, over all workers, keyed by TensorBoard tag.
 
         - `hogwild/updates`: the number of updates.
         - `hogwild/staleness`: the mean number of updates by other workers during a step.

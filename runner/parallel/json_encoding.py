@@ -1,8 +1,8 @@
 """The encoding of values that are sent to other ranks: JSON, because pickle can execute code from the sender.
 
-Plain JSON values are written as they are; any other value is tagged with its type: `{"$": [tag, content]}`. Pickle is
-used only between a process and the processes that it starts: in pipes of `multiprocessing`, which no other process can
-open.
+Plain JSON values are written unchanged; any other value is written with a tag for its type, as `{"$": [tag, content]}`.
+Pickle is used only in the pipes of `multiprocessing` between a process and the processes that it starts, because no
+other process can open these pipes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _TAG = "$"
 
 
 def encode(value: Any) -> bytes:
-    """Return `value` as bytes.
+    """Return `value` as JSON text in bytes.
 
     Args:
-        value: plain values, nested in lists, tuples and dicts; paths, dtypes, tensors, config errors, and named tuples
-            and dataclasses of this project.
+        value: a plain value, path, dtype, tensor, config error, or named tuple or dataclass of this project; or a list,
+            tuple or dict of such values.
 
     Raises:
         TypeError: for any other type.
@@ -55,7 +55,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _tagged(value: Any) -> tuple[str, Any]:
-    """Return the tag and the content of a value that has no form of its own in JSON."""
+    """Return the tag and the content with which to write `value`, which has a type that JSON does not have."""
     if type(value) in (tuple, dict):
         return type(value).__name__, [_to_json(each) for each in (value.items() if type(value) is dict else value)]
     if isinstance(value, Path):
@@ -77,7 +77,7 @@ def _tagged(value: Any) -> tuple[str, Any]:
 
 
 def _sendable(got: Any) -> Any:
-    """Return `got` if it can be sent, and otherwise its `repr`, because a config error only displays the value."""
+    """Return `got` if it can be encoded, and otherwise `repr(got)`, because a config error only displays the value."""
     try:
         _to_json(got)
     except TypeError:
@@ -123,7 +123,10 @@ def _object(content: list[Any]) -> Any:
 
 
 def _fields(cls: type) -> list[str] | None:
-    """Return the field names of `cls`, if it is a plain named tuple or dataclass of this project; otherwise None."""
+    """Return the field names of `cls` if it is a named tuple or dataclass of this project; otherwise, return None.
+
+    Classes with `__post_init__` are excluded, because creating an object would call it.
+    """
     if cls.__module__.partition(".")[0] != "runner" or hasattr(cls, "__post_init__"):
         return None
     if dataclasses.is_dataclass(cls):

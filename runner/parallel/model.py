@@ -1,4 +1,4 @@
-"""`parallel=model`: consecutive stages of the network on consecutive devices of one process; one computes at a time."""
+"""`parallel=model`: the stages of the network run on several devices of one process, one stage at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ModelParallel(Partition, Parallel):
-    """The network is split into stages on consecutive devices, of which only one computes at a time.
+    """Model parallelism: the network is split into stages on several devices, and one device computes at a time.
 
     This mode is for networks too large for one GPU. Activations are moved from each device to the next one, and targets
     to the last device. With `parallel=pipeline`, in contrast, all devices compute at the same time.

@@ -1,4 +1,4 @@
-"""The base class of modes with several processes: their options, their launcher, and one device per process."""
+"""The base class of parallel modes with several processes, each of which has one device."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from runner.parallel.launch.processes import ExternalProcesses, LocalProcesses
 
 @dataclass
 class MultiProcess(Parallel, ABC):
-    """A mode with several processes; a subclass must define `layout`, each process's share of the work.
+    """The base class of modes with several processes; subclasses define `layout`, each process's share of the work.
 
     Args:
-        processes: number of processes; `auto`: one per visible GPU, or two on a CPU. Under torchrun or SLURM, `auto` is
-            the number of processes that they have started.
-        timeout: seconds that a process waits for the others before the run ends with an error.
-        max_restarts: how often all processes are restarted from the last checkpoint after one has failed or died.
-        port: port of the store through which the processes of this machine find each other; null: any free one.
+        processes: number of processes; `auto` for one per visible GPU, or two on a CPU. Under torchrun or SLURM, `auto`
+            is the number of processes that torchrun or SLURM has started.
+        timeout: number of seconds that a process waits for the others before the run ends with an error.
+        max_restarts: maximum number of times that all processes are restarted from the last checkpoint after one of
+            them has failed or died.
+        port: port of the store through which the processes of this machine find each other; null for any free port.
     """
 
     processes: int | str = "auto"

@@ -49,23 +49,24 @@ _PICTURE = "pipeline.png"
 
 @dataclass
 class Pipeline(Partition, MultiProcess):
-    """A batch passes through the stages in micro-batches, whose gradients are summed (Huang et al., GPipe, 2019).
+    """Pipeline parallelism: micro-batches pass through the stages of the network (Huang et al., GPipe, 2019).
 
-    Samples, loss and update are the same as with gradient accumulation on one device. In both cases, batch
-    normalization uses the statistics of micro-batches.
+    The gradients of the micro-batches are summed. Samples, loss and update are the same as with gradient accumulation
+    on one device. In both cases, batch normalization uses the statistics of each micro-batch.
 
     Args:
         engine: `processes`: several processes with one or more stages each, and `torch.distributed.pipelining`;
             `streams`: one process with several CUDA devices, and copies between them on separate streams.
-        schedule: `gpipe`: all forward passes, then all backward passes; `1f1b`: one forward, one backward as soon as
-            possible, which keeps fewer activations (Narayanan et al., PipeDream, 2019); `interleaved_1f1b`: two or more
-            stages per process, for a smaller bubble (Narayanan et al., 2021); `zero_bubble`: the gradients of weights
-            are computed later, during the bubble (Qi et al., 2023).
-        split_size: samples per micro-batch.
+        schedule: `gpipe`: all forward passes, then all backward passes; `1f1b`: one forward pass and one backward pass
+            in turn, which keeps fewer activations (Narayanan et al., PipeDream, 2019); `interleaved_1f1b`: two or more
+            stages per process, which reduces idle time (Narayanan et al., 2021); `zero_bubble`: the gradients of
+            weights are computed later, in time that would otherwise be idle (Qi et al., 2023).
+        split_size: number of samples per micro-batch.
         num_micro_batches: number of micro-batches, as an alternative to `split_size`. If both are null, there are about
             four micro-batches per stage.
-        batch_norm: `micro`: the running statistics are those of micro-batches; `defer`: those of the whole batch
-            (GPipe, section 2.2), so that the evaluated model does not depend on `split_size`.
+        batch_norm: `micro` updates the running statistics of batch normalization with the statistics of each
+            micro-batch; `defer` updates them with the statistics of the whole batch (GPipe, section 2.2), so that the
+            evaluated model depends less on `split_size`.
     """
 
     description: ClassVar[str] = "pipeline"
@@ -185,7 +186,7 @@ class Pipeline(Partition, MultiProcess):
         return model
 
     def _profiles(self, model: torch.nn.Module, context: Context) -> tuple[torch.Tensor, list[BlockProfile]]:
-        """Return the inputs of one sample, [1, …], and the profiles of all blocks, measured with a micro-batch."""
+        """Return the input of one sample, [1, …], and the profiles of all blocks, measured with one micro-batch."""
         inputs = first_inputs(model, context, self._size)
         return inputs[:1].cpu(), profile_blocks(model, inputs, context, timed=self.cuts == "auto")
 
@@ -196,19 +197,19 @@ class Pipeline(Partition, MultiProcess):
         activations: list[ActivationSpec],
         context: Context,
     ) -> dict[int, StageModule]:
-        """Create this process's stages and engine, and return these stages by number.
+        """Create this process's stages and engine, and return the stages, keyed by the number of the stage.
 
         The tensors of other processes' stages are removed from `model`.
 
         Args:
             model: the network.
-            grouped: the blocks of each stage, for all stages.
+            grouped: the blocks of each stage, for the stages of all processes.
             activations: specs of the activations before, between and after all stages.
             context: the context of the run.
 
         Raises:
-            ConfigError: with the key `parallel.cuts`, if two stages share a tensor, or this process has nothing to
-                train.
+            ConfigError: with the key `parallel.cuts`, if two stages share a tensor, or the stages of this process have
+                no trainable parameters.
         """
         from runner.parallel.pipelining.schedules import ProcessEngine
         from runner.parallel.pipelining.stages import StageModule, keep_only, owners
@@ -237,9 +238,10 @@ class Pipeline(Partition, MultiProcess):
         activations: list[ActivationSpec],
         context: Context,
     ) -> dict[int, StageModule]:
-        """Create all stages and the engine in this process, and return the stages by number.
+        """Create all stages and the engine in this process, and return the stages, keyed by the number of the stage.
 
-        Each stage has its own device, unless there is only one. The arguments are those of `_place_own_stages`.
+        Each stage has its own device, unless there is only one device. The arguments are those of
+        `_place_own_stages`.
         """
         from runner.parallel.pipelining.stages import StageModule
         from runner.parallel.pipelining.streams import StreamEngine
@@ -347,7 +349,7 @@ class Pipeline(Partition, MultiProcess):
 
 
 def _nested(flat: dict[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
-    """Return {(name, key): value} as {name: {key: value}}."""
+    """Convert a flat dict {(name, key): value} to a nested dict {name: {key: value}}."""
     nested: dict[str, dict[str, Any]] = {}
     for (name, key), value in flat.items():
         nested.setdefault(name, {})[key] = value

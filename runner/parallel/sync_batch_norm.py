@@ -1,4 +1,4 @@
-"""Batch normalization over the shards of several processes."""
+"""Batch normalization over all shards of a batch, each of which is on a different process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def convert_sync_batch_norm(model: torch.nn.Module, device: torch.device) -> tor
     """Convert the batch normalization layers in `model` so that they normalize over all processes, and return `model`.
 
     On CUDA, the layers become `torch.nn.SyncBatchNorm`, which supports no other device. On other devices, they become
-    `SyncBatchNorm` of this file, which uses all-reduces.
+    the class `SyncBatchNorm` in this file, which uses all-reduces.
     """
     if device.type == "cuda":
         return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -1,4 +1,4 @@
-"""Checks values from a checkpoint, which somebody else may have written, before anything is computed with them."""
+"""Checks of values from a checkpoint, before they are used: the checkpoint may come from an untrusted source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 _MOST_VALUES, _DEEPEST = 3_000_000, 100
 
 _INTERCHANGEABLE = {"torch.float32", "torch.float64"}
-"""The formats of parameters: a run in one of them may be resumed in the other."""
+"""The dtypes of parameters: a run that saved one of these dtypes may be resumed with the other."""
 
 
 class UnexpectedContentError(RuntimeError):
@@ -39,19 +39,22 @@ class TensorSpec(NamedTuple):
 def check_like(value: Any, like: Any, where: str) -> None:
     """Check that a value from a checkpoint has the form that `like` describes.
 
-    These are the forms of `like`:
+    `like` has one of these forms:
 
     - a tensor or a `TensorSpec`: the value must be a tensor of the same shape and dtype;
-    - a dict: the value must be a dict with the same keys, and each item must have the form of the item in `like`;
+    - a dict: the value must be a dict with the same keys, and each item must have the form of the corresponding item in
+      `like`;
     - `{str: form}`: the value must be a dict with strings as keys, and each item must have the form `form`;
     - `[form]`: the value must be a list of any length, and each item must have the form `form`;
-    - a tuple: the value must be a tuple of the same length, and each item must have the form of the item in `like`;
+    - a tuple: the value must be a tuple of the same length, and each item must have the form of the corresponding item
+      in `like`;
     - a type: the value must have exactly this type. `float` also allows an int, `object` allows anything, and NaN is
       never allowed.
 
     Args:
-        value: the value. Only the parts that `like` describes are examined, so a deep or cyclic value does no harm.
-        like: the form.
+        value: the value to check. Only the parts that `like` describes are examined, so a deep or cyclic value does no
+            harm.
+        like: the form that the value must have.
         where: the name of the value in the error message.
 
     Raises:
@@ -70,18 +73,18 @@ def check_like(value: Any, like: Any, where: str) -> None:
 
 
 def check_plain(content: Any, where: str) -> None:
-    """Check that `content` consists of plain values and tensors, and that all of it can be examined in a short time.
+    """Check that `content` consists of plain values and tensors, and can be examined in a short time.
 
-    If a list contains the same list many times, or the elements of a tensor share memory, the content takes little
-    memory, but examining it may take any amount of time.
+    If lists contain the same list many times, or the elements of a tensor share memory, a small file can contain values
+    that would take any amount of time to examine.
 
     Args:
-        content: what was loaded from a file.
+        content: the values that were loaded from a file.
         where: the name of the content in the error message.
 
     Raises:
-        UnexpectedContentError: if there is any other object, a tensor whose elements share memory, or more values than
-            any run saves.
+        UnexpectedContentError: if `content` contains any other object, a tensor whose elements share memory, or more
+            values than any run saves.
     """
     remaining, count = [(content, 0)], 0
     while remaining:
@@ -105,7 +108,7 @@ def check_count(value: Any, where: str, most: float = math.inf) -> None:
     """Check that a value from a checkpoint is an integer from 0 to `most`.
 
     Args:
-        value: the value.
+        value: the value to check.
         where: the name of the value in the error message.
         most: the largest allowed integer.
 
@@ -117,7 +120,7 @@ def check_count(value: Any, where: str, most: float = math.inf) -> None:
 
 
 def _items(value: Any, like: Any, where: str) -> list[tuple[str, Any, Any]]:
-    """Return (name, item, form) for each item of `value`, a dict, a list or a tuple; `like` gives the forms."""
+    """Return (name, item, form) for each item of the dict, list or tuple `value`; the forms are taken from `like`."""
     if isinstance(like, dict) and str in like:
         _require(all(type(key) is str for key in value), where, "a dict with other keys", "a dict with names as keys")
         return [(reprlib.repr(key), item, like[str]) for key, item in value.items()]

@@ -1,4 +1,4 @@
-"""Writing of small files: a crash or power loss leaves either the complete old content or the complete new content."""
+"""Durable writing of small files: after a crash or power loss, a file has its complete old or complete new content."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to a temporary file, sync this file to disk, and rename it to `path`.
+    """Write `text` to a temporary file, flush this file to disk, and rename it to `path`.
 
     Raises:
         OSError: if the file cannot be written; `path` then keeps its previous content.
@@ -33,7 +33,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush the file `path` to disk. If `path` is a directory, only its list of entries is flushed, not the files."""
+    """Flush the file `path` to disk. If `path` is a directory, flush only its list of entries, not the files in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

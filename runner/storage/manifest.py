@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the SHA-256 of each file and of the manifest. Hashes are verified before loading."""
+"""The manifest of a checkpoint: the SHA-256 of each file and of the manifest itself, verified before loading."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MOST_BYTES = 2**24
 """Size limit of a manifest in bytes; enough for a manifest with the files of 100,000 ranks."""
 
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
-"""Error numbers that show that a checkpoint is damaged; other errors, such as a missing permission, do not."""
+"""The error numbers that mean that a checkpoint is damaged. Others, such as that of a missing permission, do not."""
 
 
 class DamagedError(Exception):
-    """Raised when a file of a checkpoint is missing, or differs from what was written."""
+    """Raised when a file of a checkpoint is missing, or its content is not what was written."""
 
 
 def manifest_of(directory: Path, **facts: Any) -> str:
@@ -36,7 +36,7 @@ def manifest_of(directory: Path, **facts: Any) -> str:
 
     Args:
         directory: the directory of the checkpoint. The manifest lists the hash of every file in it.
-        facts: further keys and values of the manifest.
+        facts: other keys and values to store in the manifest.
     """
     files = {path.name: _sha256(path) for path in sorted(directory.iterdir())}
     manifest = {"schema": SCHEMA, **facts, "files": files}
@@ -47,7 +47,7 @@ def verified_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest in `directory`, after verifying the hashes of the files that it lists.
 
     Raises:
-        DamagedError: if a file is missing or its hash differs.
+        DamagedError: if a file is missing or does not have the hash in the manifest.
         ConfigError: if the checkpoint was written by an incompatible version of this project, or by something else.
         OSError: if a file cannot be read for another reason.
     """
@@ -79,14 +79,14 @@ def saved_config_text(directory: Path) -> str | None:
 
 
 def untrusted(directory: Path, why: str) -> ConfigError:
-    """Return the error for a checkpoint that cannot have been written by a run."""
+    """Return the error to raise for a checkpoint that, for the reason `why`, cannot have been written by a run."""
     remedy = "no run writes such a checkpoint: do not trust it, and resume another one"
     return ConfigError("resume", str(directory), why, remedy)
 
 
 @contextmanager
 def _refusals(directory: Path) -> Iterator[None]:
-    """Convert an OSError raised inside the context.
+    """Convert an OSError that is raised inside the context to a more specific error.
 
     Raises:
         DamagedError: if the OSError shows that the checkpoint is damaged.
@@ -104,7 +104,7 @@ def _refusals(directory: Path) -> Iterator[None]:
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    """Read a manifest of any version, and check that the hash which it contains is the hash of its content."""
+    """Read and return the manifest in `directory`, after checking its own hash, its schema and its values."""
     check_no_link(directory)
     path = directory / NAME
     try:
@@ -136,7 +136,7 @@ def _check(manifest: dict[str, Any], directory: Path) -> None:
 
 
 def _is_entry(entry: tuple[str, Any]) -> bool:
-    """Return whether an entry of `files` consists of a file name without a directory, and a text for the SHA-256."""
+    """Return whether an entry of `files` consists of a file name without a directory, and a string for the SHA-256."""
     name, sha256 = entry
     return bool(re.fullmatch(r"\w[\w.-]*", name, re.ASCII)) and isinstance(sha256, str)
 
@@ -147,7 +147,7 @@ def _verify(path: Path, sha256: str, wanted: str) -> None:
 
 
 def _seal(manifest: dict[str, Any]) -> str:
-    """Return the SHA-256 of a manifest without its own hash."""
+    """Return the SHA-256 of a manifest that does not yet contain its own hash."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

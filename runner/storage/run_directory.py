@@ -1,4 +1,4 @@
-"""The run directory, which holds all files of one run: created exclusively, and locked by its process."""
+"""The run directory, which holds all files of one run, and is locked by the process that runs it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from runner.system.secrets import MASK, redacted_values
 
 CONFIG, OVERRIDES, ENVIRONMENT, RESULT = "config.yaml", "overrides.yaml", "environment.json", "result.json"
 LIMIT_BYTES = 1_000_000
-"""Size limit of each of these files; they have only a few kilobytes."""
+"""Size limit in bytes of each of these small files (config, overrides, environment and result)."""
 _DEFAULTS: dict[str, Any] = {"metrics": {}, "best": {}, "step_seconds": {}, "notes": {}, "config_hash": "", "error": ""}
-"""The default values of some keys of a result. They also give the types of these keys."""
+"""The default values of some keys of a result. They also define the types of the values."""
 _LONGEST = 120
 """Length limit of a job's name in bytes: file systems allow 255, but that is too wide for a terminal."""
 _LONGEST_LABEL = 60
-"""Length limit in bytes of the overrides in the name of a single run, after the date, the time and the id."""
+"""Length limit in bytes of the overrides in the name of a run, which follow the date, the time and the id."""
 _UNNAMED = ("name", "output_root", "resume", "hydra.")
-"""How the keys begin that are left out of the name of a run: they say where it is, not what it is."""
+"""Prefixes of the keys that are left out of a run's name, because they do not affect what the run computes."""
 
 
 class StorageError(Exception):
@@ -52,10 +52,11 @@ class StorageError(Exception):
 def unique_name(overrides: Iterable[str] = ()) -> str:
     """Return `<date>_<time>-<id>-<overrides>`; the random id distinguishes runs that start in the same second.
 
-    Names sort by time. Unlike the names of jobs, they have no commas, so that `-m model.weights=DIR/…` is one value.
+    The names sort by time. Unlike the names of jobs, they contain no commas, because a comma in
+    `-m model.weights=DIR/…` would separate two values.
 
     Args:
-        overrides: the overrides of the run. They are shown without secrets, as far as they fit.
+        overrides: the overrides of the run. The name contains as many of them as fit, without secrets.
     """
     known = {text.partition("=")[0].lstrip("+"): text for text in redacted_values(list(overrides)) if "=" in text}
     shown = [text for key, text in known.items() if MASK not in text and not key.startswith(_UNNAMED)]
@@ -72,7 +73,7 @@ def create(parent: Path, name: str | None = None, overrides: Iterable[str] = ())
     Args:
         parent: a directory, which is created if it does not exist.
         name: the name of the new directory; None for `unique_name(overrides)`.
-        overrides: the overrides of the run.
+        overrides: the overrides of the run, as in `unique_name`.
 
     Raises:
         ConfigError: if the new directory cannot be created, for example on a read-only or full disk.
@@ -93,9 +94,9 @@ def create(parent: Path, name: str | None = None, overrides: Iterable[str] = ())
 
 
 def _make(directory: Path) -> None:
-    """Create `directory` and its missing parents, and sync the entries of all these directories to disk.
+    """Create `directory` and its missing parents, and flush the entries of all these directories to disk.
 
-    Without the sync, a power loss could remove a directory, even if files in it have been synced.
+    Otherwise, a power loss could remove a directory, even if the files in it have been flushed to disk.
 
     Raises:
         OSError: if `directory` cannot be created, or already exists.
@@ -119,7 +120,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def remove_empty(path: Path, end: Path) -> None:
-    """Remove the directory `path` and then each of its parents below `end`; stop at the first that is not empty."""
+    """Remove the directory `path`, and then its parents below `end`; stop at the first directory that is not empty."""
     with suppress(OSError):  # not empty: another run uses it
         for folder in (path.absolute(), *path.absolute().parents):
             if folder == end:
@@ -133,7 +134,8 @@ def job_name(number: int, overrides: list[str], swept: Collection[str] = ()) -> 
     Args:
         number: the number of the job.
         overrides: the overrides of the job.
-        swept: the keys that differ between the jobs. These keys come first, because the end of a long name is cut off.
+        swept: the keys whose values differ between the jobs. These keys come first in the name, because the end of a
+            long name is cut off.
     """
     ordered = sorted(redacted_values(overrides), key=lambda text: text.partition("=")[0] not in swept)
     first, *others = (_label(text) for text in ordered) if ordered else ("",)
@@ -141,12 +143,12 @@ def job_name(number: int, overrides: list[str], swept: Collection[str] = ()) -> 
 
 
 def _label(override: str) -> str:
-    """Return an override with only the characters that every file system and shell takes as they are."""
+    """Return an override in which characters that are special in a file system or shell are removed or replaced."""
     return re.sub(r"[^\w.=,+-]", "_", override.replace("'", "").replace('"', ""))
 
 
 def _cut(labels: list[str], separator: str, limit_bytes: int) -> str:
-    """Return the first of `labels`, as many as fit into `limit_bytes` and at least one, of which the end is cut off."""
+    """Join as many of the first labels as fit into `limit_bytes`; if the first one does not fit, cut off its end."""
     labels = labels.copy()
     while len(labels) > 1 and len(separator.join(labels).encode()) > limit_bytes:
         labels.pop()
@@ -154,7 +156,7 @@ def _cut(labels: list[str], separator: str, limit_bytes: int) -> str:
 
 
 def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:
-    """Write `config`, and the `overrides` that the user typed, to files in the run directory `directory`."""
+    """Write the config, and the overrides that the user typed, to files in the run directory `directory`."""
     write_text(directory / OVERRIDES, OmegaConf.to_yaml(OmegaConf.create(overrides)))
     write_text(directory / CONFIG, config_text(config))  # last, because it marks a run directory
 
@@ -187,12 +189,12 @@ def _is_number(value: object) -> bool:
 
 
 def is_step(value: object) -> bool:
-    """Return whether `value` is a valid number of steps, that is, a non-negative integer."""
+    """Return whether `value` is a valid number of steps (a non-negative integer)."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def step_name(step: int) -> str:
-    """Return the directory name of the checkpoint after `step`."""
+    """Return the directory name of the checkpoint that is saved after step `step`."""
     return f"step_{step:08d}"
 
 
@@ -233,14 +235,14 @@ def lock(directory: Path) -> IO[str] | None:
 def check_regular(directory: Path, most_levels: int = MOST_LEVELS) -> None:
     """Check that everything in a run directory is a regular file or a directory, before a run writes to it.
 
-    A symbolic link would let a run write, or rename, files elsewhere.
+    With a symbolic link, a run could write or rename files outside of the run directory.
 
     Args:
         directory: the run directory.
-        most_levels: how deeply directories may be nested; Python cannot delete a thousand nested directories.
+        most_levels: maximum depth of nested directories; Python cannot delete a thousand nested directories.
 
     Raises:
-        UnsafeFileError: if something is a link, a pipe or a device, or nested too deeply.
+        UnsafeFileError: if the directory contains a link, a pipe or a device, or is nested too deeply.
     """
     check_no_link(directory)
     if most_levels < 0:

@@ -1,4 +1,4 @@
-"""Safe reading of files that somebody else may have written: no links, pipes or devices, and no files too large."""
+"""Safe reading of files from untrusted sources: links, pipes, devices and files that are too large are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from io import BufferedReader
 from pathlib import Path
 
 MOST_LEVELS = 50
-"""How deeply directories from somebody else may be nested."""
+"""The maximum depth of nested directories from an untrusted source."""
 
 
 class UnsafeFileError(OSError):
@@ -24,7 +24,7 @@ def read_regular(path: Path, limit_bytes: int) -> bytes:
 
     Args:
         path: path of the file.
-        limit_bytes: maximum size of the file.
+        limit_bytes: maximum size of the file in bytes.
 
     Raises:
         UnsafeFileError: if `path` is a link, a pipe, a socket or a device, or the file is too large.
@@ -56,7 +56,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 @contextmanager
 def utf8_path(path: Path) -> Iterator[Path]:
-    """Yield a path that leads to the file `path` and is valid UTF-8, because some libraries accept no other path."""
+    """Yield a path to the file `path` that is valid UTF-8, because some libraries accept only such paths."""
     try:
         str(path).encode()
     except UnicodeEncodeError:  # only Linux has such names
@@ -67,7 +67,7 @@ def utf8_path(path: Path) -> Iterator[Path]:
 
 
 def check_no_link(directory: Path) -> None:
-    """Check that `directory` is a directory and not a symbolic link to one, or does not exist.
+    """Check that `directory` does not exist, or is a directory and not a symbolic link.
 
     Raises:
         UnsafeFileError: if `directory` is a link, a file or anything else.
@@ -98,7 +98,7 @@ def _unsafe(path: Path, why: str) -> UnsafeFileError:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds an exclusive lock on the file `path`; False if it is no regular file."""
+    """Return whether a process holds an exclusive lock on the file `path`; False if `path` is not a regular file."""
     try:
         with open_regular(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -110,9 +110,9 @@ def is_locked(path: Path) -> bool:
 
 
 def walk(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield what `os.walk` yields, but nothing more than `MOST_LEVELS` levels below `top`.
+    """Yield what `os.walk` yields, except directories that are more than `MOST_LEVELS` levels below `top`.
 
-    Before Python 3.12, `os.walk` is recursive, and cannot walk a thousand nested directories.
+    Before Python 3.12, `os.walk` is recursive, and fails on a thousand nested directories.
     """
     levels = os.path.join(top, "").count(os.sep)
     for folder, folders, files in os.walk(top):

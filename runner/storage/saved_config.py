@@ -1,4 +1,4 @@
-"""The config of a run as a YAML file, which is read as plain values because anybody may have written it."""
+"""The config of a run as a YAML file. Only plain values are read, because the file's source may be untrusted."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from runner.system.utf8 import printable
 LIMIT_BYTES = 1_000_000
 _DEEPEST, _MOST_EVENTS = 20, 10_000
 _LONG_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_.:+-]{1000}")
-"""The beginning of a number on which PyYAML may spend minutes: the time for 59:59:59:… is quadratic."""
+"""The beginning of a number so long that PyYAML may need minutes: its time for 59:59:59:… is quadratic."""
 _SEAL = "# sha256 of the lines above: "
 
 
 class UnreadableConfigError(Exception):
-    """Raised when a saved config is damaged, or contains anything but plain values."""
+    """Raised when a saved config is damaged, or contains anything other than plain values."""
 
     def __str__(self) -> str:
         return printable(super().__str__())  # it may quote the file
@@ -39,17 +39,17 @@ def config_text(config: dict[str, Any]) -> str:
 
 
 def is_sealed(content: bytes) -> bool:
-    """Return whether the text of a config contains its SHA-256; configs of earlier versions do not."""
+    """Return whether the text of a config contains its SHA-256; earlier versions of this project did not write it."""
     return _SEAL.encode() in content
 
 
 def parse_config(content: bytes) -> dict[str, Any]:
     """Return the plain values of a config that was written by `config_text` or by an earlier version of this project.
 
-    Interpolations (`${…}`) are returned as text.
+    Interpolations (`${…}`) are not resolved.
 
     Raises:
-        UnreadableConfigError: if the recorded SHA-256 does not match, or the config is no mapping of plain values.
+        UnreadableConfigError: if the recorded SHA-256 does not match, or the config is not a mapping of plain values.
     """
     try:
         text = content.decode()
@@ -65,14 +65,14 @@ def parse_config(content: bytes) -> dict[str, Any]:
 
 
 def plain_values(text: str, root: type[yaml.CollectionStartEvent]) -> Any:
-    """Return the plain values in a YAML text, with interpolations (`${…}`) as text.
+    """Return the plain values in a YAML text. Interpolations (`${…}`) are not resolved.
 
     Args:
-        text: the text; if it is short, it is read in a short time.
-        root: the kind of collection that the text must be: `yaml.MappingStartEvent` or `yaml.SequenceStartEvent`.
+        text: the YAML text. Texts that would take unusually long to parse are refused.
+        root: the type of the outermost collection: `yaml.MappingStartEvent` or `yaml.SequenceStartEvent`.
 
     Raises:
-        UnreadableConfigError: if the text is no such collection of plain values.
+        UnreadableConfigError: if the text is not such a collection, or contains anything other than plain values.
     """
     try:
         _check_plain(text, root)
@@ -84,7 +84,11 @@ def plain_values(text: str, root: type[yaml.CollectionStartEvent]) -> Any:
 
 
 def _check_plain(text: str, root: type[yaml.CollectionStartEvent]) -> None:
-    """Raise an `UnreadableConfigError` if a YAML text is no `root`, has tags or anchors, or takes long to read."""
+    """Check that a YAML text is a collection of type `root`, has no tags or anchors, and does not take long to read.
+
+    Raises:
+        UnreadableConfigError: if this is not the case.
+    """
     depth, count = 0, 0
     for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader), start=1):
         if count == 3 and not isinstance(event, root):  # after those of the stream and the document

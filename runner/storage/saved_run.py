@@ -1,4 +1,4 @@
-"""Reads the config and overrides in a run directory as data, because anybody may have written them."""
+"""Reading of the config and the overrides in a run directory, which may come from an untrusted source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SavedConfig(NamedTuple):
     Args:
         values: the config as plain values.
         file: the path of the file.
-        unreadable: for each file that was tried before this one, why it was rejected.
+        unreadable: for each file that was tried before this file, the reason why it was rejected.
     """
 
     values: dict[str, Any]
@@ -27,14 +27,14 @@ class SavedConfig(NamedTuple):
 
 
 def directory_of(source: Path) -> Path:
-    """Return the run directory of `source`, which is either the run directory itself or a checkpoint in it."""
+    """Return the run directory of `source`, which is either a run directory or the path of a checkpoint in one."""
     return source.parent.parent if source.parent.name == "checkpoints" else source
 
 
 def saved_config(source: Path) -> SavedConfig:
-    """Return the config of the run or of the checkpoint at `source`.
+    """Return the config of the run or the checkpoint at `source`.
 
-    Each checkpoint has a copy of the config with which it was written. If the config of a run directory is damaged, the
+    Each checkpoint has a copy of the config of the run that wrote it. If the config of a run directory is damaged, the
     copy in its newest checkpoint is read instead; if the copy in a checkpoint is damaged, the config of its run
     directory is read instead.
 

@@ -1,4 +1,4 @@
-"""Safe loading of `torch.save` files that somebody else may have written."""
+"""Safe loading of files that were written by `torch.save` and may come from an untrusted source."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from runner.storage.safe_read import open_regular, utf8_path
 
 _HARMLESS = ("builtins set", "__builtin__ set", "builtins complex", "__builtin__ complex")
 _HARMFUL = ("bytearray", "encode", "_rebuild_nested_tensor")
-"""Functions that `torch.load` allows: they take any amount of memory, or give access to memory outside of a tensor."""
+"""Functions that `torch.load` allows, but that can allocate any amount of memory or read outside of a tensor."""
 _LEGACY_PICKLES = 5
 """The number of pickles in a file of PyTorch 1.5 or earlier: magic number, version, machine, content, storage keys."""
 _MOST_SHARED = 10
-"""How often the elements of a file may be in tensors, such as tied parameters."""
+"""How many times larger than the file all tensors together may be: tied parameters, for example, share elements."""
 
 _ZIP = b"PK\x03\x04"
 """The first bytes of a zip archive."""
@@ -32,14 +32,14 @@ class UnusualFileError(Exception):
 def load_tensors(path: Path) -> Any:
     """Return the tensors and plain values in a `torch.save` file, on the CPU.
 
-    With `weights_only`, a pickle cannot run code. A zip archive whose entries are larger than its file is refused.
-    Tensors are memory-mapped instead of read, so that no tensor can claim more bytes than the file has.
+    The file is loaded with `weights_only`, so that it cannot run code. A zip archive whose entries are larger than the
+    archive is refused. Tensors are memory-mapped, so that no tensor can have more bytes than the file.
 
     Raises:
         UnusualFileError: if the file is a zip archive whose entries are compressed or overlap, or contain objects other
             than tensors and plain values; or if the tensors are far larger than the file.
         OSError: if the file cannot be read.
-        Exception: whatever torch raises for other content.
+        Exception: any exception that torch raises for other content.
     """
     mapped = _checked(path)
     with utf8_path(path) as file:
@@ -49,9 +49,13 @@ def load_tensors(path: Path) -> Any:
 
 
 def _checked(path: Path) -> bool:
-    """Return whether the file at `path` is a zip archive; before returning True, check the entries of the archive.
+    """Check the pickles in the file at `path`, and return whether the file is a zip archive.
 
-    Files of PyTorch 1.5 or earlier are not zip archives.
+    The entries of a zip archive are checked, too. Files of PyTorch 1.5 or earlier are not zip archives.
+
+    Raises:
+        UnusualFileError: if a check fails.
+        OSError: if the file cannot be read.
     """
     with open_regular(path) as file:
         begin = file.read(len(_ZIP))
@@ -76,7 +80,7 @@ def _checked(path: Path) -> bool:
 
 
 def _check_names(pickled: bytes) -> None:
-    """Check that a pickle names only classes and functions that tensors and plain values need."""
+    """Check that a pickle refers only to classes and functions that tensors and plain values need."""
     for name in _check_harmless(io.BytesIO(pickled)):
         module = name.partition(" ")[0]
         if not (module in ("torch", "collections") or module.startswith("torch.") or name in _HARMLESS):
@@ -84,7 +88,7 @@ def _check_names(pickled: bytes) -> None:
 
 
 def _check_harmless(file: BinaryIO) -> list[str]:
-    """Check that a pickle names none of `_HARMFUL`, and return the names of its classes and functions."""
+    """Check that a pickle refers to no function in `_HARMFUL`, and return the names of its classes and functions."""
     names = [str(argument) for opcode, argument, _ in pickletools.genops(file) if opcode.name == "GLOBAL"]
     for name in names:
         if name.rpartition(" ")[2] in _HARMFUL:
@@ -95,7 +99,7 @@ def _check_harmless(file: BinaryIO) -> list[str]:
 def _check_sizes(content: Any, file_bytes: int) -> None:
     """Check that tensors in nested dicts and lists are not far larger than the file.
 
-    A few bytes can describe a tensor of any size: all elements are the same one, or they are not in the file.
+    A small file can describe a tensor of any size, if all elements share memory or the elements are not in the file.
     """
     seen, remaining, tensor_bytes = set(), [content], 0
     while remaining:

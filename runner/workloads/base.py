@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class Workload(ABC):
-    """A learning problem, independent of parallel mode, rank and precision.
+    """The base class of learning problems, which are independent of parallel mode, rank and precision.
 
-    Tensors that have to be moved, sharded and saved with the model, such as a target network, are submodules or buffers
-    of the model.
+    Tensors that have to be moved, sharded and saved with the model, such as those of a target network, must be
+    parameters or buffers of the model.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("loss",)
     """The names of the training metrics; the first is the loss."""
 
     best: ClassVar[tuple[str, str]] = ("loss", "min")
-    """The evaluation metric that selects the best checkpoint, and whether its `min` or `max` is best."""
+    """The evaluation metric that selects the best checkpoint, and whether the `min` or the `max` of it is best."""
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
     """Options that may differ on resume, because they do not affect what is computed."""
 
     def prepare(self) -> None:
-        """Load the data. Data that is read or generated during training is only checked.
+        """Load the data. If the data is read or generated during training, only check that this is possible.
 
         Raises:
             ConfigError: if the data is missing or cannot be used; the error names the key, such as `data.root`.
@@ -45,7 +45,7 @@ class Workload(ABC):
         return None
 
     def num_steps(self, batch_size: int) -> int | None:
-        """Return the number of optimizer steps of a run; None if only the options `epochs` and `steps` determine it."""
+        """Return the number of optimizer steps of a run; None if it follows from the option `epochs` or `steps`."""
         return None
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Workload(ABC):
 
         Args:
             model: the model that is trained, for workloads whose data depends on it.
-            plan: how batches are split.
+            plan: how batches are split over processes and micro-batches.
             after_step: the last optimizer step that has been done; 0 at the start of a run.
             device: device of the batches.
         """
@@ -68,7 +68,8 @@ class Workload(ABC):
         """Return the mean loss and the metric sums of a micro-batch.
 
         Returns:
-            A scalar to differentiate, and a detached float32 tensor [len(metrics)].
+            The mean loss, a scalar to differentiate; and the sums of the metrics over the samples of the micro-batch, a
+            detached float32 tensor [len(metrics)].
         """
 
     @abstractmethod
@@ -78,7 +79,7 @@ class Workload(ABC):
         """Return the metric sums over one shard of the evaluation data; each sample of the shard counts once.
 
         Args:
-            infer: returns the outputs of the model for inputs on the device.
+            infer: function that returns the outputs of the model for inputs on the device.
             shard: (index of the shard, number of shards).
             device: device of the model.
         """
@@ -92,13 +93,13 @@ class Workload(ABC):
         return outputs.mean(0)
 
     def images(self, sums: MetricSums) -> dict[str, torch.Tensor]:
-        """Return images and videos of the last evaluation, by TensorBoard tag.
+        """Return images and videos of the last evaluation, keyed by TensorBoard tag.
 
         Args:
             sums: the metric sums over all ranks.
 
         Returns:
-            RGB images, uint8 [3, height, width], and videos, uint8 [frames, 3, height, width].
+            A dict of RGB images, uint8 [3, height, width], and videos, uint8 [frames, 3, height, width].
         """
         return {}
 
@@ -110,10 +111,10 @@ class Workload(ABC):
         """
 
     def after_step(self, model: torch.nn.Module, step: int) -> None:
-        """Do additional work after optimizer step `step` of this process, such as an update of a target network."""
+        """Do additional work, such as an update of a target network, after optimizer step `step` of this process."""
 
     def describe(self) -> dict[str, str]:
-        """Return descriptions of the data to show at the start: {"data": "Digits, 1,438 training samples, …"}."""
+        """Return descriptions to show at the start, such as {"data": "Digits, 1,438 training samples, …"}."""
         return {}
 
     def scalars(self) -> dict[str, float]:
@@ -125,7 +126,7 @@ class Workload(ABC):
         return {}
 
     def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor] | None:
-        """Return this process's batch of `step`, to be saved after divergence; None if it cannot be loaded again."""
+        """Return this process's batch of `step`, to be saved after divergence; None if the batch is not available."""
         return None
 
     def state_dict(self) -> dict[str, Any]:

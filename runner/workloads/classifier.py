@@ -29,8 +29,9 @@ class Classifier(SupervisedWorkload):
         model: the network.
         data: labeled images.
         label_smoothing: amount of label smoothing, from 0 to 1 (Szegedy et al., 2016).
-        eval_batch_size: samples per process in each forward pass of an evaluation; affects only speed and memory.
-        overfit_batches: number of batches on which to train again and again; 0: train on all of the data.
+        eval_batch_size: number of samples per process in each forward pass of an evaluation; it affects only speed and
+            memory use.
+        overfit_batches: number of batches on which to train repeatedly; 0 to train on all of the data.
     """
 
     model: Model
@@ -78,7 +79,7 @@ class Classifier(SupervisedWorkload):
         return self.train.batches(self._positions(plan, plan.stream(after_step)), plan.seed, device)
 
     def _positions(self, plan: Plan, micros: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """Return `micros`; if `overfit_batches` is not 0, with the positions of the first batches, again and again."""
+        """Return `micros`; if `overfit_batches` is not 0, map their positions to those of the first batches."""
         if not self.overfit_batches:
             return micros
         span = self.overfit_batches * plan.batch_size

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class RankInfo(NamedTuple):
-    """The rank of a process, and the address of the store; the defaults are those of a single process.
+    """The rank of a process, and the address of the store; the default values describe a single process.
 
     Args:
         rank, world_size: the rank of the process, and the number of processes, in the whole run.
@@ -40,7 +40,7 @@ class RankInfo(NamedTuple):
 
 
 def external_rank_info() -> RankInfo | None:
-    """Return the rank of this process if torchrun or SLURM's `srun` started it; None otherwise."""
+    """Return the rank of this process if torchrun or SLURM's `srun` started the process; None otherwise."""
     return _torchrun() or _slurm()
 
 
@@ -51,7 +51,7 @@ def external_world_size() -> int:
 
 
 def _torchrun() -> RankInfo | None:
-    """Read the rank that torchrun assigned; None without torchrun.
+    """Return the rank that torchrun assigned to this process; None if torchrun did not start this process.
 
     https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
@@ -63,7 +63,7 @@ def _torchrun() -> RankInfo | None:
 
 
 def _slurm() -> RankInfo | None:
-    """Read the rank that `srun` assigned; None without `srun`, or for a single task.
+    """Return the rank that `srun` assigned to this process; None if `srun` did not start it, or started only one task.
 
     `srun` sets `SLURM_STEP_*` for the processes that it starts. `SLURM_NTASKS` is not used, because it is also set in a
     batch script, which is a single process.
@@ -87,7 +87,7 @@ def _slurm() -> RankInfo | None:
 
 
 def _expanded_counts(text: str) -> list[int]:
-    """Return the number of tasks on each node: `4(x2),3` → [4, 4, 3]."""
+    """Return the number of tasks on each node, given SLURM's notation: `4(x2),3` → [4, 4, 3]."""
     counts = []
     for part in text.split(","):
         count, _, times = part.partition("(x")
@@ -108,10 +108,8 @@ _SIOCGIFADDR = 0x8915  # netdevice(7): get the address of an interface
 def interface_to(host: str) -> str | None:
     """Return the network interface through which this machine reaches `host` over IPv4; None if it is unknown.
 
-    It is always unknown on operating systems other than Linux.
-
-    By default, gloo uses the interface to which the hostname of this machine resolves, which is often the loopback
-    interface.
+    The interface is known only on Linux. It is needed because gloo, by default, uses the interface to which the
+    hostname of this machine resolves, which is often the loopback interface.
     """
     if sys.platform != "linux":
         return None

@@ -1,4 +1,4 @@
-"""The base class of launchers, which start or join the processes of a run. This one trains in this process."""
+"""The base class of launchers, which start the processes of a run, or join processes that were already started."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from runner.system.signals import before_training
 
 
 class Launcher:
-    """A launcher that trains in this process.
+    """The base class of all launchers; it trains in the current process, without starting another one.
 
     Args:
-        devices: devices of this process.
+        devices: the devices on which this process trains.
     """
 
     def __init__(self, devices: list[torch.device]):
@@ -27,10 +27,10 @@ class Launcher:
 
     @contextmanager
     def connect(self) -> Iterator[Process]:
-        """Yield the `Process` that describes this process, for the checks before training.
+        """Yield a description of this process, for the checks before training.
 
-        If the ranks are started later, by `launch`, this process is described as rank 0. If torchrun or SLURM has
-        started this process, it joins the process group here.
+        If `launch` will start the ranks later, this process is described as rank 0. If torchrun or SLURM has started
+        this process, this method joins the process group.
 
         Raises:
             SystemExit: if a stop signal arrives before training begins.
@@ -46,11 +46,12 @@ class Launcher:
         A launcher that starts the ranks returns the result of rank 0; any other returns the result of this process.
 
         Args:
-            train: trains in this process; called by launchers that do not start the ranks.
-            train_rank: trains in the process that it gets as argument; called in each process that a launcher starts,
-                so it must be picklable.
+            train: function that trains in this process; called by launchers that do not start the ranks.
+            train_rank: function that trains in the process that its argument describes. It is called in each process
+                that a launcher starts, and must be picklable.
             context: context of this process.
-            directory: the run directory. Started ranks write their output to `log_rank_N.txt` in it, except rank 0.
+            directory: the run directory. Each started rank N, except rank 0, writes its output to `log_rank_N.txt` in
+                this directory.
 
         Raises:
             RankError: if a rank that the launcher has started fails, dies or hangs.

@@ -28,7 +28,7 @@ from runner.system.signals import StopRequest, before_training
 log = logging.getLogger(__name__)
 
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "runner.train")
-"""Modules that every rank imports; the fork server imports them once, while this process reads the data."""
+"""Modules that every rank needs. The fork server imports them once, while this process reads the data."""
 
 
 class LocalProcesses(Launcher):
@@ -36,11 +36,12 @@ class LocalProcesses(Launcher):
 
     Args:
         devices: device of each rank.
-        timeout: seconds that a rank waits for the others before the run ends with an error.
-        max_restarts: how often all ranks are restarted after one has failed or died.
-        port: port of the store; None: any free one.
+        timeout: number of seconds that a rank waits for the others before the run ends with an error.
+        max_restarts: maximum number of times that all ranks are restarted after one of them has failed or died.
+        port: port of the store; None for any free port.
         collectives: class of the ranks' collectives.
-        allocate: allocates the memory that the ranks share; called before the ranks are started.
+        allocate: function that allocates and returns the memory that the ranks share; called before the ranks are
+            started.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ExternalProcesses(Launcher):
     Args:
         rank_info: rank of this process.
         device: device of this process.
-        timeout: seconds that a rank waits for the others.
+        timeout: number of seconds that a rank waits for the others before it fails.
         collectives: class of the ranks' collectives.
     """
 
@@ -155,12 +156,12 @@ def _run_rank(
     """Run a rank that `LocalProcesses` has started, from its first heartbeat to its report.
 
     Args:
-        train_rank: trains in this process, and returns the result.
+        train_rank: function that trains in this process, and returns the result.
         make_collectives: class of the rank's collectives.
-        timeout: seconds that the rank waits for the others.
+        timeout: number of seconds that the rank waits for the others before it fails.
         directory: the run directory.
         pipe: connection to the supervisor.
-        rank_info: the rank.
+        rank_info: the number of the rank, and the address of the store.
         device: device of the rank.
         shared_state: memory that all ranks share; None if the parallel mode needs none.
     """

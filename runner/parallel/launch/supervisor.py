@@ -1,4 +1,4 @@
-"""The supervisor of a run's ranks, which ends the run and kills all ranks if a rank fails, dies or hangs.
+"""The supervisor of a run's ranks, which kills all ranks and ends the run if a rank fails, dies or hangs.
 
 Each rank has a pipe to the supervisor, over which the rank sends heartbeats and, at the end, a report. If the pipe
 breaks because the supervisor was killed, the rank kills the other ranks and exits.
@@ -30,27 +30,27 @@ from runner.system.signals import StopRequest
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.3
-"""Time between two heartbeats, well below the shortest timeout of one second."""
+"""Time between two heartbeats, well below the shortest allowed timeout, which is one second."""
 
 START_SECONDS = 60.0
-"""Additional time for the first heartbeat, because torch may be imported from a slow disk."""
+"""Additional time allowed for a rank's first heartbeat, because torch may be imported from a slow disk."""
 
 GIVE_UP = "give up"
-"""The message to all ranks that a rank has failed or hangs, because other ranks may be waiting for it."""
+"""The message that tells all ranks that a rank has failed or hangs, so that they stop waiting for that rank."""
 
 _UNKNOWN_EXIT = 255
 """The exit code that `multiprocessing` reports for every rank if the fork server, which knows the codes, is gone."""
 
 GRACE_SECONDS = 2.0
-"""Time in which the other ranks may still report, after a rank has failed."""
+"""How long the supervisor waits for the reports of the other ranks after a rank has failed."""
 
 
 class RankError(Exception):
     """Raised when a rank failed, died or hung.
 
     Args:
-        rank: the rank.
-        what: what has happened to the rank, in one line.
+        rank: number of the rank.
+        what: what happened to the rank, in one line.
         trace: the traceback of the rank's exception; empty if there is none.
         result: the run's result so far; None if rank 0 could not report it.
     """
@@ -82,7 +82,7 @@ class Report:
         value: return value of the rank.
         refused: the config error that ended the rank; None if there was none.
         what: the exception that ended the rank, in one line; empty if the rank succeeded, or ended with a config error.
-        trace: the traceback of that exception; empty if the message says enough.
+        trace: the traceback of that exception; empty if the exception's message says enough.
         result: the result of the run up to that exception; None if it is unknown.
         by_others: whether the exception only means that another rank is gone.
         time: when the rank ended, in seconds since the epoch.
@@ -120,12 +120,14 @@ def report_of(error: BaseException) -> Report:
 def start_heartbeat(
     pipe: connection.Connection, progress: Callable[[], int] = lambda: 0, give_up: Callable[[], None] = lambda: None
 ) -> Callable[[Report], None]:
-    """Start a thread that sends heartbeats; if the supervisor dies, the thread kills the other ranks and exits.
+    """Start a thread that sends heartbeats; if the supervisor dies, the thread kills all ranks, including this one.
 
     Args:
         pipe: connection to the supervisor.
-        progress: returns a number that grows when this rank begins to wait for others; sent with each heartbeat.
-        give_up: makes this rank fail if it waits for other ranks; called when another rank has failed or hangs.
+        progress: function that returns a number, which grows when this rank begins to wait for other ranks; the number
+            is sent as the heartbeat.
+        give_up: function that makes this rank fail if it waits for other ranks; called when another rank has failed or
+            hangs.
 
     Returns:
         A function that sends a report to the supervisor.
@@ -166,7 +168,7 @@ class Supervisor:
 
     Args:
         work: main function of a rank; its first argument is the rank's pipe (see `start_heartbeat`).
-        arguments: for each rank, the further arguments of `work`.
+        arguments: for each rank, the other arguments of `work`.
         timeout: after this many seconds, a rank that sends no heartbeat, or for which other ranks wait, is considered
             to hang. Time in which this process itself was suspended (Ctrl-Z) does not count.
     """
@@ -205,10 +207,11 @@ class Supervisor:
         """Wait for all ranks, and return their return values.
 
         Args:
-            stop: records whether this process has received a stop signal; if so, all ranks are sent a signal once.
+            stop: record of whether this process has received a stop signal; if it has, all ranks are sent a signal
+                once.
 
         Raises:
-            ConfigError: if a rank raised it.
+            ConfigError: if a rank raised a ConfigError.
             RankError: if a rank failed, died or hung; the error names the first such rank.
         """
         passed_on = False
@@ -261,7 +264,7 @@ class Supervisor:
         return failed or bool(self._dead()) or max(self.silence) > self.timeout or self._has_stalled()
 
     def _has_stalled(self) -> bool:
-        """Return whether some ranks wait for others, and no rank has made progress for longer than the timeout."""
+        """Return whether some ranks are waiting for others and no rank has made progress within the timeout."""
         running = {self.progress[rank] for rank, report in enumerate(self.reports) if report is None}
         return self.stalled > self.timeout and len(running) > 1
 

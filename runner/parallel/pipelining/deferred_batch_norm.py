@@ -28,7 +28,7 @@ def defer(model: torch.nn.Module) -> None:
 
 
 def update(model: torch.nn.Module) -> None:
-    """Update the running statistics in `model` with the statistics of a batch, after the batch's last micro-batch."""
+    """Update the running statistics in `model` with those of a batch; called after the batch's last micro-batch."""
     for module in model.modules():
         # Stages of other processes have no statistics in this one.
         if isinstance(module, DeferredBatchNorm) and module.running_mean is not None:
@@ -36,10 +36,10 @@ def update(model: torch.nn.Module) -> None:
 
 
 class DeferredBatchNorm(BatchNormOfAnyDim):
-    """Batch normalization of [n, channels, …] that defers the update of its running statistics to `update`.
+    """Batch normalization of inputs [n, channels, …] whose running statistics change only when `update` is called.
 
-    Between updates, the buffers collect statistics of the values in all micro-batches: count, mean, and sum of squared
-    deviations from the mean.
+    Between updates, the buffers collect the statistics of all micro-batches: the number of values per channel, their
+    mean, and the sum of their squared deviations from the mean.
     """
 
     seen: torch.Tensor
@@ -74,7 +74,7 @@ class DeferredBatchNorm(BatchNormOfAnyDim):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the running statistics with all values since the last update, and reset the buffers."""
+        """Update the running statistics with the statistics collected since the last update, and reset the buffers."""
         self.update_running_stats(self.seen_mean, self.seen_squares / (self.seen - 1).clamp(min=1))
         for buffer in (self.seen, self.seen_mean, self.seen_squares):
             buffer.zero_()

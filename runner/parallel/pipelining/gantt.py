@@ -27,7 +27,8 @@ def gantt(work: Sequence[tuple[int, str, int, float, float]], workers: int, titl
     """Draw a Gantt chart of one step.
 
     Args:
-        work: (stage, kind, micro-batch, start, stop) of each computation, in seconds; kinds are those of `COLOURS`.
+        work: a tuple (stage, kind, micro-batch, start, stop) for each computation; `kind` is a key of `COLOURS`; start
+            and stop are in seconds.
         workers: number of workers, each of which has a row; stage i is in row i modulo the number of workers.
         title: title above the chart.
 
@@ -68,7 +69,7 @@ def _draw_axis(draw: ImageDraw.ImageDraw, seconds: float, scale: float, bottom: 
 
 
 def _round_step(at_least: float) -> float:
-    """Return the smallest number that is 1, 2 or 5 times a power of ten, and not less than `at_least`."""
+    """Return the smallest number ≥ `at_least` that is 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(max(at_least, 1e-6)))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= at_least)
 

@@ -8,7 +8,11 @@ from typing import NamedTuple
 from runner.config.errors import ConfigError, check
 
 _PER_STAGE = 4
-"""Default number per stage. The bubble is then at most a fifth of the time; smaller parts would be less efficient."""
+"""Default number of micro-batches per stage.
+
+If all stages take the same time, each is then idle for less than 20 % of a step. Smaller micro-batches would be less
+efficient.
+"""
 
 
 class MicrobatchConstraint(NamedTuple):
@@ -19,7 +23,7 @@ class MicrobatchConstraint(NamedTuple):
     num_processes: int
 
     def violation(self, count: int) -> str:
-        """Return why the schedule does not support `count` micro-batches; empty if the schedule supports them."""
+        """Return why the schedule does not support `count` micro-batches; an empty string if it does."""
         if self.schedule == "1f1b" and count < self.num_stages:
             return f"1f1b takes as many as there are stages or more: {self.num_stages}"
         if self.schedule in ("interleaved_1f1b", "zero_bubble"):
@@ -38,9 +42,9 @@ def num_micro_batches(samples: int, split_size: int | None, count: int | None, c
     If neither `split_size` nor `count` is specified, there are about four micro-batches per stage.
 
     Args:
-        samples: samples in one pass through the pipeline.
-        split_size: requested samples per micro-batch; None: not specified.
-        count: requested number of micro-batches; None: not specified.
+        samples: number of samples in one pass through the pipeline.
+        split_size: requested number of samples per micro-batch; None if not specified.
+        count: requested number of micro-batches; None if not specified.
         constraint: the requirements of the schedule.
 
     Raises:
@@ -75,8 +79,8 @@ def _check(
     """Check that a value of the option `split_size` or `num_micro_batches` is possible.
 
     Args:
-        samples: samples in one pass through the pipeline.
-        count: number of micro-batches that follows from the value; may be a fraction.
+        samples: number of samples in one pass through the pipeline.
+        count: number of micro-batches that results from the value `got`; may be a fraction.
         key: name of the option.
         got: value of the option.
         possible: possible values of the option, in increasing order.

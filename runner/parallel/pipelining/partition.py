@@ -29,12 +29,13 @@ _SPLITTABLE = "choose another model (convnet, resnet18, resnet50, …), or paral
 
 @dataclass
 class Partition:
-    """The options of the modes that split a network.
+    """The options of the parallel modes that split a network into stages.
 
     Args:
-        stages: number of stages; null: derived from the number of processes or devices.
-        cuts: `auto`: the blocks are measured, so that all stages take about the same time; or a list of the first block
-            of each stage but the first: [layer2, layer3.1]. The name of a layer, `layer2`, stands for its first block.
+        stages: number of stages; null to derive it from the number of processes or devices.
+        cuts: `auto` to measure the blocks, and choose stages that all take about the same time; or a list with the name
+            of the first block of every stage except the first, such as [layer2, layer3.1]. The name of a layer, such as
+            `layer2`, stands for the first block of the layer.
     """
 
     stages: int | None = None
@@ -59,7 +60,8 @@ class Partition:
         """Check that the network of `workload` can be split into `count` stages, without allocating its weights.
 
         Raises:
-            ConfigError: if it cannot be split; the error names the key in full, such as `parallel.cuts`.
+            ConfigError: if the network cannot be split in this way; the error names the key in full, such as
+                `parallel.cuts`.
         """
         names = [name for name, _ in blocks_of(_without_memory(supervised(workload)))]
         why = f"the network has {len(names)} blocks: {', '.join(names)}"
@@ -68,7 +70,7 @@ class Partition:
             positions_of(self.cuts, names)
 
     def bounds(self, profiles: Sequence[BlockProfile], count: int) -> list[int]:
-        """Return the indices of the blocks at which the `count` stages begin and end: [0, …, len(profiles)]."""
+        """Return the indices of the blocks at which `count` stages begin and end: a list [0, …, len(profiles)]."""
         if self.cuts == "auto":
             inner = balanced([profile.seconds for profile in profiles], count)
         else:
@@ -77,7 +79,7 @@ class Partition:
 
 
 def supervised(workload: Workload) -> SupervisedWorkload:
-    """Return `workload` if it can be trained with a split network.
+    """Return `workload`, after checking that it can be trained with a network that is split into stages.
 
     Raises:
         ConfigError: if the loss of `workload` needs more than the network's outputs and the targets.
@@ -113,7 +115,7 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
     """Return the indices of the blocks named in `cuts`.
 
     Args:
-        cuts: names of blocks, in forward order; the name of a layer stands for its first block.
+        cuts: names of blocks, in forward order; the name of a layer stands for the first block of the layer.
         names: names of all blocks.
 
     Raises:
@@ -133,17 +135,17 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
 
 
 def balanced(seconds: Sequence[float], count: int) -> list[int]:
-    """Return, of all partitions into `count` stages, the one whose slowest stage takes the least time.
+    """Return the partition into `count` stages whose slowest stage takes the least time.
 
-    A pipeline is as fast as its slowest stage. If this is true of several partitions, the most even one is returned.
-    The solution is exact, by dynamic programming over (blocks, stages).
+    A pipeline is only as fast as its slowest stage. If several partitions are equally good, the one with the most even
+    stages is returned. The solution is exact; it is found by dynamic programming over (blocks, stages).
 
     Args:
-        seconds: time of each block.
+        seconds: time of each block in seconds.
         count: number of stages.
 
     Returns:
-        The indices of the first blocks of all stages but the first, in increasing order.
+        The index of the first block of every stage except the first, in increasing order.
     """
     assert 1 <= count <= len(seconds), f"{len(seconds)} blocks do not make {count} stages"
     sums = [0.0]
@@ -169,7 +171,7 @@ class BlockProfile(NamedTuple):
 
     Args:
         name: name of the block.
-        seconds: time of the forward and backward pass of the block; 0.0 if the time was not measured.
+        seconds: time of the block's forward and backward pass in seconds; 0.0 if it was not measured.
         shape: shape of the block's output, without the batch dimension.
         dtype: dtype of the block's output.
     """
@@ -187,15 +189,15 @@ def first_inputs(model: torch.nn.Module, context: Context, size: int | None = No
 
 
 def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, context: Context, timed: bool) -> list[BlockProfile]:
-    """Measure the blocks of `model` in forward order. Each block is copied first, so that the model does not change.
+    """Measure the blocks of `model` in forward order, using copies of the blocks, so that the model does not change.
 
     Args:
         model: the network.
-        inputs: inputs of the first block, on the device that measures: as many samples as a micro-batch of the run has,
-            because the times depend on it.
+        inputs: inputs of the first block, on the device on which the blocks are measured. There must be as many samples
+            as in a micro-batch of the run, because the times depend on the number of samples.
         context: the context of the run.
-        timed: True: also measure the time of each block, in training mode. False: only find the shape and type of each
-            block's output, in evaluation mode.
+        timed: True to also measure the time of each block, in training mode; False to find only the shape and dtype of
+            each block's output, in evaluation mode.
     """
     kind, autocast = next(model.parameters()).dtype, context.precision.autocast
     inputs = inputs.to(kind) if inputs.is_floating_point() else inputs  # float64 under precision=64
@@ -220,8 +222,8 @@ def _seconds(
     Args:
         block: the block.
         x: inputs of the block.
-        autocast: returns a context manager for the forward pass.
-        requires_grad: whether the gradient of the inputs is computed too.
+        autocast: function that returns a context manager for the forward pass.
+        requires_grad: whether to compute the gradient of the inputs, too.
     """
     x = x.detach().clone().requires_grad_(requires_grad)
     times: list[float] = []
@@ -237,7 +239,7 @@ def _seconds(
 
 
 def format_partition(profiles: Sequence[BlockProfile], bounds: Sequence[int]) -> str:
-    """Return the stages in one line: `stem … layer2.1 (51%) | layer2.2 … head (49%)`."""
+    """Return a description of the stages in one line: `stem … layer2.1 (51%) | layer2.2 … head (49%)`."""
     total = sum(profile.seconds for profile in profiles)
     parts = []
     for start, stop in pairwise(bounds):

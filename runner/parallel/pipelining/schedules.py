@@ -23,16 +23,16 @@ _SINGLE = ("gpipe", "1f1b")
 
 
 class ProcessEngine:
-    """An engine that runs one or more stages in each process: stage i in process i modulo the number of processes.
+    """An engine that runs one or more stages in each process; stage i runs in process i modulo the number of processes.
 
     Args:
         stages: stages of this process, by the number of the stage.
         activations: specs of the activations before, between and after all stages.
         schedule: key of `SCHEDULES`.
-        size: samples per micro-batch.
+        size: number of samples per micro-batch.
         num_micros: number of micro-batches per call of `train`.
         device: device of this process.
-        timeline: records when the stages compute.
+        timeline: recorder of the times at which the stages compute.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ProcessEngine:
         Args:
             inputs: inputs of all micro-batches; used in the process of the first stage.
             targets: targets of all micro-batches; used in the process of the last stage.
-            loss: returns the loss of a micro-batch, a scalar to differentiate, given its outputs and targets.
+            loss: function of the outputs and targets of a micro-batch that returns the scalar loss to differentiate.
         """
         self._loss = loss
         # As in the example given to torch: inputs must be contiguous, and only the last stage takes targets.
@@ -111,7 +111,7 @@ class ProcessEngine:
 
 
 def _example(spec: ActivationSpec, count: int, requires_grad: bool) -> torch.Tensor:
-    """Return a meta tensor like the activations of `count` samples, which tells torch what buffers to allocate."""
+    """Return a meta tensor like the activations of `count` samples; it tells torch which buffers to allocate."""
     example = spec.empty(count, torch.device("meta"))
     return example.requires_grad_(requires_grad and example.is_floating_point())
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""A function that returns the loss of a micro-batch, a scalar to differentiate, given its outputs and targets."""
+"""A function of the outputs and targets of a micro-batch that returns the scalar loss to differentiate."""
 
 
 class ActivationSpec(NamedTuple):
@@ -28,7 +28,7 @@ class ActivationSpec(NamedTuple):
 
     @property
     def sent_shape(self) -> tuple[int, ...]:
-        """The shape of one sample's activations as they are sent."""
+        """The shape of one sample's activations in the format in which they are sent."""
         channels, *sides = self.shape
         return (*sides, channels) if self.is_permuted else self.shape
 
@@ -38,18 +38,18 @@ class ActivationSpec(NamedTuple):
         return self.channels_last and len(self.shape) == 3
 
     def empty(self, count: int, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor for the activations of `count` samples, as they are sent."""
+        """Return an uninitialized tensor for the activations of `count` samples, in the format for sending."""
         return torch.empty(count, *self.sent_shape, dtype=self.dtype, device=device)
 
 
 class StageModule(nn.Module):
-    """Consecutive blocks of a network; inputs and outputs are in the format in which activations are sent.
+    """A module of consecutive blocks, whose inputs and outputs have the format in which activations are sent.
 
     Args:
         blocks: modules of the network.
-        inputs: spec of the activations before the stage; None: the inputs need no conversion.
-        outputs: spec of the activations after the stage; None: the outputs need no conversion.
-        autocast: returns the context manager for a forward pass.
+        inputs: spec of the activations before the stage; None if the inputs need no conversion.
+        outputs: spec of the activations after the stage; None if the outputs need no conversion.
+        autocast: function that returns a context manager for the forward pass.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ def activation_specs(
 
 
 def owners(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> dict[str, int]:
-    """Return the number of the stage of each parameter and buffer of `model`, by name.
+    """Return a dict from the name of each parameter and buffer of `model` to the number of its stage.
 
-    A tensor that is in no block belongs to stage 0.
+    A tensor that is not part of any block belongs to stage 0.
 
     Args:
         model: the network.

@@ -1,8 +1,8 @@
 """The pipeline engine for one process with several CUDA devices, and copies between them on separate streams.
 
 Huang et al., GPipe (2019), as implemented in torchgpipe (Kim et al., 2020): in clock cycle k, micro-batch k − j is
-queued on stage j. The host does not wait for the devices, so that all of them compute at the same time; copies overlap
-with the computation of the next micro-batch.
+queued on stage j. The host does not wait for the devices, so that all devices compute at the same time. Copies between
+devices overlap with the computation of the next micro-batch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from runner.system.copy_stream import Transfer, copy_stream
 
 
 class StreamEngine:
-    """An engine that runs stages on consecutive devices; stages on the same device compute one after another.
+    """An engine that runs each stage on its own device; stages that share a device compute one after another.
 
     Args:
         stages: all stages, on their devices.
         devices: device of each stage.
-        size: samples per micro-batch.
-        timeline: records when the stages compute.
-        cuda: replaces `torch.cuda` in tests; None: `torch.cuda`.
+        size: number of samples per micro-batch.
+        timeline: recorder of the times at which the stages compute.
+        cuda: object that replaces `torch.cuda` in tests; None for `torch.cuda` itself.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StreamEngine:
 
 
 def clock(num_micros: int, num_stages: int) -> Iterator[tuple[int, int]]:
-    """Yield (micro-batch, stage) of each computation, in the order in which the host queues the computations.
+    """Yield the indices (micro-batch, stage) of all computations, in the order in which the host queues them.
 
     In each clock cycle, a stage computes at most one micro-batch.
     """

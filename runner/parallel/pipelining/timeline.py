@@ -1,4 +1,4 @@
-"""The times at which the stages of a pipeline compute, and the bubble: the time in which they are idle."""
+"""The times at which the stages of a pipeline compute, and the bubble: the time in which stages are idle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.device import synchronize
 class Span(NamedTuple):
     """One computation of a stage on a micro-batch, from `start` to `stop`, in seconds since the recording began.
 
-    `kind` is `forward` or `backward`, or `weights` for gradients of weights that a schedule computes separately.
+    `kind` is `forward`, `backward`, or, if the schedule computes the gradients of weights separately, `weights`.
     """
 
     stage: int
@@ -53,7 +53,7 @@ class Timeline:
     def span(self, stage: int, kind: str, micro: int, device: torch.device) -> Iterator[None]:
         """Record the computation inside the context as a `Span`, with its start and stop on `device`.
 
-        Outside a recording, nothing is done.
+        Do nothing if no recording has been started.
         """
         if not self.on:
             yield
@@ -93,14 +93,14 @@ def _between(start: Any, stop: Any) -> float:
 
 
 class Bubble(NamedTuple):
-    """The bubble of a pipeline, which is the idle fraction of the workers' time, and the times that determine it.
+    """The bubble of a pipeline (the idle fraction of the workers' time), and the times from which it is computed.
 
     Args:
         seconds: time from the start of the first computation to the end of the last one.
-        busy: seconds of computation, by worker.
+        busy: seconds of computation of each worker.
         least: the seconds that even the best schedule would need with stages as slow as these.
-        theory: idle fraction if all stages take the same time: (p − 1) / (v·m + p − 1) for p workers with v stages each
-            and m micro-batches (Huang et al., 2019, section 2.3, for v = 1).
+        theory: the idle fraction if all stages took the same time: (p − 1) / (v·m + p − 1) for p workers with v stages
+            each and m micro-batches (Huang et al., 2019, section 2.3, for v = 1).
     """
 
     seconds: float
@@ -122,7 +122,7 @@ class Bubble(NamedTuple):
         return max(0.0, 1 - sum(self.busy) / (len(self.busy) * seconds)) if seconds else 0.0
 
     def scalars(self) -> dict[str, float]:
-        """Return the scalars to log, by TensorBoard tag."""
+        """Return the scalars to log, keyed by TensorBoard tag."""
         shares = {
             "pipeline/bubble": self.share,
             "pipeline/bubble_theory": self.theory,
@@ -147,7 +147,7 @@ def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
 
 
 def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> float:
-    """Return the seconds that even the best schedule would need, judged by one `worker` alone.
+    """Return a lower bound on the seconds that any schedule needs, derived from one `worker` alone.
 
     First, the worker waits until the stages before its first stage have computed the forward pass of micro-batch 0.
     Then it computes. When it has sent back the gradient of the last micro-batch, the stages before it still have to
@@ -170,13 +170,13 @@ def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> f
 def _seconds(
     spans: Sequence[Span], stages: set[int], kinds: Sequence[str] | None = None, micro: int | None = None
 ) -> float:
-    """Return the sum of the seconds of the computations of `stages`.
+    """Return the total seconds of the computations of `stages`.
 
     Args:
         spans: all computations.
         stages: numbers of the stages.
-        kinds: kinds of computations to add up; None: all.
-        micro: number of the micro-batch whose computations to add up; None: all.
+        kinds: kinds of computations to add up; None for all kinds.
+        micro: index of the micro-batch whose computations to add up; None for all micro-batches.
     """
     return sum(
         span.stop - span.start

@@ -17,7 +17,7 @@ from runner.workloads.dqn.replay import Replay
 log = logging.getLogger(__name__)
 
 Policy = Callable[[np.ndarray], np.ndarray]
-"""Maps observations, float32 [n, …], to greedy actions, int64 [n]."""
+"""A function that maps observations, float32 [n, …], to greedy actions, int64 [n]."""
 
 
 def greedy_policy(model: torch.nn.Module, device: torch.device) -> Policy:
@@ -36,9 +36,9 @@ class Actor:
     Args:
         vector: the environments of this process.
         num_actions: number of actions.
-        n_step_buffer: combines steps into n-step transitions.
-        replay: stores the transitions.
-        seed: the seed of environments, exploration and sampling.
+        n_step_buffer: the buffer that combines steps into n-step transitions.
+        replay: the replay buffer that stores the transitions.
+        seed: the seed for the environments, the exploration and the sampling.
     """
 
     def __init__(self, vector: Vector, num_actions: int, n_step_buffer: NStepBuffer, replay: Replay, seed: int):
@@ -55,7 +55,7 @@ class Actor:
         """Take one ε-greedy step in each environment (Watkins, 1989), and store the completed transitions.
 
         Args:
-            policy: returns greedy actions; None if all actions are to be random.
+            policy: function that returns greedy actions; None to make all actions random.
             epsilon: the probability with which an action is random.
         """
         vector, num_envs = self.vector, self.vector.num_envs
@@ -74,8 +74,8 @@ class Actor:
         """Update the returns and lengths of the current episodes, and record the episodes that ended.
 
         Args:
-            rewards: [num_envs].
-            ended: bool [num_envs].
+            rewards: the reward in each environment, [num_envs].
+            ended: whether the episode in each environment ended with this step, bool [num_envs].
             taken: bool [num_envs]; False where the environment was reset instead of taking a step.
         """
         self._returns += rewards
@@ -86,11 +86,14 @@ class Actor:
             self.num_episodes += int(ended.sum())
 
     def sample(self, count: int) -> torch.Tensor:
-        """Sample `count` packed transitions uniformly with replacement, on the device of the replay buffer."""
+        """Return `count` packed transitions, drawn uniformly with replacement, on the device of the replay buffer."""
         return self.replay.at(self._random.integers(len(self.replay), size=count))
 
     def take_episodes(self) -> dict[str, float]:
-        """Return, by tag, the mean return and length of the episodes ended since the last call; empty if none ended."""
+        """Return the mean return and the mean length of the episodes that have ended since the last call, keyed by tag.
+
+        The dict is empty if no episode has ended.
+        """
         if not self._ended:
             return {}
         returns, lengths = zip(*self._ended, strict=True)
@@ -101,7 +104,7 @@ class Actor:
     # Exact resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that future steps depend on."""
+        """Return the state of this actor on which its future steps depend."""
         return {
             "replay": self.replay.state_dict(),
             "num_episodes": self.num_episodes,

@@ -14,24 +14,25 @@ from runner.tracking.metrics import MetricSums
 
 Infer = Callable[[torch.Tensor], torch.Tensor]
 
-_MAX_STEPS = 10_000  # of an episode, if the environment has no limit
+_MAX_STEPS = 10_000  # per episode, if the environment has no limit
 
 
 def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], device: torch.device) -> MetricSums:
     """Play one shard of the evaluation episodes, all at the same time, and return the sums of returns and lengths.
 
-    The seeds are independent of the run's seed, so that all runs are evaluated on the same episodes. Each environment
-    plays exactly one episode; evaluating on whichever episodes end first would favor short episodes.
+    The environments' seeds are independent of the run's seed, so that all runs are evaluated from the same initial
+    states. Each environment plays exactly one episode: counting the first to end would favor short episodes.
 
     Args:
         env: the options of the environment.
-        infer: returns action values for observations on the device.
-        num_episodes: number of episodes over all shards.
+        infer: function that returns action values for observations on the device.
+        num_episodes: total number of episodes in all shards.
         shard: (index of the shard, number of shards).
         device: device of the model.
 
     Returns:
-        The sums `return` and `length`, and the `count` of the shard's episodes, each a scalar on the device.
+        A dict with the sums `return` and `length`, and the number `count` of episodes in this shard. Each value is a
+        scalar tensor on the device.
     """
     first, last = shard_bounds(num_episodes, shard)
     counted = slice(first, last)
@@ -57,7 +58,7 @@ def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], devi
 
 
 def record_video(env: Env, infer: Infer, device: torch.device) -> torch.Tensor:
-    """Record every second frame of an episode at half resolution, as uint8 [frames, 3, height, width] on the CPU."""
+    """Play an episode and return every second frame at half resolution, uint8 [frames, 3, height, width] on the CPU."""
     frames: list[torch.Tensor] = []
     with env.vector(1, in_process=True, render=True) as vector:
         vector.reset(derive(0, "film"))
@@ -75,7 +76,7 @@ def _greedy_actions(infer: Infer, observations: np.ndarray, device: torch.device
 
 
 def observation_statistics(env: Env, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and the inverse standard deviation of each component of the observations under random actions.
+    """Return the mean and the inverse standard deviation of each component of the observations of a random policy.
 
     Args:
         env: the options of the environment.

@@ -20,7 +20,7 @@ class NStepBuffer:
     Args:
         num_envs: number of environments.
         observation_size: number of values in an observation.
-        length: n, the number of steps.
+        length: n, the number of steps in a transition.
         discount: γ, the discount factor.
     """
 
@@ -31,7 +31,7 @@ class NStepBuffer:
         self._returns = np.zeros((length, num_envs))
         self._open = np.zeros((length, num_envs), bool)
         self._time = 0
-        ages = (np.arange(length)[:, None] - np.arange(length)) % length  # of slot j when slot i is written
+        ages = (np.arange(length)[:, None] - np.arange(length)) % length  # the age of slot j when slot i is written
         self._weights = (discount**ages)[:, :, None]
         self._full_discount = np.float32(discount**length)
 
@@ -49,15 +49,16 @@ class NStepBuffer:
 
         Args:
             observations: the observations before the step, [num_envs, observation_size].
-            actions: int64 [num_envs].
-            rewards: [num_envs].
+            actions: the actions of the step, int64 [num_envs].
+            rewards: the rewards of the step, [num_envs].
             next_observations: the observations after the step, [num_envs, observation_size].
             terminated: whether the episode reached a terminal state, bool [num_envs].
             truncated: whether the episode was truncated, bool [num_envs].
-            taken: bool [num_envs]; False where the environment was reset instead. These steps are ignored.
+            taken: bool [num_envs]; False where the environment was reset instead of taking a step. Such an environment
+                is ignored.
 
         Returns:
-            Packed transitions, float32 [m, row_width]; later calls may overwrite them.
+            Packed transitions, float32 [m, row_width]; later calls may overwrite this array.
         """
         slot = self._time % self.length
         self._time += 1
@@ -82,12 +83,12 @@ class NStepBuffer:
     ) -> np.ndarray:
         """Complete and return the transitions that end with this step, when at least one episode ends.
 
-        Of an episode that ends, all incomplete transitions are completed, with fewer than `length` steps if necessary.
-        In every other environment, only the oldest transition is completed, which now has `length` steps.
+        In an environment whose episode ends, all incomplete transitions are completed, with fewer than `length` steps
+        if necessary. In every other environment, only the oldest transition is completed, which now has `length` steps.
 
         Args:
-            slot: the slot of the ring buffer that was written last, in this step.
-            oldest: the slot of the ring buffer that was written first.
+            slot: the newest slot of the ring buffer, which was written in this step.
+            oldest: the oldest slot of the ring buffer.
             ended: whether the episode ends with this step, bool [num_envs].
             terminated: whether the episode reached a terminal state, bool [num_envs].
             next_observations: the observations after the step, [num_envs, observation_size].
@@ -104,7 +105,7 @@ class NStepBuffer:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the incomplete transitions as tensors, and the number of steps added so far."""
+        """Return the incomplete transitions as tensors, and the number of calls of `push` so far."""
         arrays = {"rows": self._rows, "returns": self._returns, "open": self._open}
         return {"time": self._time} | {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 

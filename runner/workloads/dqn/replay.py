@@ -16,11 +16,11 @@ class Transitions(NamedTuple):
     actions: torch.Tensor
     """int64 [n, 1]"""
     returns: torch.Tensor
-    """float32 [n, 1]: the discounted sum of the rewards of up to n_step steps."""
+    """float32 [n, 1]: the discounted sum of the rewards of up to `n_step` environment steps."""
     next_observations: torch.Tensor
     """float32 [n, size]"""
     discounts: torch.Tensor
-    """float32 [n, 1]: the factors of the next observations' values in the targets; 0 if the episode has terminated."""
+    """float32 [n, 1]: the factor for the value of the next observation in a target; 0 if the episode terminated."""
 
 
 def row_width(observation_size: int) -> int:
@@ -42,7 +42,8 @@ class Replay:
     Each transition is one row of a float32 tensor, so that no Python object per transition is needed.
 
     Args:
-        capacity: maximum number of transitions; on the CPU, memory is committed only as rows are filled.
+        capacity: maximum number of transitions. On the CPU, the operating system allocates memory only as rows are
+            filled.
         observation_size: number of values in an observation.
         device: device of the transitions.
     """
@@ -57,7 +58,7 @@ class Replay:
         return self._length
 
     def add(self, rows: np.ndarray) -> None:
-        """Add packed transitions, float32 [n, row_width], which overwrite the oldest ones."""
+        """Add packed transitions, float32 [n, row_width]; in a full buffer, they overwrite the oldest transitions."""
         rows = rows[-self.capacity :]
         first = min(len(rows), self.capacity - self._cursor)
         self._write(self._cursor, rows[:first])
@@ -78,7 +79,7 @@ class Replay:
         return self.rows.index_select(0, rows.to(self.rows.device, non_blocking=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the filled rows, copied to the CPU, and the index of the row that is written next."""
+        """Return a copy of the filled rows on the CPU, and the index of the row that will be written next."""
         return {"rows": self.rows[: self._length].to("cpu", copy=True), "cursor": self._cursor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

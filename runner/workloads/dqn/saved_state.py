@@ -1,4 +1,4 @@
-"""Checks that the state in a checkpoint has the form that an agent saves."""
+"""A check that the state of an agent in a checkpoint has the form in which agents save their state."""
 
 from __future__ import annotations
 

@@ -35,29 +35,32 @@ log = logging.getLogger(__name__)
 class DQN(Workload):
     """Deep Q-learning with a replay buffer and a target network (Mnih et al., Human-level control, 2015).
 
-    Each process acts in its share of the environments and holds its share of the replay buffer.
+    Each process steps its share of the environments and holds its share of the replay buffer.
 
     Args:
-        model: the network of action values.
+        model: the network that computes action values.
         env: the environment.
         env_steps: length of the run in environment steps, summed over all environments and processes.
-        warm_up: environment steps with random actions before the first update, counted as in `env_steps`.
-        replay_ratio: optimizer steps per environment step after the warm-up, both counted over all processes (Fedus et
-            al., Revisiting Fundamentals of Experience Replay, 2020).
+        warm_up: number of environment steps with random actions before the first update, summed over all environments
+            and processes.
+        replay_ratio: number of optimizer steps per environment step after the warm-up, both counted over all processes
+            (Fedus et al., Revisiting Fundamentals of Experience Replay, 2020).
         replay_size: capacity of the replay buffer in transitions, summed over all processes (Lin, 1992).
-        replay_device: device of the replay buffer: `learner`, the device of the model, or `cpu`.
+        replay_device: device of the replay buffer: `learner` for the device of the model, or `cpu`.
         discount: γ, the discount factor of future rewards.
         n_step: number of rewards that are summed before bootstrapping (Hessel et al., Rainbow, 2018).
         double: select the next action with the online network and evaluate it with the target network (van Hasselt et
             al., 2016).
-        td_loss: `huber` (which is linear for errors above 1, equivalent to the clipping of Mnih et al., 2015) or `mse`.
-        target_every: optimizer steps between updates of the target network.
-        target_tau: 1 copies the online network to the target network (Mnih et al., 2015); a smaller value moves the
-            target network towards the online network by this fraction (Lillicrap et al., Continuous Control with Deep
-            Reinforcement Learning, 2016).
+        td_loss: loss of the temporal difference error: `mse`, or `huber`, which is linear for errors above 1 and thus
+            equivalent to the clipping of errors by Mnih et al. (2015).
+        target_every: number of optimizer steps between updates of the target network.
+        target_tau: the fraction by which an update moves the target network towards the online network (Lillicrap et
+            al., Continuous Control with Deep Reinforcement Learning, 2016); 1 copies the online network (Mnih et al.,
+            2015).
         epsilon_start: initial fraction of random actions (Watkins, 1989).
         epsilon_final: final fraction of random actions.
-        epsilon_fraction: fraction of `env_steps` during which the fraction of random actions is annealed linearly.
+        epsilon_fraction: fraction of `env_steps` during which the fraction of random actions changes linearly from
+            `epsilon_start` to `epsilon_final`.
         normalize: normalize observations by their mean and standard deviation under random actions. Both are measured
             once, before training, so that stored transitions stay valid.
         eval_episodes: number of greedy episodes per evaluation, summed over all processes.
@@ -298,7 +301,7 @@ class DQN(Workload):
         return {} if self._actor is None else self._actor.state_dict() | {"best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check `state`, and keep it. Later, `batches` creates the environments and buffers, and restores their state.
+        """Check `state`, and keep it until `batches` creates the environments and buffers and restores their state.
 
         Raises:
             UnexpectedContentError: if `state` is not the state of an agent in these environments.
