@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from pathlib import Path
@@ -48,9 +49,15 @@ class State:
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
         self.hash = config_hash(session.run.config)
-        world_size, barrier = session.context.world_size, session.collectives.barrier
         self.checkpoints = Checkpoints(
-            directory, session.run.keep, session.rank, world_size, barrier, self.hash, config_text(session.run.config)
+            directory,
+            session.run.keep,
+            session.rank,
+            session.context.world_size,
+            session.collectives.barrier,
+            session.collectives.timeout,
+            self.hash,
+            config_text(session.run.config),
         )
 
     def resume(self) -> None:
@@ -95,12 +102,14 @@ class State:
             log.info("rank %d saved nothing in this checkpoint: its random numbers start anew", self.session.rank)
 
     def save(self) -> None:
-        """Write a checkpoint, after checking that all of its values are finite.
+        """Copy the state, check that all of its values are finite, and begin to write it in the background.
 
         Raises:
             DivergedError: if a value is not finite; nothing is written, and earlier checkpoints are kept.
+            StorageError: if the previous checkpoint could not be written.
         """
         run, collectives, device = self.session.run, self.session.collectives, self.session.device
+        self.checkpoints.wait()  # first, so that there is only one copy of the state at a time
         rows = self.metric_buffer.peek(collectives.all_reduce, self.step)
         tensors, optimizer_state = run.parallel.full_state(self.model, self.optimizer)
         broken = _not_finite(tensors, optimizer_state)
@@ -112,11 +121,11 @@ class State:
             "precision": run.precision.state_dict(),
             "window": rows,
             "logged": self.logged_step,
-            "metrics": self.metrics,
-            "best": self.best,
+            "metrics": dict(self.metrics),
+            "best": dict(self.best),
         }
         local = {
-            "workload": run.workload.state_dict(),
+            "workload": copy.deepcopy(run.workload.state_dict()),
             "parallel": run.parallel.local_state(self.model, self.optimizer),
             "random": _random_state(device),
         }

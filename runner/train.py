@@ -56,9 +56,11 @@ def train(session: Session, directory: Path) -> Result:
             except DivergedError as diverged:
                 status, error = "diverged", str(diverged)
                 save_diverged_batch(session, directory, diverged.step)
+                state.checkpoints.wait()
             except ConfigError:
                 raise
             except Exception as error:
+                state.checkpoints.finish_after_error()
                 if (refusal := refused_by_torch(run, error)) is not None:
                     raise refusal from error
                 raise CrashedError(state.result("crashed", f"{type(error).__name__}: {error}")) from error
@@ -120,11 +122,14 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
             with timer.section("checkpoint"):
                 recorder.flush()  # a run resumed from this checkpoint does not log earlier steps again
                 state.save()
+        state.checkpoints.check()  # they are written in the background
         progress.step(step.number)
         run.profiler.after_step(step.number)
         if stopping and step.number < session.num_steps:
+            state.checkpoints.wait()
             log.info("asked to stop by a signal: saved after step %d", step.number)
             return "stopped"
+    state.checkpoints.wait()
     return "done"
 
 

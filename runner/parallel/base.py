@@ -194,7 +194,7 @@ class Parallel:
         full_state.load(model, optimizer, tensors, optimizer_state)
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the part of this rank's state that `full_state` does not include."""
+        """Return a copy of the part of this rank's state that `full_state` does not include."""
         return {}
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ https://docs.pytorch.org/docs/stable/distributed.html#collective-functions
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,6 +27,8 @@ class Collectives:
 
     rank = 0
     world_size = 1
+    timeout = math.inf
+    """Seconds that a rank waits for the others."""
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
         """Return the sum of each tensor over all ranks, by name.

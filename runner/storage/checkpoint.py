@@ -6,6 +6,9 @@ differs between ranks), `config.yaml` (the config of the run, so that a checkpoi
 `manifest.json` with the SHA-256 of these files and of itself. All files are written to a temporary directory and synced
 to disk; renaming the directory commits the checkpoint. Old checkpoints are deleted after that.
 
+A thread of each rank does this while the training goes on. The threads use no collectives, which would get mixed up
+with those of the training: rank 0 waits until the files of the other ranks are in the temporary directory.
+
 A checkpoint may come from somebody else, and then correct hashes do not make it safe. So links, pipes and devices are
 not opened, a pickle cannot run code or claim more memory than its file takes, and `content_checks.py` checks what was
 loaded.
@@ -15,11 +18,15 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +47,7 @@ from runner.storage.torch_file import load_tensors
 log = logging.getLogger(__name__)
 
 _MODEL, _STATE = "model.safetensors", "state.pt"
+_POLL_SECONDS = 0.005
 
 
 @dataclass
@@ -71,6 +79,7 @@ class Checkpoints:
         rank: the rank of this process.
         world_size: the number of ranks, all of which must call `save`.
         barrier: waits for all ranks.
+        timeout: seconds that rank 0 waits for the files of the other ranks, once its own are written.
         config_hash: hash of the config, for the manifest.
         config: the text of the config, which is written to each checkpoint; empty to write no config.
     """
@@ -82,48 +91,64 @@ class Checkpoints:
         rank: int = 0,
         world_size: int = 1,
         barrier: Callable[[], None] = lambda: None,
+        timeout: float = math.inf,
         config_hash: str = "",
         config: str = "",
     ):
         self.root = directory / "checkpoints"
-        self.keep, self.rank, self.world_size, self.barrier = keep, rank, world_size, barrier
+        self.keep, self.rank, self.world_size, self.barrier, self.timeout = keep, rank, world_size, barrier, timeout
         self.config_hash, self.config = config_hash, config
+        self._writing: Future[None] | None = None
+        self._failed = threading.Event()
 
-    def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> Path:
-        """Write `checkpoint`, sync it to disk, delete old checkpoints, and return the path of the new checkpoint.
+    def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> None:
+        """Wait until the previous checkpoint is written, and begin to write `checkpoint` in a thread.
 
-        Every rank must call this.
+        Every rank must call this. `check` and `wait` raise the errors of the thread.
 
         Args:
-            checkpoint: the content. Each rank writes its own `local`; rank 0 writes everything else.
+            checkpoint: the content, which must not change any more. Each rank writes its own `local`; rank 0 writes
+                everything else, syncs the checkpoint to disk, and deletes old checkpoints.
             best_step: the step of the checkpoint with the best evaluation, which is not deleted; None if there is none.
 
         Raises:
             StorageError: if the disk is full or fails; earlier checkpoints are not affected.
         """
-        final = self.root / step_name(checkpoint.step)
-        part = self.root / f"tmp.{final.name}"
-        own = part / f"rank_{self.rank}.pt"
-        written = part if self.world_size == 1 else own
-        try:
-            if self.rank == 0:
-                self._make(part)
-            self.barrier()
-            _write(own, lambda path: _save(checkpoint.local, path))
-            self.barrier()
-            written = part
-            if self.rank == 0:
-                self._commit(checkpoint, part, final)
-        except OSError as error:
-            # Free space for the log and the result. While other ranks are still writing, delete only the file of this
-            # rank: without the directory, another rank might fail first, with an error that explains nothing.
-            with suppress(OSError):
-                written.unlink() if written is own else shutil.rmtree(written)
-            raise StorageError(part, error.strerror or str(error)) from error
+        self.wait()
+        part = self.root / f"tmp.{step_name(checkpoint.step)}"
         if self.rank == 0:
-            self._prune(best_step)
+            with self._deleted_on_failure(part):
+                self._make(part)
         self.barrier()
-        return final
+        self._writing = _in_thread(lambda: self._write(checkpoint, part, best_step))
+
+    def check(self) -> None:
+        """Raise the error of the last `save`, if its thread has already failed.
+
+        Raises:
+            StorageError: if the disk is full or fails; earlier checkpoints are not affected.
+        """
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written. On ranks other than 0, wait only for this rank's file.
+
+        Raises:
+            StorageError: if the disk is full or fails; earlier checkpoints are not affected.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def finish_after_error(self) -> None:
+        """Wait until the last checkpoint is written, after the training has failed; its own error is ignored.
+
+        Other ranks may have failed too, so rank 0 does not wait for their files.
+        """
+        self._failed.set()
+        if self._writing is not None:
+            self._writing.exception()
 
     def _make(self, part: Path) -> None:
         check_no_link(self.root)
@@ -131,20 +156,72 @@ class Checkpoints:
         part.mkdir(parents=True)
         sync(self.root.parent)
 
-    def _commit(self, checkpoint: Checkpoint, part: Path, final: Path) -> None:
-        _write(part / _MODEL, lambda path: safetensors.torch.save_file(checkpoint.tensors, path))
-        _write(part / _STATE, lambda path: _save(checkpoint.state, path))
+    def _write(self, checkpoint: Checkpoint, part: Path, best_step: int | None) -> None:
+        """Write this rank's files to the directory `part`; on rank 0, also commit the checkpoint."""
+        since, own = time.perf_counter(), part / _rank_file(self.rank)
+        unfinished = _unfinished(own)
+        with self._deleted_on_failure(part):
+            _write_synced(unfinished, lambda path: _save(checkpoint.local, path))
+            os.replace(unfinished, own)  # tells rank 0 that it is complete
+            if self.rank == 0:
+                self._commit(checkpoint, part)
+        if self.rank == 0:
+            self._prune(best_step)
+        log.debug("the checkpoint of step %d took %.2f s to write", checkpoint.step, time.perf_counter() - since)
+
+    @contextmanager
+    def _deleted_on_failure(self, part: Path) -> Iterator[None]:
+        """A context manager that deletes this rank's files in the directory `part` if they cannot be written.
+
+        This frees space for the log and the result. Only rank 0 also deletes the directory, if it is empty: without the
+        directory, another rank might fail first, with an error that explains nothing.
+
+        Raises:
+            StorageError: if an OSError was raised in the context.
+        """
+        try:
+            yield
+        except OSError as error:
+            own = part / _rank_file(self.rank)
+            others = [part / name for name in (_MODEL, _STATE, CONFIG, MANIFEST)] if self.rank == 0 else []
+            with suppress(OSError):
+                for path in [_unfinished(own), own, *others]:
+                    path.unlink(missing_ok=True)
+                if self.rank == 0:
+                    part.rmdir()
+            raise StorageError(part, error.strerror or str(error)) from error
+
+    def _commit(self, checkpoint: Checkpoint, part: Path) -> None:
+        _write_synced(part / _MODEL, lambda path: safetensors.torch.save_file(checkpoint.tensors, path))
+        _write_synced(part / _STATE, lambda path: _save(checkpoint.state, path))
         # safetensors makes its file unreadable for other users; give it the mode of the other files, from the umask.
         (part / _MODEL).chmod(stat.S_IMODE((part / _STATE).stat().st_mode))
         if self.config:
-            _write(part / CONFIG, lambda path: path.write_text(self.config, encoding="utf-8"))
+            _write_synced(part / CONFIG, lambda path: path.write_text(self.config, encoding="utf-8"))
+        self._wait_for_other_ranks(part)
         manifest = manifest_of(part, step=checkpoint.step, world_size=self.world_size, config_hash=self.config_hash)
-        _write(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))
+        _write_synced(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))
         sync(part)
+        final = self.root / step_name(checkpoint.step)
         if final.exists():  # resumed from an earlier step: keep the other checkpoint under another name
             os.replace(final, free_name(final, "superseded"))
         os.replace(part, final)
         sync(self.root)
+
+    def _wait_for_other_ranks(self, part: Path) -> None:
+        """Wait until the files of all ranks are in the directory `part`.
+
+        Raises:
+            OSError: if a file does not appear before the timeout, or the training has failed.
+        """
+        waited = 0.0  # the time in which this process was suspended does not count
+        for rank in range(1, self.world_size):
+            while not (part / _rank_file(rank)).exists():
+                if self._failed.is_set() or waited > self.timeout:
+                    why = f"rank {rank} has not written its file after {waited:.0f} s (parallel.timeout)"
+                    raise OSError(errno.ETIMEDOUT, why)
+                time.sleep(_POLL_SECONDS)
+                waited += _POLL_SECONDS
 
     def delete_leftovers(self) -> None:
         """Delete the files that an interrupted save or deletion has left behind; if this fails, log a warning."""
@@ -234,7 +311,7 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
         ConfigError: if the checkpoint was written by an incompatible version of this project, or by something else.
     """
     manifest = verified_manifest(path)
-    local = f"rank_{rank}.pt"
+    local = _rank_file(rank)
     for name in (_MODEL, _STATE):
         if name not in manifest["files"]:
             raise untrusted(path, f"{MANIFEST} does not list {name}")
@@ -274,9 +351,33 @@ def _save(value: object, path: Path) -> None:
         torch.save(value, file)
 
 
-def _write(path: Path, write: Callable[[Path], object]) -> None:
+def _rank_file(rank: int) -> str:
+    return f"rank_{rank}.pt"
+
+
+def _unfinished(path: Path) -> Path:
+    """Return the name of the file `path` while it is being written."""
+    return path.with_name(f"{path.name}.part")
+
+
+def _write_synced(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` write the file `path`, and sync it to disk."""
     try:
         write(path)
     except (RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
         raise OSError(errno.EIO, str(error.__context__ or error).splitlines()[0]) from error
     sync(path)
+
+
+def _in_thread(function: Callable[[], None]) -> Future[None]:
+    """Call `function` in a thread that does not keep the process from exiting."""
+    future: Future[None] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, name="checkpoint", daemon=True).start()
+    return future

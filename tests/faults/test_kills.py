@@ -25,7 +25,7 @@ SELECTED = {
     "dp": [Fault(at="after rename step_N.pruned", count=DELETED)],
     "ddp": [
         Fault(at="after rename step_N", count=2, process="rank 0"),
-        Fault(at="after fsync rank_1.pt", process="rank 1"),
+        Fault(at="before rename rank_1.pt", process="rank 1"),
     ],
     "streams": [Fault(at="before fsync manifest.json", count=2)],
     "dqn": [Fault(at="after fsync state.pt", count=2), Fault(at="after step", count=9)],

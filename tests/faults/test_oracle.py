@@ -22,6 +22,7 @@ from helpers.oracle import (
     assert_whole_checkpoint,
     trace,
 )
+from helpers.saved import save_now
 
 from runner.storage.checkpoint import Checkpoint, Checkpoints
 from runner.storage.manifest import DamagedError
@@ -60,7 +61,7 @@ def test_a_damaged_or_missing_checkpoint(tmp_path: Path) -> None:
     assert assert_whole_checkpoint(tmp_path) == 0
     with pytest.raises(ValueError):  # there is none
         assert_whole_checkpoint(tmp_path, saved=3)
-    path = Checkpoints(tmp_path, keep=2).save(Checkpoint(3, {"a": torch.zeros(2)}, {}, {}))
+    path = save_now(Checkpoints(tmp_path, keep=2), Checkpoint(3, {"a": torch.zeros(2)}, {}, {}))
     assert assert_whole_checkpoint(tmp_path, saved=3) == 3
     with pytest.raises(AssertionError):  # it is older
         assert_whole_checkpoint(tmp_path, saved=4)

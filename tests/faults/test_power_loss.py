@@ -71,11 +71,11 @@ class Sessions:
         self.recorder.mark = Mark(session, max(found, default=0))
         save = Checkpoints.save
 
-        def saved(checkpoints: Checkpoints, checkpoint: Checkpoint, best_step: int | None = None) -> Path:
+        def saved(checkpoints: Checkpoints, checkpoint: Checkpoint, best_step: int | None = None) -> None:
             found[checkpoint.step] = copy.deepcopy(checkpoint)
-            path = save(checkpoints, checkpoint, best_step)
+            save(checkpoints, checkpoint, best_step)
+            checkpoints.wait()  # so that it is certain from here on
             self.recorder.mark = Mark(session, checkpoint.step)
-            return path
 
         with mock.patch.object(Checkpoints, "save", saved):
             assert run_one(run, list(overrides)).status == "done"

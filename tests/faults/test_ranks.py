@@ -19,7 +19,7 @@ MOMENTS = {
     "logging": ("before log", 1),
     "evaluating": ("in evaluation", 1),
     "about to save": ("before save", 1),
-    "saving its state": ("before fsync rank_N.pt", 1),
+    "saving its state": ("before fsync rank_N.pt.part", 1),
     "saving the weights": ("after fsync model.safetensors", 1),
     "committing": ("before rename step_N", 1),
     "having saved": ("after save", 1),

@@ -127,7 +127,7 @@ def install() -> None:
 
     os.register_at_fork(after_in_child=_new_process)
     os.fsync = _wrapped(os.fsync, lambda file: f"fsync {_name(os.readlink(f'/proc/self/fd/{file}'))}")
-    os.replace = _wrapped(os.replace, lambda source, target, **_: f"rename {_name(os.fspath(target))}")
+    os.replace = _wrapped(_noting_commits(os.replace), lambda _, target, **__: f"rename {_name(os.fspath(target))}")
     for owner, name, point in (
         (runner.train, "prepare", "preparation"),
         (runner.train, "loop", "training"),
@@ -137,7 +137,6 @@ def install() -> None:
         (EventFile, "add", "event"),
     ):
         setattr(owner, name, _wrapped(getattr(owner, name), lambda *_, point=point, **__: point))
-    runner.state.State.save = _noting_saves(runner.state.State.save)
     runner.train.train_step = _noting_samples(runner.train.train_step)
     Digits.load = _with_indices(Digits.load)
     TensorSamples.in_order = _reaching(TensorSamples.in_order, "in evaluation")
@@ -173,13 +172,14 @@ def _name(path: str) -> str:
     return "run" if re.match(r"\d{4}-\d\d-\d\d_", name) else re.sub(r"\d{4,}", "N", name)
 
 
-def _noting_saves(save: Callable[..., Any]) -> Callable[..., Any]:
-    def saved(state: Any) -> None:
-        save(state)
-        if state.session.rank == 0:
-            _append("seen.txt", f"saved {state.step}")
+def _noting_commits(replace: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(replace)
+    def renamed(source: Any, target: Any, **options: Any) -> None:
+        replace(source, target, **options)
+        if committed := re.fullmatch(r"step_(\d{8})", os.path.basename(target)):
+            _append("seen.txt", f"saved {int(committed[1])}")
 
-    return saved
+    return renamed
 
 
 def _noting_samples(train_step: Callable[..., Any]) -> Callable[..., Any]:

@@ -259,8 +259,8 @@ class Trial:
         assert_one_value_a_step(run)
         assert_no_scraps(run)
         if SAMPLES[self.run] and self.watched:
-            # A pass of the loop of hogwild is a round of two steps.
-            assert_each_sample_once(self.cwd, self.run, SAMPLES[self.run], SAVE_EVERY + asynchronous)
+            # A checkpoint may be incomplete until the next one is due. One pass of hogwild's loop is two steps.
+            assert_each_sample_once(self.cwd, self.run, SAMPLES[self.run], 2 * SAVE_EVERY + asynchronous)
         if self.reference and asynchronous:
             assert trace(run)["result"]["steps"] == self.reference.trace["result"]["steps"]
         elif self.reference:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from helpers.compose import composed
-from runner.storage.run_directory import write_config
+from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.storage.run_directory import step_name, write_config
 
 
 def save_run(path: Path, *overrides: str, **result: Any) -> Path:
@@ -26,6 +27,13 @@ def save_run(path: Path, *overrides: str, **result: Any) -> Path:
 def evaluated(best: float, last: float, metric: str = "eval/accuracy", **more: Any) -> dict[str, Any]:
     """The entries of the result of a run that was evaluated."""
     return {"best": {"metric": metric, "value": best, "step": 5}, "metrics": {metric: last}, **more}
+
+
+def save_now(checkpoints: Checkpoints, content: Checkpoint, best_step: int | None = None) -> Path:
+    """Save a checkpoint, wait until it is written, and return its path."""
+    checkpoints.save(content, best_step)
+    checkpoints.wait()
+    return checkpoints.root / step_name(content.step)
 
 
 def save_ledger(sweep: Path, *jobs: dict[str, Any], complete: bool = False) -> Path:

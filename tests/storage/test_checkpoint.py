@@ -24,6 +24,7 @@ import safetensors.torch
 import torch
 from helpers.command import ROOT, run_command
 from helpers.compose import FAST, Trained, built
+from helpers.saved import save_now
 
 import runner.storage.checkpoint
 import runner.storage.manifest
@@ -120,12 +121,12 @@ def test_a_crash_at_any_call_leaves_a_whole_checkpoint(
         point += 1
         directory = tmp_path / str(point)
         disk.crash_at = -1
-        Checkpoints(directory, keep=1).save(checkpoint(1))
+        save_now(Checkpoints(directory, keep=1), checkpoint(1))
         disk.calls.clear()
         disk.unsynced.clear()
         disk.crash_at, disk.how = point, "after" if how == "power" else how
         try:
-            Checkpoints(directory, keep=1).save(checkpoint(2))
+            save_now(Checkpoints(directory, keep=1), checkpoint(2))
             ended = True
         except Crash:
             renamed = [call for call, path in disk.calls if call == "replace" and path.name == "tmp.step_00000002"]
@@ -136,7 +137,7 @@ def test_a_crash_at_any_call_leaves_a_whole_checkpoint(
         assert is_whole(found, 1) or is_whole(found, 2), (point, disk.calls[-1])
         assert ended or renamed or is_whole(found, 1), "not there before it is renamed"
         assert not list(directory.rglob("*.corrupt*")), (point, disk.calls[-1])
-        Checkpoints(directory, keep=1).save(checkpoint(3))  # the next session tidies up, and goes on
+        save_now(Checkpoints(directory, keep=1), checkpoint(3))  # the next session tidies up, and goes on
         assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_00000003"]
         assert is_whole(Checkpoints(directory, keep=1).latest(), 3)
     assert point > 15, "every write, sync, rename and deletion is one point"
@@ -144,13 +145,13 @@ def test_a_crash_at_any_call_leaves_a_whole_checkpoint(
 
 def test_the_order_is_sync_rename_sync_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(checkpoint(1))
+    save_now(checkpoints, checkpoint(1))
     disk = Disk(monkeypatch)
-    checkpoints.save(checkpoint(2))
+    save_now(checkpoints, checkpoint(2))
     order = [(name, path.name) for name, path in disk.calls]
     commit = order.index(("replace", "tmp.step_00000002"))
     written = {path.name for name, path in disk.calls if name in ("save", "save_file", "write_text")}
-    assert written == {"model.safetensors", "state.pt", "rank_0.pt", "manifest.json"}
+    assert written == {"model.safetensors", "state.pt", "rank_0.pt.part", "manifest.json"}
     assert {name for call, name in order[:commit] if call == "fsync"} >= {*written, "tmp.step_00000002"}
     assert order[commit + 1] == ("fsync", "checkpoints")
     assert ("replace", "step_00000001") in order[commit + 2 :], "the old one goes only then"
@@ -159,8 +160,8 @@ def test_the_order_is_sync_rename_sync_delete(tmp_path: Path, monkeypatch: pytes
 
 def test_a_step_saved_again_sets_the_first_one_aside(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(checkpoint(1))
-    checkpoints.save(checkpoint(1))
+    save_now(checkpoints, checkpoint(1))
+    save_now(checkpoints, checkpoint(1))
     assert {path.name for path in checkpoints.root.iterdir()} == {"step_00000001", "step_00000001.superseded"}
     assert is_whole(checkpoints.latest(), 1)
 
@@ -173,7 +174,7 @@ def test_a_step_saved_again_sets_the_first_one_aside(tmp_path: Path) -> None:
 def two(tmp_path: Path) -> Checkpoints:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (1, 2):
-        checkpoints.save(checkpoint(step))
+        save_now(checkpoints, checkpoint(step))
     return checkpoints
 
 
@@ -241,7 +242,7 @@ def test_a_run_without_a_valid_checkpoint_is_not_resumed(two: Checkpoints) -> No
         assert "step_00000001.corrupt, step_00000002.corrupt" in refused.value.why
         assert "resume=never" in refused.value.remedy
     assert {path.name for path in two.root.iterdir()} == {"step_00000001.corrupt", "step_00000002.corrupt"}
-    two.save(checkpoint(2))
+    save_now(two, checkpoint(2))
     assert is_whole(two.latest(), 2)
     (two.root / "step_00000002" / "state.pt").write_bytes(b"")
     with pytest.raises(ConfigError):
@@ -331,7 +332,7 @@ def test_nothing_is_ever_loaded_as_a_full_pickle() -> None:
 def test_the_latest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int | None) -> None:
     checkpoints = Checkpoints(tmp_path, keep)
     for step in range(1, 7):
-        checkpoints.save(checkpoint(step), best)
+        save_now(checkpoints, checkpoint(step), best)
     latest = list(range(7 - keep, 7))
     assert checkpoints.steps() == sorted({*latest, *([best] if best else [])})
     assert is_whole(checkpoints.latest(), 6)
@@ -340,7 +341,7 @@ def test_the_latest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int |
 def test_none_is_kept_once_the_run_is_done(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=0)
     for step in (1, 2, 3):
-        checkpoints.save(checkpoint(step), best_step=1)
+        save_now(checkpoints, checkpoint(step), best_step=1)
     assert checkpoints.steps() == [1, 3], "until then, one to go on from, and the best"
     delete_all(tmp_path)
     assert list(checkpoints.root.iterdir()) == []
@@ -362,7 +363,7 @@ def test_checkpoints_set_aside_are_not_pruned(tmp_path: Path) -> None:
     for name in asides:
         (checkpoints.root / name).mkdir(parents=True)
     for step in (3, 4):
-        checkpoints.save(checkpoint(step))
+        save_now(checkpoints, checkpoint(step))
     assert {path.name for path in checkpoints.root.iterdir()} == {*asides, "step_00000004"}
 
 
@@ -370,7 +371,7 @@ def test_other_directories_are_left_alone(two: Checkpoints) -> None:
     for name in ("step_7", "step_000000009", "step_last", "notes"):
         (two.root / name).mkdir()
     assert is_whole(two.latest(), 2)
-    two.save(checkpoint(3))
+    save_now(two, checkpoint(3))
     assert two.steps() == [2, 3]
     assert (two.root / "step_7").is_dir()
 
@@ -389,12 +390,12 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, logger="runner"):
         patched.setattr(owner, call, refused)
-        assert two.save(checkpoint(3)) == two.root / "step_00000003"
+        assert save_now(two, checkpoint(3)) == two.root / "step_00000003"
     assert is_whole(two.latest(), 3)
     [record] = caplog.records
     assert "step_00000001" in record.getMessage()
     assert "step_00000003" not in record.getMessage()
-    two.save(checkpoint(4))  # which tries again
+    save_now(two, checkpoint(4))  # which tries again
     assert {path.name for path in two.root.iterdir()} == {"step_00000003", "step_00000004"}
 
 
@@ -402,7 +403,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
 def test_all_files_have_the_mode_that_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
-        path = Checkpoints(tmp_path, keep=1, config="a: 1").save(checkpoint(1))
+        path = save_now(Checkpoints(tmp_path, keep=1, config="a: 1"), checkpoint(1))
     finally:
         os.umask(before)
     modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()}
@@ -416,7 +417,7 @@ def test_all_files_have_the_mode_that_the_umask_says(tmp_path: Path, umask: int,
 
 def test_a_checkpoint_brings_its_config_along(tmp_path: Path) -> None:
     config = {"lr": 0.1, "name": "ü", "none": None}
-    path = Checkpoints(tmp_path, keep=1, config=config_text(config)).save(checkpoint(1))
+    path = save_now(Checkpoints(tmp_path, keep=1, config=config_text(config)), checkpoint(1))
     text = saved_config_text(path)
     assert text == config_text(config)
     assert text is not None
@@ -434,7 +435,7 @@ def test_a_checkpoint_brings_its_config_along(tmp_path: Path) -> None:
 
 def test_a_config_of_megabytes_is_not_read_from_a_checkpoint(tmp_path: Path) -> None:
     """Its hash is right, but PyYAML would need half a minute."""
-    path = Checkpoints(tmp_path, keep=1, config=config_text({"name": "x" * 1_000_000})).save(checkpoint(1))
+    path = save_now(Checkpoints(tmp_path, keep=1, config=config_text({"name": "x" * 1_000_000})), checkpoint(1))
     with pytest.raises(ConfigError, match="1,000,000 bytes"):
         saved_config_text(path)
 
@@ -518,7 +519,7 @@ def test_a_failed_write_leaves_the_earlier_checkpoints(two: Checkpoints, monkeyp
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, full)
             with pytest.raises(StorageError) as caught:
-                two.save(checkpoint(3))
+                save_now(two, checkpoint(3))
         assert caught.value.why == "No space left on device"
         assert two.steps() == [1, 2]
         assert not list(two.root.glob("tmp.*")), "the room is given back"
@@ -540,10 +541,10 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_raises_a_storage_error(tiny_disk: Path) -> None:
     big, small = {"w": torch.zeros(2**20)}, {"w": torch.zeros(2)}
     checkpoints = Checkpoints(tiny_disk, keep=2)
-    checkpoints.save(checkpoint(1))
+    save_now(checkpoints, checkpoint(1))
     for tensors, state, local in ((big, {}, {}), (small, big, {}), (small, {}, big)):
         with pytest.raises(StorageError, match="No space left on device"):
-            checkpoints.save(Checkpoint(2, tensors, state, local))
+            save_now(checkpoints, Checkpoint(2, tensors, state, local))
         assert is_whole(checkpoints.latest(), 1)
         assert checkpoints.steps() == [1]
 
@@ -561,7 +562,9 @@ def test_a_run_on_a_full_disk_crashes_and_resumes_later(tiny_disk: Path, tmp_pat
     steps = found.steps()
     assert steps
     result = json.loads((directory / "result.json").read_text())
-    assert (result["status"], result["steps"]) == ("crashed", steps[-1] + 2), "the step whose checkpoint had no room"
+    # The checkpoint that had no room was written in the background of at most one interval of steps.
+    assert result["status"] == "crashed"
+    assert steps[-1] + 2 <= result["steps"] <= steps[-1] + 4
     assert found.latest().step == steps[-1], "none is damaged"
     (tiny_disk / "ballast").unlink()
     code, said = run_command(f"resume={directory}", "keep=1", cwd=tmp_path)
@@ -587,12 +590,12 @@ def test_a_file_size_limit_raises_a_storage_error(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     signal = pytest.importorskip("signal")
     checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(checkpoint(1))
+    save_now(checkpoints, checkpoint(1))
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         with pytest.raises(StorageError, match="File too large"):
-            checkpoints.save(Checkpoint(2, {"w": torch.zeros(5000)}, {}, {}))
+            save_now(checkpoints, Checkpoint(2, {"w": torch.zeros(5000)}, {}, {}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)

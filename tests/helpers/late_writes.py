@@ -1,0 +1,34 @@
+"""Checkpoints that are written as late as possible: when the training waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import runner.storage.checkpoint
+
+
+class Late:
+    """A future whose function is called by the first `result`."""
+
+    def __init__(self, function: Callable[[], None]):
+        self.function = function
+
+    def done(self) -> bool:
+        return False
+
+    def result(self) -> None:
+        self.function()
+
+
+def write_late(_: Any = None) -> None:
+    """Let this process write its checkpoints late, until `write_normally` is called."""
+    setattr(runner.storage.checkpoint, _IN_THREAD, Late)
+
+
+def write_normally(_: Any = None) -> None:
+    setattr(runner.storage.checkpoint, _IN_THREAD, _original)
+
+
+_IN_THREAD = "_in_thread"
+_original = getattr(runner.storage.checkpoint, _IN_THREAD)

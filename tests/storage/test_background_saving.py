@@ -1,0 +1,276 @@
+"""Checkpoints are written while the training goes on: nothing of that may show in what is saved, or in what is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.compose import FAST, Trained, composed
+from helpers.late_writes import write_late, write_normally
+from helpers.ranks import Ranks
+from helpers.runs import assert_same
+from helpers.saved import save_now
+
+import runner.storage.checkpoint
+from runner.run import CrashedError
+from runner.storage.checkpoint import Checkpoint, Checkpoints, load
+from runner.storage.run_directory import StorageError
+
+EVERY = ("steps=12", "save_every=4", "eval_every=6", "log_every=3", "keep=9")
+DIGITS = (*FAST, *EVERY, "model.dropout=0.2", "optimizer=adamw", "accumulation=2", "batch_size=48")
+AGENT = ("workload=dqn", *EVERY, "env.num_envs=4", "workload.warm_up=64", "workload.eval_episodes=2", "batch_size=16")
+RUNS = {
+    "single": (1, DIGITS),
+    "contiguous": (1, (*DIGITS, "channels_last=false")),
+    "streams": (1, (*DIGITS, "parallel=pipeline", "parallel.engine=streams")),
+    "dqn": (1, (*AGENT, "device=cpu", "device.threads=1")),
+    "ddp": (2, (*DIGITS, "parallel=ddp")),
+    "fsdp": (2, (*DIGITS, "parallel=fsdp")),
+    "pipeline": (2, (*DIGITS, "parallel=pipeline")),
+    "ensemble": (2, (*DIGITS, "parallel=ensemble")),
+}
+"""Runs, and with how many processes."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_saved_does_not_depend_on_when_it_is_written(
+    name: str, tmp_path: Path, ranks: Callable[[int], Ranks]
+) -> None:
+    """Every file of every checkpoint: the copies share nothing with what the training changes."""
+    processes, overrides = RUNS[name]
+    for directory, when in (("at_once", write_normally), ("late", write_late)):
+        ranks(processes).train(composed(*overrides), tmp_path / directory, when)
+    ranks(processes).do(write_normally)
+    checkpoints = [sorted((tmp_path / name / "checkpoints").iterdir()) for name in ("late", "at_once")]
+    assert len(checkpoints[0]) >= 3
+    for late, at_once in zip(*checkpoints, strict=True):
+        assert late.name == at_once.name
+        for rank in range(processes):
+            assert_same(vars(load(late, rank)), vars(load(at_once, rank)), late.name)
+
+
+def content(step: int) -> Checkpoint:
+    return Checkpoint(step, {"w": torch.full((2,), float(step))}, {}, {"step": step})
+
+
+class Gate:
+    """Holds the threads that write checkpoints, before they write."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.opened, self.arrived = threading.Event(), threading.Event()
+        write = Checkpoints._write
+
+        def gated(*arguments: Any) -> None:
+            self.arrived.set()
+            assert self.opened.wait(60)
+            write(*arguments)
+
+        monkeypatch.setattr(Checkpoints, "_write", gated)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+def test_save_returns_before_it_is_written_and_the_next_one_waits(tmp_path: Path, gate: Gate) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=9)
+    checkpoints.save(content(1))
+    assert gate.arrived.wait(60)
+    checkpoints.check()
+    assert checkpoints.steps() == []
+    next_one = threading.Thread(target=checkpoints.save, args=(content(2),))
+    next_one.start()
+    time.sleep(0.1)
+    assert next_one.is_alive()
+    assert not (checkpoints.root / "tmp.step_00000002").exists()
+    gate.opened.set()
+    next_one.join(60)
+    checkpoints.wait()
+    assert checkpoints.steps() == [1, 2]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    trained: Callable[..., Trained], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner.tracking.progress import Progress
+
+    seen: list[int] = []
+
+    def step(_: Progress, number: int) -> None:
+        seen.append(number)
+        if number == 7:  # three steps after the save
+            gate.opened.set()
+
+    monkeypatch.setattr(Progress, "step", step)
+    run = trained("steps=12", "save_every=4", "eval_every=0", "keep=9")
+    assert (run.result.status, seen) == ("done", list(range(1, 13)))
+    assert Checkpoints(run.directory, keep=9).steps() == [4, 8, 12]
+
+
+def test_an_error_of_the_thread_ends_the_run(trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, failed = os.fsync, threading.Event()
+
+    def full(descriptor: int) -> None:
+        if "step_00000008" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            failed.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CrashedError) as caught:
+        trained("steps=4000", "save_every=8", "eval_every=0", "keep=9")
+    assert failed.is_set()
+    assert caught.value.result.status == "crashed"
+    assert 8 <= caught.value.result.steps <= 16, "the next save at the latest"
+    assert isinstance(caught.value.__cause__, StorageError)
+    assert "No space left on device" in caught.value.result.error
+
+
+def test_an_error_of_the_last_checkpoint_ends_the_run(
+    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        time.sleep(0.2)  # the loop is done by then
+        raise StorageError(Path("x"), "No space left on device")
+
+    monkeypatch.setattr(Checkpoints, "_write", full)
+    with pytest.raises(CrashedError) as caught:
+        trained("steps=4", "save_every=4", "eval_every=0")
+    assert (caught.value.result.status, caught.value.result.steps) == ("crashed", 4)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("planted"), None])
+def test_a_checkpoint_is_completed_after_the_training_failed(
+    trained: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    from runner.workloads.classifier import Classifier
+
+    write = Checkpoints._write
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.3)
+        write(*arguments)
+
+    def fail(_: Any, __: Any, step: int) -> None:
+        if step == 5 and error is not None:
+            raise error
+
+    criterion, calls = Classifier.criterion, iter(range(1, 99))
+
+    def diverging(*arguments: Any) -> torch.Tensor:
+        diverges = error is None and next(calls) == 5
+        return criterion(*arguments) * (float("nan") if diverges else 1)
+
+    monkeypatch.setattr(Checkpoints, "_write", slow)
+    monkeypatch.setattr(Classifier, "after_step", fail)
+    monkeypatch.setattr(Classifier, "criterion", diverging)
+    overrides = ("steps=9", "save_every=4", "log_every=5", "eval_every=0")
+    if error is None:
+        assert trained(*overrides).result.status == "diverged"
+    else:
+        with pytest.raises(CrashedError):
+            trained(*overrides)
+    assert Checkpoints(tmp_path / "run", keep=9).steps() == [4]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several ranks
+
+
+def two_ranks(directory: Path, timeout: float = 60) -> tuple[Checkpoints, Checkpoints]:
+    barrier = threading.Barrier(2)
+
+    def wait() -> None:
+        barrier.wait(60)
+
+    first, second = (Checkpoints(directory, 9, rank, 2, wait, timeout) for rank in (0, 1))
+    return first, second
+
+
+def save_on_both(ranks: tuple[Checkpoints, Checkpoints], step: int) -> None:
+    threads = [threading.Thread(target=rank.save, args=(content(step),)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+
+def hold_rank_1(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let rank 1 write its file only when the event is set."""
+    write, opened = Checkpoints._write, threading.Event()
+
+    def held(self: Checkpoints, *arguments: Any) -> None:
+        assert self.rank == 0 or opened.wait(60)
+        write(self, *arguments)
+
+    monkeypatch.setattr(Checkpoints, "_write", held)
+    return opened
+
+
+def test_rank_0_commits_when_the_files_of_all_ranks_are_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, ranks = hold_rank_1(monkeypatch), two_ranks(tmp_path)
+    save_on_both(ranks, 3)
+    part = ranks[0].root / "tmp.step_00000003"
+    while not (part / "config.yaml").exists() and not (part / "state.pt").exists():
+        time.sleep(0.01)
+    (part / "rank_1.pt.part").write_bytes(b"half")
+    time.sleep(0.1)
+    assert ranks[0].steps() == []
+    opened.set()
+    for rank in ranks:
+        rank.wait()
+    assert [load(ranks[0].root / "step_00000003", rank).local for rank in (0, 1)] == [{"step": 3}] * 2
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_rank_that_does_not_write_its_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, ranks = hold_rank_1(monkeypatch), two_ranks(tmp_path, timeout=0.2)
+    save_on_both(ranks, 3)
+    with pytest.raises(StorageError, match=r"rank 1 has not written its file .*parallel\.timeout"):
+        ranks[0].wait()
+    assert ranks[0].steps() == []
+    opened.set()
+
+
+def test_after_an_error_rank_0_does_not_wait_for_ranks_that_may_be_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, ranks = hold_rank_1(monkeypatch), two_ranks(tmp_path)
+    save_on_both(ranks, 3)
+    since = time.monotonic()
+    ranks[0].finish_after_error()
+    assert time.monotonic() - since < 50, "not the timeout"
+    assert ranks[0].steps() == []
+    opened.set()
+    save_now(Checkpoints(tmp_path, keep=9), content(4))
+    assert ranks[0].steps() == [4]
+
+
+def test_a_rank_without_room_deletes_only_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = runner.storage.checkpoint._save
+
+    def full(value: Any, path: Path) -> None:
+        if path.name.startswith("rank_1"):
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(value, path)
+
+    monkeypatch.setattr(runner.storage.checkpoint, "_save", full)
+    ranks = two_ranks(tmp_path, timeout=1)
+    save_on_both(ranks, 3)
+    with pytest.raises(StorageError, match="No space left on device"):
+        ranks[1].wait()
+    assert not list(tmp_path.rglob("rank_1*"))
+    with pytest.raises(StorageError, match="rank 1"):
+        ranks[0].wait()
+    assert not list(tmp_path.rglob("tmp.*"))
