@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.cli.arguments import is_sweep_option, override_value
+from runner.cli.arguments import override_value
 from runner.cli.exit_codes import wrapped
 from runner.cli.hydra_errors import explain
 from runner.cli.sweep_jobs import SweepJobs
@@ -64,14 +64,13 @@ class Planner:
 
     def plan(self, number: int, overrides: list[str]) -> PlannedJob:
         """Return the planned job with this number and these overrides."""
-        overrides = _without_sweep_options(overrides)
         directory = self.path / job_name(number, overrides, self._jobs.swept)
         base = self._base(number, overrides)
         if isinstance(base, str):
             return PlannedJob(number, overrides, [], directory, "", refusal=base)
-        words = [text for text in overrides if override_value([text], "resume") is None]
-        arguments = [*words, "resume=auto", f"--run-directory={directory}", *self._flags]
-        known = hashlib.sha256(json.dumps([base.config_hash, words]).encode()).hexdigest()[:12]
+        where = [word for word in self._jobs.common if override_value([word], "resume") is None]
+        arguments = [*overrides, *where, "resume=auto", f"--run-directory={directory}", *self._flags]
+        known = hashlib.sha256(json.dumps([base.config_hash, overrides]).encode()).hexdigest()[:12]
         return PlannedJob(number, overrides, arguments, directory, known, base.demand)
 
     def has_key(self, groups: list[str], key: str) -> bool:
@@ -92,7 +91,6 @@ class Planner:
     def _first_config(self) -> dict[str, Any]:
         first = None
         for overrides in self._jobs.samples():
-            overrides = _without_sweep_options(overrides)
             try:
                 config = self._jobs.compose(0, overrides).config
             except REFUSALS as error:
@@ -170,10 +168,6 @@ def _has(config: Any, path: list[str]) -> bool:
             return False
         config = config[name]
     return True
-
-
-def _without_sweep_options(overrides: list[str]) -> list[str]:
-    return [text for text in overrides if not is_sweep_option(text)]
 
 
 def _shared(overrides: list[str]) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from runner.cli.arguments import is_sweep_option
 from runner.cli.detached import Background
 from runner.cli.exit_codes import STOPPED, WIDTH
 from runner.cli.plan_jobs import GridJobs, Planner, experiment_file
@@ -111,8 +110,7 @@ def _search(jobs: SweepJobs, planner: Planner, ledger: Ledger) -> SearchJobs:
     known = options.goal is not None or tag == f"eval/{metric}"
     check(known, "sweep.metric", tag, "it may be better large or small", "add sweep.goal=min or sweep.goal=max")
     objective = Objective(tag, options.goal or goal, best=options.metric is None)
-    dimensions = [each for each in jobs.dimensions if not is_sweep_option(each.name)]
-    space = Space(dimensions, planner.has_key, chosen_groups())
+    space = Space(jobs.dimensions, planner.has_key, chosen_groups())
     seed = int(planner.config["seed"]) if options.seeds > 1 else None
     return SearchJobs(space, options, objective, planner.plan, seed, ledger)
 

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from omegaconf import OmegaConf
 
-from runner.cli.arguments import quoted
+from runner.cli.arguments import is_sweep_option, quoted
 from runner.cli.composition import Composer, Job, composition_errors
 from runner.cli.zipped import parse_zip
 from runner.config.errors import ABSENT, check
@@ -22,6 +22,9 @@ from runner.sweep.space import Dimension, Interval
 MOST_JOBS = 10_000
 """The maximum number of jobs in a sweep. A larger sweep is probably a typing error, or should be divided."""
 
+_SAME_FOR_ALL = ("output_root", "resume")
+"""Keys that say where a sweep is and whether it is resumed, and not what its jobs compute."""
+
 
 class SweepJobs:
     """All combinations of the values that the user listed in the overrides of a sweep.
@@ -30,6 +33,11 @@ class SweepJobs:
         composer: composes the config of each job.
         overrides: the overrides on the command line. Entries of `hydra.sweeper.params` in an option file count as
             further overrides.
+
+    Attributes:
+        engine: the options of the sweep itself.
+        dimensions: the keys of the jobs, and the values that they take.
+        common: the overrides of `output_root` and `resume`, which are the same for all jobs.
 
     Raises:
         ConfigError: if there are more than `MOST_JOBS` combinations, or a key is swept twice.
@@ -49,7 +57,12 @@ class SweepJobs:
         parsed = composer.parse([word for word in [*params, *typed["task"]] if word not in zips])
         self._check_count({override.key_or_group: _count(override) for override in parsed})
         found = [*map(self._dimension, parsed), *map(self._pairs, zips)]
-        self.dimensions = list({each.name: each for each in found}.values())  # what is typed later counts
+        last = list({each.name: each for each in found}.values())  # what is typed later counts
+        constant = [each for each in last if not each.varies]
+        self.common = [word for each in constant if each.name in _SAME_FOR_ALL for word in each.first]
+        self.dimensions = [
+            each for each in last if each.varies or not (each.name in _SAME_FOR_ALL or is_sweep_option(each.keys[0]))
+        ]
         self._check_count({each.name: len(each.choices) for each in self.dimensions})
         self._check_pairs()
 
@@ -84,9 +97,9 @@ class SweepJobs:
 
         Args:
             number: the number of the job, from 0.
-            overrides: the overrides of the job.
+            overrides: the overrides of the job, to which those that are the same for all jobs are added.
         """
-        return self._composer.job(self._config, number, overrides)
+        return self._composer.job(self._config, number, [*overrides, *self.common])
 
     def _dimension(self, override: Override) -> Dimension:
         key, value = override.get_key_element(), override.value()

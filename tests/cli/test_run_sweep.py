@@ -1,17 +1,20 @@
-"""Searches as they are typed."""
+"""Sweeps and searches as they are typed, stopped and typed again."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers.command import leftovers, run_command
+from helpers.command import Command, leftovers, run_command, until
 from helpers.compose import FAST
 
 from runner.cli.plan_jobs import experiment_file
 from runner.storage.run_directory import read_result
+from runner.sweep.console import is_running
 from runner.sweep.ledger_file import read_ledger
+from runner.tools import sweep as sweep_tool
 
 pytest.importorskip("optuna")
 
@@ -80,3 +83,47 @@ def test_overrides_as_a_file() -> None:
         "name": "a, b",
         "seed": 3,
     }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stopped, and gone on with
+
+STOPPED = {
+    "a sweep": ("seed=0,1",),
+    "a search": ("optimizer.lr=interval(0.01,0.05)", "sweep.search=random", "sweep.trials=2"),
+}
+"""Sweeps of two jobs."""
+
+
+@pytest.mark.parametrize("by_tool", [False, True])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("kind", STOPPED)
+def test_a_stopped_sweep_goes_on_where_it_was_stopped(
+    kind: str, sent: signal.Signals, by_tool: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first command has no `resume=auto`: its jobs are found all the same, in their directories."""
+    monkeypatch.chdir(tmp_path)
+    words = (*FAST, "-m", *STOPPED[kind], "steps=3000", "save_every=20", "eval_every=0", "output_root=runs")
+    command = Command(tmp_path, *words)
+    until(lambda: command.code is not None or len(list(tmp_path.glob("runs/sweeps/*/*/00*/checkpoints/step_*"))) > 1)
+    command.kill(sent)
+    assert command.wait()[0] == (75 if sent == signal.SIGTERM else -signal.SIGKILL), command.console
+    [path] = tmp_path.glob("runs/sweeps/*/*")
+    before = sorted(job.name for job in path.glob("0*"))
+    if by_tool:
+        until(lambda: not any(map(is_running, (path / "console").iterdir())))
+        assert sweep_tool.main([str(path), "--resume"]) == 0
+    else:
+        code, told = run_command(*words, "resume=auto", cwd=tmp_path)
+        assert code == 0, told
+    assert [path] == list(tmp_path.glob("runs/sweeps/*/*")), "the same sweep"
+    jobs = sorted(path.glob("0*"))
+    assert set(before) <= {job.name for job in jobs}
+    assert len(jobs) == 2
+    assert all(read_result(job)["steps"] == 3000 for job in jobs)
+    if sent == signal.SIGTERM:
+        assert any("resumed after step" in (job / "log.txt").read_text() for job in jobs)
+    if kind == "a search":
+        best = (path / "conf" / "experiment" / "best.yaml").read_text()
+        assert "resume: " not in best
+        assert "output_root: " not in best
