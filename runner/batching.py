@@ -95,7 +95,7 @@ class Plan:
             "batch_size",
             self.batch_size,
             f"it does not divide into {self.accumulation} micro-batches (accumulation.steps) on each of "
-            f"{count} processes",
+            f"{count} process{'es' * (count > 1)}",
             f"the nearest that do: {nearest}",
         )
 
@@ -116,8 +116,9 @@ class Plan:
     def steps_per_round(self) -> int:
         """The number of optimizer steps in one iteration of the training loop.
 
-        This number is 1 if all processes share the batch of each step. If each process computes its own steps (see
-        `step_shard`), it is the number of processes among which the steps are divided.
+        This number is 1 if all processes work on the same step, each on a part of its batch. If each process computes
+        whole steps by itself (see `step_shard`), every process computes one step per iteration; the number of steps is
+        then the number of these processes.
         """
         return self.step_shard[1]
 

@@ -36,7 +36,7 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
     Args:
         session: the session that begins. Its option `resume` determines which earlier run is resumed, if any.
         parent: the directory in which a new run directory is created, and in which `resume=auto` searches.
-        name: the name of the run directory if the run is a job of a sweep; None for a new, unique name.
+        name: the name of the run directory, if `--run-directory` sets it; None for a new, unique name.
         overrides: the overrides with which the config was composed. They are written to the directory, and included in
             a new, unique name.
 
@@ -45,6 +45,9 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
             the directory cannot be written to. The error names the key, such as `resume`.
     """
     found, lock = _to_resume(session, parent, name)
+    if name is not None and found is None:
+        remedy = "name a new one; resume=auto continues the run in it"
+        check(not os.path.lexists(parent / name), "--run-directory", str(parent / name), "it exists", remedy)
     existing = run_directory.nearest_existing(parent)
     path = found or run_directory.create(parent, name, overrides)
     begun = False
@@ -198,7 +201,7 @@ def _locked_for_us(path: Path) -> IO[str]:
 def _to_resume(session: Session, parent: Path, name: str | None) -> tuple[Path | None, IO[str] | None]:
     """Return the directory of the run to resume, and its open lock file; (None, None) if a new run begins.
 
-    With `resume=auto`, a job of a sweep is found by its `name`; any other run (`name` is None) is found by its config.
+    With `resume=auto`, the run is found by its `name`, if it has one, and otherwise by its config.
 
     Raises:
         ConfigError: if the run to resume does not exist, has another config, is running, or cannot be continued.
@@ -242,9 +245,14 @@ def _check_named(session: Session, path: Path, source: str) -> None:
         why = f"there is no run whose config can be read ({error})"
         raise ConfigError("resume", source, why, "name a run directory, or a checkpoint in one") from None
     check_resumable(saved.values, redacted_values(session.run.config), source)
-    done = run_directory.newest_step(path) if checkpoint is None else run_directory.step_of(checkpoint) or 0
+    newest, result = run_directory.newest_step(path), run_directory.read_result(path)
+    finished = result["steps"] if result.get("status") == "done" else 0
+    done = max(newest, finished) if checkpoint is None else run_directory.step_of(checkpoint) or 0
     why, more = f"{done} are done already", f"steps={done + 1} or more, or name an earlier checkpoint of it"
-    check(done <= session.num_steps or _is_done(path, session), "steps", session.num_steps, why, more)
+    check(done <= session.num_steps, "steps", session.num_steps, why, more)
+    gone = finished and checkpoint is None and newest == 0 and session.num_steps > finished
+    why = f"all {finished} steps are done, and the checkpoints to continue from have been deleted"
+    check(not gone, "resume", source, why, "start a new run, without resume")
 
 
 def _check_newest(path: Path, session: Session) -> None:
@@ -288,19 +296,34 @@ def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | 
 def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]:
     """Return the run directory `path` and its open lock file if the run in it has the config of `session`.
 
-    Otherwise, return (None, None), after renaming the directory if it exists.
+    Otherwise, return (None, None), after renaming the directory of a run with another config.
 
     Raises:
-        ConfigError: if the run is running, or its config cannot be read although there are checkpoints.
+        ConfigError: if `path` exists and is not a run directory, or if the run is running, or its config cannot be read
+            although there are checkpoints.
     """
-    if not path.is_dir():
+    if not os.path.lexists(path):
         return None, None
+    check(_is_run(path), "--run-directory", str(path), "it exists, and is not a run directory", "name another one")
     lock = _locked_for_us(path)
     if _has_same_config(path, session):
         return path.resolve(), lock
     lock.close()
-    os.replace(path, run_directory.free_name(path, "superseded"))
+    aside = run_directory.free_name(path, "superseded")
+    os.replace(path, aside)
+    if (aside / run_directory.CONFIG).exists():
+        log.warning("the run in %s has another config: it is now in %s", path, aside.name)
     return None, None
+
+
+def _is_run(path: Path) -> bool:
+    """Return whether `path` is the directory of a run, even if the run was killed before its config was written."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    names = {entry.name for entry in path.iterdir()}
+    return run_directory.CONFIG in names or all(
+        name in (run_directory.OVERRIDES, ".lock") or name.endswith(".part") for name in names
+    )
 
 
 def _has_same_config(path: Path, session: Session) -> bool:
@@ -350,7 +373,7 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
     then, today = (config.get("optimizer", {}).get("_target_") for config in (saved, now))
     if then != today:
         differences.append(f"optimizer: {then} then, {today} now")
-    why, remedy = f"another run: {'; '.join(differences[:5])}", "take these back, or start with resume=never"
+    why, remedy = f"another run: {'; '.join(differences[:5])}", "take these back, or start a new run, without resume"
     check(not differences, "resume", source, why, remedy)
 
 

@@ -205,6 +205,7 @@ class Session:
         """
         run, context, plan = self.run, self.context, self.plan
         threads = torch.get_num_threads()
+        steps = f"{self.num_steps:,} step{'s' * (self.num_steps != 1)}"
         lines = {
             "model": model,
             **run.workload.describe(),
@@ -212,7 +213,7 @@ class Session:
             "precision": type(run.precision).description,
             "parallel": f"{run.parallel.description}, {context.world_size} process{'es' * (context.world_size > 1)}",
             "batch": plan.describe(),
-            "length": f"{self.num_steps:,} steps, {self.num_steps * run.batch_size:,} samples",
+            "length": f"{steps}, {self.num_steps * run.batch_size:,} samples",
             "directory": os.path.relpath(directory),
         }
         return "\n".join(f"{key:<10} {text}" for key, text in lines.items())
@@ -240,8 +241,7 @@ class Result:
         metrics: the latest training and evaluation metrics, by TensorBoard tag.
         best: the `metric`, the `value` and the `step` of the best evaluation.
         seconds: time in seconds from the first step of this session to the end of the session.
-        samples_per_second: training throughput of all processes together; the time of evaluations and checkpoints does
-            not count.
+        samples_per_second: training throughput of all processes together, from the median step time.
         step_seconds: median and 90th percentile of the step times in seconds; the first steps do not count.
         peak_memory_bytes: peak memory usage of rank 0 on its GPU or, without a GPU, in host memory.
         world_size: number of processes.

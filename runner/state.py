@@ -162,15 +162,15 @@ class State:
     def result(self, status: str, error: str) -> Result:
         """Return the result of the run up to the current step, with the given `status` and `error`."""
         session, step_timer = self.session, self.step_timer
-        samples, training = len(step_timer.seconds) * session.plan.samples_per_round, sum(step_timer.seconds)
+        step_seconds = quantiles(step_timer.steady())
         return Result(
             status=status,
             steps=self.step,
             metrics=self.metrics,
             best=self.best,
             seconds=step_timer.elapsed(),
-            samples_per_second=samples / training if training else 0.0,
-            step_seconds=quantiles(step_timer.steady()),
+            samples_per_second=session.plan.samples_per_round / step_seconds["median"] if step_seconds else 0.0,
+            step_seconds=step_seconds,
             peak_memory_bytes=int(memory.usage(session.device)["memory/peak"]),
             world_size=session.context.world_size,
             config_hash=self.hash,

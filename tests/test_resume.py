@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers.command import run_command, succeed
+from helpers.command import leftovers, run_command, succeed
 from helpers.compose import FAST, Trained, built, composed, prepared, train_in
 from helpers.events import curves
 from helpers.kills import assert_kills_change_nothing
@@ -480,6 +480,53 @@ def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From the command line
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_directory_that_is_no_run_is_refused_and_left_as_it_is(resume: str, tmp_path: Path) -> None:
+    cwd, mine, empty = (tmp_path / name for name in ("here", "mine", "empty"))
+    for path in (cwd, mine, empty):
+        path.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    for path in (".", "..", "../mine", "../mine/notes.txt", *(["../empty"] if resume == "never" else [])):
+        code, told = run_command(*FAST, "steps=1", f"--run-directory={path}", f"resume={resume}", cwd=cwd)
+        assert code == 2, told
+        assert told.startswith("--run-directory: got '/"), told
+        assert "it exists" in told
+        assert [file.name for file in mine.iterdir()] == ["notes.txt"]
+        assert leftovers(cwd) == set()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "here", "mine"]
+    assert not list(empty.iterdir())
+
+
+def test_the_run_in_a_named_directory_continues_or_is_set_aside(tmp_path: Path) -> None:
+    words = (*FAST, "steps=4", "--run-directory=here/run", "resume=auto")
+    for wanted in ("done after step 4/4", "all 4 steps are done: nothing is left to do"):
+        code, told = run_command(*words, cwd=tmp_path)
+        assert (code, wanted in told) == (0, True), told
+    assert "look: tensorboard --logdir here\n" in told
+    code, told = run_command("resume=here/run", "--run-directory=there", cwd=tmp_path)
+    assert (code, told.startswith("--run-directory: got 'there': resume=RUN continues")) == (2, True), told
+    code, told = run_command(*words, "seed=1", cwd=tmp_path)
+    assert code == 0, told
+    assert "here/run has another config: it is now in run.superseded" in told.replace(f"{tmp_path}/", "")
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["run", "run.superseded"]
+    assert saved_config(tmp_path / "here/run").values["seed"] == 1
+    assert saved_config(tmp_path / "here/run.superseded").values["seed"] == 0
+
+
+def test_a_finished_run_cannot_become_shorter_or_continue_without_checkpoints(tmp_path: Path) -> None:
+    for keep in (0, 1):
+        code, told = run_command(*FAST, "steps=4", f"keep={keep}", f"--run-directory=run{keep}", cwd=tmp_path)
+        assert code == 0, told
+    shutil.rmtree(tmp_path / "run1" / "checkpoints")
+    for run in (tmp_path / "run0", tmp_path / "run1"):
+        before = files(run)
+        code, told = run_command(f"resume={run}", "steps=3", cwd=tmp_path)
+        assert (code, told.startswith("steps: got 3: 4 are done already")) == (2, True), told
+        code, told = run_command(f"resume={run}", "steps=9", cwd=tmp_path)
+        assert (code, "checkpoints to continue from have been deleted" in told) == (2, True), told
+        assert files(run) == before
 
 
 def files(path: Path) -> dict[str, bytes]:

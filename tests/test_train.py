@@ -228,7 +228,7 @@ def test_the_result_agrees_with_the_curves(trained: Callable[..., Trained]) -> N
     step, best = max(read["eval/accuracy"], key=lambda point: (point[1], -point[0]))
     assert result["best"] == {"metric": "eval/accuracy", "value": pytest.approx(best), "step": step}
     training = sum(5 * seconds for _, seconds in read["time/step_seconds"])
-    assert result["samples_per_second"] == pytest.approx(30 * 64 / training, rel=1e-4)
+    assert result["samples_per_second"] == pytest.approx(64 / result["step_seconds"]["median"])
     assert training < result["seconds"] < took
     assert 0 < result["step_seconds"]["median"] <= result["step_seconds"]["p90"] < training
     assert 50e6 < result["peak_memory_bytes"] < 1.05 * 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.config.options import chosen_groups, groups, root_keys
@@ -195,6 +196,37 @@ def without_flag(arguments: list[str], flag: str) -> list[str]:
         elif not word.startswith(f"{flag}="):
             kept.append(word)
     return kept
+
+
+def refuse_usage(message: str) -> NoReturn:
+    """Raise a `ConfigError` for an error message of argparse, `argument --flag/-f: reason`."""
+    flag, _, why = message.removeprefix("argument ").partition(": ")
+    names = [name for name in flag.split("/") if name.startswith("--")] or [flag]
+    raise ConfigError(names[0], ABSENT, why or message, "--help explains the flags")
+
+
+def run_directory(arguments: list[str], is_sweep: bool) -> Path | None:
+    """Return the absolute path of `--run-directory`; None if the flag was not typed.
+
+    Raises:
+        ConfigError: if the flag has no value, or another flag or override already sets the directory.
+    """
+    value = flag_value(arguments, RUN_DIRECTORY)
+    typed = any(word.partition("=")[0] == RUN_DIRECTORY for word in arguments)
+    check(bool(value) or not typed, RUN_DIRECTORY, ABSENT, "it has no value", f"{RUN_DIRECTORY}=DIR")
+    if not value:
+        return None
+    why = "a sweep chooses the directories of its jobs"
+    check(not is_sweep, RUN_DIRECTORY, value, why, "output_root=DIR says where the sweep is written")
+    why = "resume=RUN continues in the directory of the run"
+    check(
+        resumed(arguments) is None,
+        RUN_DIRECTORY,
+        value,
+        why,
+        f"leave out one of them, or {RUN_DIRECTORY}=RUN resume=auto",
+    )
+    return Path(os.path.abspath(_checked_path(RUN_DIRECTORY, value)))
 
 
 def flag_value(arguments: list[str], *names: str) -> str | None:

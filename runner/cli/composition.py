@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -78,6 +79,8 @@ class Composer:
         with composition_errors():
             config = self._load(overrides, RunMode.RUN)
             _set_log_level(config)
+            if swept := ", ".join(map(str, config.hydra.sweeper.params or {})):
+                print(f"a single run of a study over {swept}: -m runs the study", file=sys.stderr)
             return _job(config)
 
     def show(self, overrides: list[str], flags: Namespace) -> None:

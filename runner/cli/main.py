@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.system.lazy_import import import_lazily
@@ -20,6 +19,8 @@ from runner.config.errors import ABSENT, check  # noqa: E402
 from runner.system.signals import CommandSignals  # noqa: E402
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from runner.cli.composition import Job
 
 
@@ -66,12 +67,12 @@ def compose_and_run(arguments: list[str]) -> list[int]:
 
     If a flag only asks for information, print this information and return an empty list.
     """
-    typed, directory = arguments, command_line.flag_value(arguments, command_line.RUN_DIRECTORY)
+    typed, is_sweep = arguments, bool({"-m", "--multirun"} & set(arguments))
+    directory = command_line.run_directory(arguments, is_sweep)
     pipe = command_line.flag_value(arguments, command_line.DETACHED)
     for flag in (command_line.RUN_DIRECTORY, command_line.DETACHED):
         arguments = command_line.without_flag(arguments, flag)
     arguments = command_line.overrides_first(arguments)
-    is_sweep = bool({"-m", "--multirun"} & set(arguments))
     config_name = "config"
     if not is_sweep and (source := command_line.resumed(arguments)):
         from runner.cli.saved_defaults import register_saved  # imported here: it needs the components
@@ -82,7 +83,9 @@ def compose_and_run(arguments: list[str]) -> list[int]:
     from runner.cli.composition import Composer
     from runner.cli.zipped import parse_zip
 
-    flags = get_args_parser().parse_args(arguments)
+    parser = get_args_parser()
+    parser.error = command_line.refuse_usage  # type: ignore[method-assign]
+    flags = parser.parse_args(arguments)
     check_flags(flags)
     overrides = [command_line.quoted(word, is_sweep) for word in flags.overrides]
     composer = Composer(flags.config_dir, config_name)
@@ -132,7 +135,7 @@ def check_flags(flags: Namespace) -> None:
         )
 
 
-def run_single(job: Job, directory: str | None) -> int:
+def run_single(job: Job, directory: Path | None) -> int:
     """Run `job` as a single run, and return its exit code.
 
     Args:
@@ -145,5 +148,5 @@ def run_single(job: Job, directory: str | None) -> int:
     # Imported here: config errors are reported before torch is imported.
     from runner.cli.run_job import run_one
 
-    result = run_one(run, job.overrides, None if directory is None else Path(directory))
+    result = run_one(run, job.overrides, directory)
     return CODES[result.status]

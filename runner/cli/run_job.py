@@ -113,7 +113,9 @@ def _typed(path: str) -> str:
 
 def summary(session: Session, directory: Path, result: Result) -> str:
     """Return the text that is printed at the end of a run: its status, its directory, and what to type next."""
-    where, logs = (shlex.quote(_typed(os.path.relpath(path))) for path in (directory, session.run.output_root))
+    root = Path(session.run.output_root).resolve()
+    root = root if directory.is_relative_to(root) else directory.parent
+    where, logs = (shlex.quote(_typed(os.path.relpath(path))) for path in (directory, root))
     steps = f"{result.steps}/{max(result.steps, session.num_steps)}"
     lines = [f"{result.status} after step {steps}" + (f", {result.seconds:.1f} s" if result.seconds else "")]
     lines[0] += f": {result.error}" if result.error and result.status != "crashed" else ""  # already printed

@@ -58,7 +58,8 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
     with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), command) as ledger:
         planner.path = ledger.path
         source = GridJobs(jobs, planner) if engine.search is None else _search(jobs, planner, ledger)
-        print(f"{len(source):,} jobs", file=sys.stderr, flush=True)
+        ledger.num_jobs = len(source)
+        print(f"{len(source):,} job{'s' * (len(source) != 1)}", file=sys.stderr, flush=True)
         terminal = sys.stderr.isatty()
         display = Table(len(source), jobs.swept, last_line) if terminal else Display(len(source), jobs.swept, WIDTH)
         if background is not None:

@@ -103,9 +103,14 @@ class SweepJobs:
 
     def _dimension(self, override: Override) -> Dimension:
         key, value = override.get_key_element(), override.value()
-        if not isinstance(value, IntervalSweep):
-            return Dimension(key, (_bare(key),), _words(override))
         typed = str(override.input_line).partition("=")[2]
+        if not isinstance(value, IntervalSweep):
+            words = _words(override)
+            check(bool(words), key, typed, "it has no values", f"{key}=range(0,10)")
+            twice = next((word[0] for word in words if words.count(word) > 1), "")
+            why = f"{twice.partition('=')[2]} is in it twice"
+            check(not twice, key, typed, why, "a job that is repeated gives the same result: leave one out")
+            return Dimension(key, (_bare(key),), words)
         why = "an interval has no list of values"
         check(self.engine.search is not None, key, typed, why, f"{key}=1,2,3, or sweep.search=tpe to search it")
         return Dimension(key, (_bare(key),), [[]], _interval(key, typed, value))
@@ -142,7 +147,7 @@ class SweepJobs:
 def _interval(key: str, typed: str, value: IntervalSweep) -> Interval:
     low, high = value.start, value.end
     is_range = isinstance(low, int | float) and isinstance(high, int | float) and -math.inf < low < high < math.inf
-    check(is_range, key, typed, "the interval is empty or not finite", f"{key}=interval(0.1,1)")
+    check(is_range, key, typed, "the interval is empty or not finite", "interval(LOW,HIGH) with LOW < HIGH")
     assert isinstance(low, int | float)
     assert isinstance(high, int | float)
     check(value.tags <= {"log"}, key, typed, "the only tag of an interval is log", f"{key}=tag(log,interval(1e-4,1))")

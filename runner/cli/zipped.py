@@ -31,7 +31,7 @@ def parse_zip(word: str) -> tuple[str, list[str]] | None:
     for text in _split(found["members"]):
         member = _MEMBER.fullmatch(text.strip())
         check(
-            member is not None, found["name"], value, f"{text.strip()} is not of the form KEY=[VALUE,VALUE]", _EXAMPLE
+            member is not None, found["name"], value, f"'{text.strip()}' is not of the form KEY=[VALUE,VALUE]", _EXAMPLE
         )
         assert member is not None
         values = _LIST.fullmatch(member["value"])

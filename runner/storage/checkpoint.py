@@ -248,7 +248,7 @@ class Checkpoints:
     def latest(self) -> Checkpoint | None:
         """Return the newest intact checkpoint; None if the run has no checkpoint.
 
-        Damaged checkpoints are renamed, never deleted.
+        Damaged checkpoints that are newer are renamed, never deleted. If no checkpoint is intact, nothing is renamed.
 
         Raises:
             ConfigError: if all checkpoints are damaged, or if the newest intact one was written by an incompatible
@@ -258,21 +258,26 @@ class Checkpoints:
             steps = self.steps()
         except UnsafeFileError as error:
             raise untrusted(self.root, str(error.strerror)) from None
-        for step in reversed(steps):
-            path = self.root / step_name(step)
+        damaged: dict[Path, DamagedError] = {}
+        found = None
+        for path in (self.root / step_name(step) for step in reversed(steps)):
             try:
-                return load(path, self.rank)
+                found = load(path, self.rank)
+                break
             except DamagedError as error:
-                self.barrier()  # all ranks have read it before rank 0 renames it
-                if self.rank == 0:
-                    aside = free_name(path, "corrupt")
-                    os.replace(path, aside)
-                    log.warning("%s; renamed to %s, trying the previous checkpoint", error, aside.name)
-        self.barrier()
-        damaged = sorted(path.name for path in self.root.glob("step_*.corrupt*"))
-        why = f"none of its checkpoints is intact: {', '.join(damaged)}"
-        check(not damaged, "resume", str(self.root.parent), why, "resume=never starts anew")
-        return None
+                damaged[path] = error
+        if damaged:
+            self.barrier()  # all ranks have read them before rank 0 renames them
+        if found is not None and self.rank == 0:
+            for path, error in damaged.items():
+                aside = free_name(path, "corrupt")
+                os.replace(path, aside)
+                log.warning("%s; renamed to %s, trying the previous checkpoint", error, aside.name)
+        names = sorted([path.name for path in damaged] + [path.name for path in self.root.glob("step_*.corrupt*")])
+        why = f"none of its checkpoints is intact: {', '.join(names)}"
+        remedy = "start a new run, without resume (overrides.yaml has what was typed)"
+        check(found is not None or not names, "resume", str(self.root.parent), why, remedy)
+        return found
 
 
 def delete_all(directory: Path) -> None:

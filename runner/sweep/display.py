@@ -112,7 +112,7 @@ class Display:
                 self.line(failure)
         if self.counts.get("stopped"):
             self.line("the same command with resume=auto goes on")
-        print(f"\n{self.counts.get('done', 0)} of {self.num_jobs} jobs done", flush=True)
+        print(f"\n{self.counts.get('done', 0)} of {self.num_jobs} job{'s' * (self.num_jobs != 1)} done", flush=True)
 
     def _count(self, state: str) -> None:
         self.counts[state] = self.counts.get(state, 0) + 1

@@ -44,6 +44,10 @@ class Ledger:
         resume: `auto` or `never`.
         command: the overrides and flags with which the user can repeat the command; None: the same as `typed`.
 
+    Attributes:
+        jobs: the entry of each job that has begun, by number.
+        num_jobs: the number of all jobs; 0 until it is set.
+
     Raises:
         ConfigError: if another process runs this sweep, or the ledger is damaged or cannot be written.
     """
@@ -55,6 +59,7 @@ class Ledger:
         shown = redacted_values([text for text in typed if not text.startswith(ignored)])
         self.typed = sorted(printable(text) for text in shown)
         self.jobs: dict[int, dict[str, Any]] = {}
+        self.num_jobs = 0
         self._lines: dict[int, str] = {}
         self._complete = False
         remedy = "resume=auto resumes the unfinished sweep with the same overrides"
@@ -147,8 +152,8 @@ class Ledger:
         self._lines[number] = f'"{number}": {json.dumps(entry, ensure_ascii=False)}'
 
     def _write(self) -> None:
-        pid = os.getpid()
-        head = {"typed": self.typed, "command": self._command, "complete": self._complete, "pid": pid}
+        head = {"typed": self.typed, "command": self._command, "complete": self._complete, "pid": os.getpid()}
+        head |= {"num_jobs": self.num_jobs}
         jobs = ",\n".join(self._lines.values())  # only changed entries are encoded again: a sweep may have thousands
         try:
             write_text(self.path / LEDGER, f'{json.dumps(head, ensure_ascii=False)[:-1]}, "jobs": {{\n{jobs}\n}}}}\n')

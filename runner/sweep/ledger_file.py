@@ -64,6 +64,11 @@ def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
     return {}
 
 
+def num_jobs(ledger: dict[str, Any]) -> int:
+    """Return the number of jobs of a sweep, including jobs that have not begun."""
+    return max(ledger.get("num_jobs", 0), len(ledger.get("jobs", {})))
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build the dictionary of a JSON object from its items. Raise ValueError if a key occurs twice."""
     value = dict(pairs)
@@ -84,6 +89,9 @@ def _check(ledger: Any) -> None:
         raise ValueError("its command is not a list of strings")
     if not isinstance(ledger.get("complete"), bool):
         raise ValueError("it does not say whether the sweep is complete")
+    total = ledger.get("num_jobs", 0)
+    if type(total) is not int or not 0 <= total < 10**9:
+        raise ValueError("its number of jobs is not possible")
     if not isinstance(jobs, dict):
         raise ValueError("its jobs are not a JSON object")
     for number, entry in jobs.items():

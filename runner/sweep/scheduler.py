@@ -265,7 +265,7 @@ class Scheduler:
     def _fail(self, error: StorageError | ConfigError) -> None:
         if self._error is None:
             self._error = error
-            self.stop(str(error).splitlines()[0])
+            self.stop(str(error).splitlines()[0].rstrip(";:"))
 
 
 def how_it_died(ended: Ended) -> str:

@@ -67,7 +67,10 @@ def _cells(study: Study, point: Point) -> dict[str, str]:
 
 
 def plus_minus(spread: Spread) -> str:
-    """Return `mean ± deviation`, rounded to two significant digits of the deviation; a single value has four digits."""
+    """Return `mean ± deviation` as text, with two significant digits of the deviation and as many decimals of the mean.
+
+    If there is only one value, and therefore no deviation, return the value with four significant digits.
+    """
     if math.isnan(spread.deviation):
         return f"{spread.mean:.4g}"
     largest = max(spread.deviation, abs(spread.mean) / 1000)

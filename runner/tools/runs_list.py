@@ -15,7 +15,7 @@ from typing import Any
 from runner.config.errors import check, did_you_mean
 from runner.storage.run_directory import CONFIG, OVERRIDES, read_result
 from runner.storage.safe_read import walk
-from runner.sweep.ledger_file import LEDGER, read_ledger
+from runner.sweep.ledger_file import LEDGER, num_jobs, read_ledger
 from runner.sweep.metric_direction import direction
 from runner.tools.plot_checks import is_finite
 from runner.tools.run_states import is_locked, state_of, steps_of
@@ -188,7 +188,7 @@ def _sweep(path: Path) -> Entry:
     values = [value for name, value in bests if name == metric and value is not None]
     pick = max if direction(metric, results) == "max" else min
     newest = max([os.lstat(path / LEDGER).st_mtime, *map(changed, results)])
-    return Entry(path, state, newest, size(path), done, len(ledger["jobs"]), metric, pick(values, default=None))
+    return Entry(path, state, newest, size(path), done, num_jobs(ledger), metric, pick(values, default=None))
 
 
 def _best(result: Mapping[str, Any]) -> tuple[str, float | None]:

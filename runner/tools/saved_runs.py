@@ -18,7 +18,7 @@ from runner.storage.run_directory import ENVIRONMENT, LIMIT_BYTES, OVERRIDES, re
 from runner.storage.safe_read import read_regular, walk
 from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import saved_config
-from runner.tools.plot_checks import damage, one_line
+from runner.tools.plot_checks import damage, is_finite, one_line
 
 REPEATS = ("seed", "repeat")
 """Config keys in which the repeats of one measurement differ."""
@@ -59,8 +59,9 @@ class MeasuredRun:
 
     @property
     def samples_per_second(self) -> float:
-        """The throughput in samples per second, computed from the median step time."""
-        return self.labels["batch_size"] / self.seconds
+        """The throughput of all processes together, in samples per second, from the median step time."""
+        rate = self.result.get("samples_per_second") or 0.0
+        return float(rate) if rate > 0 and is_finite(rate) else self.labels["batch_size"] / self.seconds
 
     @property
     def failure(self) -> str:

@@ -22,7 +22,7 @@ from runner.config.errors import ABSENT, ConfigError, check, escaped
 from runner.storage.safe_read import read_regular
 from runner.sweep.console import is_open_in, last_line
 from runner.sweep.ledger import CONSOLE
-from runner.sweep.ledger_file import LEDGER, read_ledger
+from runner.sweep.ledger_file import LEDGER, num_jobs, read_ledger
 from runner.system.utf8 import printable
 from runner.tools.run_states import is_locked
 
@@ -77,7 +77,9 @@ def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
     """
     jobs = ledger.get("jobs", {})
     counts = Counter(str(entry.get("state", "")) for entry in jobs.values())
-    what = ", ".join(f"{count:,} {state}" for state, count in sorted(counts.items()) if state) or "no job has begun"
+    parts = [f"{count:,} {state}" for state, count in sorted(counts.items()) if state]
+    waiting = num_jobs(ledger) - len(jobs)
+    what = ", ".join([*parts, *([f"{waiting:,} not begun"] if waiting else [])]) or "no job has begun"
     if is_locked(path):
         state = f"running, process {ledger.get('pid', 0)}"
     else:

@@ -112,7 +112,8 @@ def test_what_hydra_is_used_for_is_allowed(tmp_path: Path) -> None:
 
 def test_references_are_resolved_by_each_job_and_not_by_the_sweep() -> None:
     jobs = SweepJobs(Composer(), ["seed=1,2", "name=run-${seed}", "output_root=${oc.env:NO_SUCH_VARIABLE}"])
-    assert [job[1:] for job in jobs] == [["name=run-${seed}", "output_root=${oc.env:NO_SUCH_VARIABLE}"]] * 2
+    assert [job[1:] for job in jobs] == [["name=run-${seed}"]] * 2
+    assert jobs.common == ["output_root=${oc.env:NO_SUCH_VARIABLE}"]
     words = ["seed=1,2", "name=job-${hydra:job.num}-${seed}"]
     jobs = SweepJobs(Composer(), words)
     assert [jobs.compose(i, job).config["name"] for i, job in enumerate(jobs)] == ["job-0-1", "job-1-2"]

@@ -140,6 +140,15 @@ REFUSED = {
     "data=imagefolder  data.root=x  data.pin_memory=-5": ["data.pin_memory: got -5", "true or false or null"],
     "data=imagefolder  data.root=": ["data.root: got ''", "not empty"],
     "-m  seed=-1": ["seed: got -1"],
+    "-m  seed=range(0,0)": ["seed: got 'range(0,0)'", "it has no values"],
+    "-m  seed=0,1,0": ["seed: got '0,1,0'", "0 is in it twice"],
+    "-m  seed=0,1  sweep.trials=3": ["sweep.trials: got 3", "add sweep.search=tpe"],
+    "-m  seed=0,1  sweep.prune=median": ["sweep.prune: got 'median'", "add sweep.search=tpe"],
+    "-m  seed=0,1  p=zip()": ["p: got 'zip()'", "'' is not of the form KEY=[VALUE,VALUE]"],
+    # Where it is written
+    "seed=1  --run-directory=": ["--run-directory: it has no value", "--run-directory=DIR"],
+    "seed=1  --run-directory": ["--run-directory: it has no value", "--run-directory=DIR"],
+    "-m  seed=0,1  --run-directory=x": ["--run-directory: got 'x'", "a sweep chooses"],
 }
 
 

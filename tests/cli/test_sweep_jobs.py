@@ -61,7 +61,7 @@ def test_options_that_are_numbers_can_be_paired() -> None:
         (["p=zip(seed=[1,2],seed=[3,4])"], "p", "a key is in it twice"),
         (["p=zip(seed=[1,2],batch_size=8)"], "p", "batch_size has no list of values"),
         (["p=zip(seed=[1,2],q=zip(a=[1],b=[2]))"], "p", "q has no list of values"),
-        (["p=zip(seed,batch_size=[8])"], "p", "seed is not of the form KEY=[VALUE,VALUE]"),
+        (["p=zip(seed,batch_size=[8])"], "p", "'seed' is not of the form KEY=[VALUE,VALUE]"),
         (["seed=zip(seed=[1,2],batch_size=[8,16])"], "seed", "it names the pairs"),
         (["p=zip(seed=[1,2],batch_size=[8,16])", "seed=3"], "seed", "set by another override"),
         (["p=zip(seed=range(0,100000),batch_size=range(0,100000))"], "seed", "100,000 jobs, more than"),

@@ -16,6 +16,7 @@ import yaml
 from helpers.command import ROOT, run_command
 from helpers.compose import FAST, built, composed, option_node, prepared, train_in
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import OmegaConf
 from PIL import Image
 
@@ -184,16 +185,20 @@ def lines_of(path: Path) -> list[str]:
     return lines[1:] if lines[0] == "# @package _global_" else lines
 
 
+def values_of(override: Override) -> list[Any]:
+    """The values of an override in a sweep; of an interval, its lower bound."""
+    if isinstance(interval := override.value(), IntervalSweep):
+        return [interval.start]
+    return list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]
+
+
 def commands(typed: str) -> list[list[str]]:
     """The overrides of each run that `python -m runner …` stands for: several where it is a sweep."""
     words = shlex.split(typed)[3:]
     if "-m" not in words:
         return [words]
     parsed = OverridesParser.create().parse_overrides([word for word in words if word != "-m"])
-    swept = [
-        [f"{o.key_or_group}={value}" for value in (o.sweep_string_iterator() if o.is_sweep_override() else [o.value()])]
-        for o in parsed
-    ]
+    swept = [[f"{o.key_or_group}={value}" for value in values_of(o)] for o in parsed]
     return [list(job) for job in itertools.product(*swept)]
 
 

@@ -51,7 +51,7 @@ def test_a_sweep_none_of_whose_jobs_has_run_leaves_nothing(opened: Opened, tmp_p
     ledger = opened(["seed=1,2"])
     assert ledger.path.parent == tmp_path / "sweeps" / "a"
     head = {"typed": ["seed=1,2"], "command": ["seed=1,2"], "complete": False, "pid": os.getpid()}
-    assert read_ledger(ledger.path) == head | {"jobs": {}}
+    assert read_ledger(ledger.path) == head | {"num_jobs": 0, "jobs": {}}
     ledger.console(0).parent.mkdir()
     ledger.console(0).write_text("seed: got -1\n")
     ledger.update(0, config_hash="a", code=2)

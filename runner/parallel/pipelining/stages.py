@@ -34,7 +34,10 @@ class ActivationSpec(NamedTuple):
 
     @property
     def is_permuted(self) -> bool:
-        """Whether activations are sent as [n, height, width, channels], so that the sent tensors are contiguous."""
+        """Whether activations are permuted to [n, height, width, channels] before they are sent.
+
+        Activations in the memory format `channels_last` are contiguous only in this order.
+        """
         return self.channels_last and len(self.shape) == 3
 
     def empty(self, count: int, device: torch.device) -> torch.Tensor:

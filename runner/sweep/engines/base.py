@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from runner.config.errors import check_choice, check_range
+from runner.config.errors import check, check_choice, check_range
 
 
 class Demand(NamedTuple):
@@ -122,6 +122,10 @@ class Pool(ABC):
         """Kill all jobs immediately, without saving, except jobs that an earlier command started."""
 
 
+_ONLY_IN_SEARCH = ("trials", "seeds", "metric", "goal", "prune", "sampler_seed")
+"""Options that have no effect without a search."""
+
+
 @dataclass
 class Engine(ABC):
     """The options of a sweep, and the engine that runs its jobs.
@@ -159,6 +163,9 @@ class Engine(ABC):
         check_choice(self, "on_failure", ("continue", "stop"))
         if self.search is not None:
             check_choice(self, "search", ("random", "tpe", "grid"))
+        for key in _ONLY_IN_SEARCH if self.search is None else ():
+            given, default = getattr(self, key), getattr(Engine, key)
+            check(given == default, f"sweep.{key}", given, "only a search has this option", "add sweep.search=tpe")
         check_range(self, "trials", least=1, most=10_000)
         check_range(self, "seeds", least=1, most=100)
         check_range(self, "sampler_seed", least=0, most=2**31 - 1)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from runner.config.errors import check, check_range
 from runner.sweep.console import is_open_in, is_running
 from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
+from runner.sweep.engines.child import STOPPED
 from runner.system.cpu import usable_core_numbers
 from runner.system.forkserver import METHOD, become_command, start_server
 from runner.system.gpu import busy_gpus, visible_gpus
@@ -99,6 +100,7 @@ class LocalPool(Pool):
         at_once = max(1, min(num_jobs, self._slots, self._num_cores))
         self._threads = threads if isinstance(threads, int) else max(1, self._num_cores // at_once)
         self._running: dict[int, _Running] = {}
+        self._asked_to_stop: set[int] = set()
         self._adopted: dict[int, tuple[Path, int]] = {}
         self._checked_gpus = -_RECHECK_GPUS
 
@@ -176,6 +178,9 @@ class LocalPool(Pool):
             self._gpus = sorted([*(self._gpus or []), *job.gpus])
             code = job.process.exitcode
             job.process.close()
+            if code == -signal.SIGTERM and number in self._asked_to_stop:  # before it had a handler for the signal
+                code = STOPPED
+            self._asked_to_stop.discard(number)
             ended.append(Ended(number, code))
         return ended
 
@@ -183,6 +188,7 @@ class LocalPool(Pool):
         unreached = []
         for number in numbers:
             if number in self._running:
+                self._asked_to_stop.add(number)
                 _signal(self._running[number].process, signal.SIGTERM)
             elif number in self._adopted:
                 console, pid = self._adopted[number]
