@@ -208,7 +208,12 @@ def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dic
         *tensors.items(),
         *((f"{key} of {name}", t) for name, state in optimizer_state.items() for key, t in state.items()),
     ]
-    return next((name for name, t in named if isinstance(t, torch.Tensor) and not t.isfinite().all()), "")
+    return next((name for name, t in named if isinstance(t, torch.Tensor) and not _is_finite(t)), "")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all elements are finite. Their sum is, unless it overflows, and takes a fifth of the time."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:

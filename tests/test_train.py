@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import runner.train
 from runner.run import Run, Session
 from runner.seeds import derive
-from runner.state import State
+from runner.state import State, _is_finite
 from runner.storage.checkpoint import Checkpoints
 
 WILD = ("data.crop=0", "schedule=constant", "optimizer.lr=900", "batch_size=32", "steps=40")
@@ -210,6 +210,17 @@ def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path: P
     read = curves(path)
     assert [step for step, _ in read["train/loss"]] == list(range(2, 41))
     assert all(abs(value) < INF for points in read.values() for _, value in points)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64])
+def test_finite_tensors_are_told_from_others_even_if_their_sum_overflows(dtype: torch.dtype) -> None:
+    assert _is_finite(torch.zeros(0, dtype=dtype))
+    assert _is_finite(torch.arange(7).to(dtype))
+    if dtype.is_floating_point:
+        largest = torch.finfo(dtype).max
+        assert _is_finite(torch.full((10,), largest, dtype=dtype))
+        for values in ([1.0, NAN], [INF, 0.0], [-INF, 1.0], [INF, -INF], [largest, -INF, 2.0]):
+            assert not _is_finite(torch.tensor(values, dtype=dtype))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
