@@ -309,10 +309,12 @@ def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]
     if _has_same_config(path, session):
         return path.resolve(), lock
     lock.close()
+    if not _has_begun(path):
+        shutil.rmtree(path)
+        return None, None
     aside = run_directory.free_name(path, "superseded")
     os.replace(path, aside)
-    if (aside / run_directory.CONFIG).exists():
-        log.warning("the run in %s has another config: it is now in %s", path, aside.name)
+    log.warning("the run in %s has another config: it is now in %s", path, aside.name)
     return None, None
 
 
@@ -320,10 +322,13 @@ def _is_run(path: Path) -> bool:
     """Return whether `path` is the directory of a run, even if the run was killed before its config was written."""
     if path.is_symlink() or not path.is_dir():
         return False
-    names = {entry.name for entry in path.iterdir()}
-    return run_directory.CONFIG in names or all(
-        name in (run_directory.OVERRIDES, ".lock") or name.endswith(".part") for name in names
-    )
+    others = [entry.name for entry in path.iterdir() if not entry.name.endswith(".part")]
+    return _has_begun(path) or set(others) <= {run_directory.OVERRIDES, ".lock"}
+
+
+def _has_begun(path: Path) -> bool:
+    """Return whether the run in the directory `path` has written its config, or a checkpoint, which contains it."""
+    return (path / run_directory.CONFIG).exists() or (path / "checkpoints").exists()
 
 
 def _has_same_config(path: Path, session: Session) -> bool:

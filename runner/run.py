@@ -78,7 +78,7 @@ class Run:
     keep: int = 2
     resume: str = "never"
     deterministic: bool = False
-    compile: bool = False
+    compile: bool | str = False
     channels_last: bool = True
     output_root: str = "outputs"
     config: dict[str, Any] = field(default_factory=dict, init=False)
@@ -96,6 +96,8 @@ class Run:
             check_range(self, key, least=1, most=_LARGEST)
         for key in ("eval_every", "save_every", "keep"):
             check_range(self, key, least=0, most=_LARGEST)
+        known = isinstance(self.compile, bool) or self.compile == "blocks"
+        check(known, "compile", self.compile, "it is neither true nor false nor blocks", "compile=blocks")
         check_range(self, "epochs", above=0, most=1_000_000)
         check_range(self, "max_grad_norm", above=0)
         lengths = (self.steps, self.epochs, self.workload.num_steps(self.batch_size))

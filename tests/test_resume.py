@@ -515,6 +515,19 @@ def test_the_run_in_a_named_directory_continues_or_is_set_aside(tmp_path: Path) 
     assert saved_config(tmp_path / "here/run.superseded").values["seed"] == 0
 
 
+def test_a_run_that_was_killed_before_it_wrote_its_config_leaves_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    for names in ((), (".lock",), (".lock", "overrides.yaml", ".config.yaml.part")):
+        directory.mkdir()
+        for name in names:
+            (directory / name).write_text("[]")
+        code, told = run_command(*FAST, "steps=2", "--run-directory=run", "resume=auto", cwd=tmp_path)
+        assert code == 0, told
+        assert [path.name for path in tmp_path.glob("run*")] == ["run"]
+        assert not list(directory.glob(".*.part"))
+        shutil.rmtree(directory)
+
+
 def test_a_finished_run_cannot_become_shorter_or_continue_without_checkpoints(tmp_path: Path) -> None:
     for keep in (0, 1):
         code, told = run_command(*FAST, "steps=4", f"keep={keep}", f"--run-directory=run{keep}", cwd=tmp_path)

@@ -14,6 +14,7 @@ from runner.config.errors import check, errors_under
 from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import full_state
+from runner.parallel.compiling import compile_in_place
 from runner.parallel.context import Context, Layout
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import RankInfo, external_world_size
@@ -85,8 +86,7 @@ class Parallel:
 
     def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
         move(model, context.device, context.channels_last)
-        if context.compile:
-            model.compile()  # in place: parameter names do not change
+        compile_in_place(model, context.compile)
         return model
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:

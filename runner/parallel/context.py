@@ -65,7 +65,7 @@ class Context:
         workload: the workload of the run.
         precision: the precision of the run.
         channels_last: whether convolutions use the NHWC memory format.
-        compile: whether to compile the model with `torch.compile`.
+        compile: whether to compile the model with `torch.compile`: as a whole, or by `blocks`.
     """
 
     process: Process
@@ -74,7 +74,7 @@ class Context:
     workload: Workload
     precision: Precision
     channels_last: bool = False
-    compile: bool = False
+    compile: bool | str = False
 
     @property
     def device(self) -> torch.device:

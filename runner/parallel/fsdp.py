@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from runner.batching import MicroBatch
+from runner.parallel.compiling import compile_in_place, modules_of_blocks
 from runner.parallel.context import Context, Layout
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import RankInfo
@@ -63,11 +64,10 @@ class FSDP(MultiProcess):
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32),
             "offload_policy": CPUOffloadPolicy() if self.offload and device.type != "cpu" else OffloadPolicy(),
         }
-        for block in _modules_of_blocks(model):
+        for block in modules_of_blocks(model):
             fully_shard(block, **options)
         fully_shard(model, **options)
-        if context.compile:
-            model.compile()
+        compile_in_place(model, context.compile)
         return model
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
@@ -93,14 +93,6 @@ class FSDP(MultiProcess):
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
         average_buffers(model, self._context.collectives)
         return super().full_state(model, optimizer)
-
-
-def _modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the blocks that have parameters and are modules of `model`; other blocks only group several modules."""
-    blocks: Any = getattr(model, "blocks", None)
-    own = {id(module) for module in model.modules()}
-    found = [block for _, block in blocks()] if blocks else []
-    return [block for block in found if id(block) in own and any(True for _ in block.parameters())]
 
 
 def _to_channels_last(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

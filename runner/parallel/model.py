@@ -15,6 +15,7 @@ from runner.batching import MicroBatch
 from runner.config.errors import check
 from runner.device import Device
 from runner.parallel.base import Parallel, move
+from runner.parallel.compiling import compile_in_place
 from runner.parallel.context import Context
 from runner.parallel.devices import devices_of_one_process
 from runner.parallel.launch.launcher import Launcher
@@ -72,8 +73,7 @@ class ModelParallel(Partition, Parallel):
         stages = [torch.nn.Sequential(*blocks[start:stop]) for start, stop in pairwise(bounds)]
         for stage, device in zip(stages, devices, strict=True):
             stage.to(device)
-            if context.compile:
-                stage.compile()
+            compile_in_place(stage, context.compile, list(stage))
         context.precision.convert(stages[0])  # the inputs are passed to the first stage, not to the whole network
         self._forward = partial(_forward, stages, devices)
         return model

@@ -16,6 +16,7 @@ from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import full_state
 from runner.parallel.base import move
+from runner.parallel.compiling import compile_in_place
 from runner.parallel.context import Context, Layout
 from runner.parallel.devices import devices_of_one_process
 from runner.parallel.full_state import TensorDict
@@ -151,7 +152,7 @@ class Pipeline(Partition, MultiProcess):
         supervised(context.workload)
         compiled = context.compile and self.schedule == "zero_bubble"
         why = "schedule=zero_bubble splits the backward pass, and a compiled one is a single graph"
-        check(not compiled, "compile", True, why, "compile=false, or another parallel.schedule")
+        check(not compiled, "compile", context.compile, why, "compile=false, or another parallel.schedule")
         self.check_partition(context.workload, self._num_stages(context))
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -179,9 +180,8 @@ class Pipeline(Partition, MultiProcess):
         outputs = [stages.ActivationSpec(each.shape, each.dtype, context.channels_last) for each in profiles]
         activations = stages.activation_specs(inputs, outputs, bounds)
         place = self._place_on_streams if self.engine == "streams" else self._place_own_stages
-        for stage in place(model, grouped, activations, context).values():
-            if context.compile:
-                stage.compile()
+        for number, stage in place(model, grouped, activations, context).items():
+            compile_in_place(stage, context.compile, grouped[number])
         context.precision.scaled(torch.zeros((), device=context.device))  # the scaler allocates its scale on first use
         return model
 

@@ -24,6 +24,19 @@ def num_operations() -> int:
     return sum(backend._get_sequence_number_for_group() for backend in backends)
 
 
+def allow_recompilations(count: int) -> None:
+    """Let the compiler compile a function at least `count` times before it gives up and runs the function as it is.
+
+    All blocks of a class share one function, of which the compiler makes a variant for each set of shapes. The default
+    limit of eight is less than a ResNet needs, and the limit can only be set for the whole process.
+    """
+    import torch._dynamo
+
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, count)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
+
+
 def found_inf_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the overflow flags that `GradScaler.unscale_` has set: one float32 scalar, 0 or 1, for each device.
 

@@ -1,0 +1,52 @@
+"""`compile`: torch.compile for the network as a whole, or for each of its blocks.
+
+https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from runner.config.errors import check
+from runner.system import torch_private
+
+BLOCKS = "blocks"
+"""The value of `compile` that compiles each block on its own."""
+
+_VARIANTS = 8
+"""How often one block may be compiled again: for training and evaluation, and for batches of another size."""
+
+
+def modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the blocks that have parameters and are modules of `model`; other blocks only group several modules."""
+    blocks: Any = getattr(model, "blocks", None)
+    own = {id(module) for module in model.modules()}
+    found = [block for _, block in blocks()] if blocks else []
+    return [block for block in found if id(block) in own and any(True for _ in block.parameters())]
+
+
+def compile_in_place(module: torch.nn.Module, how: bool | str, blocks: Sequence[torch.nn.Module] | None = None) -> None:
+    """Let `module`, or each of its blocks, be compiled when it is called for the first time; names do not change.
+
+    Blocks of the same class and shapes share their compiled code.
+
+    Args:
+        module: the network, or a stage of it.
+        how: false: nothing is compiled; true: `module` as a whole; `blocks`: each of its blocks.
+        blocks: the blocks of `module`; None: those that are modules of the network.
+
+    Raises:
+        ConfigError: if the network does not list its blocks.
+    """
+    if how == BLOCKS:
+        found = modules_of_blocks(module) if blocks is None else blocks
+        why = "it has no blocks() that could be compiled one by one"
+        check(bool(found), "compile", how, f"{type(module).__name__}: {why}", "compile=true")
+        torch_private.allow_recompilations(_VARIANTS * len(found))
+        for block in found:
+            block.compile()
+    elif how:
+        module.compile()

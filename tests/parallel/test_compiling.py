@@ -1,0 +1,85 @@
+"""What `compile` lets torch compile: nothing, the network, or each of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.compose import FAST, built, prepared
+
+from models.convnet import ConvNet
+from models.resnet import ResNet
+from runner.config.errors import ConfigError
+from runner.parallel.compiling import compile_in_place, modules_of_blocks
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
+    """The modules of which `compile` was called; nothing is compiled."""
+    modules: list[torch.nn.Module] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: modules.append(self))
+    return modules
+
+
+def resnet() -> ResNet:
+    with torch.device("meta"):
+        return ResNet(18, num_classes=10)
+
+
+def convnet() -> ConvNet:
+    return ConvNet(1, 8, 8, 10, channels=(4, 4), kernel_size=3, padding=1, hidden=8)
+
+
+def test_blocks_that_are_modules_of_the_network() -> None:
+    network = convnet()
+    assert modules_of_blocks(network) == list(network.children())
+    residual = resnet()
+    names = {id(module): name for name, module in residual.named_modules()}
+    found = [names[id(block)] for block in modules_of_blocks(residual)]
+    assert found == [f"layer{layer}.{index}" for layer in (1, 2, 3, 4) for index in (0, 1)]
+
+
+def test_the_network_or_each_of_its_blocks(compiled: list[torch.nn.Module]) -> None:
+    network = resnet()
+    compile_in_place(network, False)
+    assert compiled == []
+    compile_in_place(network, True)
+    assert compiled == [network]
+    compiled.clear()
+    compile_in_place(network, "blocks")
+    assert compiled == modules_of_blocks(network)
+    compiled.clear()
+    compile_in_place(torch.nn.Sequential(network.layer1, network.fc), "blocks", [network.layer1, network.fc])
+    assert compiled == [network.layer1, network.fc]
+
+
+def test_every_variant_of_a_block_may_be_compiled(compiled: list[torch.nn.Module]) -> None:
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=8):  # type: ignore[attr-defined]
+        compile_in_place(resnet(), "blocks")
+        assert config.recompile_limit >= 2 * 8
+
+
+def test_a_network_without_blocks_is_refused(compiled: list[torch.nn.Module]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        compile_in_place(torch.nn.Linear(2, 2), "blocks")
+    assert (refusal.value.key, refusal.value.got) == ("compile", "blocks")
+    assert compiled == []
+
+
+MODES: dict[str, tuple[tuple[str, ...], Callable[[torch.nn.Module], list[torch.nn.Module]]]] = {
+    "single": ((), modules_of_blocks),
+    "streams": (("parallel=pipeline", "parallel.engine=streams"), modules_of_blocks),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode_compiles_the_blocks_of_its_network(name: str, compiled: list[torch.nn.Module]) -> None:
+    overrides, blocks = MODES[name]
+    run = built(*FAST, "compile=blocks", *overrides)
+    context = prepared(run).context
+    model = run.parallel.place(run.workload.build_model(), context)
+    assert compiled == blocks(model)
+    assert not any("_orig_mod" in key for key in model.state_dict())
