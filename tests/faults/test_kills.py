@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.faults import ALL, RUNS, Fault, Reference, Tally, Trial
+from helpers.faults import ALL, RUNS, Fault, Reference, Tally, Trial, strike_all
 
 DELETED = 9
 """Checkpoints that are deleted in an undisturbed run: after the last of them no other is saved."""
@@ -60,17 +60,10 @@ def faults_at_each_point(points: list[str]) -> list[Fault]:
 def test_runs_killed_at_each_point_resume_bitwise(
     run: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
 ) -> None:
-    """One run after another, each killed at one point after the other until it is done."""
-    left, number = faults_at_each_point(reference(run).points), 0
-    while left:
-        number += 1
-        trial = Trial(tmp_path / str(number), run, reference(run), tally, "killed at a named point")
-        before = len(left)
-        # A run that is nearly done does not come to its second evaluation again: that is left to the next run.
-        while left and trial.strike(left[0]):
-            left.pop(0)
-        assert len(left) < before, f"{left[0]}: never come to"
-        trial.assert_done() if trial.done else trial.finish()
+    def begin(number: int) -> Trial:
+        return Trial(tmp_path / str(number), run, reference(run), tally, "killed at a named point")
+
+    strike_all(faults_at_each_point(reference(run).points), begin)
 
 
 @everything

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.faults import ALL, Fault, Reference, Tally, Trial
+from helpers.faults import ALL, Fault, Reference, Tally, Trial, strike_all
 
 TIMEOUT = 15
 """Seconds: more than a rank needs to start on a busy machine, as this limit is for that too."""
@@ -84,17 +84,11 @@ def test_a_run_resumes_after_ranks_that_died_at_any_point(
     do: str, mode: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
 ) -> None:
     left = [fault(do, rank, moment) for moment in MOMENTS for rank in (0, 1)]
-    left = [each for each in left if comes_to(reference(mode), each)]
-    number = 0
-    while left:
-        number += 1
-        trial = Trial(tmp_path / str(number), mode, reference(mode), tally, f"a rank {KINDS[do]}")
-        before = len(left)
-        while left and trial.strike(left[0]):
-            assert_named_once(trial.console)
-            left.pop(0)
-        assert len(left) < before, f"{left[0]}: never come to"
-        trial.assert_done() if trial.done else trial.finish()
+
+    def begin(number: int) -> Trial:
+        return Trial(tmp_path / str(number), mode, reference(mode), tally, f"a rank {KINDS[do]}")
+
+    strike_all([each for each in left if comes_to(reference(mode), each)], begin, assert_named_once)
 
 
 @everything

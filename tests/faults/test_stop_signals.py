@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from helpers.command import Command, processes_in, start_fresh, until
-from helpers.faults import ALL, Fault, Reference, Tally, Trial, trainer
+from helpers.faults import ALL, Fault, Reference, Tally, Trial, strike_all, trainer
 
 from runner.system.signals import run_main
 
@@ -79,16 +79,11 @@ def test_a_run_resumes_after_any_signal_at_any_point(
 ) -> None:
     left = [during_training(name, run, *point) for name, point in zip(STOP_SIGNALS, (*POINTS, POINTS[0]), strict=True)]
     left += [twice(names, run) for names in ("SIGINT SIGINT", "SIGTERM SIGINT", "SIGINT SIGTERM", "SIGHUP SIGUSR1")]
-    left = [each for each in left if f"{each.process}: {each.at}" in reference(run).points]
-    number = 0
-    while left:
-        number += 1
-        trial = Trial(tmp_path / str(number), run, reference(run), tally, "a signal at a named point")
-        before = len(left)
-        while left and trial.strike(left[0]):
-            left.pop(0)
-        assert len(left) < before, f"{left[0]}: never come to"
-        trial.assert_done() if trial.done else trial.finish()
+
+    def begin(number: int) -> Trial:
+        return Trial(tmp_path / str(number), run, reference(run), tally, "a signal at a named point")
+
+    strike_all([each for each in left if f"{each.process}: {each.at}" in reference(run).points], begin)
 
 
 @everything

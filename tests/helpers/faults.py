@@ -265,3 +265,26 @@ class Trial:
             assert trace(run)["result"]["steps"] == self.reference.trace["result"]["steps"]
         elif self.reference:
             assert_same_trace(run, self.reference.trace)
+
+
+def strike_all(
+    faults: list[Fault], begin: Callable[[int], Trial], check: Callable[[str], object] = lambda console: None
+) -> None:
+    """Let faults happen in one run after another, each run struck by one fault after the other until it is done.
+
+    A run that is nearly done does not come to its second evaluation again, for example: that is left to the next run.
+
+    Args:
+        faults: the faults, each of which a new run must come to.
+        begin: returns the trial of a new run, by its number from 1.
+        check: is called with what each session printed that was struck.
+    """
+    left, number = list(faults), 0
+    while left:
+        number += 1
+        trial, before = begin(number), len(left)
+        while left and trial.strike(left[0]):
+            check(trial.console)
+            left.pop(0)
+        assert len(left) < before, f"{left[0]}: never come to"
+        trial.assert_done() if trial.done else trial.finish()
