@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,7 +108,8 @@ class SweepJobs:
         if not isinstance(value, IntervalSweep):
             words = _words(override)
             check(bool(words), key, typed, "it has no values", f"{key}=range(0,10)")
-            twice = next((word[0] for word in words if words.count(word) > 1), "")
+            counts = Counter(word for [word] in words)  # there may be thousands
+            twice = next((word for word, count in counts.items() if count > 1), "")
             why = f"{twice.partition('=')[2]} is in it twice"
             check(not twice, key, typed, why, "a job that is repeated gives the same result: leave one out")
             return Dimension(key, (_bare(key),), words)

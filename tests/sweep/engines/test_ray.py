@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import fake_run
 from helpers.command import Command, processes_in, run_command, until
 from helpers.compose import FAST
+from helpers.pools import codes, ended, seen, started
 
 from runner.config.errors import ConfigError
 from runner.sweep.engines import child
 from runner.sweep.engines import ray as engine
-from runner.sweep.engines.base import Demand, Ended, Job, Pool
+from runner.sweep.engines.base import Demand, Job, Pool
 from runner.sweep.engines.ray import Ray
 
 ray = pytest.importorskip("ray")
@@ -55,29 +54,6 @@ def processes() -> set[int]:
 
 def job(number: int, *words: str, **demand: int) -> Job:
     return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand))
-
-
-def seen(number: int) -> list[dict[str, Any]]:
-    """What each start of a job saw."""
-    file = Path(f"{number}.txt")
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def ended(pool: Pool, *wanted: int) -> dict[int, Ended]:
-    """The ends of jobs, once all of the wanted ones have ended."""
-    found: dict[int, Ended] = {}
-    until(lambda: (found.update({each.number: each for each in pool.wait(0.05)}), set(found) >= set(wanted))[1])
-    return found
-
-
-def codes(pool: Pool, *wanted: int) -> dict[int, int | None]:
-    return {number: each.code for number, each in ended(pool, *wanted).items()}
-
-
-def started(pool: Pool, *numbers: int) -> None:
-    """Wait until jobs run."""
-    until(lambda: (pool.wait(0.05), all(seen(number) for number in numbers))[1])
 
 
 def test_jobs_end_with_their_codes_and_see_what_they_asked_for(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from helpers import fake_run
 from helpers.command import Command, processes_in, run_command, until
 from helpers.compose import FAST
 from helpers.fake_slurm import LIVE, FakeSlurm
+from helpers.pools import codes, ended, seen, started
 
 from runner.config.errors import ConfigError
 from runner.sweep.engines import child, slurm
@@ -54,29 +55,6 @@ def pool(cluster: FakeSlurm) -> Iterator[Pool]:
 
 def job(number: int, *words: str, **demand: int) -> Job:
     return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand))
-
-
-def seen(number: int) -> list[dict[str, Any]]:
-    """What each start of a job saw."""
-    file = Path(f"{number}.txt")
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
-
-
-def started(pool: Pool, *numbers: int) -> None:
-    """Wait until jobs run."""
-    until(lambda: (pool.wait(0.05), all(seen(number) for number in numbers))[1])
-
-
-def ended(pool: Pool, *wanted: int) -> dict[int, Ended]:
-    """The ends of jobs, once all of the wanted ones have ended."""
-    found: dict[int, Ended] = {}
-    until(lambda: (found.update({each.number: each for each in pool.wait(0.05)}), set(found) >= set(wanted))[1])
-    return found
-
-
-def codes(pool: Pool, *wanted: int) -> dict[int, int | None]:
-    return {number: each.code for number, each in ended(pool, *wanted).items()}
 
 
 def test_jobs_of_the_same_demand_are_one_array_and_each_sees_what_it_asked_for(
