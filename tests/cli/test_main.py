@@ -141,7 +141,7 @@ REFUSED = {
     "data=imagefolder  data.root=": ["data.root: got ''", "not empty"],
     "-m  seed=-1": ["seed: got -1"],
     "compile=maybe": ["compile: got 'maybe'", "compile=blocks"],
-    "compile=2": ["compile: got", "compile=blocks"],
+    "compile=2": ["compile: got 2", "true or false"],
     "-m  seed=range(0,0)": ["seed: got 'range(0,0)'", "it has no values"],
     "-m  seed=0,1,0": ["seed: got '0,1,0'", "0 is in it twice"],
     "-m  seed=0,1  sweep.trials=3": ["sweep.trials: got 3", "add sweep.search=tpe"],

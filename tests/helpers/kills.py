@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import time
@@ -53,8 +54,11 @@ def assert_kills_change_nothing(tmp_path: Path, arguments: list[str], kills: int
         number += 1
         cwd = tmp_path / f"killed_{number}"
         left -= train_with_kills(cwd, arguments, left, seconds / 2, kind)
-        path = only_run(cwd)
+        [path] = [directory.parent for directory in cwd.glob("outputs/*/*/config.yaml")]
         assert_same(outcome(path), wanted)
+        for unbegun in set(cwd.glob("outputs/*/*")) - {path}:  # killed after it was created, before the config was there
+            names = [name for name in os.listdir(unbegun) if not name.endswith(".part")]
+            assert set(names) <= {"overrides.yaml", ".lock"}
         again = json.loads((path / "result.json").read_text())
         seconds = min(seconds, again["seconds"] or seconds)  # the machine may be faster than it was before
         assert {key: again[key] for key in RESULTS} == {key: result[key] for key in RESULTS}

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.convnet import ConvNet
 from models.resnet import ResNet
-from runner.parallel.fsdp import _modules_of_blocks
+from runner.parallel.compiling import modules_of_blocks
 from runner.state import State
 from runner.train import prepare
 
@@ -80,11 +80,11 @@ def one_step(state: State, counts: Callable[[], int] = lambda: 0) -> list[int]:
 
 def test_sharded_blocks_are_modules_of_the_network() -> None:
     convnet = ConvNet(1, 8, 8, 10, channels=[4, 4], kernel_size=3, padding=1)
-    assert _modules_of_blocks(convnet) == [convnet.conv1, convnet.conv2, convnet.hidden, convnet.head]
+    assert modules_of_blocks(convnet) == [convnet.conv1, convnet.conv2, convnet.hidden, convnet.head]
     resnet = ResNet(18, num_classes=10)
     residual = [block for layer in (resnet.layer1, resnet.layer2, resnet.layer3, resnet.layer4) for block in layer]
-    assert _modules_of_blocks(resnet) == residual, "stem and head are views: they go with the whole network"
-    assert _modules_of_blocks(torch.nn.Linear(2, 2)) == [], "it lists no blocks"
+    assert modules_of_blocks(resnet) == residual, "stem and head are views: they go with the whole network"
+    assert modules_of_blocks(torch.nn.Linear(2, 2)) == [], "it lists no blocks"
 
 
 def test_offloading_without_a_gpu_warns_that_it_has_no_effect(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
