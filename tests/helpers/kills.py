@@ -56,7 +56,9 @@ def assert_kills_change_nothing(tmp_path: Path, arguments: list[str], kills: int
         left -= train_with_kills(cwd, arguments, left, seconds / 2, kind)
         [path] = [directory.parent for directory in cwd.glob("outputs/*/*/config.yaml")]
         assert_same(outcome(path), wanted)
-        for unbegun in set(cwd.glob("outputs/*/*")) - {path}:  # killed after it was created, before the config was there
+        for unbegun in set(cwd.glob("outputs/*/*")) - {
+            path
+        }:  # killed after it was created, before the config was there
             names = [name for name in os.listdir(unbegun) if not name.endswith(".part")]
             assert set(names) <= {"overrides.yaml", ".lock"}
         again = json.loads((path / "result.json").read_text())
