@@ -13,6 +13,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from runner.system.signals import exceptions_postponed
+
 
 class _Lazy(ModuleType):
     """A module object for a package that is loaded only when an attribute is read that the object does not have yet.
@@ -27,7 +29,8 @@ class _Lazy(ModuleType):
         assert spec.loader is not None
         self.__class__ = ModuleType  # pyright: ignore[reportAttributeAccessIssue]
         self.__path__ = spec.submodule_search_locations or []
-        spec.loader.exec_module(self)
+        with exceptions_postponed():
+            spec.loader.exec_module(self)
         return getattr(self, name)
 
 

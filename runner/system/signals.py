@@ -12,11 +12,11 @@ import signal
 import stat
 import sys
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
     from typing import Any
 
@@ -97,7 +97,10 @@ class StopRequest:
         if self._interrupted:  # Ctrl-C again, while the interrupt is handled: this would end in a traceback
             os._exit(INTERRUPTED)
         self._interrupted = True
-        raise KeyboardInterrupt
+        self._raise(KeyboardInterrupt())
+
+    def _raise(self, error: BaseException) -> None:
+        raise error
 
 
 class CommandSignals(StopRequest):
@@ -111,6 +114,9 @@ class CommandSignals(StopRequest):
     before_training = True
     exit_code: int | None = None
     """The exit code of the command if a signal has ended it before training; otherwise None."""
+    is_postponing = False
+    postponed: BaseException | None = None
+    """Of `exceptions_postponed`: whether it is entered, and the exception that it will raise."""
 
     def __enter__(self) -> CommandSignals:
         if threading.current_thread() is threading.main_thread() and _installed() is None:
@@ -133,8 +139,36 @@ class CommandSignals(StopRequest):
         self.exit_code = INTERRUPTED if number == signal.SIGINT else STOPPED
         if number == signal.SIGINT:
             self._interrupt()
-        _say(f"{self.received}: stopped before the first step")
-        raise SystemExit(STOPPED)
+        else:
+            _say(f"{self.received}: stopped before the first step")
+            self._raise(SystemExit(STOPPED))
+
+    def _raise(self, error: BaseException) -> None:
+        if self.is_postponing:
+            self.postponed = error
+        else:
+            raise error
+
+
+@contextmanager
+def exceptions_postponed() -> Iterator[None]:
+    """Within this context, a stop signal raises its exception only at the end of the context.
+
+    It is for calls of C++ code that calls Python, such as the import of torch: there, an exception of a signal handler
+    can abort the process, which then leaves its temporary files behind.
+    """
+    command = _installed()
+    if not isinstance(command, CommandSignals) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    command.is_postponing = True
+    try:
+        yield
+    finally:
+        command.is_postponing = False
+    if (error := command.postponed) is not None:
+        command.postponed = None
+        raise error
 
 
 def run_main(main: Callable[[], int]) -> int:

@@ -209,7 +209,10 @@ class Leftovers:
         """Fail unless all of it goes away: the kernel closes a socket a moment after its process has ended."""
         until(lambda: not processes_in(self.cwd), what="a process is left behind")
         until(lambda: not self.sockets & listening(), what="a port is left open")
-        until(lambda: not self._files(), what="a file is left in shared memory or among the temporary files")
+        try:
+            until(lambda: not self._files())
+        except AssertionError:
+            raise AssertionError(f"left in shared memory or among the temporary files: {self._files()}") from None
 
     def _files(self) -> list[str]:
         """Names in shared memory and of temporary files that are theirs."""

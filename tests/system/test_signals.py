@@ -27,7 +27,8 @@ from helpers.command import PATIENCE, Command, environment, run_command, start_f
 from helpers.compose import FAST
 
 from runner.storage.checkpoint import load
-from runner.system.signals import STOP_SIGNALS, CommandSignals, StopRequest, before_training
+from runner.system.lazy_import import import_lazily
+from runner.system.signals import STOP_SIGNALS, CommandSignals, StopRequest, before_training, exceptions_postponed
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT]
 
@@ -108,6 +109,38 @@ def test_the_third_ctrl_c_leaves_without_a_traceback() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command, before and after training
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_while_exceptions_are_postponed_raises_at_the_end(
+    number: signal.Signals, error: type[BaseException]
+) -> None:
+    """As while torch is imported, whose C++ code aborts the process if Python code that it calls raises."""
+    ended = []
+
+    def send() -> None:
+        with exceptions_postponed():
+            os.kill(os.getpid(), number)
+            ended.append(command.exit_code)
+
+    with CommandSignals() as command:
+        with pytest.raises(error):
+            send()
+        with exceptions_postponed():  # it has been raised, and is not raised again
+            pass
+    assert ended == [75 if number == signal.SIGTERM else 130]
+
+
+def test_a_package_that_is_loaded_lazily_is_loaded_completely_before_a_signal_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "large.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nlast = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    import_lazily("large")
+    with CommandSignals(), pytest.raises(SystemExit):
+        _ = sys.modules["large"].last
+    assert sys.modules.pop("large").last == 1
 
 
 @pytest.mark.parametrize("number", [number for number in SIGNALS if number != signal.SIGINT])
