@@ -111,7 +111,7 @@ class Run:
         Raises:
             ConfigError: if a check fails. No file is written before all checks have passed.
         """
-        context = self._context(process)
+        context = self.context(process)
         self.parallel.check(context)
         self.workload.check_plan(context.plan)
         self.precision.check_device(context.device)
@@ -129,7 +129,12 @@ class Run:
             save_every=once_an_epoch if self.save_every is None else self.save_every,
         )
 
-    def _context(self, process: Process) -> Context:
+    def context(self, process: Process) -> Context:
+        """Return what the parallel mode needs to know about this run in `process`.
+
+        Raises:
+            ConfigError: if the batch cannot be divided among the processes.
+        """
         layout = self.parallel.layout(process.rank_info)
         plan = Plan(
             self.batch_size,

@@ -10,6 +10,7 @@ import torch
 from runner.batching import Plan
 from runner.parallel.collectives import Collectives
 from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.pipelining.block_time import TimeBlock, measured_seconds
 from runner.precision import Precision
 from runner.workloads.base import Workload
 
@@ -66,6 +67,8 @@ class Context:
         precision: the precision of the run.
         channels_last: whether convolutions use the NHWC memory format.
         compile: whether to compile the model with `torch.compile`: as a whole, or by `blocks`.
+        time_block: function that returns the seconds of a block's forward and backward pass, from which modes that
+            split a network choose the stages. A plan, which executes nothing, estimates them.
     """
 
     process: Process
@@ -75,6 +78,7 @@ class Context:
     precision: Precision
     channels_last: bool = False
     compile: bool | str = False
+    time_block: TimeBlock = measured_seconds
 
     @property
     def device(self) -> torch.device:

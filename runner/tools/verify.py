@@ -19,17 +19,16 @@ judged, which includes a config that crashes.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 
 from runner.cli import arguments as cli
-from runner.cli.composition import Composer
 from runner.cli.exit_codes import REFUSED, report_error
 from runner.config.errors import ABSENT, check
 from runner.parallel.launch.supervisor import RankError
 from runner.precision import Double
-from runner.run import Run, build_run, check_used
+from runner.run import check_used
+from runner.tools.composed_run import compose_run, replaced
 from runner.tools.verify_steps import first_steps
 from runner.tools.verify_verdict import Outcome, Pair, Verdict, compare
 
@@ -99,7 +98,7 @@ def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = No
     words = [*overrides, f"steps={steps}"]
     in_float64 = replaced(words, "precision=64")
     tested, reference = (
-        [compose_run(each, config_dir) for each in form]
+        [compose_run(each, config_dir, "verify") for each in form]
         for form in ((words, in_float64), (replaced(words, *PLAIN), replaced(in_float64, *PLAIN)))
     )
     check_used(tested[0], overrides)
@@ -110,30 +109,6 @@ def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = No
     if isinstance(precision, Double):
         return compare(None, pairs[0], precision)
     return compare(pairs[0], pairs[1] if len(pairs) > 1 else None, precision)
-
-
-def replaced(overrides: Sequence[str], *others: str) -> list[str]:
-    """Return `overrides` without those that set the same config groups or keys as `others`, followed by `others`.
-
-    For example, `parallel=single` in `others` removes `parallel=pipeline` and `parallel.stages=4` from `overrides`.
-    """
-    groups = {text.partition("=")[0] for text in others}
-    kept = [text for text in overrides if re.split(r"[=.@]", text.lstrip("+~"))[0] not in groups]
-    return [*kept, *others]
-
-
-def compose_run(overrides: Sequence[str], config_dir: str | None = None) -> Run:
-    """Compose a config from overrides, and build its run.
-
-    Args:
-        overrides: the overrides of the config.
-        config_dir: a directory with options of your own, with the structure of conf/; None to use only conf/.
-
-    Raises:
-        ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
-    """
-    words = [cli.quoted(word, sweep=False) for word in overrides]
-    return build_run(Composer(config_dir).run([*words, "name=verify"]).config)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,14 @@ class Workload(ABC):
             device: device of the batches.
         """
 
+    def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Any]:
+        """Yield micro-batches like those of `batches`, but where tensors have no values, as `runner.tools.plan` uses.
+
+        The memory that is allocated must be that of `batches`. A workload whose batches depend on values of tensors, on
+        environments or on files overrides this method.
+        """
+        return self.batches(model, plan, 0, device)
+
     @abstractmethod
     def loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss and the metric sums of a micro-batch.

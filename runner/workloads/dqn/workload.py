@@ -192,6 +192,18 @@ class DQN(Workload):
                 for rows in actor.sample(sum(sizes)).split_with_sizes(sizes):
                     yield unpack(rows.to(device, non_blocking=True))
 
+    def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Transitions]:
+        from runner.workloads.dqn.replay import row_width, unpack  # imported here: it imports numpy
+
+        capacity = math.ceil(self.replay_size / plan.num_workers)
+        replay_device = device if self.replay_device == "learner" else "cpu"
+        replay = torch.zeros(capacity, row_width(math.prod(self.env.shape)), device=replay_device)
+        sizes = [micro.stop - micro.start for micro in plan.micro_batches(1)]
+        while True:
+            indices = torch.zeros(sum(sizes), dtype=torch.int64, device=replay_device)
+            for rows in replay.index_select(0, indices).split_with_sizes(sizes):
+                yield unpack(rows.to(device))
+
     def _due(self, step: int) -> float:
         """Return the number of environment steps that each process must have taken before optimizer step `step`."""
         return (self.warm_up + step / self.replay_ratio - 1e-6) / self._count

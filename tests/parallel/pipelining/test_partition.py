@@ -13,7 +13,7 @@ from helpers.compose import built
 
 from models.convnet import ConvNet
 from runner.config.errors import ConfigError
-from runner.parallel.pipelining import partition
+from runner.parallel.pipelining import block_time, partition
 from runner.parallel.pipelining.partition import (
     BlockProfile,
     Partition,
@@ -119,7 +119,7 @@ def test_a_network_that_lists_no_blocks_is_refused() -> None:
 
 def context(precision: Precision, channels_last: bool = False) -> Any:
     """What `profile_blocks` needs of a context."""
-    return SimpleNamespace(precision=precision, channels_last=channels_last)
+    return SimpleNamespace(precision=precision, channels_last=channels_last, time_block=block_time.measured_seconds)
 
 
 class Slow(torch.nn.Module):
@@ -142,7 +142,7 @@ class SlowNetwork(torch.nn.ModuleDict):
 
 
 def test_blocks_are_timed_as_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition.time, "perf_counter", lambda: Slow.now)
+    monkeypatch.setattr(block_time.time, "perf_counter", lambda: Slow.now)
     network = SlowNetwork({"a": Slow(0.01), "b": Slow(0.03), "c": Slow(0.01)})
     profiles = profile_blocks(network, torch.zeros(2, 3), context(Precision()), timed=True)
     assert [profile.name for profile in profiles] == ["a", "b", "c"]

@@ -1,0 +1,126 @@
+"""Fake tensors and fake process groups: a step of a run is executed without memory for tensors, and without peers.
+
+Fake tensors have a shape, a dtype and a device, but no values: https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html
+
+`FakeTensorMode` and the fake process group are private in torch, and some of torch's own Python code does not expect
+fake tensors. Everything private is in this file; most of it becomes unnecessary once torch has a public mode in which a
+training step can be traced (https://github.com/pytorch/pytorch/issues/77085 is about fake tensors in general).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+
+@contextmanager
+def fake_tensors() -> Iterator[Any]:
+    """Within this context, every new tensor is fake; a tensor that existed before is treated as one of its shape.
+
+    Yields:
+        The mode, which is the attribute `fake_mode` of its tensors.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.nn.Module, "_apply", _apply))
+        stack.enter_context(patch.object(FakeTensor, "__deepcopy__", _deepcopy, create=True))
+        for name, function in vars(torch.nn.init).items():
+            if name.endswith("_") and not name.startswith("_") and callable(function):
+                stack.enter_context(patch.object(torch.nn.init, name, _unchanged))  # there are no values to draw
+        yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+
+
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Within this context, the default process group is one whose collectives do nothing; this process is `rank`.
+
+    Collectives return at once, and leave received tensors as they are.
+
+    Raises:
+        RuntimeError: if there is a default process group already.
+    """
+    import torch.testing._internal.distributed.fake_pg  # registers the backend
+    from torch import distributed
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.distributed import device_mesh
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.nn.parallel import distributed as ddp
+
+    def unfaked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            with unset_fake_temporarily():  # it reads values of small tensors
+                return function(*arguments, **options)
+
+        return call
+
+    @wraps(DistributedDataParallel.__init__)
+    def initialize(replica: Any, *arguments: Any, **options: Any) -> None:
+        create(replica, *arguments, **options)
+        replica.register_comm_hook(None, lambda _, bucket: _all_reduced(bucket))
+
+    create = DistributedDataParallel.__init__
+    store = torch.testing._internal.distributed.fake_pg.FakeStore()
+    distributed.init_process_group("fake", rank=rank, world_size=world_size, store=store)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(device_mesh, "init_device_mesh", unfaked(device_mesh.init_device_mesh)))
+            # These compare shapes and orders with those of other ranks, whose answers would be values.
+            stack.enter_context(patch.object(ddp, "_verify_param_shape_across_processes", _nothing))
+            stack.enter_context(patch.object(ddp, "_sync_module_states", _nothing))
+            stack.enter_context(patch("torch.distributed.Reducer._rebuild_buckets", _nothing))
+            stack.enter_context(patch.object(DistributedDataParallel, "__init__", initialize))
+            yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def _all_reduced(bucket: Any) -> Any:
+    """Return a future of the bucket's gradients, as DDP's own hook does; that of a fake process group has no result."""
+    from torch import distributed
+
+    distributed.all_reduce(bucket.buffer())
+    future: Any = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _unchanged(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return tensor
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+    if id(tensor) not in memo:
+        copied = tensor.detach().clone()
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+    return memo[id(tensor)]
+
+
+def _apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    """Do what `torch.nn.Module._apply` does, but replace tensors of the module instead of swapping their contents.
+
+    Fake tensors cannot be swapped, because the mode holds weak references to them.
+    """
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    tensors: Any
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            with torch.no_grad():
+                new = function(tensor)
+            if new is not tensor:
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                tensors[name] = torch.nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+    return module

@@ -1,0 +1,103 @@
+"""`python -m runner.tools.plan [OVERRIDE …]` predicts what a run will take, without training and without its memory.
+
+One training step of each process is executed with tensors that have no values. The plan shows which process computes
+what, the memory of tensors by kind at its peak, the floating-point operations, the bytes that are sent, and the size of
+a checkpoint. A config that the command would refuse is refused with the same message.
+
+The plan can also be made for a machine that is not here: `--devices 8 --memory 80GB` says whether the run fits, and if
+not, which changes of *how* would make it fit; `--flops 300e12 --bandwidth 2e12 --link 200e9` adds a lower bound on the
+time of a step.
+
+Exit codes: 0: planned. 1: planned, but it does not fit into `--memory`. 2: the config is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import sys
+from collections.abc import Sequence
+
+from runner.cli import arguments as cli
+from runner.cli.exit_codes import report_error
+from runner.config.errors import ABSENT, ConfigError, check
+
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
+DOES_NOT_FIT = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plan of the config of the command line, and return the exit code."""
+    try:
+        options, overrides = parsed(arguments)
+        from runner.tools.plan_report import plan  # imported here: torch is slow to import
+
+        report = plan(overrides, options.config_dir, options.devices, options.memory, options.machine)
+    except Exception as error:
+        return report_error(error)
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        from rich.console import Console
+
+        from runner.tools.plan_tables import render
+
+        Console(width=None if sys.stdout.isatty() else 140).print(render(report))
+    return 0 if report["fits"] is not False else DOES_NOT_FIT
+
+
+def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags and the overrides.
+
+    Raises:
+        ConfigError: for an unknown flag, a word that is not a valid override, or a value that is out of range.
+    """
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m runner.tools.plan", None, __doc__, None, [], form, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--config-dir", "-cd", help="a folder with options of your own, as for the command")
+    parser.add_argument("--devices", help="number of devices of the machine (default: those of this machine)")
+    parser.add_argument("--memory", help="memory of each device, such as 80GB")
+    parser.add_argument("--flops", help="floating-point operations per second of each device, such as 300e12")
+    parser.add_argument("--bandwidth", help="memory bandwidth of each device in bytes per second, such as 2e12")
+    parser.add_argument("--link", help="bytes per second that a device sends to another one, such as 200e9")
+    options, rest = parser.parse_known_args(arguments)
+    overrides = cli.overrides_first(rest)
+    flags = [word for word in overrides if word.startswith("-")]
+    check(not flags, " ".join(flags[:1]), ABSENT, "there is no such flag of this tool;", "--help lists its flags")
+    if options.devices is not None:
+        known = options.devices.isdecimal() and 1 <= int(options.devices) <= 4096
+        check(known, "--devices", options.devices, "it is no number of devices", "--devices 8")
+        options.devices = int(options.devices)
+    for name in ("memory", "flops", "bandwidth", "link"):
+        if (text := getattr(options, name)) is not None:
+            setattr(options, name, _size(f"--{name}", text))
+    speeds = [getattr(options, name) for name in ("flops", "bandwidth", "link")]
+    missing = [name for name in ("flops", "bandwidth") if getattr(options, name) is None]
+    if missing and any(speeds):
+        why = "a time follows only from --flops and --bandwidth together"
+        raise ConfigError(f"--{missing[0]}", ABSENT, why, "--flops 300e12 --bandwidth 2e12 --link 200e9")
+    options.machine = None if missing else speeds
+    return options, overrides
+
+
+def _size(flag: str, text: str) -> float:
+    """Return the number that `text` says, such as 8e10 for `80GB`, 80 000 000 000 for `80e9`.
+
+    Raises:
+        ConfigError: if it says no positive number.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    value = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+    check(0 < value < 1e30, flag, text, "it is no positive number, with or without a unit", f"{flag} 80GB or 80e9")
+    return value
+
+
+if __name__ == "__main__":
+    gc.disable()  # collecting garbage takes a second
+    code = main()
+    gc.freeze()  # nor is it collected at the exit
+    sys.exit(code)

@@ -1,0 +1,104 @@
+"""Costs of a step: floating-point operations, memory traffic, and the bytes that processes send to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+_COLLECTIVES = {
+    "allreduce_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "broadcast_": "broadcast",
+    "send": "send",
+}
+"""The name of each collective, by the name of torch's operation."""
+
+
+class Machine(NamedTuple):
+    """The speed of the devices of a plan.
+
+    Args:
+        flops: floating-point operations per second of a device.
+        bandwidth: bytes per second that a device reads from or writes to its memory.
+        link: bytes per second that a device sends to another one.
+    """
+
+    flops: float
+    bandwidth: float
+    link: float
+
+
+@dataclass
+class Costs:
+    """The costs of the operations of one process so far.
+
+    Args:
+        operations: for each operation, its floating-point operations, and the bytes of its arguments and results.
+        backward_flops: floating-point operations in backward passes, which include recomputed forward passes.
+        messages: the number of calls and the bytes of the whole tensors, by the name of the collective.
+    """
+
+    operations: list[tuple[int, int]] = field(default_factory=list)
+    backward_flops: int = 0
+    messages: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def flops(self) -> int:
+        """The number of floating-point operations, where a multiplication and an addition are two.
+
+        Only matrix products, convolutions and attention count, as in `torch.utils.flop_counter`.
+        """
+        return sum(flops for flops, _ in self.operations)
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, in_backward: bool) -> None:
+        """Add the costs of one operation.
+
+        Args:
+            func: the operation.
+            args, kwargs: its arguments.
+            result: its result.
+            in_backward: whether it is part of a backward pass.
+        """
+        packet = func.overloadpacket
+        if func.namespace == "c10d":
+            self._add_message(packet.__name__, args)
+        elif not func.is_view:
+            flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+            self.operations.append((flops, _num_bytes((args, result))))
+            self.backward_flops += flops if in_backward else 0
+
+    def _add_message(self, operation: str, args: tuple[Any, ...]) -> None:
+        if (name := _COLLECTIVES.get(operation)) is None:  # a receive, or a barrier
+            return
+        calls, total = self.messages.get(name, (0, 0))
+        # The whole tensor is the output or the input, whichever is larger.
+        self.messages[name] = (calls + 1, total + max(_num_bytes(args[0]), _num_bytes(args[1])))
+
+    def sent_bytes(self, world_size: int) -> float:
+        """Return how many bytes the process sends, if collectives are rings of `world_size` processes.
+
+        A ring of n processes sends (n − 1)/n of the tensor in an all-gather and in a reduce-scatter, and both in an
+        all-reduce: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms (2009).
+        """
+        ring = (world_size - 1) / world_size
+        times = {"all-reduce": 2 * ring, "all-gather": ring, "reduce-scatter": ring, "broadcast": 1, "send": 1}
+        return sum(size * times[name] for name, (_, size) in self.messages.items())
+
+    def seconds(self, machine: Machine, world_size: int) -> float:
+        """Return a lower bound on the time of the operations in seconds, if no message overlaps with a computation.
+
+        Each operation takes the time of its arithmetic or that of its memory traffic, whichever is longer: Williams et
+        al., Roofline (2009).
+        """
+        computed = sum(max(flops / machine.flops, size / machine.bandwidth) for flops, size in self.operations)
+        return computed + self.sent_bytes(world_size) / machine.link
+
+
+def _num_bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tree_iter(tensors) if isinstance(tensor, torch.Tensor))

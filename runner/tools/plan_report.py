@@ -1,0 +1,230 @@
+"""The plan of a run as plain values: the ranks, the batch, memory, costs, checkpoints, and what would make it fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.config.errors import ConfigError, check
+from runner.parallel.collectives import Collectives
+from runner.parallel.context import Layout, Process
+from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.launch.processes import LocalProcesses
+from runner.run import Run, Session, check_used
+from runner.system.memory import host_memory
+from runner.tools.composed_run import compose_run, replaced
+from runner.tools.plan_costs import Machine
+from runner.tools.plan_remedies import changes
+from runner.tools.plan_trace import RankPlan, trace_rank
+
+_ENOUGH = 4
+"""Number of changes that make a run fit, after which no more are tried."""
+
+
+def plan(
+    overrides: Sequence[str],
+    config_dir: str | None = None,
+    num_devices: int | None = None,
+    memory: float | None = None,
+    speeds: Sequence[float | None] | None = None,
+) -> dict[str, Any]:
+    """Return the plan of a run as plain values.
+
+    Args:
+        overrides: the overrides of the config.
+        config_dir: a directory with options of your own; None to use only conf/.
+        num_devices: number of devices of the machine that is planned for; None for those of this machine.
+        memory: memory of each device in bytes; None if it does not matter.
+        speeds: the values of a `Machine`; None to predict no times. Without a `link`, messages take no time.
+
+    Raises:
+        ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
+    """
+    run = compose_run(overrides, config_dir, "plan")
+    check_used(run, overrides)
+    session = prepared(run, num_devices)
+    ranks = trace(session)
+    machine = Machine(speeds[0] or 0, speeds[1] or 0, speeds[2] or float("inf")) if speeds else None
+    peak = max(rank.peak_bytes for rank in ranks)
+    fits = None if memory is None else peak <= memory
+    report = {
+        "run": _described(session),
+        "batch": _batch(session),
+        "length": _length(session),
+        "ranks": [_rank(session, each, machine) for each in ranks],
+        "checkpoint": _checkpoint(session, ranks),
+        "host": _host(session, ranks) if num_devices is None else None,
+        "memory_bytes": memory,
+        "fits": fits,
+        "remedies": [],
+        "notes": _notes(session, num_devices),
+    }
+    if fits is False:
+        devices = num_devices or max(session.context.world_size, len(session.context.process.devices))
+        report["remedies"] = remedies(overrides, config_dir, devices, memory or 0)
+    return report
+
+
+def prepared(run: Run, num_devices: int | None) -> Session:
+    """Return the session of rank 0, after all checks; no other process is started.
+
+    Args:
+        run: the run.
+        num_devices: number of devices that the run is assumed to have; None for those of this machine.
+
+    Raises:
+        ConfigError: if the run is refused.
+    """
+    if num_devices is None:
+        launcher = run.parallel.launcher(run.device)
+        devices, in_processes = launcher.devices, isinstance(launcher, LocalProcesses)
+    else:
+        processes = getattr(run.parallel, "processes", None)
+        in_processes = processes is not None and getattr(run.parallel, "engine", "processes") == "processes"
+        if in_processes and processes == "auto":
+            run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, processes=num_devices))
+        asked = getattr(run.parallel, "processes", num_devices) if in_processes else num_devices
+        why = f"there are {num_devices} devices, and each process needs its own"
+        check(asked <= num_devices, "parallel.processes", asked, why, f"--devices {asked}, or fewer processes")
+        devices = [torch.device("cpu")] * asked
+    world_size = len(devices) if in_processes else 1
+    own = devices[:1] if in_processes else devices
+    return run.prepare(Process(RankInfo(0, world_size, 0, world_size), own, Collectives()))
+
+
+def trace(session: Session) -> list[RankPlan]:
+    """Trace a step of each rank of the run; only one rank if all do the same with other samples."""
+    world_size = session.context.world_size
+    layouts = [_layout(session, rank) for rank in range(world_size)]
+    own_samples = {(layout.data_shard, layout.step_shard, layout.seed_offset) for layout in layouts}
+    if len(own_samples) == world_size:
+        first = trace_rank(session, 0, world_size)
+        return [first._replace(rank=rank) for rank in range(world_size)]
+    return [trace_rank(session, rank, world_size) for rank in range(world_size)]
+
+
+def _layout(session: Session, rank: int) -> Layout:
+    world_size = session.context.world_size
+    return session.run.parallel.layout(RankInfo(rank, world_size, rank, world_size))
+
+
+def _described(session: Session) -> dict[str, str]:
+    run = session.run
+    return {
+        **run.workload.describe(),
+        "parallel": run.parallel.description,
+        "precision": type(run.precision).description,
+    }
+
+
+def _batch(session: Session) -> dict[str, Any]:
+    plan, micros = session.plan, session.run.parallel.num_microbatches(session.context)
+    per_pass = plan.batch_size // plan.data_shard[1] // plan.accumulation // micros
+    return {
+        "batch_size": plan.batch_size,
+        "data_shards": plan.data_shard[1],
+        "accumulation": plan.accumulation,
+        "pipeline_micro_batches": micros,
+        "samples_per_pass": per_pass,
+    }
+
+
+def _length(session: Session) -> dict[str, Any]:
+    size = session.run.batch_size
+    epoch = session.run.workload.steps_per_epoch(size)
+    return {
+        "steps": session.num_steps,
+        "samples": session.num_steps * size,
+        "steps_per_epoch": epoch,
+        "epochs": epoch and session.num_steps / epoch,
+    }
+
+
+def _rank(session: Session, rank: RankPlan, machine: Machine | None) -> dict[str, Any]:
+    world_size, layout = session.context.world_size, _layout(session, rank.rank)
+    index, count = layout.data_shard
+    share = session.run.batch_size // count
+    backward = rank.costs.backward_flops
+    return {
+        "rank": rank.rank,
+        "blocks": rank.blocks,
+        "samples": [index * share, (index + 1) * share],
+        "peak_bytes": rank.peak_bytes,
+        "peak": rank.peak,
+        "placed_bytes": rank.placed,
+        "kept": rank.kept,
+        "forward_flops": rank.costs.flops - backward,
+        "backward_flops": backward,
+        "messages": {name: {"calls": each[0], "bytes": each[1]} for name, each in rank.costs.messages.items()},
+        "sent_bytes": rank.costs.sent_bytes(world_size),
+        "least_seconds": rank.costs.seconds(machine, world_size) if machine else None,
+    }
+
+
+def _checkpoint(session: Session, ranks: Sequence[RankPlan]) -> dict[str, int]:
+    """Return the size of a checkpoint, and the room on the disk that the run needs at most, in bytes."""
+    saved = {name: size for rank in ranks for name, size in rank.saved.items()}
+    size = sum(saved.values())
+    # Those that are kept, the best one, and one that is being written.
+    return {"bytes": size, "disk_bytes": size * (session.run.keep + 2)}
+
+
+def _host(session: Session, ranks: Sequence[RankPlan]) -> dict[str, int]:
+    """Return the memory of tensors on this machine's CPU, all processes together, and what is available, in bytes."""
+    machine = host_memory()
+    limits = [machine[key] for key in ("available_bytes", "limit_bytes")]
+    on_cpu = session.device.type == "cpu"
+    return {
+        "tensor_bytes": sum(rank.peak_bytes for rank in ranks) if on_cpu else 0,
+        "available_bytes": min(limit for limit in limits if limit is not None),
+    }
+
+
+def _notes(session: Session, num_devices: int | None) -> list[str]:
+    run, notes = session.run, ["Only tensors are counted; each process takes some 0.3 GB more for Python and torch."]
+    if session.device.type == "cuda" or num_devices is not None:
+        notes[0] = (
+            "Only tensors are counted; a CUDA context, cuDNN's workspaces and the allocator take about 1 GB more."
+        )
+    if run.compile:
+        notes.append("The plan is that of compile=false; a compiled model keeps fewer activations.")
+    if getattr(run.parallel, "cuts", None) == "auto":
+        notes.append("parallel.cuts=auto measures the blocks; here their floating-point operations are compared.")
+    if session.context.layout.non_equivalence_reason:
+        notes.append(f"Not what a single device computes: {session.context.layout.non_equivalence_reason}.")
+    if len(session.context.process.devices) > 1:
+        notes.append("One process has all devices; the memory is their sum.")
+    return notes
+
+
+def remedies(overrides: Sequence[str], config_dir: str | None, num_devices: int, memory: float) -> list[dict[str, Any]]:
+    """Return changes of how the run is trained, the cheapest first, until a few are found that make it fit.
+
+    Args:
+        overrides: the overrides of the config that does not fit.
+        config_dir: a directory with options of your own; None to use only conf/.
+        num_devices: number of devices of the machine.
+        memory: memory of each device in bytes.
+
+    Returns:
+        A list of dicts with the keys `overrides`, `peak_bytes`, `fits`, `costs` and `results`. Changes that are refused
+        or that the config contains already are left out.
+    """
+    found: list[dict[str, Any]] = []
+    for change in changes(num_devices):
+        words = replaced(overrides, *(each for each in change.overrides if "." not in each))
+        words += [each for each in change.overrides if "." in each]
+        try:
+            session = prepared(compose_run(words, config_dir, "plan"), num_devices)
+            peak = max(rank.peak_bytes for rank in trace(session))
+        except (ConfigError, HydraException, OmegaConfBaseException):
+            continue
+        found.append(change._asdict() | {"peak_bytes": peak, "fits": peak <= memory})
+        if sum(each["fits"] for each in found) == _ENOUGH:
+            break
+    return found

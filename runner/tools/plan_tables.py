@@ -1,0 +1,156 @@
+"""Functions that render a plan as tables for a terminal, and as text for TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from runner.tools.plan_memory import KINDS
+
+_MOST_RANKS = 8
+"""Number of ranks that do the same, from which on they share a row."""
+
+
+def render(report: dict[str, Any]) -> Group:
+    """Render `report`, the result of `runner.tools.plan_report.plan`, as tables."""
+    parts = [_table(title, titles, rows) for title, titles, rows in tables(report)]
+    return Group(*parts, *(Text(f"note: {note}", style="dim") for note in report["notes"]), Text(verdict(report)))
+
+
+def tables(report: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Return the title, the column titles and the rows of each table."""
+    ranks = report["ranks"]
+    found = [
+        ("run", ["", ""], [[key, text] for key, text in _overview(report).items()]),
+        ("work", ["rank", "layers", "samples of a batch", *_work_titles(ranks)], _work_rows(ranks)),
+        (
+            "memory of tensors at the peak of a step",
+            ["rank", *KINDS, "sum", "before the first step", "between steps"],
+            _memory_rows(ranks),
+        ),
+    ]
+    if report["remedies"]:
+        rows = [
+            [" ".join(each["overrides"]), size(each["peak_bytes"]), "yes" if each["fits"] else "no", each["costs"]]
+            for each in report["remedies"]
+        ]
+        results = [each["results"] for each in report["remedies"]]
+        rows = [[*row, result] for row, result in zip(rows, results, strict=True)]
+        found.append(("changes of how, the cheapest first", ["add", "peak", "fits", "costs", "results"], rows))
+    return found
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """Return whether the run fits into the memory of the devices; empty if no memory was given."""
+    if report["fits"] is None:
+        return ""
+    peak = max(rank["peak_bytes"] for rank in report["ranks"])
+    answer = "fits" if report["fits"] else "does not fit"
+    return f"it {answer}: {size(peak)} of {size(report['memory_bytes'])}"
+
+
+def _overview(report: dict[str, Any]) -> dict[str, str]:
+    batch, length, checkpoint, host = (report[key] for key in ("batch", "length", "checkpoint", "host"))
+    epochs = f", {length['epochs']:.3g} epochs of {length['steps_per_epoch']:.4g} steps" if length["epochs"] else ""
+    saved = f"{size(checkpoint['bytes'])}; at most {size(checkpoint['disk_bytes'])} on the disk"
+    lines = report["run"] | {
+        "batch": _batch(batch),
+        "length": f"{length['steps']:,} steps, {length['samples']:,} samples{epochs}",
+        "checkpoint": saved,
+    }
+    if host:
+        lines["this machine"] = f"{size(host['tensor_bytes'])} for tensors, {size(host['available_bytes'])} available"
+    return lines
+
+
+def _batch(batch: dict[str, Any]) -> str:
+    factors = [
+        (batch["data_shards"], "processes"),
+        (batch["accumulation"], "accumulated"),
+        (batch["pipeline_micro_batches"], "micro-batches"),
+    ]
+    parts = [f"{count} {name}" for count, name in factors if count > 1]
+    return " = ".join(
+        [f"{batch['batch_size']} samples", " × ".join([*parts, str(batch["samples_per_pass"])])][: 1 + bool(parts)]
+    )
+
+
+def _work_titles(ranks: Sequence[dict[str, Any]]) -> list[str]:
+    timed = ["at least"] if ranks[0]["least_seconds"] is not None else []
+    return ["forward", "backward", "sent", *timed]
+
+
+def _work(rank: dict[str, Any]) -> list[str]:
+    first, stop = rank["samples"]
+    blocks = rank["blocks"]
+    layers = "all" if not blocks else blocks[0] if len(blocks) == 1 else f"{blocks[0]} … {blocks[-1]}"
+    messages = ", ".join(f"{each['calls']} {name}" for name, each in rank["messages"].items())
+    cells = [
+        str(rank["rank"]),
+        layers,
+        f"{first} – {stop - 1}",
+        flops(rank["forward_flops"]),
+        flops(rank["backward_flops"]),
+    ]
+    cells.append(f"{size(rank['sent_bytes'])} ({messages})" if messages else "nothing")
+    if rank["least_seconds"] is not None:
+        cells.append(f"{rank['least_seconds'] * 1e3:,.3g} ms")
+    return cells
+
+
+def _work_rows(ranks: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return a row for each rank; only one if many ranks do the same with other samples."""
+    rows = [_work(rank) for rank in ranks]
+    same = all((row[1], row[3:]) == (rows[0][1], rows[0][3:]) for row in rows)
+    if len(rows) <= _MOST_RANKS or not same:
+        return rows
+    first, stop = ranks[0]["samples"]
+    return [[f"0 – {len(rows) - 1}", rows[0][1], f"{stop - first} each", *rows[0][3:]]]
+
+
+def _memory_rows(ranks: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return a row for each rank; only one if all ranks need the same."""
+    rows = [_memory(rank) for rank in ranks]
+    if len(rows) > 1 and all(row[1:] == rows[0][1:] for row in rows):
+        return [[f"0 – {len(rows) - 1}, each", *rows[0][1:]]]
+    return rows
+
+
+def _memory(rank: dict[str, Any]) -> list[str]:
+    at_peak = sum(rank["peak"].values())
+    kept = sum(rank["kept"].values())
+    return [
+        str(rank["rank"]),
+        *(size(rank["peak"][kind]) for kind in KINDS),
+        *map(size, (at_peak, rank["placed_bytes"], kept)),
+    ]
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes in words, such as `102.4 MB`."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor * 0.9995:
+            return f"{num_bytes / factor:,.{1 if num_bytes < factor * 100 else 0}f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def flops(count: float) -> str:
+    """Return a number of floating-point operations in words, such as `4.1 GFLOP`."""
+    for unit, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if count >= factor:
+            return f"{count / factor:,.3g} {unit}FLOP"
+    return f"{count:,.0f} FLOP"
+
+
+def _table(title: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", show_header=any(titles))
+    for number, name in enumerate(titles):
+        table.add_column(Text(name), overflow="fold", justify="left" if number == 0 or not any(titles) else "right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table

@@ -1,0 +1,212 @@
+"""A training step of one rank, executed with fake tensors: its memory by kind, its operations and its messages."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from runner.batching import Plan
+from runner.data.base import Samples
+from runner.parallel.base import Parallel
+from runner.parallel.collectives import Collectives
+from runner.parallel.context import Process
+from runner.parallel.hogwild import Hogwild
+from runner.parallel.launch.cluster import RankInfo
+from runner.run import Session
+from runner.state import State
+from runner.system.fake_tensors import fake_process_group, fake_tensors
+from runner.tools.plan_costs import Costs
+from runner.tools.plan_memory import MemoryTracker
+from runner.train import prepare, refused_by_torch, train_step
+from runner.workloads.base import Workload
+
+
+class RankPlan(NamedTuple):
+    """What a step of one rank takes.
+
+    Args:
+        rank: the rank.
+        peak: memory of tensors in bytes, by kind, at the moment of the step when the sum is largest.
+        kept: memory of tensors in bytes, by kind, between two steps.
+        placed: the largest memory of tensors in bytes before the first step, while the model is created and placed.
+        costs: operations and messages of the step.
+        saved: the bytes of each tensor of the model in a checkpoint, with those of its optimizer state, by name.
+        blocks: names of the blocks of the network that are on this rank; empty if the network has no blocks.
+    """
+
+    rank: int
+    peak: dict[str, int]
+    kept: dict[str, int]
+    placed: int
+    costs: Costs
+    saved: dict[str, int]
+    blocks: list[str]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest memory of tensors in bytes."""
+        return max(self.placed, sum(self.peak.values()))
+
+
+def trace_rank(session: Session, rank: int, world_size: int) -> RankPlan:
+    """Execute two steps of `rank` with fake tensors, and return what the second one takes.
+
+    The tensors are those of the CPU; on other devices they have the same sizes. The model is not compiled: compiled
+    models keep fewer activations.
+
+    Args:
+        session: the prepared run, in any process.
+        rank: the rank.
+        world_size: number of processes of the run.
+
+    Raises:
+        ConfigError: if torch refuses the config in its first step.
+    """
+    run, cpu = session.run, torch.device("cpu")
+    if isinstance(run.parallel, Hogwild):  # each worker trains by itself, as a single device does
+        run = dataclasses.replace(run, parallel=Parallel())
+    collectives = FakeCollectives(rank, world_size) if world_size > 1 else Collectives()
+    devices = [cpu] * len(session.context.process.devices)
+    process = Process(RankInfo(rank, world_size, rank, world_size), devices, collectives)
+    group = fake_process_group(rank, world_size) if world_size > 1 else nullcontext()
+    with tempfile.TemporaryDirectory(prefix="runner-plan-") as scratch, _quiet(), group, fake_tensors() as fake_mode:
+        tracker = MemoryTracker(fake_mode, CpuWorkspace())
+        run = dataclasses.replace(run, workload=_planned(run.workload, tracker))
+        context = dataclasses.replace(run.context(process), compile=False, time_block=tracker.time_block)
+        try:
+            return _trace(dataclasses.replace(session, run=run, context=context), Path(scratch), tracker)
+        except Exception as error:
+            if (refusal := refused_by_torch(run, error)) is not None:
+                raise refusal from error
+            raise
+
+
+def _planned(workload: Workload, tracker: MemoryTracker) -> Workload:
+    """Return a copy of `workload` whose batches have no values; the original and its data do not change.
+
+    What the batches allocate is counted as `data`, and so are the tensors in which the samples are now.
+    """
+    copied = copy.copy(workload)
+    for name, value in vars(copied).items():
+        if isinstance(value, Samples):  # it will hold fake tensors
+            setattr(copied, name, copy.copy(value))
+            tracker.current["data"] += sum(
+                each.nbytes for each in vars(value).values() if isinstance(each, torch.Tensor) and not each.is_meta
+            )
+
+    def batches(model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Any]:
+        stream = copied.fake_batches(model, plan, device)
+        while True:
+            with tracker.allocating("data"):
+                batch = next(stream)
+            yield batch
+
+    copied.batches = batches
+    return copied
+
+
+def _trace(session: Session, directory: Path, tracker: MemoryTracker) -> RankPlan:
+    run = session.run
+    with tracker, torch.random.fork_rng(devices=[]):
+        with tracker.allocating("temporary"):
+            state = prepare(session, directory)
+        _sort(tracker, state)
+        state.optimizer.register_step_pre_hook(lambda *_: _sort(tracker, state))
+        for parameter in state.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: tracker.is_of_kind("gradients", (p.grad,)))
+        batches = run.workload.batches(state.model, session.plan, 0, session.device)
+        state.model.train()
+        placed = sum(tracker.peak.values())
+        for step in session.plan.steps(0, 2 * session.plan.steps_per_round):
+            tracker.begin()
+            train_step(state, batches, step, log_due=False)
+            _sort(tracker, state)
+        return RankPlan(
+            session.rank,
+            tracker.peak,
+            dict(tracker.current),
+            placed,
+            tracker.costs,
+            _saved(state),
+            _blocks(state.model),
+        )
+
+
+def _saved(state: State) -> dict[str, int]:
+    """Return the bytes of each tensor of the model in a checkpoint, with those of its optimizer state, by name."""
+    model, of_parameter = state.model, state.optimizer.state
+    tensors = {name: [tensor] for name, tensor in model.state_dict(keep_vars=True).items()}
+    return {
+        name: sum(each.numel() * each.element_size() for each in (tensor, *of_parameter.get(tensor, {}).values()))
+        for name, (tensor,) in tensors.items()
+    }
+
+
+def _blocks(model: torch.nn.Module) -> list[str]:
+    """Return the names of the blocks of `model` that have tensors on this rank; empty if the model has no blocks."""
+    blocks: Any = getattr(model, "blocks", list)()
+    return [name for name, block in blocks if any(True for _ in block.parameters())]
+
+
+def _sort(tracker: MemoryTracker, state: State) -> None:
+    """Tell `tracker` which tensors are parameters, gradients and optimizer state."""
+    tracker.is_of_kind("parameters", [*state.model.parameters(), *state.model.buffers()])
+    tracker.is_of_kind("gradients", [parameter.grad for parameter in state.model.parameters()])
+    values = [value for of_parameter in state.optimizer.state.values() for value in of_parameter.values()]
+    tracker.is_of_kind("optimizer state", values)
+
+
+class CpuWorkspace:
+    """A function that returns the bytes that an operation allocates for itself on the CPU, where it is called."""
+
+    def __init__(self) -> None:
+        self._sent = 0
+
+    def __call__(self, func: Any, args: tuple[Any, ...]) -> int:
+        """Return the bytes that `func` allocates in addition to its result, and those that earlier ones still hold."""
+        own = 0
+        if func is torch.ops.aten.convolution_backward.default:
+            inputs, weight = args[1], args[2]
+            # oneDNN reorders the weights and their gradients; weights in another memory format are converted before.
+            converted = _is_channels_last(inputs) and not weight.is_contiguous(memory_format=torch.channels_last)
+            own = weight.nbytes * (3 if converted else 2)
+        elif func is torch.ops.c10d._reduce_scatter_base_.default:
+            # gloo reduces a copy, while the backward pass goes on; FSDP waits for it at its next reduce-scatter.
+            self._sent = args[1].nbytes
+        return own + self._sent
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Do not log what a mode logs when it places a model: it has been placed for a plan only."""
+    logger = logging.getLogger("runner")
+    before, logger.disabled = logger.disabled, True
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.disabled = before
+        logging.disable(logging.NOTSET)
+
+
+class FakeCollectives(Collectives):
+    """The collectives of one rank without the others, all of which are assumed to pass what this rank passes."""
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value] * self.world_size

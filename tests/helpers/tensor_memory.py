@@ -1,0 +1,54 @@
+"""Measured memory of tensors: what the allocator says, as the profiler records it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from runner.parallel.context import Process
+from runner.run import build_run
+from runner.train import prepare, train_step
+
+
+@contextmanager
+def recorded() -> Iterator[list[int]]:
+    """A context, at whose end the list holds the sizes of all allocations, and those of all releases as negatives."""
+    sizes: list[int] = []
+    gc.collect()  # what an earlier recording has seen allocated, and this one would see released
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+        yield sizes
+    results: Any = recording.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    sizes += [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def peak_of(sizes: list[int]) -> int:
+    """The most that was allocated at any time."""
+    most = now = 0
+    for size in sizes:
+        now += size
+        most = max(most, now)
+    return most
+
+
+def measured_peak(config: dict[str, Any], directory: Path, process: Process | None = None) -> int:
+    """The largest memory of tensors in bytes of the first two steps of the run of `config` on this process's rank.
+
+    Args:
+        process: what this process is; None: as its launcher says.
+    """
+    run = build_run(config)
+    connected = nullcontext(process) if process else run.parallel.launcher(run.device).connect()
+    with connected as process, recorded() as sizes:
+        session = run.prepare(process)
+        state = prepare(session, directory)
+        batches = run.workload.batches(state.model, session.plan, 0, session.device)
+        state.model.train()
+        for step in session.plan.steps(0, 2):
+            train_step(state, batches, step, log_due=False)
+    return peak_of(sizes)

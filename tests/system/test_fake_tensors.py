@@ -1,0 +1,50 @@
+"""Tensors without values, and a process group without peers."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import distributed
+
+from runner.system.fake_tensors import fake_process_group, fake_tensors
+
+
+def test_a_module_is_moved_converted_and_copied_without_values() -> None:
+    with fake_tensors() as mode:
+        network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+        network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        assert network[0].weight.is_contiguous(memory_format=torch.channels_last)  # pyright: ignore
+        assert isinstance(network[0].weight, torch.nn.Parameter)
+        copied = copy.deepcopy(network.double())
+        assert all(getattr(tensor, "fake_mode", None) is mode for tensor in copied.state_dict().values())
+        assert copied[0].weight is not network[0].weight
+        assert copied[0].weight.dtype == torch.float64
+        assert isinstance(copied[0].weight, torch.nn.Parameter)
+
+
+def test_torch_is_as_before_afterwards() -> None:
+    before = torch.nn.Module._apply
+    with fake_process_group(0, 2), fake_tensors():
+        pass
+    assert torch.nn.Module._apply is before
+    assert not distributed.is_initialized()
+    assert torch.nn.Linear(2, 2).to(torch.float64).weight.any()
+
+
+def test_collectives_of_a_fake_group_return_at_once() -> None:
+    with fake_process_group(1, 3):
+        assert (distributed.get_rank(), distributed.get_world_size()) == (1, 3)
+        tensor = torch.ones(2)
+        distributed.all_reduce(tensor)
+        assert tensor.tolist() == [1, 1]
+
+
+def test_ddp_trains_a_step_in_a_fake_group() -> None:
+    with fake_process_group(0, 2), fake_tensors():
+        model = torch.nn.Linear(3, 2)
+        replica = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        for _ in range(2):
+            replica(torch.ones(4, 3)).sum().backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad.shape == (2, 3)

@@ -1,0 +1,252 @@
+"""Plans: memory beside what the allocator says, arithmetic and messages beside formulas, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.compose import FAST, built, composed
+from helpers.ranks import Ranks
+from helpers.tensor_memory import measured_peak
+
+from runner.parallel.context import Process
+from runner.parallel.launch.cluster import RankInfo
+from runner.system.fake_tensors import fake_process_group
+from runner.tools import plan
+from runner.tools.plan_memory import KINDS
+from runner.tools.plan_report import prepared, trace
+from runner.tools.plan_tables import flops, size, tables
+from runner.tools.plan_trace import FakeCollectives, RankPlan
+
+RESNET = ("model=resnet18", "data=synthetic", "data.size=32", "data.num_samples=64", "device=cpu", "device.threads=1")
+RESNET = (*RESNET, "batch_size=16", "steps=2")
+CUT = ("parallel=pipeline", "parallel.cuts=[layer3.0]")
+
+
+def planned(*overrides: str) -> list[RankPlan]:
+    return trace(prepared(built(*overrides), None))
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The plan of a command line, as JSON."""
+    assert plan.main([*arguments, "--json"]) in (0, plan.DOES_NOT_FIT)
+    return json.loads(capsys.readouterr().out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("accumulation=4",),
+        ("model.checkpoint_activations=true",),
+        ("precision=bf16",),
+        ("optimizer=adamw", "channels_last=false"),
+        ("parallel=pipeline", "parallel.engine=streams", "parallel.cuts=[layer3.0]"),
+    ],
+    ids=" ".join,
+)
+def test_the_predicted_peak_is_that_of_the_allocator(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    [rank] = planned(*RESNET, *overrides)
+    assert rank.peak_bytes == pytest.approx(measured_peak(composed(*RESNET, *overrides), tmp_path), rel=0.05)
+
+
+def test_the_predicted_peak_of_an_agent_is_that_of_the_allocator(tmp_path: Path) -> None:
+    overrides = ("workload=dqn", "device=cpu", "device.threads=1")
+    [rank] = planned(*overrides)
+    assert rank.peak_bytes == pytest.approx(measured_peak(composed(*overrides), tmp_path), rel=0.05)
+
+
+@pytest.mark.parametrize("mode", [("parallel=ddp",), CUT], ids=["ddp", "pipeline"])
+def test_the_predicted_peak_of_each_rank_is_that_of_the_allocator(
+    mode: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    measured = ranks(2).do(measured_peak, composed(*RESNET, *mode), tmp_path)
+    assert [rank.peak_bytes for rank in planned(*RESNET, *mode)] == pytest.approx(measured, rel=0.05)
+
+
+def test_the_predicted_peak_of_a_shard_is_that_of_the_allocator(tmp_path: Path) -> None:
+    """Beside the copies that gloo reduces, zero to two at a time: the plan counts one, and a fake group makes none."""
+    rank, _ = planned(*RESNET, "parallel=fsdp")
+    copied = sum(p.nbytes for p in _network(*RESNET).layer4[1].parameters())  # pyright: ignore
+    with fake_process_group(0, 2):
+        process = Process(RankInfo(0, 2, 0, 2), [torch.device("cpu")], FakeCollectives(0, 2))
+        measured = measured_peak(composed(*RESNET, "parallel=fsdp"), tmp_path, process)
+    assert rank.peak_bytes - copied == pytest.approx(measured, rel=0.05)
+
+
+def test_memory_is_divided_by_kind() -> None:
+    [rank] = planned(*RESNET, "optimizer=adamw")
+    model = _network(*RESNET)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    assert rank.kept["parameters"] == weights + buffers
+    assert rank.kept["optimizer state"] == pytest.approx(2 * weights, rel=1e-4)  # and the steps
+    assert rank.kept["gradients"] == 0
+    assert rank.kept["activations"] + rank.kept["temporary"] < 100, "sums of metrics"
+    images, batch = (64 + 16) * 3 * 32 * 32, 16 * 3 * 32 * 32 * 4
+    assert images + batch > rank.kept["data"] > images * 64 / 80 + batch
+    assert set(rank.peak) == set(KINDS)
+    assert rank.saved["fc.weight"] == 3 * model.fc.weight.nbytes + 4  # pyright: ignore
+
+
+def test_a_shard_of_each_kind_is_on_each_rank() -> None:
+    whole, sharded = planned(*RESNET)[0], planned(*RESNET, "parallel=fsdp")
+    assert len(sharded) == 2
+    for kind in ("parameters", "optimizer state"):
+        assert sharded[0].kept[kind] == pytest.approx(whole.kept[kind] / 2, rel=0.01)
+    assert sum(sharded[0].saved.values()) == sum(whole.saved.values()), "a checkpoint has all of them"
+
+
+def test_stages_have_their_own_layers() -> None:
+    first, second = planned(*RESNET, *CUT)
+    assert (first.blocks[0], first.blocks[-1], second.blocks[0], second.blocks[-1]) == (
+        *("stem", "layer2.1"),
+        *("layer3.0", "head"),
+    )
+    assert not first.saved.keys() & second.saved.keys()
+    [whole] = planned(*RESNET)
+    assert first.saved | second.saved == whole.saved
+
+
+def test_a_plan_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    """The data of the session is not replaced by tensors without values, and no random number is drawn."""
+    session = prepared(built(*FAST, "steps=1", "batch_size=16"), None)
+    before = torch.get_rng_state()
+    trace(session)
+    assert torch.equal(torch.get_rng_state(), before)
+    batch = next(iter(session.run.workload.batches(torch.nn.Identity(), session.plan, 0, session.device)))
+    assert float(batch.inputs.abs().sum()) > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arithmetic and messages
+
+
+def test_operations_are_those_of_the_formulas() -> None:
+    n, sizes = 32, ["model.channels=[3,5]", "model.kernel_size=3", "model.padding=1", "model.hidden=7"]
+    [rank] = planned(*FAST, "model=convnet", "batch_size=32", "steps=1", *sizes)
+    conv1, conv2 = 2 * n * 1 * 9 * 3 * 8 * 8, 2 * n * 3 * 9 * 5 * 4 * 4
+    hidden, head = 2 * n * 20 * 7, 2 * n * 7 * 10
+    forward = conv1 + conv2 + hidden + head
+    assert rank.costs.flops - rank.costs.backward_flops == forward
+    assert rank.costs.backward_flops == 2 * forward - conv1, "the images need no gradient"
+
+
+def test_messages_are_those_of_the_modes() -> None:
+    [whole] = planned(*RESNET)
+    weights = sum(p.numel() * 4 for p in _network(*RESNET).parameters())
+    assert whole.costs.messages == {}
+    ddp, fsdp = planned(*RESNET, "parallel=ddp")[0].costs, planned(*RESNET, "parallel=fsdp")[0].costs
+    assert ddp.messages["all-reduce"][1] == weights
+    assert ddp.sent_bytes(2) == weights
+    assert fsdp.messages["all-gather"][1] == pytest.approx(2 * weights, rel=0.01)
+    assert fsdp.messages["reduce-scatter"][1] == pytest.approx(weights, rel=0.01)
+    assert fsdp.sent_bytes(4) == pytest.approx(3 * weights * 3 / 4, rel=0.01)
+    micro = ("parallel.num_micro_batches=4",)
+    first, second = (rank.costs.messages for rank in planned(*RESNET, *CUT, *micro))
+    activations = 16 * 128 * 4 * 4 * 4  # of layer2, whose gradients come back
+    assert first == second == {"send": (4, activations)}
+
+
+def _network(*overrides: str) -> torch.nn.Module:
+    run = built(*overrides)
+    run.workload.prepare()
+    with torch.device("meta"):
+        return run.workload.build_model()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def test_the_report_says_who_does_what(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, *RESNET, "parallel=ddp", "accumulation=2", "epochs=3", "steps=null")
+    assert found["batch"] == {
+        "batch_size": 16,
+        "data_shards": 2,
+        "accumulation": 2,
+        "pipeline_micro_batches": 1,
+        "samples_per_pass": 4,
+    }
+    assert found["length"] == {"steps": 12, "samples": 192, "steps_per_epoch": 4.0, "epochs": 3.0}
+    assert [rank["samples"] for rank in found["ranks"]] == [[0, 8], [8, 16]]
+    weights = sum(p.numel() * 4 for p in _network(*RESNET).parameters())
+    assert found["checkpoint"]["bytes"] > 2 * weights
+    assert found["fits"] is None
+    assert found["host"]["tensor_bytes"] == sum(rank["peak_bytes"] for rank in found["ranks"])
+
+
+def test_other_devices_can_be_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, *RESNET, "parallel=fsdp", "--devices", "8")
+    assert len(found["ranks"]) == 8
+    shard = found["ranks"][3]["kept"]["optimizer state"]
+    assert shard == pytest.approx(sum(p.numel() * 4 for p in _network(*RESNET).parameters()) / 8, rel=0.02)
+    assert found["host"] is None
+
+
+def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    [rank] = planned(*RESNET)
+    limit = rank.peak_bytes - 1
+    assert plan.main([*RESNET, "--memory", str(limit), "--json"]) == plan.DOES_NOT_FIT
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False
+    first = next(each for each in found["remedies"] if each["fits"])
+    assert first["peak_bytes"] <= limit
+    [changed] = planned(*RESNET, *first["overrides"])
+    assert changed.peak_bytes == first["peak_bytes"]
+    assert plan.main([*RESNET, *first["overrides"], "--memory", str(limit)]) == 0
+    assert "it fits" in capsys.readouterr().out
+
+
+def test_a_step_takes_at_least_the_time_of_its_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, *RESNET, "parallel=ddp", "--flops", "1e9", "--bandwidth", "1e29", "--link", "1GB")
+    rank = found["ranks"][0]
+    expected = (rank["forward_flops"] + rank["backward_flops"]) / 1e9 + rank["sent_bytes"] / 1e9
+    assert rank["least_seconds"] == pytest.approx(expected)
+
+
+REFUSED = {
+    "--devices 0": "--devices",
+    "--devices many": "--devices",
+    "--memory lots": "--memory",
+    "--memory 0GB": "--memory",
+    "--flops 1e12": "--bandwidth",
+    "--link 1e9": "--flops",
+    "--sizes": "--sizes",
+    "batch_size=3 accumulation=2": "batch_size",
+    "parallel=pipeline workload=dqn": "workload",
+    "parallel=ddp parallel.processes=4 --devices 2": "parallel.processes",
+    "model=resnet19": "model",
+    "model=resnet18 data=synthetic data.size=16 parallel=ddp --devices 8 batch_size=8": "batch_size",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_mistakes_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*FAST, *line.split()]) == 2
+    output = capsys.readouterr()
+    assert REFUSED[line] in output.err
+    assert output.out == ""
+
+
+def test_ranks_that_do_the_same_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, *RESNET, "parallel=ddp", "batch_size=32", "--devices", "16")
+    rows = {title: rows for title, _, rows in tables(found)}
+    assert [row[0] for row in rows["work"]] == ["0 – 15"]
+    assert [row[0] for row in rows["memory of tensors at the peak of a step"]] == ["0 – 15, each"]
+
+
+def test_sizes_are_written_with_units() -> None:
+    assert [size(n) for n in (0, 999, 1_000, 1_234_567, 999_990_000, 80e9)] == [
+        *("0 B", "999 B", "1.0 kB", "1.2 MB"),
+        *("1.0 GB", "80.0 GB"),
+    ]
+    assert [flops(n) for n in (12, 4.1e9, 2.5e15)] == ["12 FLOP", "4.1 GFLOP", "2.5 PFLOP"]
