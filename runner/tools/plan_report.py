@@ -15,12 +15,14 @@ from runner.parallel.collectives import Collectives
 from runner.parallel.context import Layout, Process
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.launch.processes import LocalProcesses
+from runner.parallel.pipeline import Pipeline
 from runner.run import Run, Session, check_used
 from runner.system.memory import host_memory
 from runner.tools.composed_run import compose_run, replaced
 from runner.tools.plan_costs import Machine
+from runner.tools.plan_pipeline import bubbles
 from runner.tools.plan_remedies import changes
-from runner.tools.plan_trace import RankPlan, trace_rank
+from runner.tools.plan_trace import RankPlan, trace_blocks, trace_rank
 
 _ENOUGH = 4
 """Number of changes that make a run fit, after which no more are tried."""
@@ -57,6 +59,7 @@ def plan(
         "batch": _batch(session),
         "length": _length(session),
         "ranks": [_rank(session, each, machine) for each in ranks],
+        "pipeline": _pipeline(session),
         "checkpoint": _checkpoint(session, ranks),
         "host": _host(session, ranks) if num_devices is None else None,
         "memory_bytes": memory,
@@ -163,6 +166,22 @@ def _rank(session: Session, rank: RankPlan, machine: Machine | None) -> dict[str
         "messages": {name: {"calls": each[0], "bytes": each[1]} for name, each in rank.costs.messages.items()},
         "sent_bytes": rank.costs.sent_bytes(world_size),
         "least_seconds": rank.costs.seconds(machine, world_size) if machine else None,
+    }
+
+
+def _pipeline(session: Session) -> dict[str, Any] | None:
+    """Return the bubbles of a pipeline; None for other modes."""
+    mode, batch = session.run.parallel, _batch(session)
+    if not isinstance(mode, Pipeline):
+        return None
+    samples = batch["batch_size"] // batch["accumulation"]
+    stages = max(2, len(session.context.process.devices))
+    num_workers = session.context.world_size if mode.engine == "processes" else mode.asked_stages or stages
+    blocks = trace_blocks(session, batch["samples_per_pass"])
+    return {
+        "schedule": mode.schedule,
+        "num_micro_batches": batch["pipeline_micro_batches"],
+        "bubbles": bubbles(mode, num_workers, samples, blocks),
     }
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.tools.plan_memory import KINDS
+from runner.tools.plan_pipeline import SCHEDULES
 
 _MOST_RANKS = 8
 """Number of ranks that do the same, from which on they share a row."""
@@ -34,6 +35,15 @@ def tables(report: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
             _memory_rows(ranks),
         ),
     ]
+    if report["pipeline"]:
+        rows = report["pipeline"]["bubbles"]
+        titles = [key.replace("_", " ") for key in rows[0] if key not in SCHEDULES]
+        schedules = [key for key in rows[0] if key in SCHEDULES]
+        cells = [
+            [str(row["split_size"]), str(row["num_micro_batches"]), *(_bubble(row, name, report) for name in schedules)]
+            for row in rows
+        ]
+        found.append(("bubble: idle share of the processes' time", [*titles, *schedules], cells))
     if report["remedies"]:
         rows = [
             [" ".join(each["overrides"]), size(each["peak_bytes"]), "yes" if each["fits"] else "no", each["costs"]]
@@ -78,6 +88,15 @@ def _batch(batch: dict[str, Any]) -> str:
     return " = ".join(
         [f"{batch['batch_size']} samples", " × ".join([*parts, str(batch["samples_per_pass"])])][: 1 + bool(parts)]
     )
+
+
+def _bubble(row: dict[str, Any], schedule: str, report: dict[str, Any]) -> str:
+    """Return the bubble of a schedule as a percentage; that of the config is marked."""
+    pipeline = report["pipeline"]
+    if row[schedule] is None:
+        return "–"
+    own = (schedule, row["num_micro_batches"]) == (pipeline["schedule"], pipeline["num_micro_batches"])
+    return f"{'this config: ' * own}{row[schedule]:.1%}"
 
 
 def _work_titles(ranks: Sequence[dict[str, Any]]) -> list[str]:

@@ -20,6 +20,7 @@ from runner.parallel.collectives import Collectives
 from runner.parallel.context import Process
 from runner.parallel.hogwild import Hogwild
 from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.pipelining.partition import first_inputs, profile_blocks
 from runner.run import Session
 from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors
@@ -54,6 +55,28 @@ class RankPlan(NamedTuple):
     def peak_bytes(self) -> int:
         """The largest memory of tensors in bytes."""
         return max(self.placed, sum(self.peak.values()))
+
+
+def trace_blocks(session: Session, size: int) -> list[float]:
+    """Return the floating-point operations, in 10⁹, of a forward and backward pass of each block of the network.
+
+    Args:
+        session: the prepared run, whose network has blocks.
+        size: number of samples in the pass.
+    """
+    run = session.run
+    with _quiet(), fake_tensors() as fake_mode, torch.random.fork_rng(devices=[]):
+        tracker = MemoryTracker(fake_mode, CpuWorkspace())
+        run = dataclasses.replace(run, workload=_planned(run.workload, tracker))
+        process = Process(RankInfo(), [torch.device("cpu")], Collectives())
+        context = dataclasses.replace(
+            session.context, process=process, workload=run.workload, time_block=tracker.time_block
+        )
+        run.precision.prepare(context.device)
+        model = run.precision.convert(run.workload.build_model())
+        with tracker:
+            profiles = profile_blocks(model, first_inputs(model, context, size), context, timed=True)
+        return [profile.seconds for profile in profiles]
 
 
 def trace_rank(session: Session, rank: int, world_size: int) -> RankPlan:

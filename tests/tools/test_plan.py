@@ -184,6 +184,21 @@ def test_the_report_says_who_does_what(capsys: pytest.CaptureFixture[str]) -> No
     assert found["host"]["tensor_bytes"] == sum(rank["peak_bytes"] for rank in found["ranks"])
 
 
+def test_bubbles_are_those_of_each_schedule_and_split_size(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, *RESNET, "parallel=pipeline", "parallel.schedule=1f1b", "parallel.split_size=4")["pipeline"]
+    assert (found["schedule"], found["num_micro_batches"]) == ("1f1b", 4)
+    rows = {row["split_size"]: row for row in found["bubbles"]}
+    assert list(rows) == [16, 8, 4, 2, 1]
+    assert rows[16] == {
+        "split_size": 16,
+        "num_micro_batches": 1,
+        "gpipe": pytest.approx(0.5, abs=0.01),
+        **dict.fromkeys(("1f1b", "interleaved_1f1b", "zero_bubble")),
+    }
+    assert rows[1]["gpipe"] < rows[4]["gpipe"] < rows[8]["gpipe"]
+    assert rows[4]["zero_bubble"] < rows[4]["1f1b"]
+
+
 def test_other_devices_can_be_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, *RESNET, "parallel=fsdp", "--devices", "8")
     assert len(found["ranks"]) == 8

@@ -1,0 +1,161 @@
+"""Plans beside measurements: the peak memory of tensors of each rank, and how long a plan takes.
+
+`python -m benchmarks.plan [CASE]…`: on a CPU, one thread per process. What is measured are the allocations of the first
+two steps, which the profiler records. They are the same in each repeat, except with fsdp on gloo, whose threads release
+copies of gradients when they get to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.measure import write
+from runner.parallel.context import Process
+from runner.run import Result, build_run
+from runner.tools.composed_run import compose_run
+from runner.train import prepare, train_step
+
+GOAL = 0.05
+RESNET50 = ("workload=resnet50", "batch_size=32", "data.num_samples=128")
+RESNET18 = ("model=resnet18", "data=synthetic", "data.size=64", "data.num_samples=256", "batch_size=64")
+RECOMPUTED = "model.checkpoint_activations=true"
+CUT = ("parallel=pipeline", "parallel.cuts=[layer3.1]")
+CASES: dict[str, tuple[str, ...]] = {
+    "convnet": ("model=convnet", "batch_size=256"),
+    "resnet18": RESNET18,
+    "resnet50": RESNET50,
+    "resnet50, accumulation 4": (*RESNET50, "accumulation=4"),
+    "resnet50, recomputed": (*RESNET50, RECOMPUTED),
+    "resnet50, recomputed, accumulation 4": (*RESNET50, RECOMPUTED, "accumulation=4"),
+    "resnet50, bf16": (*RESNET50, "precision=bf16"),
+    "resnet50, bf16, accumulation 4": (*RESNET50, "precision=bf16", "accumulation=4"),
+    "resnet50, bf16, recomputed": (*RESNET50, "precision=bf16", RECOMPUTED),
+    "dqn": ("workload=dqn",),
+    "resnet50, ddp × 2": (*RESNET50, "parallel=ddp"),
+    "resnet50, fsdp × 2": (*RESNET50, "parallel=fsdp"),
+    "resnet50, pipeline × 2": (*RESNET50, *CUT),
+    "resnet50, pipeline × 2, 1f1b, 16 micro-batches": (
+        *(*RESNET50, *CUT),
+        *("parallel.schedule=1f1b", "parallel.num_micro_batches=16"),
+    ),
+}
+
+
+def main() -> None:
+    """Plan and measure the cases."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", help="beginnings of the names of cases (default: all)")
+    parser.add_argument("--repeats", type=int, default=5, help="of the measurements with fsdp, and of the plans' times")
+    parser.add_argument("--run", choices=CASES, help="measure one case, and print the peak of each rank")
+    arguments = parser.parse_args()
+    if arguments.run:
+        print(json.dumps(measured(arguments.run)))
+        return
+    names = [name for name in CASES if not arguments.cases or name.startswith(tuple(arguments.cases))]
+    rows = []
+    for name in names:
+        predicted, seconds = planned(name, arguments.repeats)
+        repeats = arguments.repeats if "fsdp" in name else 1
+        rows.append(row(name, predicted, [run(name) for _ in range(repeats)], seconds))
+    print(f"  plan of resnet50: {rows[names.index('resnet50')]['seconds']} s" if "resnet50" in names else "")
+    write(
+        "plan",
+        [{"title": "peak memory of tensors in bytes", "rows": rows}],
+        " ".join(["python -m benchmarks.plan", *arguments.cases]),
+    )
+
+
+def row(name: str, predicted: list[int], repeats: list[list[int]], seconds: list[float]) -> dict[str, Any]:
+    """Print and return the prediction and the measurements of a case, and the largest error of a rank's median."""
+    medians = [statistics.median(each) for each in zip(*repeats, strict=True)]
+    errors = [prediction / median - 1 for prediction, median in zip(predicted, medians, strict=True)]
+    worst = max(errors, key=abs)
+    spread = [f"{min(each) / 1e6:,.1f} – {max(each) / 1e6:,.1f}" for each in zip(*repeats, strict=True)]
+    verdict = "reached" if abs(worst) <= GOAL else "MISSED"
+    told = ", ".join(f"{each / 1e6:,.1f}" for each in predicted)
+    print(f"  {name:<48} predicted {told} MB, measured {'; '.join(spread)}: {worst:+.1%} {verdict}", flush=True)
+    return {"case": name, "predicted": predicted, "measured": repeats, "error": worst, "seconds": seconds}
+
+
+def planned(name: str, repeats: int) -> tuple[list[int], list[float]]:
+    """Return the predicted peak of each rank, and the seconds of the command; several times for `resnet50`."""
+    seconds: list[float] = []
+    report: dict[str, Any] = {}
+    words = [*CASES[name], "device=cpu", "device.threads=1"]
+    while len(seconds) < (repeats if name == "resnet50" else 1):
+        since = time.perf_counter()
+        command = [sys.executable, "-m", "runner.tools.plan", *words, "--json"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        seconds.append(round(time.perf_counter() - since, 2))
+        report = json.loads(done.stdout)
+    return [rank["peak_bytes"] for rank in report["ranks"]], seconds
+
+
+def run(name: str) -> list[int]:
+    """Return the measured peak of each rank, in new processes."""
+    command = [sys.executable, "-m", "benchmarks.plan", "--run", name]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{name} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measured(name: str) -> list[int]:
+    """Return the measured peak of each rank of a case, which this process trains or starts."""
+    run = compose_run(
+        [
+            *CASES[name],
+            "device=cpu",
+            "device.threads=1",
+            "steps=2",
+            *(["workload.env_steps=2000"] if name == "dqn" else []),
+        ]
+    )
+    launcher = run.parallel.launcher(run.device)
+    with tempfile.TemporaryDirectory() as scratch, launcher.connect() as process:
+        rank_main = partial(measure_rank, run.config, Path(scratch))
+        launcher.launch(partial(rank_main, process), rank_main, run.prepare(process).context, Path(scratch))
+        return json.loads(Path(scratch, "peaks.json").read_text(encoding="utf-8"))
+
+
+def measure_rank(config: dict[str, Any], directory: Path, process: Process) -> Result:
+    """Train two steps of a run in `process`; rank 0 writes the peak memory of tensors of each rank to `peaks.json`."""
+    torch.set_num_threads(1)
+    run = build_run(config)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+        session = run.prepare(process)
+        state = prepare(session, directory)
+        batches = run.workload.batches(state.model, session.plan, 0, session.device)
+        state.model.train()
+        for step in session.plan.steps(0, 2 * session.plan.steps_per_round):
+            train_step(state, batches, step, log_due=False)
+    profiler: Any = recording.profiler
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    peak = now = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    peaks = session.collectives.all_gather(peak)
+    if session.rank == 0:
+        (directory / "peaks.json").write_text(json.dumps(peaks), encoding="utf-8")
+    return Result("done")
+
+
+if __name__ == "__main__":
+    main()
