@@ -1,14 +1,19 @@
-"""Plans beside measurements: the peak memory of tensors of each rank, and how long a plan takes.
+"""Plans beside measurements: the peak memory of tensors of each rank, the time of a step, and that of a plan.
 
-`python -m benchmarks.plan [CASE]…`: on a CPU, one thread per process. What is measured are the allocations of the first
-two steps, which the profiler records. They are the same in each repeat, except with fsdp on gloo, whose threads release
-copies of gradients when they get to it.
+On a CPU, one thread per process.
+
+- `python -m benchmarks.plan memory [CASE]…`: what is measured are the allocations of the first two steps, which the
+  profiler records. They are the same in each repeat, except with fsdp on gloo, whose threads release copies of
+  gradients when they get to it.
+- `python -m benchmarks.plan time`: what is predicted is the step time of `plan --measure`; what is measured is the
+  median step time of a run. Plans and runs alternate.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -16,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +29,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measure import write
+from benchmarks.measure import command, result, write
 from runner.parallel.context import Process
 from runner.run import Result, build_run
 from runner.tools.composed_run import compose_run
@@ -55,28 +61,85 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 
 
+TIMED = ("workload=resnet50", "batch_size=24", "data.num_samples=96", "device=cpu", "device.threads=1")
+MODES = {"single": (), "ddp × 2": ("parallel=ddp",), "fsdp × 2": ("parallel=fsdp",)}
+PIPELINES = [(schedule, size) for schedule in ("gpipe", "zero_bubble") for size in (3, 6, 12)]
+STEPS = 8
+TIME_GOAL = 0.15
+
+
 def main() -> None:
     """Plan and measure the cases."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="?", choices=("memory", "time"))
     parser.add_argument("cases", nargs="*", help="beginnings of the names of cases (default: all)")
     parser.add_argument("--repeats", type=int, default=5, help="of the measurements with fsdp, and of the plans' times")
     parser.add_argument("--run", choices=CASES, help="measure one case, and print the peak of each rank")
     arguments = parser.parse_args()
     if arguments.run:
         print(json.dumps(measured(arguments.run)))
-        return
-    names = [name for name in CASES if not arguments.cases or name.startswith(tuple(arguments.cases))]
+    elif arguments.what == "time":
+        times(arguments.repeats)
+    else:
+        memory(arguments.cases, arguments.repeats)
+
+
+def times(repeats: int) -> None:
+    """Predict and measure step times, in turn, and write a table."""
+    predicted: dict[str, list[float]] = {}
+    actual: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        for name, words in MODES.items():
+            predicted.setdefault(name, []).append(planned_report([*TIMED, *words, "--measure"])["step"]["seconds"])
+            actual.setdefault(name, []).append(step_time(words))
+        rows = planned_report([*TIMED, "parallel=pipeline", "--measure"])["pipeline"]["bubbles"]
+        by_size = {row["split_size"]: row for row in rows}
+        for schedule, size in PIPELINES:
+            name = f"pipeline × 2, {schedule}, split {size}"
+            predicted.setdefault(name, []).append(by_size[size][schedule]["step_seconds"])
+            words = ("parallel=pipeline", f"parallel.schedule={schedule}", f"parallel.split_size={size}")
+            actual.setdefault(name, []).append(step_time(words))
+    rows = []
+    for name, values in predicted.items():
+        errors = [one / other - 1 for one, other in zip(values, actual[name], strict=True)]
+        error = statistics.median(errors)
+        verdict = "reached" if abs(error) <= TIME_GOAL else "MISSED"
+        spread = f"{min(errors):+.1%} – {max(errors):+.1%}"
+        seconds = f"predicted {statistics.median(values):.3f} s, measured {statistics.median(actual[name]):.3f} s"
+        print(f"  {name:<36} {seconds}: {error:+.1%} ({spread}) {verdict}")
+        rows.append({"case": name, "predicted": values, "measured": actual[name], "error": error})
+    print(f"  pairs that differ by more than 10 % and are ranked wrongly: {wrongly_ranked(rows) or 'none'}")
+    title = "time of a step of ResNet50, 128×128, batch 24, in seconds"
+    write("plan_time", [{"title": title, "rows": rows}], f"python -m benchmarks.plan time --repeats {repeats}")
+
+
+def wrongly_ranked(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the pairs of cases whose measured times differ by more than 10 %, in the other order than predicted."""
+    found = []
+    for one, other in itertools.combinations(rows, 2):
+        a, b = (statistics.median(each["measured"]) for each in (one, other))
+        predicted = statistics.median(one["predicted"]) - statistics.median(other["predicted"])
+        if max(a, b) / min(a, b) > 1.1 and (a - b) * predicted < 0:
+            found.append(f"{one['case']} and {other['case']}")
+    return found
+
+
+def step_time(words: tuple[str, ...]) -> float:
+    """Return the median step time of a short run in seconds."""
+    options = [*TIMED, *words, f"steps={STEPS}", "eval_every=0", "save_every=0", "log_every=100"]
+    with command(options) as directory:
+        return result(directory)["step_seconds"]["median"]
+
+
+def memory(cases: list[str], repeats: int) -> None:
+    """Predict and measure the memory of the cases, and write a table."""
+    names = [name for name in CASES if not cases or name.startswith(tuple(cases))]
     rows = []
     for name in names:
-        predicted, seconds = planned(name, arguments.repeats)
-        repeats = arguments.repeats if "fsdp" in name else 1
-        rows.append(row(name, predicted, [run(name) for _ in range(repeats)], seconds))
+        predicted, seconds = planned(name, repeats)
+        rows.append(row(name, predicted, [run(name) for _ in range(repeats if "fsdp" in name else 1)], seconds))
     print(f"  plan of resnet50: {rows[names.index('resnet50')]['seconds']} s" if "resnet50" in names else "")
-    write(
-        "plan",
-        [{"title": "peak memory of tensors in bytes", "rows": rows}],
-        " ".join(["python -m benchmarks.plan", *arguments.cases]),
-    )
+    write("plan", [{"title": "peak memory of tensors in bytes", "rows": rows}], "python -m benchmarks.plan memory")
 
 
 def row(name: str, predicted: list[int], repeats: list[list[int]], seconds: list[float]) -> dict[str, Any]:
@@ -98,11 +161,18 @@ def planned(name: str, repeats: int) -> tuple[list[int], list[float]]:
     words = [*CASES[name], "device=cpu", "device.threads=1"]
     while len(seconds) < (repeats if name == "resnet50" else 1):
         since = time.perf_counter()
-        command = [sys.executable, "-m", "runner.tools.plan", *words, "--json"]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        report = planned_report(words)
         seconds.append(round(time.perf_counter() - since, 2))
-        report = json.loads(done.stdout)
     return [rank["peak_bytes"] for rank in report["ranks"]], seconds
+
+
+def planned_report(words: Sequence[str]) -> dict[str, Any]:
+    """Return the plan of a command line."""
+    command = [sys.executable, "-m", "runner.tools.plan", *words, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the plan failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout)
 
 
 def run(name: str) -> list[int]:

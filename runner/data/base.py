@@ -61,9 +61,9 @@ class Samples(ABC):
             device: device of the batches.
         """
 
-    def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
-        """Yield batches like those of `batches`, but where tensors have no values; see `Workload.fake_batches`."""
-        return self.batches(micros, 0, device)
+    def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch] | None:
+        """Return batches like those of `batches`, but where tensors have no values; see `Workload.fake_batches`."""
+        return None
 
     @abstractmethod
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:

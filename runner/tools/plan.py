@@ -8,6 +8,9 @@ The plan can also be made for a machine that is not here: `--devices 8 --memory 
 not, which changes of *how* would make it fit; `--flops 300e12 --bandwidth 2e12 --link 200e9` adds a lower bound on the
 time of a step.
 
+With `--measure`, passes or blocks, the update and messages are measured for some seconds in the processes of the mode,
+and the time of a step is predicted from them; for a pipeline, that of each schedule and `split_size`.
+
 Exit codes: 0: planned. 1: planned, but it does not fit into `--memory`. 2: the config is refused.
 """
 
@@ -35,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, overrides = parsed(arguments)
         from runner.tools.plan_report import plan  # imported here: torch is slow to import
 
-        report = plan(overrides, options.config_dir, options.devices, options.memory, options.machine)
+        report = plan(overrides, options.config_dir, options.devices, options.memory, options.machine, options.measure)
     except Exception as error:
         return report_error(error)
     if options.json:
@@ -58,6 +61,7 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m runner.tools.plan", None, __doc__, None, [], form, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--measure", action="store_true", help="predict the time of a step from measured parts")
     parser.add_argument("--config-dir", "-cd", help="a folder with options of your own, as for the command")
     parser.add_argument("--devices", help="number of devices of the machine (default: those of this machine)")
     parser.add_argument("--memory", help="memory of each device, such as 80GB")
@@ -80,6 +84,9 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     if missing and any(speeds):
         why = "a time follows only from --flops and --bandwidth together"
         raise ConfigError(f"--{missing[0]}", ABSENT, why, "--flops 300e12 --bandwidth 2e12 --link 200e9")
+    if options.measure and (options.devices or any(speeds)):
+        flag = "--devices" if options.devices else "--flops"
+        raise ConfigError("--measure", ABSENT, f"it measures this machine, and {flag} is about another", f"drop {flag}")
     options.machine = None if missing else speeds
     return options, overrides
 

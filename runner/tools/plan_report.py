@@ -20,6 +20,7 @@ from runner.run import Run, Session, check_used
 from runner.system.memory import host_memory
 from runner.tools.composed_run import compose_run, replaced
 from runner.tools.plan_costs import Machine
+from runner.tools.plan_measure import Parts, measure, step_seconds
 from runner.tools.plan_pipeline import bubbles
 from runner.tools.plan_remedies import changes
 from runner.tools.plan_trace import RankPlan, trace_blocks, trace_rank
@@ -34,6 +35,7 @@ def plan(
     num_devices: int | None = None,
     memory: float | None = None,
     speeds: Sequence[float | None] | None = None,
+    measured: bool = False,
 ) -> dict[str, Any]:
     """Return the plan of a run as plain values.
 
@@ -43,9 +45,11 @@ def plan(
         num_devices: number of devices of the machine that is planned for; None for those of this machine.
         memory: memory of each device in bytes; None if it does not matter.
         speeds: the values of a `Machine`; None to predict no times. Without a `link`, messages take no time.
+        measured: whether to measure the parts of a step on this machine, to predict the time of a step.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
+        RankError: if a process fails that measures.
     """
     run = compose_run(overrides, config_dir, "plan")
     check_used(run, overrides)
@@ -54,12 +58,15 @@ def plan(
     machine = Machine(speeds[0] or 0, speeds[1] or 0, speeds[2] or float("inf")) if speeds else None
     peak = max(rank.peak_bytes for rank in ranks)
     fits = None if memory is None else peak <= memory
+    parts = measure(run) if measured else None
+    pipeline = _pipeline(session, ranks, parts)
     report = {
         "run": _described(session),
         "batch": _batch(session),
         "length": _length(session),
         "ranks": [_rank(session, each, machine) for each in ranks],
-        "pipeline": _pipeline(session),
+        "pipeline": pipeline,
+        "step": None if parts is None else _step(session, parts, pipeline),
         "checkpoint": _checkpoint(session, ranks),
         "host": _host(session, ranks) if num_devices is None else None,
         "memory_bytes": memory,
@@ -169,20 +176,48 @@ def _rank(session: Session, rank: RankPlan, machine: Machine | None) -> dict[str
     }
 
 
-def _pipeline(session: Session) -> dict[str, Any] | None:
-    """Return the bubbles of a pipeline; None for other modes."""
+def _pipeline(session: Session, ranks: Sequence[RankPlan], parts: Parts | None) -> dict[str, Any] | None:
+    """Return the bubbles of a pipeline, and with measured `parts` also the times of a step; None for other modes."""
     mode, batch = session.run.parallel, _batch(session)
     if not isinstance(mode, Pipeline):
         return None
     samples = batch["batch_size"] // batch["accumulation"]
     stages = max(2, len(session.context.process.devices))
     num_workers = session.context.world_size if mode.engine == "processes" else mode.asked_stages or stages
-    blocks = trace_blocks(session, batch["samples_per_pass"])
+    if parts is None:
+        operations = trace_blocks(session, batch["samples_per_pass"])
+        rows = bubbles(mode, num_workers, samples, lambda size: operations)
+    else:
+        rows = bubbles(mode, num_workers, samples, parts.blocks)
+        sizes = [sum(rank.saved.values()) for rank in ranks]
+        cells = [cell for row in rows for cell in row.values() if isinstance(cell, dict)]
+        for cell in cells:
+            cell["step_seconds"] = step_seconds(session, parts, cell["time"], max(sizes) / sum(sizes))
+    return {"schedule": mode.schedule, "num_micro_batches": batch["pipeline_micro_batches"], "bubbles": rows}
+
+
+def _step(session: Session, parts: Parts, pipeline: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the predicted time of a step and the measured parts; for a pipeline, also the fastest that was found."""
+    fastest = None
+    if pipeline is None:
+        seconds = step_seconds(session, parts)
+    else:
+        rows = {row["num_micro_batches"]: row for row in pipeline["bubbles"]}
+        seconds = rows[pipeline["num_micro_batches"]][pipeline["schedule"]]["step_seconds"]
+        fastest = _fastest(pipeline["bubbles"])
     return {
-        "schedule": mode.schedule,
-        "num_micro_batches": batch["pipeline_micro_batches"],
-        "bubbles": bubbles(mode, num_workers, samples, blocks),
+        "seconds": seconds,
+        "samples_per_second": session.plan.samples_per_round / seconds,
+        "parts": parts.values,
+        "fastest": fastest,
     }
+
+
+def _fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the split size and the schedule of the shortest step."""
+    cells = [(cell["step_seconds"], row, key) for row in rows for key, cell in row.items() if isinstance(cell, dict)]
+    seconds, row, schedule = min(cells, key=lambda cell: cell[0])
+    return {"schedule": schedule, "split_size": row["split_size"], "seconds": seconds}
 
 
 def _checkpoint(session: Session, ranks: Sequence[RankPlan]) -> dict[str, int]:

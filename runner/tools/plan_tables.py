@@ -43,7 +43,8 @@ def tables(report: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
             [str(row["split_size"]), str(row["num_micro_batches"]), *(_bubble(row, name, report) for name in schedules)]
             for row in rows
         ]
-        found.append(("bubble: idle share of the processes' time", [*titles, *schedules], cells))
+        timed = ", and time of a step" if report["step"] else ""
+        found.append((f"bubble: idle share of the processes' time{timed}", [*titles, *schedules], cells))
     if report["remedies"]:
         rows = [
             [" ".join(each["overrides"]), size(each["peak_bytes"]), "yes" if each["fits"] else "no", each["costs"]]
@@ -73,9 +74,27 @@ def _overview(report: dict[str, Any]) -> dict[str, str]:
         "length": f"{length['steps']:,} steps, {length['samples']:,} samples{epochs}",
         "checkpoint": saved,
     }
+    if step := report["step"]:
+        lines["step"] = f"{step['seconds'] * 1e3:,.4g} ms, {step['samples_per_second']:,.4g} samples/s"
+        lines["of which"] = _parts(step["parts"])
+        if fastest := step["fastest"]:
+            words = f"parallel.schedule={fastest['schedule']} parallel.split_size={fastest['split_size']}"
+            lines["fastest"] = f"{fastest['seconds'] * 1e3:,.4g} ms with {words}"
     if host:
         lines["this machine"] = f"{size(host['tensor_bytes'])} for tensors, {size(host['available_bytes'])} available"
     return lines
+
+
+def _parts(parts: dict[str, Any]) -> str:
+    """Return the measured times of the parts of a step."""
+    names = {
+        "pass": "a pass",
+        "batch": "a batch",
+        "update": "the update",
+        "reduce": "an all-reduce",
+        "gather": "an all-gather",
+    }
+    return ", ".join(f"{text} {parts[key] * 1e3:,.3g} ms" for key, text in names.items() if parts.get(key))
 
 
 def _batch(batch: dict[str, Any]) -> str:
@@ -91,12 +110,14 @@ def _batch(batch: dict[str, Any]) -> str:
 
 
 def _bubble(row: dict[str, Any], schedule: str, report: dict[str, Any]) -> str:
-    """Return the bubble of a schedule as a percentage; that of the config is marked."""
+    """Return the bubble of a schedule as a percentage, and the time of a step if it was measured."""
     pipeline = report["pipeline"]
     if row[schedule] is None:
         return "–"
     own = (schedule, row["num_micro_batches"]) == (pipeline["schedule"], pipeline["num_micro_batches"])
-    return f"{'this config: ' * own}{row[schedule]:.1%}"
+    cell = row[schedule]
+    timed = f", {cell['step_seconds'] * 1e3:,.4g} ms" if "step_seconds" in cell else ""
+    return f"{'this config: ' * own}{cell['bubble']:.1%}{timed}"
 
 
 def _work_titles(ranks: Sequence[dict[str, Any]]) -> list[str]:

@@ -119,20 +119,29 @@ def _planned(workload: Workload, tracker: MemoryTracker) -> Workload:
     """
     copied = copy.copy(workload)
     for name, value in vars(copied).items():
-        if isinstance(value, Samples):  # it will hold fake tensors
-            setattr(copied, name, copy.copy(value))
-            tracker.current["data"] += sum(
-                each.nbytes for each in vars(value).values() if isinstance(each, torch.Tensor) and not each.is_meta
-            )
+        if isinstance(value, Samples):
+            setattr(copied, name, _planned_samples(value))
+            tensors = [each for each in vars(value).values() if isinstance(each, torch.Tensor) and not each.is_meta]
+            tracker.current["data"] += sum(each.nbytes for each in tensors)
+
+    own = copied.batches
 
     def batches(model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Any]:
-        stream = copied.fake_batches(model, plan, device)
+        stream = copied.fake_batches(model, plan, device) or own(model, plan, after_step, device)
         while True:
             with tracker.allocating("data"):
                 batch = next(stream)
             yield batch
 
     copied.batches = batches
+    return copied
+
+
+def _planned_samples(samples: Samples) -> Samples:
+    """Return a copy of `samples` whose batches have no values; the copy will hold fake tensors."""
+    copied = copy.copy(samples)
+    batches = copied.batches
+    copied.batches = lambda micros, seed, device: copied.fake_batches(micros, device) or batches(micros, seed, device)
     return copied
 
 

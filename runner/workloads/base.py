@@ -63,13 +63,16 @@ class Workload(ABC):
             device: device of the batches.
         """
 
-    def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Any]:
-        """Yield micro-batches like those of `batches`, but where tensors have no values, as `runner.tools.plan` uses.
+    def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Any] | None:
+        """Return micro-batches like those of `batches`, but where tensors have no values; `runner.tools.plan` uses them.
 
-        The memory that is allocated must be that of `batches`. A workload whose batches depend on values of tensors, on
+        They must take as much memory as those of `batches`. A workload whose batches depend on values of tensors, on
         environments or on files overrides this method.
+
+        Returns:
+            An iterator without end; None (the default) if `batches` works with tensors that have no values.
         """
-        return self.batches(model, plan, 0, device)
+        return None
 
     @abstractmethod
     def loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -78,9 +78,6 @@ class Classifier(SupervisedWorkload):
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
         return self.train.batches(self._positions(plan, plan.stream(after_step)), plan.seed, device)
 
-    def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Batch]:
-        return self.train.fake_batches(plan.stream(0), device)
-
     def _positions(self, plan: Plan, micros: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         """Return `micros`; if `overfit_batches` is not 0, map their positions to those of the first batches."""
         if not self.overfit_batches:

@@ -11,12 +11,14 @@ import pytest
 import torch
 from helpers.compose import FAST, built, composed
 from helpers.ranks import Ranks
+from helpers.runs import write_images
 from helpers.tensor_memory import measured_peak
 
 from runner.parallel.context import Process
 from runner.parallel.launch.cluster import RankInfo
 from runner.system.fake_tensors import fake_process_group
 from runner.tools import plan
+from runner.tools.plan_measure import Parts
 from runner.tools.plan_memory import KINDS
 from runner.tools.plan_report import prepared, trace
 from runner.tools.plan_tables import flops, size, tables
@@ -80,6 +82,18 @@ def test_the_predicted_peak_of_a_shard_is_that_of_the_allocator(tmp_path: Path) 
         process = Process(RankInfo(0, 2, 0, 2), [torch.device("cpu")], FakeCollectives(0, 2))
         measured = measured_peak(composed(*RESNET, "parallel=fsdp"), tmp_path, process)
     assert rank.peak_bytes - copied == pytest.approx(measured, rel=0.05)
+
+
+def test_files_are_not_read(tmp_path: Path) -> None:
+    write_images(tmp_path / "images")
+    words = ("model=tiny", "data=imagefolder", f"data.root={tmp_path}/images", "data.size=16", "data.workers=2")
+    session = prepared(built(*words, "batch_size=8", "steps=1", "device=cpu", "device.threads=1"), None)
+    for path in (tmp_path / "images").rglob("*.*"):
+        path.unlink()
+    [rank] = trace(session)
+    images = 8 * 3 * 16 * 16
+    assert rank.kept["data"] >= images * 4, "a batch of float32"
+    assert rank.peak["data"] <= images * 5 + 1000, "and the bytes from which it is made"
 
 
 def test_memory_is_divided_by_kind() -> None:
@@ -189,14 +203,42 @@ def test_bubbles_are_those_of_each_schedule_and_split_size(capsys: pytest.Captur
     assert (found["schedule"], found["num_micro_batches"]) == ("1f1b", 4)
     rows = {row["split_size"]: row for row in found["bubbles"]}
     assert list(rows) == [16, 8, 4, 2, 1]
-    assert rows[16] == {
-        "split_size": 16,
-        "num_micro_batches": 1,
-        "gpipe": pytest.approx(0.5, abs=0.01),
-        **dict.fromkeys(("1f1b", "interleaved_1f1b", "zero_bubble")),
+    shares = {
+        size: {key: cell["bubble"] for key, cell in row.items() if isinstance(cell, dict)} for size, row in rows.items()
     }
-    assert rows[1]["gpipe"] < rows[4]["gpipe"] < rows[8]["gpipe"]
-    assert rows[4]["zero_bubble"] < rows[4]["1f1b"]
+    assert shares[16] == {"gpipe": pytest.approx(0.5, abs=0.01)}
+    assert shares[1]["gpipe"] < shares[4]["gpipe"] < shares[8]["gpipe"]
+    assert shares[4]["zero_bubble"] < shares[4]["1f1b"]
+
+
+@pytest.mark.parametrize("mode", [(), ("parallel=ddp",), ("parallel=fsdp",)], ids=["single", "ddp", "fsdp"])
+def test_a_step_is_predicted_from_its_parts(mode: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    step = report(capsys, *FAST, "batch_size=16", "accumulation=2", *mode, "--measure")["step"]
+    parts, count = step["parts"], 2 if mode else 1
+    assert all(parts[name] > 0 for name in ("pass", "batch", "update"))
+    assert (parts["reduce"] > 0, parts["gather"] > 0) == (count == 2,) * 2
+    messages = {1: 0.0, 2: parts["reduce"] if "ddp" in str(mode) else 4 * parts["gather"] + parts["reduce"] / 2}[count]
+    update = parts["update"] / (2 if "fsdp" in str(mode) else 1)
+    assert step["seconds"] == pytest.approx(2 * (parts["pass"] + parts["batch"]) + messages + update)
+    assert step["samples_per_second"] == pytest.approx(16 / step["seconds"])
+
+
+def test_the_fastest_split_size_of_a_pipeline_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, *FAST, "batch_size=16", "parallel=pipeline", "parallel.split_size=2", "--measure")
+    rows, step = found["pipeline"]["bubbles"], found["step"]
+    cells = {(row["split_size"], key): cell for row in rows for key, cell in row.items() if isinstance(cell, dict)}
+    fastest = min(cells, key=lambda key: cells[key]["step_seconds"])
+    assert (step["fastest"]["split_size"], step["fastest"]["schedule"]) == fastest
+    assert step["seconds"] == cells[2, "gpipe"]["step_seconds"]
+    assert {len(times) for times in step["parts"]["blocks"].values()} == {4}
+
+
+def test_times_of_blocks_are_interpolated() -> None:
+    parts = Parts({"blocks": {"4": [4.0, 8.0], "8": [6.0, 10.0]}})
+    assert parts.blocks(4) == [4, 8]
+    assert parts.blocks(6) == [5, 9]
+    assert parts.blocks(2) == [2, 4]
+    assert parts.blocks(16) == [12, 20]
 
 
 def test_other_devices_can_be_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,6 +278,8 @@ REFUSED = {
     "--flops 1e12": "--bandwidth",
     "--link 1e9": "--flops",
     "--sizes": "--sizes",
+    "--measure --devices 2": "--measure",
+    "--measure --flops 1e12 --bandwidth 1e12": "--measure",
     "batch_size=3 accumulation=2": "batch_size",
     "parallel=pipeline workload=dqn": "workload",
     "parallel=ddp parallel.processes=4 --devices 2": "parallel.processes",

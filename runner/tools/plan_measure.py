@@ -1,0 +1,207 @@
+"""The predicted time of a step, from short measurements of its parts: passes or blocks, the update, and messages.
+
+The parts are measured in the processes of the mode, in all of them at once, so that they share the caches, the memory
+and the links of the machine as they do in training. No training step is done.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.device import synchronize
+from runner.optimizer import trainable
+from runner.parallel.base import move
+from runner.parallel.context import Process
+from runner.parallel.fsdp import FSDP
+from runner.parallel.pipeline import Pipeline
+from runner.parallel.pipelining.micro_batches import divisors
+from runner.parallel.pipelining.partition import first_inputs, profile_blocks
+from runner.run import Result, Run, Session, build_run
+
+_REPEATS = 3
+_MICRO_BATCHES_PER_STAGE = (2, 4, 8, 16)
+"""The numbers of micro-batches for which the blocks of a pipeline are measured, times the number of stages.
+
+The times of other numbers are interpolated.
+"""
+
+
+class Parts:
+    """Measured times of the parts of a step in seconds, the longest of all ranks.
+
+    Args:
+        values: `pass`, a forward and backward pass; `update`, an optimizer step for the whole model; `batch`, the time
+            to make a batch; `reduce` and `gather`, an all-reduce and an all-gather of all parameters; `blocks`, the
+            times of the blocks of a pipeline by the number of samples in a micro-batch.
+    """
+
+    def __init__(self, values: dict[str, Any]):
+        self.values = values
+
+    def blocks(self, size: int) -> list[float]:
+        """Return the times of the blocks for micro-batches of `size` samples, interpolated between measured sizes."""
+        measured = {int(key): value for key, value in self.values["blocks"].items()}
+        sizes = sorted(measured)
+        if size <= sizes[0] or len(sizes) == 1:
+            return [each * size / sizes[0] for each in measured[sizes[0]]] if size < sizes[0] else measured[sizes[0]]
+        if size >= sizes[-1]:
+            return [each * size / sizes[-1] for each in measured[sizes[-1]]]
+        low, high = next((low, high) for low, high in pairwise(sizes) if low <= size <= high)
+        share = (size - low) / (high - low)
+        return [a + share * (b - a) for a, b in zip(measured[low], measured[high], strict=True)]
+
+
+def measure(run: Run) -> Parts:
+    """Measure the parts of a step of `run` in its processes.
+
+    Raises:
+        ConfigError: if the run is refused.
+        RankError: if a process fails.
+    """
+    launcher = run.parallel.launcher(run.device)
+    with tempfile.TemporaryDirectory(prefix="runner-plan-") as scratch, launcher.connect() as process:
+        session = run.prepare(process)
+        rank_main = partial(measure_rank, run.config, Path(scratch))
+        launcher.launch(partial(rank_main, process), rank_main, session.context, Path(scratch))
+        return Parts(json.loads(Path(scratch, "parts.json").read_text(encoding="utf-8")))
+
+
+def measure_rank(config: dict[str, Any], directory: Path, process: Process) -> Result:
+    """Measure the parts in `process`; rank 0 writes the longest times of all ranks to `parts.json`."""
+    run = build_run(config)
+    session = run.prepare(process)
+    with run.device.settings(session.device, run.deterministic):
+        run.precision.prepare(session.device)
+        model = run.precision.convert(run.workload.build_model())
+        move(model, session.device, session.context.channels_last)
+        model.train()
+        own = _blocks(session, model) if isinstance(run.parallel, Pipeline) else _pass(session, model)
+        own |= _update(session, model) | _messages(session, model)
+    gathered = session.collectives.all_gather(own)
+    if session.rank == 0:
+        longest = {key: _longest([each[key] for each in gathered]) for key in own}
+        (directory / "parts.json").write_text(json.dumps(longest), encoding="utf-8")
+    return Result("done")
+
+
+def _longest(values: list[Any]) -> Any:
+    """Return the largest of `values`; of dicts and lists, the largest of each of their items."""
+    if isinstance(values[0], dict):
+        return {key: _longest([each[key] for each in values]) for key in values[0]}
+    if isinstance(values[0], list):
+        return [_longest(list(each)) for each in zip(*values, strict=True)]
+    return max(values)
+
+
+def _pass(session: Session, model: torch.nn.Module) -> dict[str, float]:
+    """Measure a forward and backward pass of the whole model, and how long it takes to make a batch."""
+    run = session.run
+    batches = run.workload.batches(model, session.plan, 0, session.device)
+    batch = next(batches)
+
+    def forward_backward() -> None:
+        with run.precision.autocast():
+            loss, _ = run.workload.loss(model, batch)
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return {
+        "pass": _seconds(session, forward_backward),
+        "batch": _seconds(session, lambda: next(batches)),
+    }
+
+
+def _blocks(session: Session, model: torch.nn.Module) -> dict[str, Any]:
+    """Measure the blocks of a network for several numbers of samples, and how long it takes to make a batch."""
+    plan, context = session.plan, session.context
+    samples, stages = plan.batch_size // plan.accumulation, max(2, context.world_size, len(context.process.devices))
+    own = samples // session.run.parallel.num_microbatches(context)
+    times = {}
+    for size in measured_sizes(samples, stages, own):
+        session.collectives.barrier()
+        inputs = first_inputs(model, context, size)
+        times[str(size)] = [profile.seconds for profile in profile_blocks(model, inputs, context, timed=True)]
+    batches = session.run.workload.batches(model, plan, 0, session.device)
+    return {"blocks": times, "batch": _seconds(session, lambda: next(batches))}
+
+
+def measured_sizes(samples: int, stages: int, own: int) -> list[int]:
+    """Return the numbers of samples per micro-batch for which blocks are measured: that of the config, and others."""
+    possible = divisors(samples)
+    wanted = [samples / (stages * count) for count in _MICRO_BATCHES_PER_STAGE]
+    return sorted({own, *(min(possible, key=lambda size: abs(size - each)) for each in wanted)}, reverse=True)
+
+
+def _update(session: Session, model: torch.nn.Module) -> dict[str, float]:
+    """Measure an optimizer step for the whole model."""
+    optimizer = session.run.optimizer.build(model)
+
+    def update() -> None:
+        optimizer.step()
+
+    for parameter in trainable(model):
+        parameter.grad = torch.zeros_like(parameter)
+    return {"update": _seconds(session, update)}
+
+
+def _messages(session: Session, model: torch.nn.Module) -> dict[str, float]:
+    """Measure an all-reduce and an all-gather of all parameters; nothing if there is one process."""
+    world_size = session.context.world_size
+    if world_size == 1 or isinstance(session.run.parallel, Pipeline):
+        return {"reduce": 0.0, "gather": 0.0}
+    count = sum(parameter.numel() for parameter in trainable(model))
+    whole = torch.zeros(-(-count // world_size) * world_size, device=session.device)
+    own = torch.zeros(len(whole) // world_size, device=session.device)
+    return {
+        "reduce": _seconds(session, lambda: torch.distributed.all_reduce(whole)),
+        "gather": _seconds(session, lambda: torch.distributed.all_gather(list(whole.chunk(world_size)), own)),
+    }
+
+
+def _seconds(session: Session, work: Callable[[], Any]) -> float:
+    """Return the median time of `work` after a warm-up; all ranks begin together."""
+    times = []
+    for _ in range(1 + _REPEATS):
+        synchronize(session.device)
+        session.collectives.barrier()
+        since = time.perf_counter()
+        work()
+        synchronize(session.device)
+        times.append(time.perf_counter() - since)
+    return statistics.median(times[1:])
+
+
+def step_seconds(session: Session, parts: Parts, computed: float | None = None, update_share: float = 1.0) -> float:
+    """Return the predicted time of a step.
+
+    Args:
+        session: the prepared run.
+        parts: the measured times.
+        computed: the time of all forward and backward passes of a pipeline between two updates; None if each process
+            computes whole passes.
+        update_share: the largest share of the parameters that are on one process of a pipeline.
+    """
+    values, plan = parts.values, session.plan
+    if computed is not None:
+        return plan.accumulation * (computed + values["batch"]) + values["update"] * update_share
+    world_size = session.context.world_size
+    messages, update = 0.0, values["update"]
+    if isinstance(session.run.parallel, FSDP):
+        # Gathered before the forward and before the backward pass of each micro-batch; a reduce-scatter is half of an
+        # all-reduce.
+        messages = 2 * plan.accumulation * values["gather"] + values["reduce"] / 2
+        update /= world_size
+    elif plan.data_shard[1] > 1:
+        messages = values["reduce"]
+    return plan.accumulation * (values["pass"] + values["batch"]) + messages + update
