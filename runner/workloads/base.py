@@ -64,7 +64,7 @@ class Workload(ABC):
         """
 
     def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Any] | None:
-        """Return micro-batches like those of `batches`, but where tensors have no values; `runner.tools.plan` uses them.
+        """Return micro-batches like those of `batches`, but whose tensors have no values, for `runner.tools.plan`.
 
         They must take as much memory as those of `batches`. A workload whose batches depend on values of tensors, on
         environments or on files overrides this method.
