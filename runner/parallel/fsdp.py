@@ -53,7 +53,7 @@ class FSDP(MultiProcess):
 
         device = context.device
         if context.channels_last:  # images only: FSDP2 cannot shard weights in this memory format
-            model.register_forward_pre_hook(_to_channels_last)
+            model.register_forward_pre_hook(inputs_to_channels_last)
         if self.offload and device.type == "cpu":
             log.warning("parallel.offload has no effect: without a GPU the shards are in host memory anyway")
         model.to(device)
@@ -95,5 +95,6 @@ class FSDP(MultiProcess):
         return super().full_state(model, optimizer)
 
 
-def _to_channels_last(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def inputs_to_channels_last(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """A forward pre-hook that converts images to the NHWC memory format."""
     return tuple(x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs)

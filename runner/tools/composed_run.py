@@ -4,10 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from runner.cli import arguments as cli
 from runner.cli.composition import Composer
-from runner.run import Run, build_run
+from runner.config.errors import ABSENT, check
+
+if TYPE_CHECKING:
+    from runner.run import Run
+
+
+def overrides_of(words: Sequence[str], flags: str) -> list[str]:
+    """Return the overrides among `words`, those words of a command line that are not the tool's own flags.
+
+    Args:
+        words: the words.
+        flags: the tool's flags, for the error message.
+
+    Raises:
+        ConfigError: for an unknown flag, a word that is not a valid override, and a value of `resume` other than `auto`
+            and `never`.
+    """
+    overrides = cli.overrides_first(words)
+    unknown = [word for word in overrides if word.startswith("-")]
+    known = f"it takes {flags} and overrides"
+    check(not unknown, " ".join(unknown[:1]), ABSENT, "there is no such flag of this tool;", known)
+    resumed = cli.override_value(overrides, "resume")
+    why = "the first steps of a config are looked at, not those of a run"
+    check(resumed in (None, "auto", "never"), "resume", resumed, why, "leave it out, and repeat the run's overrides")
+    return overrides
 
 
 def compose_run(overrides: Sequence[str], config_dir: str | None = None, name: str = "run") -> Run:
@@ -21,6 +46,8 @@ def compose_run(overrides: Sequence[str], config_dir: str | None = None, name: s
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
     """
+    from runner.run import build_run  # imported here: flags are checked before torch is imported
+
     words = [cli.quoted(word, sweep=False) for word in overrides]
     return build_run(Composer(config_dir).run([*words, f"name={name}"]).config)
 

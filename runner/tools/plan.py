@@ -23,9 +23,9 @@ import re
 import sys
 from collections.abc import Sequence
 
-from runner.cli import arguments as cli
 from runner.cli.exit_codes import report_error
 from runner.config.errors import ABSENT, ConfigError, check
+from runner.tools.composed_run import overrides_of
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
@@ -69,9 +69,7 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--bandwidth", help="memory bandwidth of each device in bytes per second, such as 2e12")
     parser.add_argument("--link", help="bytes per second that a device sends to another one, such as 200e9")
     options, rest = parser.parse_known_args(arguments)
-    overrides = cli.overrides_first(rest)
-    flags = [word for word in overrides if word.startswith("-")]
-    check(not flags, " ".join(flags[:1]), ABSENT, "there is no such flag of this tool;", "--help lists its flags")
+    overrides = overrides_of(rest, "--devices, --memory, --measure, --json and others (see --help)")
     if options.devices is not None:
         known = options.devices.isdecimal() and 1 <= int(options.devices) <= 4096
         check(known, "--devices", options.devices, "it is no number of devices", "--devices 8")

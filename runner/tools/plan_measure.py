@@ -10,7 +10,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from runner.device import synchronize
 from runner.optimizer import trainable
 from runner.parallel.base import move
 from runner.parallel.context import Process
-from runner.parallel.fsdp import FSDP
+from runner.parallel.fsdp import FSDP, inputs_to_channels_last
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.micro_batches import divisors
 from runner.parallel.pipelining.partition import first_inputs, profile_blocks
@@ -37,7 +37,7 @@ The times of other numbers are interpolated.
 
 
 class Parts:
-    """Measured times of the parts of a step in seconds, the longest of all ranks.
+    """Measured times of the parts of a step in seconds, the means over all ranks.
 
     Args:
         values: `pass`, a forward and backward pass; `update`, an optimizer step for the whole model; `batch`, the time
@@ -77,30 +77,32 @@ def measure(run: Run) -> Parts:
 
 
 def measure_rank(config: dict[str, Any], directory: Path, process: Process) -> Result:
-    """Measure the parts in `process`; rank 0 writes the longest times of all ranks to `parts.json`."""
+    """Measure the parts in `process`; rank 0 writes their means over all ranks to `parts.json`."""
     run = build_run(config)
     session = run.prepare(process)
     with run.device.settings(session.device, run.deterministic):
         run.precision.prepare(session.device)
         model = run.precision.convert(run.workload.build_model())
-        move(model, session.device, session.context.channels_last)
+        if isinstance(run.parallel, FSDP) and session.context.channels_last:  # it shards weights in the usual format
+            model.to(session.device).register_forward_pre_hook(inputs_to_channels_last)
+        else:
+            move(model, session.device, session.context.channels_last)
         model.train()
         own = _blocks(session, model) if isinstance(run.parallel, Pipeline) else _pass(session, model)
         own |= _update(session, model) | _messages(session, model)
     gathered = session.collectives.all_gather(own)
     if session.rank == 0:
-        longest = {key: _longest([each[key] for each in gathered]) for key in own}
-        (directory / "parts.json").write_text(json.dumps(longest), encoding="utf-8")
+        (directory / "parts.json").write_text(json.dumps(_mean(gathered)), encoding="utf-8")
     return Result("done")
 
 
-def _longest(values: list[Any]) -> Any:
-    """Return the largest of `values`; of dicts and lists, the largest of each of their items."""
+def _mean(values: Sequence[Any]) -> Any:
+    """Return the mean of `values`; of dicts and lists, the means of their items."""
     if isinstance(values[0], dict):
-        return {key: _longest([each[key] for each in values]) for key in values[0]}
+        return {key: _mean([each[key] for each in values]) for key in values[0]}
     if isinstance(values[0], list):
-        return [_longest(list(each)) for each in zip(*values, strict=True)]
-    return max(values)
+        return [_mean(each) for each in zip(*values, strict=True)]
+    return statistics.fmean(values)
 
 
 def _pass(session: Session, model: torch.nn.Module) -> dict[str, float]:

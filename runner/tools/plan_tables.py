@@ -1,4 +1,4 @@
-"""Functions that render a plan as tables for a terminal, and as text for TensorBoard."""
+"""Functions that render a plan as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -47,11 +47,15 @@ def tables(report: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
         found.append((f"bubble: idle share of the processes' time{timed}", [*titles, *schedules], cells))
     if report["remedies"]:
         rows = [
-            [" ".join(each["overrides"]), size(each["peak_bytes"]), "yes" if each["fits"] else "no", each["costs"]]
+            [
+                " ".join(each["overrides"]),
+                size(each["peak_bytes"]),
+                "yes" if each["fits"] else "no",
+                each["costs"],
+                each["results"],
+            ]
             for each in report["remedies"]
         ]
-        results = [each["results"] for each in report["remedies"]]
-        rows = [[*row, result] for row, result in zip(rows, results, strict=True)]
         found.append(("changes of how, the cheapest first", ["add", "peak", "fits", "costs", "results"], rows))
     return found
 

@@ -65,15 +65,15 @@ def trace_blocks(session: Session, size: int) -> list[float]:
         size: number of samples in the pass.
     """
     run = session.run
+    process = Process(RankInfo(), [torch.device("cpu")], Collectives())
     with _quiet(), fake_tensors() as fake_mode, torch.random.fork_rng(devices=[]):
         tracker = MemoryTracker(fake_mode, CpuWorkspace())
-        run = dataclasses.replace(run, workload=_planned(run.workload, tracker))
-        process = Process(RankInfo(), [torch.device("cpu")], Collectives())
+        workload = _planned(run.workload, tracker)
         context = dataclasses.replace(
-            session.context, process=process, workload=run.workload, time_block=tracker.time_block
+            session.context, process=process, workload=workload, time_block=tracker.time_block
         )
         run.precision.prepare(context.device)
-        model = run.precision.convert(run.workload.build_model())
+        model = run.precision.convert(workload.build_model())
         with tracker:
             profiles = profile_blocks(model, first_inputs(model, context, size), context, timed=True)
         return [profile.seconds for profile in profiles]
@@ -150,8 +150,8 @@ def _trace(session: Session, directory: Path, tracker: MemoryTracker) -> RankPla
     with tracker, torch.random.fork_rng(devices=[]):
         with tracker.allocating("temporary"):
             state = prepare(session, directory)
-        _sort(tracker, state)
-        state.optimizer.register_step_pre_hook(lambda *_: _sort(tracker, state))
+        _classify(tracker, state)
+        state.optimizer.register_step_pre_hook(lambda *_: _classify(tracker, state))
         for parameter in state.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: tracker.is_of_kind("gradients", (p.grad,)))
@@ -161,7 +161,7 @@ def _trace(session: Session, directory: Path, tracker: MemoryTracker) -> RankPla
         for step in session.plan.steps(0, 2 * session.plan.steps_per_round):
             tracker.begin()
             train_step(state, batches, step, log_due=False)
-            _sort(tracker, state)
+            _classify(tracker, state)
         return RankPlan(
             session.rank,
             tracker.peak,
@@ -175,11 +175,10 @@ def _trace(session: Session, directory: Path, tracker: MemoryTracker) -> RankPla
 
 def _saved(state: State) -> dict[str, int]:
     """Return the bytes of each tensor of the model in a checkpoint, with those of its optimizer state, by name."""
-    model, of_parameter = state.model, state.optimizer.state
-    tensors = {name: [tensor] for name, tensor in model.state_dict(keep_vars=True).items()}
+    of_parameter = state.optimizer.state
     return {
         name: sum(each.numel() * each.element_size() for each in (tensor, *of_parameter.get(tensor, {}).values()))
-        for name, (tensor,) in tensors.items()
+        for name, tensor in state.model.state_dict(keep_vars=True).items()
     }
 
 
@@ -189,7 +188,7 @@ def _blocks(model: torch.nn.Module) -> list[str]:
     return [name for name, block in blocks if any(True for _ in block.parameters())]
 
 
-def _sort(tracker: MemoryTracker, state: State) -> None:
+def _classify(tracker: MemoryTracker, state: State) -> None:
     """Tell `tracker` which tensors are parameters, gradients and optimizer state."""
     tracker.is_of_kind("parameters", [*state.model.parameters(), *state.model.buffers()])
     tracker.is_of_kind("gradients", [parameter.grad for parameter in state.model.parameters()])

@@ -22,13 +22,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from runner.cli import arguments as cli
 from runner.cli.exit_codes import REFUSED, report_error
-from runner.config.errors import ABSENT, check
+from runner.config.errors import check
 from runner.parallel.launch.supervisor import RankError
 from runner.precision import Double
 from runner.run import check_used
-from runner.tools.composed_run import compose_run, replaced
+from runner.tools.composed_run import compose_run, overrides_of, replaced
 from runner.tools.verify_steps import first_steps
 from runner.tools.verify_verdict import Outcome, Pair, Verdict, compare
 
@@ -74,12 +73,7 @@ def parsed(arguments: Sequence[str] | None) -> tuple[list[str], int, str | None]
     parser.add_argument("--config-dir", "-cd", help="a folder with options of your own, as for the command")
     options, rest = parser.parse_known_args(arguments)
     check(options.steps > 0, "--steps", options.steps, "there is nothing to compare", "--steps 3")
-    words = cli.overrides_first(rest)
-    flags = [word for word in words if word.startswith("-")]
-    known = "it takes --steps, --config-dir and overrides"
-    check(not flags, " ".join(flags[:1]), ABSENT, "there is no such flag of this tool;", known)
-    resumed, why = cli.override_value(words, "resume"), "the first steps of a config are compared, not those of a run"
-    check(resumed in (None, "auto", "never"), "resume", resumed, why, "leave it out, and repeat the run's overrides")
+    words = overrides_of(rest, "--steps, --config-dir")
     return words, options.steps, options.config_dir
 
 

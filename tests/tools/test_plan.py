@@ -278,6 +278,8 @@ REFUSED = {
     "--flops 1e12": "--bandwidth",
     "--link 1e9": "--flops",
     "--sizes": "--sizes",
+    "resume=outputs/classifier/run": "resume",
+    "optimizer.lr=0.1,0.2": "optimizer.lr",
     "--measure --devices 2": "--measure",
     "--measure --flops 1e12 --bandwidth 1e12": "--measure",
     "batch_size=3 accumulation=2": "batch_size",
