@@ -21,6 +21,7 @@ import torch
 from runner.device import synchronize
 from runner.optimizer import trainable
 from runner.parallel.base import move
+from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.context import Process
 from runner.parallel.fsdp import FSDP, inputs_to_channels_last
 from runner.parallel.pipeline import Pipeline
@@ -41,8 +42,8 @@ class Parts:
 
     Args:
         values: `pass`, a forward and backward pass; `update`, an optimizer step for the whole model; `batch`, the time
-            to make a batch; `reduce` and `gather`, an all-reduce and an all-gather of all parameters; `blocks`, the
-            times of the blocks of a pipeline by the number of samples in a micro-batch.
+            to make a batch; `reduce`, an all-reduce of all gradients; `gather` and `reduce_scatter`, those of fsdp for
+            all blocks; `blocks`, the times of the blocks of a pipeline by the number of samples in a micro-batch.
     """
 
     def __init__(self, values: dict[str, Any]):
@@ -158,17 +159,40 @@ def _update(session: Session, model: torch.nn.Module) -> dict[str, float]:
 
 
 def _messages(session: Session, model: torch.nn.Module) -> dict[str, float]:
-    """Measure an all-reduce and an all-gather of all parameters; nothing if there is one process."""
-    world_size = session.context.world_size
-    if world_size == 1 or isinstance(session.run.parallel, Pipeline):
-        return {"reduce": 0.0, "gather": 0.0}
-    count = sum(parameter.numel() for parameter in trainable(model))
-    whole = torch.zeros(-(-count // world_size) * world_size, device=session.device)
-    own = torch.zeros(len(whole) // world_size, device=session.device)
-    return {
-        "reduce": _seconds(session, lambda: torch.distributed.all_reduce(whole)),
-        "gather": _seconds(session, lambda: torch.distributed.all_gather(list(whole.chunk(world_size)), own)),
-    }
+    """Measure the messages of a step: an all-reduce of all gradients, or what fsdp sends, block by block."""
+    if session.context.world_size == 1 or isinstance(session.run.parallel, Pipeline):
+        return {}
+    if not isinstance(session.run.parallel, FSDP):
+        whole = torch.zeros(sum(p.numel() for p in trainable(model)), device=session.device)
+        return {"reduce": _seconds(session, lambda: torch.distributed.all_reduce(whole))}
+    world_size, device = session.context.world_size, session.device
+    counts = [sum(p.numel() for p in block.parameters()) for block in modules_of_blocks(model)]
+    counts.append(sum(p.numel() for p in model.parameters()) - sum(counts))
+    shards = [torch.zeros(-(-count // world_size), device=device) for count in counts if count]
+
+    # The copies are those of FSDP: between the parameters and the buffers that are sent and received.
+    def gather() -> None:
+        for shard in shards:
+            whole = shard.new_empty(len(shard) * world_size)
+            _all_gather(whole, shard.clone())
+            whole.clone()
+
+    def reduce_scatter() -> None:
+        for shard in shards:
+            _reduce_scatter(torch.empty_like(shard), shard.new_zeros(len(shard) * world_size).clone())
+
+    return {"gather": _seconds(session, gather), "reduce_scatter": _seconds(session, reduce_scatter)}
+
+
+def _all_gather(whole: torch.Tensor, shard: torch.Tensor) -> None:
+    # torch 2.14 has renamed it
+    name = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
+    getattr(torch.distributed, name)(whole, shard)
+
+
+def _reduce_scatter(shard: torch.Tensor, whole: torch.Tensor) -> None:
+    name = "reduce_scatter_single" if hasattr(torch.distributed, "reduce_scatter_single") else "reduce_scatter_tensor"
+    getattr(torch.distributed, name)(shard, whole)
 
 
 def _seconds(session: Session, work: Callable[[], Any]) -> float:
@@ -200,9 +224,8 @@ def step_seconds(session: Session, parts: Parts, computed: float | None = None, 
     world_size = session.context.world_size
     messages, update = 0.0, values["update"]
     if isinstance(session.run.parallel, FSDP):
-        # Gathered before the forward and before the backward pass of each micro-batch; a reduce-scatter is half of an
-        # all-reduce.
-        messages = 2 * plan.accumulation * values["gather"] + values["reduce"] / 2
+        # Gathered before the forward and before the backward pass of each micro-batch.
+        messages = 2 * plan.accumulation * values["gather"] + values["reduce_scatter"]
         update /= world_size
     elif plan.data_shard[1] > 1:
         messages = values["reduce"]

@@ -96,7 +96,8 @@ def _parts(parts: dict[str, Any]) -> str:
         "batch": "a batch",
         "update": "the update",
         "reduce": "an all-reduce",
-        "gather": "an all-gather",
+        "gather": "gathering the shards",
+        "reduce_scatter": "reducing to shards",
     }
     return ", ".join(f"{text} {parts[key] * 1e3:,.3g} ms" for key, text in names.items() if parts.get(key))
 

@@ -211,14 +211,20 @@ def test_bubbles_are_those_of_each_schedule_and_split_size(capsys: pytest.Captur
     assert shares[4]["zero_bubble"] < shares[4]["1f1b"]
 
 
-@pytest.mark.parametrize("mode", [(), ("parallel=ddp",), ("parallel=fsdp",)], ids=["single", "ddp", "fsdp"])
-def test_a_step_is_predicted_from_its_parts(mode: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    step = report(capsys, *FAST, "batch_size=16", "accumulation=2", *mode, "--measure")["step"]
-    parts, count = step["parts"], 2 if mode else 1
-    assert all(parts[name] > 0 for name in ("pass", "batch", "update"))
-    assert (parts["reduce"] > 0, parts["gather"] > 0) == (count == 2,) * 2
-    messages = {1: 0.0, 2: parts["reduce"] if "ddp" in str(mode) else 4 * parts["gather"] + parts["reduce"] / 2}[count]
-    update = parts["update"] / (2 if "fsdp" in str(mode) else 1)
+@pytest.mark.parametrize(
+    ("mode", "sent"),
+    [("single", {}), ("ddp", {"reduce": 1}), ("fsdp", {"gather": 2 * 2, "reduce_scatter": 1})],
+    ids=["single", "ddp", "fsdp"],
+)
+def test_a_step_is_predicted_from_its_parts(
+    mode: str, sent: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = report(capsys, *FAST, "batch_size=16", "accumulation=2", f"parallel={mode}", "--measure")["step"]
+    parts = step["parts"]
+    assert parts.keys() == {"pass", "batch", "update", *sent}
+    assert all(seconds > 0 for seconds in parts.values())
+    messages = sum(times * parts[name] for name, times in sent.items())
+    update = parts["update"] / (2 if mode == "fsdp" else 1)
     assert step["seconds"] == pytest.approx(2 * (parts["pass"] + parts["batch"]) + messages + update)
     assert step["samples_per_second"] == pytest.approx(16 / step["seconds"])
 
