@@ -77,6 +77,8 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     for name in ("memory", "flops", "bandwidth", "link"):
         if (text := getattr(options, name)) is not None:
             setattr(options, name, _size(f"--{name}", text))
+    enough = options.memory is None or options.memory >= 1e6
+    check(enough, "--memory", options.memory, "these are bytes, and fewer than a million", "--memory 80GB")
     speeds = [getattr(options, name) for name in ("flops", "bandwidth", "link")]
     missing = [name for name in ("flops", "bandwidth") if getattr(options, name) is None]
     if missing and any(speeds):

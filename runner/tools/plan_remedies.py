@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+SMALLER_BATCHES = "batch normalization sees smaller batches"
+"""What a change does to the results of a network with batch normalization if the change divides batches."""
+
 
 class Change(NamedTuple):
     """A change of how a run is trained.
@@ -12,18 +15,19 @@ class Change(NamedTuple):
     Args:
         overrides: the overrides to add.
         costs: what it costs, in words.
-        results: what it does to the results: `the same up to rounding`, or `16 bits`.
+        results: what it does to the results: the same up to rounding, or 16 bits.
+        divides_batches: whether a pass has fewer samples than before.
     """
 
     overrides: tuple[str, ...]
     costs: str
-    results: str
+    results: str = "the same up to rounding"
+    divides_batches: bool = False
 
 
-_SAME, _HALF = "the same up to rounding", "16 bits"
-_ACCUMULATION = "smaller matrices; batch normalization sees smaller batches"
 _RECOMPUTED = "about a third more arithmetic"
 _GATHERED = "parameters are sent twice a step"
+_SMALLER = "smaller matrices"
 
 
 def changes(num_devices: int) -> Iterator[Change]:
@@ -32,18 +36,20 @@ def changes(num_devices: int) -> Iterator[Change]:
     Args:
         num_devices: number of devices of the machine.
     """
-    recomputed = "model.checkpoint_activations=true"
-    if num_devices > 1:
-        yield Change(("parallel=ddp",), "gradients are sent once a step", _SAME)
+    recomputed, several = "model.checkpoint_activations=true", num_devices > 1
+    if several:
+        yield Change(("parallel=ddp",), "gradients are sent once a step", divides_batches=True)
     for count in (2, 4, 8):
-        yield Change((f"accumulation={count}",), _ACCUMULATION, _SAME)
-    yield Change((recomputed,), _RECOMPUTED, _SAME)
-    if num_devices > 1:
-        yield Change(("parallel=fsdp",), _GATHERED, _SAME)
-        yield Change(("parallel=pipeline",), "stages wait for each other at the start and the end of a step", _SAME)
-    yield Change(("precision=bf16",), "none where the device computes in bfloat16", _HALF)
-    yield Change((recomputed, "accumulation=8"), f"{_RECOMPUTED}; {_ACCUMULATION}", _SAME)
-    if num_devices > 1:
-        yield Change(("parallel=fsdp", recomputed), f"{_GATHERED}; {_RECOMPUTED}", _SAME)
-        yield Change(("parallel=fsdp", recomputed, "accumulation=8"), f"{_GATHERED}; {_RECOMPUTED}", _SAME)
-        yield Change(("parallel=fsdp", recomputed, "precision=bf16"), f"{_GATHERED}; {_RECOMPUTED}", _HALF)
+        yield Change((f"accumulation={count}",), _SMALLER, divides_batches=True)
+    yield Change((recomputed,), _RECOMPUTED)
+    if several:
+        waits = "stages wait for each other at the start and the end of a step"
+        yield Change(("parallel=fsdp",), _GATHERED, divides_batches=True)
+        yield Change(("parallel=pipeline",), waits, divides_batches=True)
+    yield Change(("precision=bf16",), "none where the device computes in bfloat16", "16 bits")
+    yield Change((recomputed, "accumulation=8"), f"{_RECOMPUTED}; {_SMALLER}", divides_batches=True)
+    if several:
+        both, costs = ("parallel=fsdp", recomputed), f"{_GATHERED}; {_RECOMPUTED}"
+        yield Change(both, costs, divides_batches=True)
+        yield Change((*both, "accumulation=8"), f"{costs}; {_SMALLER}", divides_batches=True)
+        yield Change((*both, "precision=bf16"), costs, "16 bits")

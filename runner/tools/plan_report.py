@@ -11,6 +11,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.errors import ConfigError, check
+from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
 from runner.parallel.context import Layout, Process
 from runner.parallel.launch.cluster import RankInfo
@@ -22,7 +23,7 @@ from runner.tools.composed_run import compose_run, replaced
 from runner.tools.plan_costs import Machine
 from runner.tools.plan_measure import Parts, measure, step_seconds
 from runner.tools.plan_pipeline import bubbles
-from runner.tools.plan_remedies import changes
+from runner.tools.plan_remedies import SMALLER_BATCHES, changes
 from runner.tools.plan_trace import RankPlan, trace_blocks, trace_rank
 
 _ENOUGH = 4
@@ -94,6 +95,8 @@ def prepared(run: Run, num_devices: int | None) -> Session:
         launcher = run.parallel.launcher(run.device)
         devices, in_processes = launcher.devices, isinstance(launcher, LocalProcesses)
     else:
+        if type(run.parallel) is Parallel:
+            num_devices = 1  # the others are not used
         processes = getattr(run.parallel, "processes", None)
         in_processes = processes is not None and getattr(run.parallel, "engine", "processes") == "processes"
         if in_processes and processes == "auto":
@@ -266,7 +269,7 @@ def remedies(overrides: Sequence[str], config_dir: str | None, num_devices: int,
         memory: memory of each device in bytes.
 
     Returns:
-        A list of dicts with the keys `overrides`, `peak_bytes`, `fits`, `costs` and `results`. Changes that are refused
+        A list of dicts with the fields of a `Change` and the keys `peak_bytes` and `fits`. Changes that are refused
         or that the config contains already are left out.
     """
     found: list[dict[str, Any]] = []
@@ -275,9 +278,12 @@ def remedies(overrides: Sequence[str], config_dir: str | None, num_devices: int,
         words += [each for each in change.overrides if "." in each]
         try:
             session = prepared(compose_run(words, config_dir, "plan"), num_devices)
-            peak = max(rank.peak_bytes for rank in trace(session))
+            ranks = trace(session)
         except (ConfigError, HydraException, OmegaConfBaseException):
             continue
+        peak = max(rank.peak_bytes for rank in ranks)
+        if change.divides_batches and ranks[0].normalizes:
+            change = change._replace(results=SMALLER_BATCHES)
         found.append(change._asdict() | {"peak_bytes": peak, "fits": peak <= memory})
         if sum(each["fits"] for each in found) == _ENOUGH:
             break

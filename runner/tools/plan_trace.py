@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.batching import Plan
 from runner.data.base import Samples
@@ -41,6 +42,7 @@ class RankPlan(NamedTuple):
         costs: operations and messages of the step.
         saved: the bytes of each tensor of the model in a checkpoint, with those of its optimizer state, by name.
         blocks: names of the blocks of the network that are on this rank; empty if the network has no blocks.
+        normalizes: whether the network has batch normalization.
     """
 
     rank: int
@@ -50,6 +52,7 @@ class RankPlan(NamedTuple):
     costs: Costs
     saved: dict[str, int]
     blocks: list[str]
+    normalizes: bool
 
     @property
     def peak_bytes(self) -> int:
@@ -170,6 +173,7 @@ def _trace(session: Session, directory: Path, tracker: MemoryTracker) -> RankPla
             tracker.costs,
             _saved(state),
             _blocks(state.model),
+            any(isinstance(module, _BatchNorm) for module in state.model.modules()),
         )
 
 

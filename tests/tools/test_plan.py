@@ -248,6 +248,7 @@ def test_times_of_blocks_are_interpolated() -> None:
 
 
 def test_other_devices_can_be_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(report(capsys, *FAST, "--devices", "8")["ranks"]) == 1, "of eight devices, one is used"
     found = report(capsys, *RESNET, "parallel=fsdp", "--devices", "8")
     assert len(found["ranks"]) == 8
     shard = found["ranks"][3]["kept"]["optimizer state"]
@@ -269,6 +270,18 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
     assert "it fits" in capsys.readouterr().out
 
 
+def test_a_change_that_divides_batches_changes_batch_normalization(capsys: pytest.CaptureFixture[str]) -> None:
+    def results(*overrides: str) -> dict[tuple[str, ...], str]:
+        found = report(capsys, *RESNET, *overrides, "--memory", "1MB")["remedies"]
+        return {tuple(each["overrides"]): each["results"] for each in found}
+
+    normalized, grouped = results(), results("model.norm=group")
+    assert normalized["accumulation=2",] == "batch normalization sees smaller batches"
+    assert grouped["accumulation=2",] == "the same up to rounding"
+    assert normalized["model.checkpoint_activations=true",] == "the same up to rounding"
+    assert normalized["precision=bf16",] == "16 bits"
+
+
 def test_a_step_takes_at_least_the_time_of_its_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, *RESNET, "parallel=ddp", "--flops", "1e9", "--bandwidth", "1e29", "--link", "1GB")
     rank = found["ranks"][0]
@@ -281,6 +294,7 @@ REFUSED = {
     "--devices many": "--devices",
     "--memory lots": "--memory",
     "--memory 0GB": "--memory",
+    "--memory 80": "--memory",
     "--flops 1e12": "--bandwidth",
     "--link 1e9": "--flops",
     "--sizes": "--sizes",
