@@ -66,7 +66,7 @@ class Command:
         self.cwd = cwd
         cwd.mkdir(exist_ok=True)
         (cwd / "code").unlink(missing_ok=True)
-        self._logged = {path: path.stat().st_size for path in cwd.glob("outputs/**/log.txt")}
+        self._logged = {path: path.stat().st_size for path in glob(cwd, "outputs/**/log.txt")}
         server = _server(kind)
         assert server.stdin is not None
         assert server.stdout is not None
@@ -82,7 +82,7 @@ class Command:
     @property
     def log(self) -> str:
         """What this command, and not one before it, wrote to its run's log."""
-        found = list(self.cwd.glob("outputs/**/log.txt"))
+        found = glob(self.cwd, "outputs/**/log.txt")
         return found[0].read_text()[self._logged.get(found[0], 0) :] if found else ""
 
     @property
@@ -109,7 +109,7 @@ class Command:
 
         def there() -> bool:
             assert self.code is None, self.console
-            return any(int(path.name[5:]) >= step for path in self.cwd.glob("outputs/**/checkpoints/step_????????"))
+            return any(int(path.name[5:]) >= step for path in glob(self.cwd, "outputs/**/checkpoints/step_????????"))
 
         until(there)
         return self
@@ -158,6 +158,13 @@ def until(condition: Callable[[], Any], seconds: float = PATIENCE, what: str = "
         assert time.monotonic() < end, what
         time.sleep(0.005)
     return found
+
+
+def glob(cwd: Path, pattern: str) -> list[Path]:
+    """`cwd.glob(pattern)`, also while a run renames and removes directories that are being searched."""
+    while True:
+        with suppress(FileNotFoundError):
+            return list(cwd.glob(pattern))
 
 
 def processes_in(cwd: Path) -> dict[int, str]:

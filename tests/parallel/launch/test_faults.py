@@ -365,7 +365,7 @@ def cold(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         with (tmp_path / "console.txt").open("w") as console:
             process = start_fresh(*arguments, cwd=tmp_path, stdout=console, stderr=console, start_new_session=True)
         begun.append(process)
-        until(lambda: list(tmp_path.glob("outputs/**/checkpoints/step_*")) or process.poll() is not None)
+        until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")) or process.poll() is not None)
         assert process.poll() is None, (tmp_path / "console.txt").read_text()
         return process
 
