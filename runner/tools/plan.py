@@ -11,7 +11,7 @@ time of a step.
 With `--measure`, passes or blocks, the update and messages are measured for some seconds in the processes of the mode,
 and the time of a step is predicted from them; for a pipeline, that of each schedule and `split_size`.
 
-Exit codes: 0: planned. 1: planned, but it does not fit into `--memory`. 2: the config is refused.
+Exit codes: 0: planned. 1: the plan crashed. 2: the config is refused. 3: planned, but it does not fit into `--memory`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from runner.tools.composed_run import overrides_of
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
-DOES_NOT_FIT = 1
+DOES_NOT_FIT = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -77,7 +77,7 @@ def plan(
     }
     if fits is False:
         devices = num_devices or max(session.context.world_size, len(session.context.process.devices))
-        report["remedies"] = remedies(overrides, config_dir, devices, memory or 0)
+        report["remedies"] = remedies(run, overrides, config_dir, devices, memory or 0)
     return report
 
 
@@ -246,7 +246,7 @@ def _notes(session: Session, num_devices: int | None) -> list[str]:
     run, notes = session.run, ["Only tensors are counted; each process takes some 0.3 GB more for Python and torch."]
     if session.device.type == "cuda" or num_devices is not None:
         notes[0] = (
-            "Only tensors are counted; a CUDA context, cuDNN's workspaces and the allocator take about 1 GB more."
+            "Only tensors are counted; a CUDA context, cuDNN's workspaces and what the allocator keeps are additional."
         )
     if run.compile:
         notes.append("The plan is that of compile=false; a compiled model keeps fewer activations.")
@@ -259,11 +259,14 @@ def _notes(session: Session, num_devices: int | None) -> list[str]:
     return notes
 
 
-def remedies(overrides: Sequence[str], config_dir: str | None, num_devices: int, memory: float) -> list[dict[str, Any]]:
+def remedies(
+    run: Run, overrides: Sequence[str], config_dir: str | None, num_devices: int, memory: float
+) -> list[dict[str, Any]]:
     """Return changes of how the run is trained, the cheapest first, until a few are found that make it fit.
 
     Args:
-        overrides: the overrides of the config that does not fit.
+        run: the run that does not fit.
+        overrides: the overrides of its config.
         config_dir: a directory with options of your own; None to use only conf/.
         num_devices: number of devices of the machine.
         memory: memory of each device in bytes.
@@ -277,9 +280,11 @@ def remedies(overrides: Sequence[str], config_dir: str | None, num_devices: int,
         words = replaced(overrides, *(each for each in change.overrides if "." not in each))
         words += [each for each in change.overrides if "." in each]
         try:
-            session = prepared(compose_run(words, config_dir, "plan"), num_devices)
-            ranks = trace(session)
+            changed = compose_run(words, config_dir, "plan")
+            ranks = [] if changed.config == run.config else trace(prepared(changed, num_devices))
         except (ConfigError, HydraException, OmegaConfBaseException):
+            continue
+        if not ranks:
             continue
         peak = max(rank.peak_bytes for rank in ranks)
         if change.divides_batches and ranks[0].normalizes:

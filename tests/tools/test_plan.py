@@ -282,6 +282,13 @@ def test_a_change_that_divides_batches_changes_batch_normalization(capsys: pytes
     assert normalized["precision=bf16",] == "16 bits"
 
 
+def test_a_change_that_the_config_contains_is_not_proposed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, *RESNET, "accumulation=2", "--memory", "1MB")["remedies"]
+    proposed = [tuple(each["overrides"]) for each in found]
+    assert ("accumulation=2",) not in proposed
+    assert ("accumulation=4",) in proposed
+
+
 def test_a_step_takes_at_least_the_time_of_its_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, *RESNET, "parallel=ddp", "--flops", "1e9", "--bandwidth", "1e29", "--link", "1GB")
     rank = found["ranks"][0]
