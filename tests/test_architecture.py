@@ -32,7 +32,7 @@ ROOMS = [
     ["runner.run"],
     ["runner.state", "runner.resume"],
     ["runner.train"],
-    ["runner.sweep"],
+    ["runner.sweep", "runner.planning"],
     ["runner.cli"],
     ["runner.tools", "runner.__main__"],
 ]

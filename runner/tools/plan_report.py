@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.errors import ConfigError, check
-from runner.parallel.base import Parallel
-from runner.parallel.collectives import Collectives
-from runner.parallel.context import Layout, Process
-from runner.parallel.launch.cluster import RankInfo
-from runner.parallel.launch.processes import LocalProcesses
+from runner.config.errors import ConfigError
 from runner.parallel.pipeline import Pipeline
+from runner.planning.bubbles import bubbles
+from runner.planning.costs import Machine
+from runner.planning.measure import Parts, measure, step_seconds
+from runner.planning.session import layout_of, prepared
+from runner.planning.trace import RankPlan, trace, trace_blocks
 from runner.run import Run, Session, check_used
 from runner.system.memory import host_memory
 from runner.tools.composed_run import compose_run, replaced
-from runner.tools.plan_costs import Machine
-from runner.tools.plan_measure import Parts, measure, step_seconds
-from runner.tools.plan_pipeline import bubbles
 from runner.tools.plan_remedies import SMALLER_BATCHES, changes
-from runner.tools.plan_trace import RankPlan, trace_blocks, trace_rank
 
 _ENOUGH = 4
 """Number of changes that make a run fit, after which no more are tried."""
@@ -81,51 +75,6 @@ def plan(
     return report
 
 
-def prepared(run: Run, num_devices: int | None) -> Session:
-    """Return the session of rank 0, after all checks; no other process is started.
-
-    Args:
-        run: the run.
-        num_devices: number of devices that the run is assumed to have; None for those of this machine.
-
-    Raises:
-        ConfigError: if the run is refused.
-    """
-    if num_devices is None:
-        launcher = run.parallel.launcher(run.device)
-        devices, in_processes = launcher.devices, isinstance(launcher, LocalProcesses)
-    else:
-        if type(run.parallel) is Parallel:
-            num_devices = 1  # the others are not used
-        processes = getattr(run.parallel, "processes", None)
-        in_processes = processes is not None and getattr(run.parallel, "engine", "processes") == "processes"
-        if in_processes and processes == "auto":
-            run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, processes=num_devices))
-        asked = getattr(run.parallel, "processes", num_devices) if in_processes else num_devices
-        why = f"there are {num_devices} devices, and each process needs its own"
-        check(asked <= num_devices, "parallel.processes", asked, why, f"--devices {asked}, or fewer processes")
-        devices = [torch.device("cpu")] * asked
-    world_size = len(devices) if in_processes else 1
-    own = devices[:1] if in_processes else devices
-    return run.prepare(Process(RankInfo(0, world_size, 0, world_size), own, Collectives()))
-
-
-def trace(session: Session) -> list[RankPlan]:
-    """Trace a step of each rank of the run; only one rank if all do the same with other samples."""
-    world_size = session.context.world_size
-    layouts = [_layout(session, rank) for rank in range(world_size)]
-    own_samples = {(layout.data_shard, layout.step_shard, layout.seed_offset) for layout in layouts}
-    if len(own_samples) == world_size:
-        first = trace_rank(session, 0, world_size)
-        return [first._replace(rank=rank) for rank in range(world_size)]
-    return [trace_rank(session, rank, world_size) for rank in range(world_size)]
-
-
-def _layout(session: Session, rank: int) -> Layout:
-    world_size = session.context.world_size
-    return session.run.parallel.layout(RankInfo(rank, world_size, rank, world_size))
-
-
 def _described(session: Session) -> dict[str, str]:
     run = session.run
     return {
@@ -159,7 +108,7 @@ def _length(session: Session) -> dict[str, Any]:
 
 
 def _rank(session: Session, rank: RankPlan, machine: Machine | None) -> dict[str, Any]:
-    world_size, layout = session.context.world_size, _layout(session, rank.rank)
+    world_size, layout = session.context.world_size, layout_of(session, rank.rank)
     index, count = layout.data_shard
     share = session.run.batch_size // count
     backward = rank.costs.backward_flops

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.tools.plan_memory import KINDS
-from runner.tools.plan_pipeline import SCHEDULES
+from runner.planning.bubbles import SCHEDULES
+from runner.planning.memory import KINDS
 
 _MOST_RANKS = 8
 """Number of ranks that do the same, from which on they share a row."""

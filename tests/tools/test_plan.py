@@ -16,13 +16,13 @@ from helpers.tensor_memory import measured_peak
 
 from runner.parallel.context import Process
 from runner.parallel.launch.cluster import RankInfo
+from runner.planning.measure import Parts
+from runner.planning.memory import KINDS
+from runner.planning.session import prepared
+from runner.planning.trace import FakeCollectives, RankPlan, trace
 from runner.system.fake_tensors import fake_process_group
 from runner.tools import plan
-from runner.tools.plan_measure import Parts
-from runner.tools.plan_memory import KINDS
-from runner.tools.plan_report import prepared, trace
 from runner.tools.plan_tables import flops, size, tables
-from runner.tools.plan_trace import FakeCollectives, RankPlan
 
 RESNET = ("model=resnet18", "data=synthetic", "data.size=32", "data.num_samples=64", "device=cpu", "device.threads=1")
 RESNET = (*RESNET, "batch_size=16", "steps=2")

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from runner.tools.plan_costs import Costs
+from runner.planning.costs import Costs
 
 KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer state", "data", "activations", "temporary")
 """What memory is used for.

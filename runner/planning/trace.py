@@ -22,11 +22,12 @@ from runner.parallel.context import Process
 from runner.parallel.hogwild import Hogwild
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.pipelining.partition import first_inputs, profile_blocks
+from runner.planning.costs import Costs
+from runner.planning.memory import MemoryTracker
+from runner.planning.session import layout_of
 from runner.run import Session
 from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors
-from runner.tools.plan_costs import Costs
-from runner.tools.plan_memory import MemoryTracker
 from runner.train import prepare, refused_by_torch, train_step
 from runner.workloads.base import Workload
 
@@ -58,6 +59,17 @@ class RankPlan(NamedTuple):
     def peak_bytes(self) -> int:
         """The largest memory of tensors in bytes."""
         return max(self.placed, sum(self.peak.values()))
+
+
+def trace(session: Session) -> list[RankPlan]:
+    """Trace a step of each rank of the run; only one rank if all do the same with other samples."""
+    world_size = session.context.world_size
+    layouts = [layout_of(session, rank) for rank in range(world_size)]
+    own_samples = {(layout.data_shard, layout.step_shard, layout.seed_offset) for layout in layouts}
+    if len(own_samples) == world_size:
+        first = trace_rank(session, 0, world_size)
+        return [first._replace(rank=rank) for rank in range(world_size)]
+    return [trace_rank(session, rank, world_size) for rank in range(world_size)]
 
 
 def trace_blocks(session: Session, size: int) -> list[float]:
