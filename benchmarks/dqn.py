@@ -61,7 +61,7 @@ def sb3(steps: int, num_envs: int = 1) -> float:
 
 def with_runner(steps: int) -> float:
     """Return environment steps per second of the training loop, with logs, progress display and checkpoints."""
-    from runner import train
+    from runner import training
     from runner.cli.main import main
 
     options = ["workload=dqn", "model.hidden=[120,84]", "batch_size=128", "optimizer.lr=2.5e-4", "schedule=constant"]
@@ -70,7 +70,7 @@ def with_runner(steps: int) -> float:
     options += ["workload.target_every=50", "workload.epsilon_fraction=0.5", "workload.epsilon_final=0.05"]
     options += ["workload.td_loss=huber", "log_every=100", "eval_every=0", "device=cpu", f"save_every={steps // 20}"]
     times: list[float] = []
-    loop, evaluate = train.loop, train.evaluate
+    loop, evaluate = training.loop, training.evaluate
 
     def timed_loop(*arguments) -> str:
         times.append(time.perf_counter())
@@ -80,7 +80,7 @@ def with_runner(steps: int) -> float:
         times.append(time.perf_counter())
         return evaluate(*arguments)
 
-    train.loop, train.evaluate = timed_loop, timed_evaluate
+    training.loop, training.evaluate = timed_loop, timed_evaluate
     with tempfile.TemporaryDirectory() as root:
         sys.argv = ["runner", *options, f"device.threads={torch.get_num_threads()}", f"output_root={root}"]
         if main():

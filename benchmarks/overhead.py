@@ -152,17 +152,17 @@ def run(options: list[str], warmup: int = 0) -> float:
         options: the overrides of the run.
         warmup: steps that are not counted.
     """
-    from runner import train
+    from runner import training
     from runner.cli.main import main
 
     times: list[float] = []
-    step_done = train.Progress.step  # called at the end of every step, after its logs and checkpoints
+    step_done = training.Progress.step  # called at the end of every step, after its logs and checkpoints
 
-    def timed(self: train.Progress, step: int) -> None:
+    def timed(self: training.Progress, step: int) -> None:
         step_done(self, step)
         times.append(time.perf_counter())
 
-    train.Progress.step = timed
+    training.Progress.step = timed
     with tempfile.TemporaryDirectory() as root:
         sys.argv = ["runner", *options, f"output_root={root}"]
         if main():

@@ -33,7 +33,7 @@ from benchmarks.measure import command, result, write
 from runner.parallel.context import Process
 from runner.run import Result, build_run
 from runner.tools.composed_run import compose_run
-from runner.train import prepare, train_step
+from runner.training import prepare, train_step
 
 GOAL = 0.05
 RESNET50 = ("workload=resnet50", "batch_size=32", "data.num_samples=128")

@@ -31,7 +31,7 @@ ROOMS = [
     ["runner.parallel"],
     ["runner.run"],
     ["runner.state", "runner.resume"],
-    ["runner.train"],
+    ["runner.training"],
     ["runner.sweep", "runner.planning"],
     ["runner.cli"],
     ["runner.tools", "runner.__main__"],
@@ -109,7 +109,7 @@ def test_the_entry_point_only_calls_main() -> None:
 
 
 def test_parallel_modes_know_nothing_of_a_run() -> None:
-    above = {"runner.run", "runner.state", "runner.resume", "runner.train"}
+    above = {"runner.run", "runner.state", "runner.resume", "runner.training"}
     for path in (ROOT / "runner" / "parallel").rglob("*.py"):
         assert imports(path) & above == set(), path
 
@@ -123,7 +123,7 @@ def test_networks_import_torch_alone(module: str) -> None:
 
 
 def test_the_training_loop_names_no_mode_no_precision_and_no_workload() -> None:
-    source = (ROOT / "runner" / "train.py").read_text(encoding="utf-8")
+    source = (ROOT / "runner" / "training.py").read_text(encoding="utf-8")
     groups = ("parallel", "workload", "precision")
     options = [path.stem for group in groups for path in (ROOT / "conf" / group).glob("[!_]*.yaml")]
     assert len(options) > 10

@@ -26,7 +26,7 @@ from helpers.runs import assert_same, only_run, outcome, write_images
 from omegaconf import OmegaConf
 
 import runner.resume
-import runner.train
+import runner.training
 from runner.config.errors import ConfigError
 from runner.parallel.collectives import ProcessGroup
 from runner.parallel.context import Process
@@ -37,7 +37,7 @@ from runner.storage import run_directory
 from runner.storage.durable_write import write_json
 from runner.storage.saved_config import config_text
 from runner.storage.saved_run import checkpoints, saved_config
-from runner.train import prepare
+from runner.training import prepare
 
 HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32")
 """What makes a resume hard: random augmentation, dropout, a step of several micro-batches."""
@@ -86,7 +86,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tr
         monkeypatch.setattr(run.workload, "after_step", after_step)
         for owner, what, result in (
             (run.workload, "images", {}),
-            (runner.train, "environment", {}),
+            (runner.training, "environment", {}),
             (gc, "collect", 0),
         ):
             monkeypatch.setattr(owner, what, lambda *_, result=result: result)  # they would take most of the time

@@ -21,7 +21,7 @@ from runner.storage.durable_write import write_json
 from runner.system.secrets import redacted
 from runner.system.utf8 import printable
 from runner.tracking.log_file import LogFile
-from runner.train import train, train_rank
+from runner.training import train, train_rank
 
 log = logging.getLogger(__name__)
 

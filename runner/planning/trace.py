@@ -28,7 +28,7 @@ from runner.planning.session import layout_of
 from runner.run import Session
 from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors
-from runner.train import prepare, refused_by_torch, train_step
+from runner.training import prepare, refused_by_torch, train_step
 from runner.workloads.base import Workload
 
 

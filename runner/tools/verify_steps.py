@@ -29,7 +29,7 @@ from runner.run import Result, Run, Session, build_run
 from runner.state import State
 from runner.tools.verify_samples import sample_hashes
 from runner.tracking.metrics import DivergedError, MetricSums
-from runner.train import prepare, refused_by_torch, train_step
+from runner.training import prepare, refused_by_torch, train_step
 from runner.workloads.base import SupervisedWorkload, Workload
 
 Tensors = dict[str, torch.Tensor]

@@ -101,7 +101,7 @@ MUTATIONS = [
     ),
     Mutation(
         "curves are not synced before a checkpoint",
-        "runner/train.py",
+        "runner/training.py",
         "                recorder.flush()  # a run",
         "                pass  # a run",
         (POWER,),
@@ -144,7 +144,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the order of the samples begins anew at a resume",
-        "runner/train.py",
+        "runner/training.py",
         "run.workload.batches(model, session.plan, state.step, session.device)\n    model.train()",
         "run.workload.batches(model, session.plan, 0, session.device)\n    model.train()",
         (RESUMED,),

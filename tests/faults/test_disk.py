@@ -22,7 +22,7 @@ from helpers.oracle import assert_no_scraps, assert_one_value_a_step, assert_who
 from helpers.probe import in_process
 from helpers.runs import assert_same, outcome
 
-import runner.train
+import runner.training
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
 OPTIONS = (*FAST, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "steps=8", "save_every=2", "eval_every=3")
@@ -151,14 +151,14 @@ def test_a_run_that_cannot_write_the_rest_says_so(
 
 def disturbed_at(step: int, act: Callable[[Path], None]) -> Any:
     """A `train_step` that does something to the run directory before a step."""
-    original = runner.train.train_step
+    original = runner.training.train_step
 
     def train_step(state: Any, batches: Any, number: Any, log_due: bool) -> Any:
         if number.number == step:
             act(state.directory)
         return original(state, batches, number, log_due)
 
-    return mock.patch("runner.train.train_step", train_step)
+    return mock.patch("runner.training.train_step", train_step)
 
 
 @pytest.mark.parametrize("what", ["", "checkpoints"])

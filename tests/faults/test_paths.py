@@ -23,7 +23,7 @@ from helpers.faults import Tally
 from helpers.probe import in_process
 from helpers.runs import assert_same, only_run, outcome, write_images
 
-import runner.train
+import runner.training
 from runner.tools import plot
 from runner.tools.plot_runs import Study
 from runner.tools.plot_tables import render, write_points, write_runs
@@ -83,14 +83,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def crashed(cwd: Path, *arguments: str) -> str:
     """Run the command until it crashes in its third step; returns what it printed."""
-    original = runner.train.train_step
+    original = runner.training.train_step
 
     def train_step(state: Any, batches: Any, step: Any, log_due: bool) -> Any:
         if step.number == 3:
             raise RuntimeError("the power of the device is gone")
         return original(state, batches, step, log_due)
 
-    with mock.patch("runner.train.train_step", train_step):
+    with mock.patch("runner.training.train_step", train_step):
         code, console = in_process([*OPTIONS, *arguments], cwd)
     assert code == 1, console
     return console

@@ -18,7 +18,7 @@ from runner.cli.arguments import quoted
 from runner.config.options import CONF
 from runner.parallel.context import Process
 from runner.run import Result, Run, Session, build_run
-from runner.train import train, train_rank
+from runner.training import train, train_rank
 
 FAST = ("model=tiny", "data.size=8", "device=cpu", "device.threads=1")
 """Overrides with which a step takes a millisecond."""

@@ -120,7 +120,7 @@ def _append(name: str, line: str) -> None:
 def install() -> None:
     """Wrap the functions that are points, in this process and those forked from it."""
     import runner.state
-    import runner.train
+    import runner.training
     from runner.data.digits import Digits
     from runner.data.memory import TensorSamples
     from runner.tracking.event_file import EventFile
@@ -129,15 +129,15 @@ def install() -> None:
     os.fsync = _wrapped(os.fsync, lambda file: f"fsync {_name(os.readlink(f'/proc/self/fd/{file}'))}")
     os.replace = _wrapped(_noting_commits(os.replace), lambda _, target, **__: f"rename {_name(os.fspath(target))}")
     for owner, name, point in (
-        (runner.train, "prepare", "preparation"),
-        (runner.train, "loop", "training"),
-        (runner.train, "log_training", "log"),
-        (runner.train, "evaluate", "evaluation"),
+        (runner.training, "prepare", "preparation"),
+        (runner.training, "loop", "training"),
+        (runner.training, "log_training", "log"),
+        (runner.training, "evaluate", "evaluation"),
         (runner.state.State, "save", "save"),
         (EventFile, "add", "event"),
     ):
         setattr(owner, name, _wrapped(getattr(owner, name), lambda *_, point=point, **__: point))
-    runner.train.train_step = _noting_samples(runner.train.train_step)
+    runner.training.train_step = _noting_samples(runner.training.train_step)
     Digits.load = _with_indices(Digits.load)
     TensorSamples.in_order = _reaching(TensorSamples.in_order, "in evaluation")
 

@@ -10,7 +10,7 @@ from typing import Any
 from runner.parallel.context import Process
 from runner.run import Result, Run, build_run
 from runner.tracking.log_file import LogFile
-from runner.train import train
+from runner.training import train
 
 
 def options_of(component: Any, path: str = "") -> dict[str, Any]:
@@ -44,7 +44,7 @@ def train_and_log(config: dict[str, Any], directory: Path) -> Result:
 
 
 def train_and_check_options(config: dict[str, Any], directory: Path, process: Process) -> Result:
-    """`runner.train.train_rank`, and an error on the rank whose options have changed by the end."""
+    """`runner.training.train_rank`, and an error on the rank whose options have changed by the end."""
     run = build_run(config)
     before = options_of(run)
     session = run.prepare(process)

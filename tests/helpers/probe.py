@@ -20,7 +20,7 @@ from runner.resume import finished
 from runner.run import Result, Session
 from runner.state import State
 from runner.storage.checkpoint import Checkpoint, Checkpoints
-from runner.train import prepare, train_step
+from runner.training import prepare, train_step
 
 
 class Probed(NamedTuple):

@@ -21,7 +21,7 @@ from runner.parallel.launch.processes import init_rank
 from runner.parallel.launch.supervisor import Report, start_heartbeat
 from runner.run import Result, Session, build_run
 from runner.tracking.log_file import LogFile
-from runner.train import train
+from runner.training import train
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Changes of a session, before it trains
@@ -80,7 +80,7 @@ def full_disk(rank: int, num_bytes: int, session: Session) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In place of `runner.train.train_rank`
+# In place of `runner.training.train_rank`
 
 
 def train_changed(

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from runner.parallel.context import Process
 from runner.run import build_run
-from runner.train import prepare, train_step
+from runner.training import prepare, train_step
 
 
 @contextmanager

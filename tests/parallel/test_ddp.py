@@ -13,7 +13,7 @@ from helpers.compose import FAST, built, composed
 from helpers.plain_loop import CASES, COMMON, STEPS, Settings, largest_difference, plain_loop, weights_at
 from helpers.ranks import Ranks, connected
 
-from runner.train import prepare
+from runner.training import prepare
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Batch normalisation: over each process's part of the batch, or over all of it

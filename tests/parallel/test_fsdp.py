@@ -17,7 +17,7 @@ from models.convnet import ConvNet
 from models.resnet import ResNet
 from runner.parallel.compiling import modules_of_blocks
 from runner.state import State
-from runner.train import prepare
+from runner.training import prepare
 
 SHAPES = {
     "conv1.conv.weight": (16, 1, 3, 3),

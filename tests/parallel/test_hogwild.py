@@ -19,7 +19,7 @@ from runner.parallel.context import Process
 from runner.parallel.hogwild import SharedMemoryCollectives
 from runner.parallel.launch.supervisor import LostError, report_of
 from runner.run import build_run
-from runner.train import prepare, train, train_rank
+from runner.training import prepare, train, train_rank
 
 HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32", "schedule=constant", "optimizer.lr=0.05")
 

@@ -19,7 +19,7 @@ from helpers.ranks import train as train_in_rank
 from runner.config.options import groups
 from runner.parallel.context import Process
 from runner.run import build_run
-from runner.train import train
+from runner.training import train
 
 MODES = ("single", "dp", "ddp", "fsdp", "ensemble", "hogwild")
 PRECISIONS, ACCUMULATIONS = sorted(groups()["precision"]), sorted(groups()["accumulation"])

@@ -16,7 +16,7 @@ from helpers.compose import FAST, built, prepared, train_in
 from helpers.forged import ABSENT, Keys, changed, places, read, reseal, write
 
 from runner.config.errors import ConfigError
-from runner.train import prepare, train_step
+from runner.training import prepare, train_step
 
 AGENT = ("device=cpu", "device.threads=1", "workload=dqn", "env.num_envs=2", "workload.replay_size=64")
 AGENT += ("workload.warm_up=40", "workload.env_steps=80", "workload.eval_episodes=1", "batch_size=8")

@@ -27,7 +27,7 @@ from runner.system.signals import StopRequest, before_training
 
 log = logging.getLogger(__name__)
 
-PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "runner.train")
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "runner.training")
 """Modules that every rank needs. The fork server imports them once, while this process reads the data."""
 
 

@@ -25,7 +25,7 @@ from runner.cli import run_job
 from runner.config.errors import ConfigError
 from runner.run import Result, Session
 from runner.storage.checkpoint import load
-from runner.train import train_rank
+from runner.training import train_rank
 
 STEPS = 120
 LONG = (*TWO, f"steps={STEPS}", "save_every=10", "log_every=20", "eval_every=60", "model.dropout=0.1", "data.crop=1")

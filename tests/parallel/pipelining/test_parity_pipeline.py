@@ -32,7 +32,7 @@ from helpers.runs import assert_bitwise, weights
 from runner.parallel.launch.launcher import Launcher
 from runner.run import Result, Run, Session, build_run
 from runner.tools import verify
-from runner.train import prepare
+from runner.training import prepare
 
 SIX = ("model.channels=[8,8,16,16]", "data.size=16")
 """A network of six blocks: it makes two stages for each of three processes."""

@@ -19,7 +19,7 @@ from helpers.compose import FAST, Trained, built, train_in
 from helpers.events import curves
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import runner.train
+import runner.training
 from runner.run import Run, Session
 from runner.seeds import derive
 from runner.state import State, _is_finite
@@ -149,7 +149,7 @@ def test_the_diverged_batch_is_saved_as_it_was_augmented(
 def test_no_checkpoint_holds_a_number_that_is_not_finite(
     trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, part: str, named: str
 ) -> None:
-    save, evaluate = State.save, runner.train.evaluate
+    save, evaluate = State.save, runner.training.evaluate
 
     def broken_save(state: State) -> None:
         if state.step == 6 and part == "weight":
@@ -164,7 +164,7 @@ def test_no_checkpoint_holds_a_number_that_is_not_finite(
         return evaluate(state, *others)
 
     monkeypatch.setattr(State, "save", broken_save)
-    monkeypatch.setattr(runner.train, "evaluate", broken_evaluation)
+    monkeypatch.setattr(runner.training, "evaluate", broken_evaluation)
     run = trained("optimizer=adam", "steps=9", "save_every=3", "eval_every=3", "log_every=2", "keep=9")
     assert (run.result.status, run.result.steps) == ("diverged", 6)
     assert run.result.error == f"{named} is not finite at step 6"
