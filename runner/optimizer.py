@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-from runner.config.errors import check, check_range
+from models.blocks import block_indices, blocks_of
+from runner.config.errors import ABSENT, check, check_range, did_you_mean, see_comments
+from runner.config.name_patterns import matching, names_to_match
+
+_LARGEST = 1000  # a larger value is a typo: with it, every optimizer here diverges within a few steps
+
+
+class ParameterGroup(NamedTuple):
+    """Parameters with the same learning rate and weight decay.
+
+    Args:
+        name: what distinguishes the learning rate, a pattern or a block; empty for the base learning rate.
+        lr: the learning rate, which the schedule multiplies by a factor.
+        weight_decay: as in `Optimizer`.
+        parameters: names of the parameters; empty if all parameters are in other groups.
+    """
+
+    name: str
+    lr: float
+    weight_decay: float
+    parameters: list[str]
 
 
 @dataclass
@@ -19,23 +40,116 @@ class Optimizer(ABC):
         lr: the base learning rate, which the schedule multiplies by a factor.
         weight_decay: L2 penalty (sgd, adam) or decoupled weight decay (adamw).
         fused: whether to use torch's fused kernels, which are faster and give the same results up to rounding.
+        groups: `lr`, `weight_decay` or both for the parameters that match a pattern, by pattern (see
+            `runner.config.name_patterns`): `{head: {lr: 0.1}}`. A parameter belongs to the first pattern that matches
+            it.
+        layer_decay: factor of the learning rate from each block of the network to the one before it (Clark et al.,
+            ELECTRA, 2020): the last block has the rate `lr`, the first one `lr·layer_decay^(num_blocks - 1)`. It does
+            not affect parameters whose pattern in `groups` has its own `lr`.
+        decay_norms: whether `weight_decay` also applies to parameters with a single dimension: all biases, and the
+            weights of normalization layers. A `weight_decay` in `groups` applies to whatever matches its pattern.
     """
 
     lr: float
     weight_decay: float = 0.0
     fused: bool = True
+    groups: dict[str, Any] = field(default_factory=dict)
+    layer_decay: float = 1.0
+    decay_norms: bool = True
 
     def __post_init__(self) -> None:
-        # A larger value is a typo: with it, every optimizer here diverges within a few steps.
-        check_range(self, "lr", above=0, most=1000)
-        check_range(self, "weight_decay", least=0, most=1000)
+        check_range(self, "lr", above=0, most=_LARGEST)
+        check_range(self, "weight_decay", least=0, most=_LARGEST)
+        check_range(self, "layer_decay", above=0, most=1)
+        for pattern, options in self.groups.items():
+            self._check_group(f"groups.{pattern}", options)
+
+    def _check_group(self, key: str, options: Any) -> None:
+        given = isinstance(options, Mapping) and len(options) > 0
+        check(given, key, options, "it is no mapping with lr or weight_decay", "for example {head: {lr: 0.01}}")
+        for name, value in options.items():
+            known = ("lr", "weight_decay")
+            check(name in known, f"{key}.{name}", ABSENT, "a group has no such option;", did_you_mean(name, known))
+            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST
+            why = f"it must be a number from 0 to {_LARGEST}"
+            check(number, f"{key}.{name}", value, why, see_comments(self))
+            why = "with a learning rate of 0 they would not be trained"
+            check(name != "lr" or value > 0, f"{key}.lr", value, why, f"model.freeze=[{key.partition('.')[2]}]")
 
     @abstractmethod
-    def build(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """Return an optimizer for the parameters of `model` that require gradients."""
+    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
+        """Return an optimizer for the parameters of `model` that require gradients.
+
+        Args:
+            model: the model, or the part of it that is left on this rank.
+            groups: the groups of the whole model's parameters; None if `model` is the whole model.
+
+        Raises:
+            ConfigError: as `parameter_groups` does, if `groups` is None.
+        """
+
+    def parameter_groups(self, model: torch.nn.Module) -> list[ParameterGroup]:
+        """Return the groups of the trainable parameters of `model`, before a parallel mode splits it.
+
+        The first group has the base learning rate, even if no parameter is left for it.
+
+        Raises:
+            ConfigError: if a pattern matches no trainable parameter, or only those of earlier patterns, or if the
+                network lists no blocks and `layer_decay` is set.
+        """
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        pattern_of = self._patterns(model, parameters)
+        blocks, block_of = [name for name, _ in blocks_of(model)], block_indices(model)
+        why = f"{type(model).__name__} has no blocks() from which the depth of a parameter could be told"
+        fits = bool(blocks) or self.layer_decay == 1
+        check(fits, "optimizer.layer_decay", self.layer_decay, why, "optimizer.groups={PATTERN: {lr: …}}")
+        groups: dict[tuple[str, float, float], list[str]] = {("", self.lr, self.weight_decay): []}
+        for name, parameter in parameters.items():
+            pattern = pattern_of.get(name, "")
+            options = self.groups.get(pattern, {})
+            above = len(blocks) - 1 - block_of[name] if self.layer_decay < 1 else 0
+            label = pattern if "lr" in options else blocks[block_of[name]] if above else ""
+            lr = options.get("lr", self.lr * self.layer_decay**above)
+            decays = self.decay_norms or parameter.dim() > 1
+            weight_decay = options.get("weight_decay", self.weight_decay if decays else 0.0)
+            groups.setdefault((label, lr, weight_decay), []).append(name)
+        return [ParameterGroup(*key, names) for key, names in groups.items()]
+
+    def _patterns(self, model: torch.nn.Module, parameters: Mapping[str, Any]) -> dict[str, str]:
+        """Return the first pattern in `groups` that matches, by the name of the parameter."""
+        found: dict[str, str] = {}
+        names = {name: own for name, own in names_to_match(model).items() if name in parameters} if self.groups else {}
+        for pattern in self.groups:
+            own = [name for name in matching("optimizer.groups", pattern, names) if name not in found]
+            why = "all parameters that it matches belong to the patterns before it"
+            check(bool(own), "optimizer.groups", pattern, why, "write it before them")
+            found |= dict.fromkeys(own, pattern)
+        return found
+
+    def _torch_groups(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None) -> list[dict[str, Any]]:
+        """Return the argument `params` of an optimizer of torch: the parameters of each group that are in `model`."""
+        own = dict(model.named_parameters())
+        return [
+            {
+                "params": [own[name] for name in group.parameters if name in own],
+                "lr": group.lr,
+                "weight_decay": group.weight_decay,
+                "name": group.name,
+            }
+            for group in (self.parameter_groups(model) if groups is None else groups)
+        ]
 
     def _shared(self) -> dict[str, Any]:
         return {"lr": self.lr, "weight_decay": self.weight_decay, "fused": self.fused}
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the current learning rates by TensorBoard tag: `lr`, and `lr/NAME` for groups with rates of their own."""
+    rates: dict[str, float] = {}
+    for group in optimizer.param_groups:
+        name = group.get("name", "")
+        rates.setdefault(f"lr/{name}" if name else "lr", group["lr"])
+    return rates
 
 
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -61,11 +175,11 @@ class SGD(Optimizer):
         why = "Nesterov momentum requires optimizer.momentum > 0"
         check(not self.nesterov or self.momentum > 0, "nesterov", True, why, "set optimizer.momentum=0.9")
 
-    def build(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        parameters = trainable(model)
+    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
+        parameters, own = trainable(model), self._torch_groups(model, groups)
         # For DTensor parameters torch implements fused Adam, but not fused SGD.
         options = self._shared() | {"fused": self.fused and not any(map(_is_dtensor, parameters))}
-        optimizer = torch.optim.SGD(parameters, **options, momentum=self.momentum, nesterov=self.nesterov)
+        optimizer = torch.optim.SGD(own, **options, momentum=self.momentum, nesterov=self.nesterov)
         if self.momentum > 0:
             # The fused step allocates the buffers itself, but leaves them uninitialized if loss scaling skips the
             # first update. Starting from zeros, the updates are the same.
@@ -99,13 +213,15 @@ class Adam(Optimizer):
             check_range(self, beta, least=0, below=1)
         check_range(self, "eps", above=0, most=1)
 
-    def build(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(trainable(model), **self._shared(), betas=(self.beta1, self.beta2), eps=self.eps)
+    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
+        own = self._torch_groups(model, groups)
+        return torch.optim.Adam(own, **self._shared(), betas=(self.beta1, self.beta2), eps=self.eps)
 
 
 @dataclass
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019; `torch.optim.AdamW`)."""
 
-    def build(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(trainable(model), **self._shared(), betas=(self.beta1, self.beta2), eps=self.eps)
+    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
+        own = self._torch_groups(model, groups)
+        return torch.optim.AdamW(own, **self._shared(), betas=(self.beta1, self.beta2), eps=self.eps)

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from runner.batching import Step
 from runner.config.errors import ConfigError
+from runner.optimizer import learning_rates
 from runner.parallel.context import Process
 from runner.run import CrashedError, Result, Run, Session, build_run, describe_model
 from runner.seeds import derive
@@ -87,10 +88,10 @@ def prepare(session: Session, directory: Path) -> State:
     run.precision.prepare(session.device)
     torch.manual_seed(derive(session.seed, "weights"))
     model = run.precision.convert(run.workload.build_model())
-    description = describe_model(model)  # before a mode splits it
+    description, groups = describe_model(model), run.optimizer.parameter_groups(model)  # before a mode splits it
     model = run.parallel.place(model, session.context)
     torch.manual_seed(derive(session.seed, "rank", session.context.layout.rng_stream))
-    state = State(session, directory, model, run.optimizer.build(model), description)
+    state = State(session, directory, model, run.optimizer.build(model, groups), description)
     state.resume()
     return state
 
@@ -173,7 +174,7 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     progress.metrics(means)
     log.debug("step %d: %s", step, in_words(means))
     recorder.scalars(means, step)
-    recorder.scalars({"train/gradient_norm": norm, "lr": state.optimizer.param_groups[0]["lr"]}, step)
+    recorder.scalars({"train/gradient_norm": norm} | learning_rates(state.optimizer), step)
     recorder.scalars(run.precision.scalars() | run.workload.scalars() | run.parallel.scalars(), step)
     rates = state.step_timer.rates(state.session.plan.samples_per_round)
     recorder.scalars(rates | memory.usage(state.session.device), step)

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from runner.config.errors import check
+from runner.model.freezing import freeze
 from runner.model.weights import SAVE_WEIGHTS, load_weights
 
 
@@ -24,11 +25,16 @@ class Model(ABC):
             random initialization.
         reset_head: keep random weights in the last layer instead of loading its weights. This is needed if the weights
             in the file are for another number of classes.
+        freeze: patterns of the names of parameters that are not trained (see `runner.config.name_patterns`). A batch
+            normalization layer whose parameters are all frozen uses its running statistics, and does not update them.
+        unfreeze: patterns of parameters that are trained although a pattern in `freeze` matches them.
     """
 
     checkpoint_activations: bool = False
     weights: str | None = None
     reset_head: bool = False
+    freeze: tuple[str, ...] = ()
+    unfreeze: tuple[str, ...] = ()
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("checkpoint_activations", "weights", "reset_head")
     """Options that may differ on resume, because they affect only the memory use, the speed or the initial weights."""
@@ -37,6 +43,8 @@ class Model(ABC):
     """Number of dimensions of one input: 3 for images; None if the network flattens inputs of any shape."""
 
     def __post_init__(self) -> None:
+        why = "nothing is frozen that it could be an exception from"
+        check(bool(self.freeze) or not self.unfreeze, "unfreeze", list(self.unfreeze), why, "model.freeze=['*']")
         if self.weights is None:
             why = "there are no weights to load, so the last layer is random anyway"
             check(not self.reset_head, "reset_head", True, why, "set model.weights to a file of weights")
@@ -50,16 +58,21 @@ class Model(ABC):
     def build(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         """Create the network, with the weights in the file `weights` or, without a file, with random weights.
 
+        Parameters that `freeze` selects do not require gradients.
+
         Args:
             shape: shape of one input; (channels, height, width) for images.
             num_classes: number of outputs.
 
         Raises:
-            ConfigError: if the network cannot process inputs of this shape, or if the weights are for another network.
+            ConfigError: if the network cannot process inputs of this shape, if the weights are for another network, or
+                if a pattern matches no parameter.
         """
         model = self.network(shape, num_classes)
         if self.weights is not None:
             load_weights(model, self.weights, self.reset_head)
+        if self.freeze:
+            freeze(model, self.freeze, self.unfreeze)
         return model
 
     @abstractmethod

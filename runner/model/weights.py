@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from models.blocks import blocks_of
 from runner.config.errors import ConfigError, check
 from runner.storage.safe_read import open_regular
 from runner.storage.torch_file import load_tensors
@@ -70,7 +71,7 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
     Args:
         model: the network, whose weights are replaced.
         path: a file as described in `read_weights`.
-        reset_head: keep the current weights of the last block in `model.blocks()`.
+        reset_head: keep the current weights of the last layer of the last block in `model.blocks()`.
 
     Raises:
         ConfigError: if the names or shapes of the tensors differ from the model's, or if `reset_head` is True and the
@@ -104,9 +105,14 @@ _OTHER_NETWORK = "choose the model that the weights belong to, or weights of thi
 
 
 def _head(model: torch.nn.Module) -> set[str]:
-    """Return the names of the parameters of the last block; an empty set if the network has no `blocks()`."""
-    blocks: Any = getattr(model, "blocks", None)
-    last = {id(parameter) for parameter in blocks()[-1][1].parameters()} if blocks else set()
+    """Return the names of the parameters of the last layer; an empty set if the network has no `blocks()`.
+
+    The last block may begin with other layers, such as a normalization.
+    """
+    layer = next((block for _, block in reversed(blocks_of(model))), torch.nn.Identity())
+    while isinstance(layer, torch.nn.Sequential):
+        layer = [child for child in layer if any(True for _ in child.parameters())][-1]
+    last = {id(parameter) for parameter in layer.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in last}
 
 

@@ -6,10 +6,10 @@ https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from models.blocks import blocks_of
 from runner.config.errors import check
 from runner.system import torch_private
 
@@ -22,9 +22,8 @@ _VARIANTS = 8
 
 def modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the blocks that have parameters and are modules of `model`; other blocks only group several modules."""
-    blocks: Any = getattr(model, "blocks", None)
     own = {id(module) for module in model.modules()}
-    found = [block for _, block in blocks()] if blocks else []
+    found = [block for _, block in blocks_of(model)]
     return [block for block in found if id(block) in own and any(True for _ in block.parameters())]
 
 

@@ -18,7 +18,7 @@ def main() -> None:
     try:
         build({"_target_": "runner.model.convnet.ConvNet", "weights": "absent.pt"}, Model, "model")
     except ConfigError:
-        print("refused", "torch.nn" in sys.modules, "models" in sys.modules)
+        print("refused", "torch.nn" in sys.modules, "models.convnet" in sys.modules)
 
 
 if __name__ == "__main__":

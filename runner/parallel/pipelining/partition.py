@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from models.blocks import blocks_of as listed_blocks
 from runner.config.errors import check, check_range, did_you_mean
 from runner.parallel.context import Context
 from runner.workloads.base import SupervisedWorkload, Workload
@@ -97,13 +98,12 @@ def blocks_of(model: torch.nn.Module) -> Blocks:
     """Return the blocks of `model`.
 
     Raises:
-        ConfigError: if `model` has no method `blocks()`.
+        ConfigError: if `model` lists no blocks.
     """
-    blocks: Any = getattr(model, "blocks", None)
-    kind = type(model).__name__
+    found = listed_blocks(model)
     why = "it does not say where it can be split: it has no blocks()"
-    check(blocks is not None, "model", kind, why, _SPLITTABLE)
-    return blocks()
+    check(bool(found), "model", type(model).__name__, why, _SPLITTABLE)
+    return found
 
 
 def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:

@@ -1,0 +1,27 @@
+"""The blocks that a network lists: modules in forward order, between which the network can be split into stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # config errors are reported before torch is imported, and options import this file
+    from torch import nn
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return what the method `blocks()` of `model` returns; an empty list if it has no such method.
+
+    A submodule of the name `blocks`, as many networks have it, is no such method.
+    """
+    blocks = getattr(type(model), "blocks", None)
+    return [] if blocks is None else blocks(model)
+
+
+def block_indices(model: nn.Module) -> dict[str, int]:
+    """Return the index of the block that holds each parameter, by the name of the parameter.
+
+    A parameter that is part of no block belongs to the first block. If the network lists no blocks, the dict is empty.
+    """
+    blocks = blocks_of(model)
+    index_of = {id(parameter): i for i, (_, block) in enumerate(blocks) for parameter in block.parameters()}
+    return {name: index_of.get(id(p), 0) for name, p in model.named_parameters()} if blocks else {}

@@ -1,0 +1,26 @@
+"""Batch normalization whose parameters are not trained, and whose running statistics do not change."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class FrozenBatchNorm(nn.Module):
+    """Batch normalization with the running statistics, in training mode too: a fixed affine map of each channel.
+
+    A batch normalization layer whose weight and bias are frozen is converted to this class in place, by setting its
+    `__class__`, which keeps its tensors and their names. It is no subclass of torch's batch normalization, so that no
+    parallel mode synchronizes, defers or averages statistics that do not change.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+    eps: float
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
+        )

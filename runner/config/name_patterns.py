@@ -1,0 +1,50 @@
+"""Patterns of parameter names: `head`, `layer4`, `*.bias`, `encoder.layers.*`.
+
+A pattern matches a parameter if it matches the parameter's name, the name of a module that contains it, or the name of
+its block (see `models.blocks`). Wildcards are those of a shell: `*` matches any text, including dots; `?` one
+character; `[12]` one of these.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from runner.config.errors import check, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+
+
+def names_to_match(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Return what patterns can match, by parameter name: its block, the modules that contain it, and its name."""
+    from models.blocks import block_indices, blocks_of
+
+    blocks, indices = blocks_of(model), block_indices(model)
+    found = {}
+    for name, _ in model.named_parameters():
+        parts = name.split(".")
+        paths = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        found[name] = [blocks[indices[name]][0], *paths] if indices else paths
+    return found
+
+
+def matching(key: str, pattern: str, names: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the names of the parameters that `pattern` matches.
+
+    Args:
+        key: the config key of the pattern, for the error message.
+        pattern: the pattern.
+        names: what it can match, by parameter name: a part of what `names_to_match` returns.
+
+    Raises:
+        ConfigError: if it matches no parameter; the error suggests similar names.
+    """
+    found = [name for name, own in names.items() if any(fnmatchcase(each, pattern) for each in own)]
+    if not found:  # no `check`: the suggestions take time
+        near = difflib.get_close_matches(pattern, {each for own in names.values() for each in own}, n=3)
+        why = "no parameter has this name, or is in a module or block of this name;"
+        check(False, key, pattern, why, did_you_mean(pattern, near or {own[0] for own in names.values()}))
+    return found
