@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ class Optimizer(ABC):
     lr: float
     weight_decay: float = 0.0
     fused: bool = True
-    groups: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, Any] | None = None  # not {}: Hydra would refuse to override it
     layer_decay: float = 1.0
     decay_norms: bool = True
 
@@ -61,7 +61,7 @@ class Optimizer(ABC):
         check_range(self, "lr", above=0, most=_LARGEST)
         check_range(self, "weight_decay", least=0, most=_LARGEST)
         check_range(self, "layer_decay", above=0, most=1)
-        for pattern, options in self.groups.items():
+        for pattern, options in (self.groups or {}).items():
             self._check_group(f"groups.{pattern}", options)
 
     def _check_group(self, key: str, options: Any) -> None:
@@ -103,10 +103,11 @@ class Optimizer(ABC):
         why = f"{type(model).__name__} has no blocks() from which the depth of a parameter could be told"
         fits = bool(blocks) or self.layer_decay == 1
         check(fits, "optimizer.layer_decay", self.layer_decay, why, "optimizer.groups={PATTERN: {lr: …}}")
+        own = self.groups or {}
         groups: dict[tuple[str, float, float], list[str]] = {("", self.lr, self.weight_decay): []}
         for name, parameter in parameters.items():
             pattern = pattern_of.get(name, "")
-            options = self.groups.get(pattern, {})
+            options = own.get(pattern, {})
             above = len(blocks) - 1 - block_of[name] if self.layer_decay < 1 else 0
             label = pattern if "lr" in options else blocks[block_of[name]] if above else ""
             lr = options.get("lr", self.lr * self.layer_decay**above)
@@ -119,7 +120,7 @@ class Optimizer(ABC):
         """Return the first pattern in `groups` that matches, by the name of the parameter."""
         found: dict[str, str] = {}
         names = {name: own for name, own in names_to_match(model).items() if name in parameters} if self.groups else {}
-        for pattern in self.groups:
+        for pattern in self.groups or ():
             own = [name for name in matching("optimizer.groups", pattern, names) if name not in found]
             why = "all parameters that it matches belong to the patterns before it"
             check(bool(own), "optimizer.groups", pattern, why, "write it before them")

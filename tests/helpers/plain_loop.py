@@ -28,8 +28,32 @@ CASES: dict[str, tuple[list[str], Callable[..., torch.optim.Optimizer]]] = {
     ),
     "adam": (["optimizer=adam", "optimizer.lr=0.003"], lambda p: torch.optim.Adam(p, lr=0.003)),
     "adamw": (["optimizer=adamw", "optimizer.lr=0.003"], lambda p: torch.optim.AdamW(p, lr=0.003, weight_decay=0.01)),
+    "groups": (
+        ["optimizer.weight_decay=0.1", "optimizer.groups={conv1:{lr:0.01,weight_decay:0.3},*.fc.bias:{lr:0.2}}"],
+        lambda p: torch.optim.SGD(
+            [
+                {"params": p[:2], "lr": 0.01, "weight_decay": 0.3},
+                {"params": [p[5], p[7]], "lr": 0.2},
+                {"params": [p[2], p[3], p[4], p[6]]},
+            ],
+            lr=0.05,
+            momentum=0.9,
+            weight_decay=0.1,
+        ),
+    ),
+    "layer_decay": (
+        ["optimizer.weight_decay=0.1", "optimizer.layer_decay=0.5", "optimizer.decay_norms=false"],
+        lambda p: torch.optim.SGD(
+            [
+                {"params": [tensor], "lr": 0.05 / 2 ** (3 - i // 2), "weight_decay": 0 if i % 2 else 0.1}
+                for i, tensor in enumerate(p)
+            ],
+            lr=0.05,
+            momentum=0.9,
+        ),
+    ),
 }
-"""Overrides that choose an optimizer, and what makes it."""
+"""Overrides that choose an optimizer, and what makes it. The tiny network has four blocks of a weight and a bias."""
 
 
 class Plain(NamedTuple):
@@ -62,7 +86,7 @@ class Settings:
 def plain_loop(run: Run, optimizer: Callable[..., torch.optim.Optimizer], settings: Settings = Settings()) -> Plain:
     """Train the model of `run` in plain PyTorch, from fresh weights."""
     model = _fresh_model(run, settings)
-    return _train(run, model, optimizer([p for p in model.parameters() if p.requires_grad]), settings)
+    return train_plainly(run, model, optimizer([p for p in model.parameters() if p.requires_grad]), settings)
 
 
 def plain_loop_from(
@@ -74,7 +98,7 @@ def plain_loop_from(
     model.load_state_dict(safetensors.torch.load_file(checkpoint / "model.safetensors"))
     states = torch.load(checkpoint / "state.pt", weights_only=True)["optimizer"]
     update.state.update({parameter: states[name] for name, parameter in model.named_parameters()})
-    return _train(run, model, update, settings, first=int(checkpoint.name.partition("_")[2]))
+    return train_plainly(run, model, update, settings, first=int(checkpoint.name.partition("_")[2]))
 
 
 def _fresh_model(run: Run, settings: Settings) -> torch.nn.Module:
@@ -86,10 +110,10 @@ def _fresh_model(run: Run, settings: Settings) -> torch.nn.Module:
     return model
 
 
-def _train(
+def train_plainly(
     run: Run, model: torch.nn.Module, update: torch.optim.Optimizer, settings: Settings, first: int = 0
 ) -> Plain:
-    """The steps after `first`."""
+    """The steps after `first`, of a model whose optimizer is `update`."""
     samples = run.workload.train  # pyright: ignore[reportAttributeAccessIssue]
     dtype, num_parts = settings.dtype, settings.num_parts
     copies = [model] + [copy.deepcopy(model) for _ in range(num_parts - 1)]
