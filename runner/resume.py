@@ -7,13 +7,13 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import IO, Any
 
 from runner.config.errors import ConfigError, check
-from runner.config.schema import load_class
-from runner.run import Result, Session, config_hash
+from runner.config.schema import load_class, option_fields
+from runner.run import Result, Run, Session, config_hash
 from runner.storage import run_directory
 from runner.storage.durable_write import sync, write_json, write_text
 from runner.storage.manifest import DamagedError, saved_config_text, verified_manifest
@@ -338,7 +338,7 @@ def _has_same_config(path: Path, session: Session) -> bool:
         ConfigError: if there are checkpoints in `path`, which may be those to resume, but the config cannot be read.
     """
     try:
-        return config_hash(saved_config(path).values) == config_hash(session.run.config)
+        return config_hash(completed(saved_config(path).values)) == config_hash(completed(session.run.config))
     except UnreadableConfigError as error:
         why = f"whether {path} is the run to resume cannot be read ({error})"
         remedy = "resume=never starts a new run; resume=auto goes on without that directory once it is moved away"
@@ -366,7 +366,7 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
     Raises:
         ConfigError: if the samples, the model or the type of the optimizer differ; the error lists the differences.
     """
-    differences = []
+    saved, now, differences = completed(saved), completed(now), []
     for key in _ESSENTIAL:
         then, today = _essential(saved.get(key)), _essential(now.get(key))
         names = sorted({*then, *today})
@@ -380,6 +380,23 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
         differences.append(f"optimizer: {then} then, {today} now")
     why, remedy = f"another run: {'; '.join(differences[:5])}", "take these back, or start a new run, without resume"
     check(not differences, "resume", source, why, remedy)
+
+
+def completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config` with the default of each option that its components have, and an earlier version did not have."""
+
+    def defaults(cls: type) -> dict[str, Any]:
+        known = option_fields(cls)
+        options = {field.name: field.default for field in fields(cls) if field.name in known}
+        given = {name: value for name, value in options.items() if value is not MISSING}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+
+    def node(value: Any) -> Any:
+        if not isinstance(value, Mapping) or "_target_" not in value:
+            return value
+        return defaults(load_class(value["_target_"], object)) | dict(value)
+
+    return {key: node(value) for key, value in (defaults(Run) | dict(config)).items()}
 
 
 def _essential(node: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from helpers.runs import assert_bitwise, weights
 
 from runner.config.errors import ConfigError
 from runner.seeds import derive
-from runner.train import prepare
+from runner.training import prepare
 
 STEPS = 3
 FROZEN = "model.freeze=[stem,layer1,'*.bn?','*.downsample']"
