@@ -1,3 +1,46 @@
-"""A declarative experiment runner: the config selects the components of a single training loop."""
+"""A declarative experiment runner: the config selects the components of a single training loop.
 
-__version__ = "0.1.0"
+From Python, `runner.compose` returns a config, and `runner.train` trains it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from runner.system.version import __version__
+
+if TYPE_CHECKING:
+    from runner.api.composing import Config, compose
+    from runner.api.execution import train
+    from runner.config.errors import ConfigError
+    from runner.run import CrashedError, Result
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "CrashedError",
+    "Result",
+    "__version__",
+    "compose",
+    "train",
+]
+
+_MODULES = {
+    "Config": "runner.api.composing",
+    "ConfigError": "runner.config.errors",
+    "CrashedError": "runner.run",
+    "Result": "runner.run",
+    "compose": "runner.api.composing",
+    "train": "runner.api.execution",
+}
+"""The module of each name. It is imported at the first use of the name, because it may take seconds (torch does)."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -83,7 +83,7 @@ def finished(directory: Path) -> Result | None:
     This function must be called inside `claimed_directory`, which renames the result file of a run that has steps left.
     A run whose result file still has its original name is therefore finished.
     """
-    result, known = run_directory.read_result(directory), {field.name for field in fields(Result)}
+    result, known = run_directory.read_result(directory), {field.name for field in fields(Result) if field.init}
     return Result(**{name: value for name, value in result.items() if name in known}) if result else None
 
 

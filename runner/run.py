@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +255,8 @@ class Result:
         config_hash: hash of the config (see the function `config_hash`).
         notes: additional results of the workload on rank 0, such as the number of skipped files.
         error: the reason why the run diverged or crashed; empty if it did neither.
+        directory: the run directory; None in a rank. Neither this nor `cause` is written to the file.
+        cause: the exception that crashed the run; None if the run has not crashed.
     """
 
     status: str
@@ -269,10 +271,26 @@ class Result:
     config_hash: str = ""
     notes: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    directory: Path | None = field(default=None, init=False, compare=False)
+    cause: BaseException | None = field(default=None, init=False, compare=False, repr=False)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a command that ends with this result."""
+        return EXIT_CODES[self.status]
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """The metrics of the latest evaluation, by TensorBoard tag."""
+        return {tag: value for tag, value in self.metrics.items() if tag.startswith("eval/")}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values, for JSON."""
-        return asdict(self)
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+
+
+EXIT_CODES = {"done": 0, "crashed": 1, "diverged": 3, "stopped": 75}
+"""The exit code for each status of a result."""
 
 
 def build_run(config: Mapping[str, Any]) -> Run:
@@ -370,6 +388,9 @@ class CrashedError(Exception):
     def __init__(self, result: Result):
         super().__init__(result)
         self.result = result
+
+    def __str__(self) -> str:
+        return self.result.error
 
 
 _NOT_HASHED = ("name", "output_root", "resume", "tracking")

@@ -20,7 +20,7 @@ PARTS = (
 
 # A file may import from its own room and from those above it in this list. `TYPE_CHECKING` imports count too.
 ROOMS = [
-    ["models", "runner"],
+    ["models"],
     ["runner.system"],
     ["runner.config"],
     ["runner.storage"],
@@ -33,8 +33,8 @@ ROOMS = [
     ["runner.state", "runner.resume"],
     ["runner.training"],
     ["runner.sweep", "runner.planning"],
-    ["runner.cli"],
-    ["runner.tools", "runner.__main__"],
+    [("runner.api", "runner.cli")],
+    ["runner.tools", "runner.__main__", "runner"],
 ]
 
 

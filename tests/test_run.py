@@ -229,7 +229,7 @@ def test_building_needs_neither_the_device_nor_the_data() -> None:
 def test_a_result_is_made_of_plain_values() -> None:
     result = Result("done", steps=3, metrics={"eval/loss": 0.5})
     assert result.as_dict() == {
-        **{field.name: getattr(result, field.name) for field in dataclasses.fields(Result)},
+        **{field.name: getattr(result, field.name) for field in dataclasses.fields(Result) if field.init},
         "status": "done",
         "steps": 3,
         "metrics": {"eval/loss": 0.5},

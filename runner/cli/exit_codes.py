@@ -11,8 +11,7 @@ from runner.system.secrets import redacted
 from runner.system.utf8 import printable
 
 DONE, CRASHED, REFUSED, DIVERGED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
-CODES = {"done": DONE, "crashed": CRASHED, "diverged": DIVERGED, "stopped": STOPPED}
-"""The exit code for each status of a result."""
+"""The exit codes of the command; those of a run that has begun are also in `Result.exit_code`."""
 
 WIDTH = 200
 """The maximum length of a line of a message, in characters."""

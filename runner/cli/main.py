@@ -11,12 +11,12 @@ from runner.system.lazy_import import import_lazily
 
 import_lazily("torch", "torchvision")
 
-from runner import __version__  # noqa: E402
 from runner.cli import arguments as command_line  # noqa: E402
-from runner.cli.exit_codes import CODES, DONE, INTERRUPTED, REFUSED, STOPPED, report_error  # noqa: E402
+from runner.cli.exit_codes import DONE, INTERRUPTED, REFUSED, STOPPED, report_error  # noqa: E402
 from runner.cli.help import help_text  # noqa: E402
 from runner.config.errors import ABSENT, check  # noqa: E402
 from runner.system.signals import CommandSignals  # noqa: E402
+from runner.system.version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,22 +73,17 @@ def compose_and_run(arguments: list[str]) -> list[int]:
     for flag in (command_line.RUN_DIRECTORY, command_line.DETACHED):
         arguments = command_line.without_flag(arguments, flag)
     arguments = command_line.overrides_first(arguments)
-    config_name = "config"
-    if not is_sweep and (source := command_line.resumed(arguments)):
-        from runner.cli.saved_defaults import register_saved  # imported here: it needs the components
-
-        config_name = register_saved(source, arguments)
     from hydra._internal.utils import get_args_parser  # imported here: --help needs no Hydra
 
+    from runner.api.composing import compose_run, composer_of
     from runner.cli.composition import Composer
-    from runner.cli.zipped import parse_zip
 
     parser = get_args_parser()
     parser.error = command_line.refuse_usage  # type: ignore[method-assign]
     flags = parser.parse_args(arguments)
     check_flags(flags)
     overrides = [command_line.quoted(word, is_sweep) for word in flags.overrides]
-    composer = Composer(flags.config_dir, config_name)
+    composer = Composer(flags.config_dir) if is_sweep else composer_of(flags.overrides, flags.config_dir)
     if flags.cfg is not None:
         composer.show(overrides, flags)
     elif flags.hydra_help or flags.shell_completion or flags.info is not None:
@@ -104,12 +99,7 @@ def compose_and_run(arguments: list[str]) -> list[int]:
             return [start_detached(typed)]
         return run_sweep(jobs, flags.overrides, flags.config_dir, pipe)
     else:
-        swept = [word for word in overrides if command_line.is_sweep_option(word)]
-        why, remedy = "only a sweep has this option", "add -m, or leave it out"
-        check(not swept, "".join(swept[:1]).partition("=")[0], ABSENT, why, remedy)
-        pairs = [word for word in overrides if parse_zip(word)]
-        check(not pairs, "".join(pairs[:1]).partition("=")[0], ABSENT, "only a sweep has pairs of values", "add -m")
-        return [run_single(composer.run(overrides), directory)]
+        return [run_single(compose_run(composer, flags.overrides), directory)]
     return []
 
 
@@ -146,7 +136,6 @@ def run_single(job: Job, directory: Path | None) -> int:
 
     run = build_run(job.config)
     # Imported here: config errors are reported before torch is imported.
-    from runner.cli.run_job import run_one
+    from runner.cli.run_job import print_summary, run_one
 
-    result = run_one(run, job.overrides, directory)
-    return CODES[result.status]
+    return run_one(run, job.overrides, directory, print_summary).exit_code

@@ -1,4 +1,4 @@
-"""Runs a single run, from checking its config to writing its result and printing a summary."""
+"""Runs a single run, from checking its config to writing its result; the command and `runner.train` both do."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -26,14 +27,19 @@ from runner.training import train, train_rank
 log = logging.getLogger(__name__)
 
 
-def run_one(run: Run, overrides: list[str], directory: Path | None = None) -> Result:
-    """Check and train `run`, print a summary, and return the result.
+Report = Callable[[Session, Path, Result], None]
+"""A function that reports the result of a run: its arguments are the session, the run directory and the result."""
+
+
+def run_one(run: Run, overrides: list[str], directory: Path | None = None, report: Report = lambda *_: None) -> Result:
+    """Check and train `run`, write `result.json`, and return the result, even if training crashed.
 
     Args:
         run: the run.
         overrides: the overrides that are already applied to the run's config; they are saved in the run directory.
         directory: the run directory if the run is a job of a sweep. With `resume=auto`, a run that is already in this
             directory is resumed if it has the same config. None: a new directory, or the directory that `resume` names.
+        report: function that rank 0 calls once the result is written.
 
     Raises:
         ConfigError: if the config cannot run; no files are left behind.
@@ -49,8 +55,10 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None) -> Re
         directory = process.collectives.from_rank_0(lambda: claims.enter_context(claim()))
         with LogFile(directory, process.rank_info.rank):
             result = trained(session, launcher, directory)
+        result.directory = directory
         if process.rank_info.rank == 0:
             write_result(session, directory, result)
+            report(session, directory, result)
     return result
 
 
@@ -86,14 +94,12 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
     print(printable(redacted(trace)), end="", file=sys.stderr)  # of another process; this one's trace is in the log
     log.debug("crashed", exc_info=error)
     log.error("%s", result.error)
+    result.cause = error
     return result
 
 
 def write_result(session: Session, directory: Path, result: Result) -> None:
-    """Write `result.json` to the run directory `directory`, and print the summary.
-
-    If the run is done and `keep=0`, also delete all checkpoints.
-    """
+    """Write `result.json` to the run directory `directory`; if the run is done and `keep=0`, delete all checkpoints."""
     try:
         write_json(directory / run_directory.RESULT, result.as_dict())
         if result.status == "done" and session.run.keep == 0:
@@ -102,6 +108,10 @@ def write_result(session: Session, directory: Path, result: Result) -> None:
         why = f"{run_directory.RESULT} cannot be written: {error.strerror}"
         result.status, result.error = "crashed", why
         print(why, file=sys.stderr)
+
+
+def print_summary(session: Session, directory: Path, result: Result) -> None:
+    """Print the summary of a run; a `Report`."""
     with suppress(BrokenPipeError):
         print(summary(session, directory, result), flush=True)
 

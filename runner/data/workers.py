@@ -19,7 +19,7 @@ import torch
 
 from runner.data.worker_watchdog import POLL, Watch
 from runner.system.cpu import allowed_cores
-from runner.system.forkserver import METHOD, start_server
+from runner.system.forkserver import METHOD, start_server, without_main_module
 
 
 class Fetch(Protocol):
@@ -69,7 +69,8 @@ class Workers:
             **options,
         )
         before = set(multiprocessing.active_children())
-        batches = iter(loader)
+        with without_main_module():
+            batches = iter(loader)
         watch = Watch(set(multiprocessing.active_children()) - before, self.timeout)
         atexit.register(watch.kill)  # runs before the exit handler of multiprocessing, which would join the workers
         try:

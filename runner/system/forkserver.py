@@ -10,9 +10,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import ModuleType
 from typing import Any
 
 from runner.system.signals import STOP_SIGNALS
@@ -41,6 +43,40 @@ def start_server(*modules: str) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def server_stopped() -> Iterator[None]:
+    """A context manager that stops the fork server at the end, unless the server was running at the beginning.
+
+    Other code of this process may use the fork server of `multiprocessing`, too. Children of a server that
+    `start_server` has started would ignore SIGTERM, and so `Process.terminate`.
+    """
+    from multiprocessing import forkserver
+
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    was_running, preloaded = server._forkserver_pid is not None, server._preload_modules
+    try:
+        yield
+    finally:
+        server._preload_modules = preloaded
+        if not was_running:
+            server._stop()
+
+
+@contextmanager
+def without_main_module() -> Iterator[None]:
+    """A context manager in which the processes that `multiprocessing` starts do not import this program's main module.
+
+    Ranks and data workers need nothing in it. A script that trains without `if __name__ == "__main__":` would
+    otherwise begin to train in each of them.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def become_command() -> None:

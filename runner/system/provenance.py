@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-import runner
 from runner.system.cpu import cpu
 from runner.system.memory import host_memory
 from runner.system.secrets import redacted, redacted_values
 from runner.system.utf8 import printable
+from runner.system.version import __version__
 
 PACKAGES = ("torchvision", "hydra-core", "omegaconf", "gymnasium", "tensorboard", "safetensors", "rich")
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -80,7 +80,7 @@ def source(root: Path = _ROOT) -> dict[str, Any] | None:
 def versions() -> dict[str, Any]:
     """Return the versions of Python, torch, the operating system and `PACKAGES`; None for packages not installed."""
     return {
-        "runner": runner.__version__,
+        "runner": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "torch": str(torch.__version__),
         **{name: _version(name) for name in PACKAGES},

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from helpers.fake_pool import FakePool
 
-from runner.cli.exit_codes import CODES
 from runner.config.errors import check
+from runner.run import EXIT_CODES
 from runner.storage.run_directory import StorageError
 from runner.sweep.display import Display
 from runner.sweep.engines.base import Ended, Engine, Job, Started
@@ -81,7 +81,7 @@ def states(ledger: Ledger) -> list[str]:
 
 
 def test_every_exit_code_of_the_command_has_its_state() -> None:
-    assert {STATES[code]: code for code in CODES.values()} == CODES
+    assert {STATES[code]: code for code in EXIT_CODES.values()} == EXIT_CODES
 
 
 @pytest.mark.parametrize("slots", [1, 2, 9])

@@ -24,7 +24,7 @@ from runner.config.errors import ConfigError
 from runner.data.base import DataError
 from runner.storage.run_directory import StorageError
 from runner.system import torch_errors
-from runner.system.forkserver import METHOD, death_of_server
+from runner.system.forkserver import METHOD, death_of_server, without_main_module
 from runner.system.signals import StopRequest
 
 log = logging.getLogger(__name__)
@@ -188,7 +188,8 @@ class Supervisor:
                 self.pipes.append(ours)
                 with theirs:
                     process = context.Process(target=work, args=(theirs, *own), name=f"rank {rank}")
-                    process.start()
+                    with without_main_module():
+                        process.start()
                 self.processes.append(process)
             pids = [process.pid for process in self.processes]
             log.debug("the ranks' processes: %s", " ".join(map(str, pids)))

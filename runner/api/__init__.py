@@ -1,0 +1,1 @@
+"""What `import runner` offers: composing a config, training it, and what comes after a run."""

@@ -1,0 +1,77 @@
+"""The settings of the process that calls the Python API: they do not change what a run computes, and are kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from runner.system.forkserver import server_stopped
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """A context in which a run may change global settings, all of which are restored at its end.
+
+    They are random states, threads and defaults of torch, environment variables, and settings of logging. Inside the
+    context, torch has its own defaults: a run computes the same whatever the caller has set.
+    """
+    with ExitStack() as restored:
+        for keep in (_environment, _logging, server_stopped, _random_state, _torch_defaults):
+            restored.enter_context(keep())
+        yield
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def _logging() -> Iterator[None]:
+    logger, show = logging.getLogger("runner"), warnings.showwarning
+    level, propagate = logger.level, logger.propagate
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.propagate = propagate
+        if warnings.showwarning is not show and show.__module__ == "logging":  # the log file of the run captured them
+            logging.captureWarnings(True)
+
+
+@contextmanager
+def _random_state() -> Iterator[None]:
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        yield
+
+
+@contextmanager
+def _torch_defaults() -> Iterator[None]:
+    threads, dtype, device = torch.get_num_threads(), torch.get_default_dtype(), torch.get_default_device()
+    matmul, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_default_dtype(torch.float32)
+    if device.type != "cpu":
+        torch.set_default_device(None)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        if device.type != "cpu":
+            torch.set_default_device(device)
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = tf32
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)

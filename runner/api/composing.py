@@ -1,0 +1,126 @@
+"""Composes a config from overrides, as the command does, without a trace in Hydra's global objects."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.singleton import Singleton
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.basecontainer import BaseContainer
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.cli import arguments
+from runner.cli.composition import Composer, Job
+from runner.cli.config_source import OptionFiles
+from runner.cli.hydra_errors import config_error, explain
+from runner.cli.zipped import parse_zip
+from runner.config.errors import ABSENT, ConfigError, check
+from runner.system.secrets import redacted_values
+
+
+class Config(Mapping[str, Any]):
+    """A composed config: a mapping from keys to plain values, such as `config["optimizer"]["lr"]`.
+
+    Args:
+        values: the values by key; components are dicts with a `_target_`.
+        overrides: the overrides from which the config was composed.
+    """
+
+    def __init__(self, values: Mapping[str, Any], overrides: Sequence[str] = ()):
+        self._values, self.overrides = dict(values), tuple(overrides)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Config(overrides={redacted_values(list(self.overrides))})"
+
+    def __str__(self) -> str:
+        """Return the config as YAML, without credentials."""
+        return OmegaConf.to_yaml(OmegaConf.create(redacted_values(self._values)))
+
+
+def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str] | None = None) -> Config:
+    """Return the config that `python -m runner OVERRIDES` would train. Its values are checked when it is trained.
+
+    Args:
+        overrides: what is typed behind the command: `["parallel=ddp", "optimizer.lr=0.1"]`. With `resume=PATH`, the
+            config is that of the run at PATH.
+        config_dir: a directory of options of your own, with the structure of conf/; None to use only conf/.
+
+    Raises:
+        ConfigError: if there is no such option or key, or the overrides cannot be parsed.
+    """
+    is_list = not isinstance(overrides, str) and all(isinstance(word, str) for word in overrides)
+    check(is_list, "overrides", overrides, "it is no list of texts", 'for example ["parallel=ddp", "seed=1"]')
+    words = arguments.overrides_first(overrides)
+    flags = [word for word in words if word.startswith("-")]
+    check(not flags, "".join(flags[:1]), ABSENT, "flags belong to the command", "leave it out")
+    with _hydra_of_our_own(), _config_errors():
+        job = compose_run(composer_of(words, None if config_dir is None else os.fspath(config_dir)), words)
+    return Config(job.config, job.overrides)
+
+
+def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:
+    """Compose the config of a single run from overrides that `arguments.overrides_first` has checked.
+
+    Raises:
+        ConfigError, HydraException, OmegaConfBaseException: if the config cannot be composed.
+    """
+    swept = [word for word in overrides if arguments.is_sweep_option(word)]
+    remedy = "add -m, or leave it out"
+    check(not swept, "".join(swept[:1]).partition("=")[0], ABSENT, "only a sweep has this option", remedy)
+    pairs = [word for word in overrides if parse_zip(word)]
+    check(not pairs, "".join(pairs[:1]).partition("=")[0], ABSENT, "only a sweep has pairs of values", "add -m")
+    return composer.run([arguments.quoted(word, sweep=False) for word in overrides])
+
+
+def composer_of(overrides: Sequence[str], config_dir: str | None) -> Composer:
+    """Return a composer for a single run. With `resume=PATH`, its root config is that of the run at PATH.
+
+    Raises:
+        ConfigError: if `config_dir`, or the run at PATH, does not exist or cannot be used.
+    """
+    source = arguments.resumed(overrides)
+    if source is None:
+        return Composer(config_dir)
+    from runner.cli.saved_defaults import register_saved  # imported here: it needs the components
+
+    return Composer(config_dir, register_saved(source, overrides))
+
+
+@contextmanager
+def _hydra_of_our_own() -> Iterator[None]:
+    """Within this context, Hydra's global objects are new ones; after it, those of the caller are there again."""
+    instances, resolvers, sets_hydra = Singleton._instances, BaseContainer._resolvers, OptionFiles.sets_hydra
+    own: Any = {ConfigStore: deepcopy(ConfigStore.instance())}  # the options of Hydra itself are in it
+    Singleton._instances = own
+    BaseContainer._resolvers = dict(resolvers)
+    try:
+        yield
+    finally:
+        Singleton._instances, BaseContainer._resolvers = instances, resolvers
+        OptionFiles.sets_hydra = sets_hydra
+
+
+@contextmanager
+def _config_errors() -> Iterator[None]:
+    """Convert errors of Hydra and OmegaConf, raised inside the context, to a `ConfigError`."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        translated = config_error(error)
+        remedy = "python -m runner --help lists the options"
+        raise translated or ConfigError("overrides", ABSENT, explain(error), remedy) from None

@@ -1,0 +1,36 @@
+"""Trains a run in the process of a program or a notebook, whose own settings stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+from runner.api.caller import settings_kept
+from runner.api.composing import Config, compose
+from runner.cli.run_job import run_one
+from runner.run import CrashedError, Result, build_run
+
+
+def train(config: Config | Sequence[str] = ()) -> Result:
+    """Train the run of `config`, in this process or those of its parallel mode, and return its result.
+
+    The run writes its directory and logs to standard error, as that of the command does. In the main thread, a stop
+    signal (Ctrl-C, the stop button of a notebook) ends the training after the current step: the result then has the
+    status `stopped`, and `["resume=…"]` with its directory continues. A second Ctrl-C raises `KeyboardInterrupt`.
+
+    Args:
+        config: a composed config, or the overrides of one: `["parallel=ddp", "optimizer.lr=0.1"]`.
+
+    Returns:
+        The result, whose status is `done`, `stopped` or `diverged`.
+
+    Raises:
+        ConfigError: if the config cannot run; no files are left behind.
+        CrashedError: if the training crashed. Its `__cause__` is the error, and its `result` has the run directory.
+    """
+    composed = config if isinstance(config, Config) else compose(config)
+    with settings_kept():
+        result = run_one(build_run(deepcopy(dict(composed))), list(composed.overrides))
+    if result.status == "crashed":
+        raise CrashedError(result) from result.cause
+    return result

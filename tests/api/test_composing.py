@@ -1,0 +1,103 @@
+"""Configs from Python: those of the command, without a trace in Hydra's global objects."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.command import environment
+from helpers.compose import composed
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.singleton import Singleton
+from omegaconf import OmegaConf
+from omegaconf.basecontainer import BaseContainer
+
+import runner
+from runner.config.options import CONF
+
+WORDS = ["parallel=ddp", "precision=16", "optimizer.lr=0.25"]
+
+
+def test_a_config_has_the_values_that_the_command_composes() -> None:
+    config = runner.compose(WORDS)
+    assert {**config, "name": "test"} == composed(*WORDS)
+    assert config["optimizer"]["lr"] == 0.25
+    assert config.overrides == ("parallel=ddp", "precision='16'", "optimizer.lr=0.25")
+    assert OmegaConf.create(str(config)) == OmegaConf.create(dict(config))
+
+
+def test_hydra_is_left_as_it_was() -> None:
+    before, config = HydraConfig.instance().cfg, OmegaConf.create({"own": 1})
+    HydraConfig.instance().cfg = config  # pyright: ignore[reportAttributeAccessIssue]
+    instances, resolvers = dict(Singleton._instances), dict(BaseContainer._resolvers)
+    try:
+        runner.compose(WORDS)
+        assert Singleton._instances == instances
+        assert BaseContainer._resolvers == resolvers
+        assert HydraConfig.instance().cfg is config
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+def test_a_program_that_uses_hydra_itself_can_compose() -> None:
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.2"):
+        assert runner.compose(["seed=7"])["seed"] == 7
+        assert hydra_compose("config", ["name=test", "seed=3"])["seed"] == 3
+
+
+def test_options_of_a_directory_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "mine.yaml").write_text("_target_: runner.optimizer.SGD\nlr: 0.125\n")
+    assert runner.compose(["optimizer=mine"], config_dir=tmp_path)["optimizer"]["lr"] == 0.125
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["optimzer=sgd"], "optimzer"),
+        (["seeed=1"], "seeed"),
+        (["precision=17"], "precision"),
+        (["seed=1,2"], "seed"),
+        (["sweep.slots=2"], "sweep"),
+        (["seed"], "seed"),
+        (["seed=[1"], "seed=[1"),
+        (["--cfg=job"], "--cfg=job"),
+        (["--cfgg"], "--cfgg"),
+        (["resume=nowhere"], "resume"),
+        (["name=${nothing}"], "name"),
+        ("parallel=ddp", "overrides"),
+        ([3], "overrides"),
+    ],
+)
+def test_mistakes_are_config_errors_that_name_the_key(words: list[str], key: str) -> None:
+    with pytest.raises(runner.ConfigError) as error:
+        runner.compose(words)
+    assert error.value.key.partition(".")[0] == key
+    assert error.value.remedy
+
+
+def test_importing_the_package_is_quick_and_imports_neither_torch_nor_hydra() -> None:
+    source = "import sys, runner; print({'torch', 'numpy', 'hydra', 'omegaconf'} & {*sys.modules})"
+    words = [sys.executable, "-c", source]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_composing_needs_no_torch() -> None:
+    source = "import sys, runner; runner.compose(['seed=1']); print('torch' in sys.modules)"
+    words = [sys.executable, "-c", source]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_every_name_that_is_offered_exists() -> None:
+    assert {name for name in runner.__all__ if getattr(runner, name, None) is None} == set()
+    assert set(runner.__all__) <= set(dir(runner))
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        _ = runner.trian

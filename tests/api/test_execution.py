@@ -1,0 +1,179 @@
+"""Training from Python: the weights of the command, results without logs, and a process that stays as it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.command import environment, run_command
+from helpers.compose import FAST
+from helpers.runs import assert_bitwise, only_run, weights
+
+import runner
+from runner import training
+from runner.system.forkserver import without_main_module
+
+WORDS = [*FAST, "steps=6", "eval_every=3"]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_training_from_python_ends_with_the_weights_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    code, told = run_command(*WORDS, cwd=tmp_path / "there")
+    assert code == 0, told
+    result = runner.train(["output_root=here", *WORDS])
+    assert result.directory is not None
+    assert_bitwise(result.directory, weights(only_run(tmp_path / "there")))
+
+
+def test_a_result_has_what_the_file_has_and_where_it_is() -> None:
+    result = runner.train(runner.compose(WORDS))
+    assert (result.status, result.exit_code, result.steps) == ("done", 0, 6)
+    assert result.evaluation.keys() == {"eval/loss", "eval/accuracy"}
+    assert result.directory is not None
+    assert json.loads((result.directory / "result.json").read_text()) == result.as_dict()
+    assert result.directory.parent.parent == Path.cwd() / "outputs"
+
+
+def test_a_config_can_be_trained_twice_and_is_not_changed() -> None:
+    config = runner.compose(WORDS)
+    before = str(config)
+    one, other = runner.train(config), runner.train(config)
+    assert one.directory != other.directory
+    assert one.metrics == other.metrics
+    assert str(config) == before
+
+
+def test_a_run_is_continued_by_its_directory() -> None:
+    first = runner.train([*WORDS, "steps=3", "schedule=constant"])
+    result = runner.train([f"resume={first.directory}", "steps=6"])
+    assert (result.steps, result.directory) == (6, first.directory)
+
+
+def test_settings_of_the_caller_neither_change_the_run_nor_are_changed_by_it() -> None:
+    usual = runner.train([*WORDS, "deterministic=true", "precision=tf32"])
+    torch.manual_seed(5)
+    random.seed(5)
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    logging.captureWarnings(True)
+    mask, variables = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]), dict(os.environ)
+    before = torch.get_rng_state(), random.getstate(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    logger = logging.getLogger("runner")
+    level = logger.level
+    try:
+        with torch.no_grad():
+            result = runner.train([*WORDS, "deterministic=true", "precision=tf32"])
+            assert not torch.is_grad_enabled()
+        after = torch.get_rng_state(), random.getstate(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        assert torch.equal(before[0], after[0])
+        assert before[1:] == after[1:]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        assert torch.get_default_dtype() == torch.float64
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.get_num_threads() == 1
+        assert dict(os.environ) == variables
+        assert (logger.level, logger.propagate, logger.handlers) == (level, True, [])
+        assert logging.getLogger("py.warnings").handlers == []
+    finally:
+        logging.captureWarnings(False)
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert result.metrics == usual.metrics
+
+
+@pytest.mark.parametrize(("word", "key"), [("optimizer.lr=-1", "optimizer.lr"), ("batch_size=5000", "batch_size")])
+def test_a_config_that_cannot_run_is_an_error_and_leaves_nothing_behind(word: str, key: str) -> None:
+    with pytest.raises(runner.ConfigError) as error:
+        runner.train([*WORDS, word])
+    assert error.value.key == key
+    assert not Path("outputs").exists()
+
+
+def test_a_crash_is_raised_with_its_cause_and_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr(training, "evaluate", fail)
+    with pytest.raises(runner.CrashedError, match="ZeroDivisionError: on purpose") as crash:
+        runner.train(WORDS)
+    assert isinstance(crash.value.__cause__, ZeroDivisionError)
+    result = crash.value.result
+    assert (result.status, result.exit_code, result.steps) == ("crashed", 1, 3)
+    assert result.directory is not None
+    assert json.loads((result.directory / "result.json").read_text())["status"] == "crashed"
+
+
+def test_a_run_that_diverged_has_a_result() -> None:
+    result = runner.train([*WORDS, "schedule=constant", "optimizer.lr=900", "batch_size=32", "steps=40"])
+    assert (result.status, result.exit_code) == ("diverged", 3)
+    assert "not finite at step" in result.error
+
+
+def test_a_stop_signal_ends_the_training_and_not_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = training.train_step
+
+    def interrupted(state: training.State, *rest: object) -> torch.Tensor | None:
+        if state.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return step(state, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(training, "train_step", interrupted)
+    result = runner.train(WORDS)
+    assert (result.status, result.exit_code, result.steps) == ("stopped", 75, 3)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_thread_can_train() -> None:
+    results: list[runner.Result] = []
+    thread = threading.Thread(target=lambda: results.append(runner.train(WORDS)))
+    thread.start()
+    thread.join()
+    assert results[0].status == "done"
+
+
+def test_processes_start_from_a_program_without_a_file_as_a_notebook_is(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", "import helpers.notebook"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told.pop("processes") == [2, 2]
+    assert len(set(told.pop("losses"))) == 1
+    assert told == {"signals": True, "variables": True, "terminated": True}
+
+
+def test_new_processes_do_not_import_the_program_that_starts_them(recorded_main: Callable[[], object]) -> None:
+    main = sys.modules["__main__"]
+    with without_main_module():
+        assert recorded_main() is None
+    assert sys.modules["__main__"] is main
+
+
+@pytest.fixture
+def recorded_main() -> Callable[[], object]:
+    """What `multiprocessing` tells a new process to import as its main module."""
+    from multiprocessing.spawn import get_preparation_data
+
+    def main() -> object:
+        told = get_preparation_data("child")
+        return told.get("init_main_from_path") or told.get("init_main_from_name")
+
+    assert main() is not None
+    return main
