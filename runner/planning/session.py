@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from runner.config.errors import check
@@ -15,7 +13,7 @@ from runner.parallel.launch.processes import LocalProcesses
 from runner.run import Run, Session
 
 
-def prepared(run: Run, num_devices: int | None) -> Session:
+def prepared(run: Run, num_devices: int | None = None) -> Session:
     """Return the session of rank 0, after all checks; no other process is started.
 
     Args:
@@ -25,26 +23,32 @@ def prepared(run: Run, num_devices: int | None) -> Session:
     Raises:
         ConfigError: if the run is refused.
     """
+    return run.prepare(first_process(run, num_devices))
+
+
+def first_process(run: Run, num_devices: int | None = None) -> Process:
+    """Return rank 0 of the run, as its launcher would start it, but without the other processes.
+
+    The arguments and the errors are those of `prepared`.
+    """
+    parallel = run.parallel
     if num_devices is None:
-        launcher = run.parallel.launcher(run.device)
+        launcher = parallel.launcher(run.device)
         devices, in_processes = launcher.devices, isinstance(launcher, LocalProcesses)
     else:
-        if type(run.parallel) is Parallel:
+        if type(parallel) is Parallel:
             num_devices = 1  # the others are not used
-        processes = getattr(run.parallel, "processes", None)
-        in_processes = processes is not None and getattr(run.parallel, "engine", "processes") == "processes"
-        if in_processes and processes == "auto":
-            run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, processes=num_devices))
-        asked = getattr(run.parallel, "processes", num_devices) if in_processes else num_devices
+        processes = getattr(parallel, "processes", None)
+        in_processes = processes is not None and getattr(parallel, "engine", "processes") == "processes"
+        asked = processes if in_processes and isinstance(processes, int) else num_devices
         why = f"there are {num_devices} devices, and each process needs its own"
         check(asked <= num_devices, "parallel.processes", asked, why, f"--devices {asked}, or fewer processes")
         devices = [torch.device("cpu")] * asked
     world_size = len(devices) if in_processes else 1
     own = devices[:1] if in_processes else devices
-    return run.prepare(Process(RankInfo(0, world_size, 0, world_size), own, Collectives()))
+    return Process(RankInfo(0, world_size, 0, world_size), own, Collectives())
 
 
-def layout_of(session: Session, rank: int) -> Layout:
-    """Return the share of the work that `rank` does."""
-    world_size = session.context.world_size
-    return session.run.parallel.layout(RankInfo(rank, world_size, rank, world_size))
+def layout_of(run: Run, rank: int, world_size: int) -> Layout:
+    """Return the share of the work that `rank` does, if the run has `world_size` processes."""
+    return run.parallel.layout(RankInfo(rank, world_size, rank, world_size))

@@ -64,7 +64,7 @@ class RankPlan(NamedTuple):
 def trace(session: Session) -> list[RankPlan]:
     """Trace a step of each rank of the run; only one rank if all do the same with other samples."""
     world_size = session.context.world_size
-    layouts = [layout_of(session, rank) for rank in range(world_size)]
+    layouts = [layout_of(session.run, rank, world_size) for rank in range(world_size)]
     own_samples = {(layout.data_shard, layout.step_shard, layout.seed_offset) for layout in layouts}
     if len(own_samples) == world_size:
         first = trace_rank(session, 0, world_size)

@@ -108,7 +108,8 @@ def _length(session: Session) -> dict[str, Any]:
 
 
 def _rank(session: Session, rank: RankPlan, machine: Machine | None) -> dict[str, Any]:
-    world_size, layout = session.context.world_size, layout_of(session, rank.rank)
+    world_size = session.context.world_size
+    layout = layout_of(session.run, rank.rank, world_size)
     index, count = layout.data_shard
     share = session.run.batch_size // count
     backward = rank.costs.backward_flops

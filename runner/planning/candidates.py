@@ -1,0 +1,291 @@
+"""Other ways to train the same run, and what each of them does to its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from runner.config.errors import ConfigError
+from runner.config.schema import component_fields, option_fields
+from runner.parallel.base import Parallel
+from runner.parallel.context import Context
+from runner.parallel.multiprocess import MultiProcess
+from runner.parallel.pipeline import Pipeline
+from runner.parallel.pipelining.micro_batches import divisors
+from runner.planning.bubbles import bubbles
+from runner.planning.session import first_process, layout_of, prepared
+from runner.planning.trace import trace_blocks
+from runner.precision import TF32, BFloat16
+from runner.run import Run
+from runner.system.cpu import usable_core_numbers
+from runner.system.fake_tensors import fake_tensors
+
+BITWISE, LAST_BITS, ROUNDING = "bitwise", "last bits", "rounding"
+SIXTEEN_BITS, STATISTICS, ASYNCHRONOUS, OTHER = "16 bits", "statistics", "asynchronous", "other"
+
+RESULTS = {
+    BITWISE: "the same numbers",
+    LAST_BITS: "the same sums in another order, as with another number of threads",
+    ROUNDING: "products of fewer bits (TF32)",
+    SIXTEEN_BITS: "16-bit arithmetic",
+    STATISTICS: "batch normalization sees other groups of samples",
+    ASYNCHRONOUS: "workers do not wait for each other",
+    OTHER: "something else is trained",
+}
+"""What a candidate does to the results of a run."""
+
+ALLOWED = (BITWISE, LAST_BITS)
+"""The kinds of results that need no permission."""
+
+PERMISSIONS = {
+    "rounding": ROUNDING,
+    "16bit": SIXTEEN_BITS,
+    "statistics": STATISTICS,
+    "asynchronous": ASYNCHRONOUS,
+}
+"""What may be allowed in addition, as it is typed."""
+
+_BITWISE_KEYS = ("data.workers", "data.prefetch", "data.pin_memory", "model.checkpoint_activations")
+_MICRO_BATCHES_PER_STAGE = (2, 4, 8)
+
+Compose = Callable[[Sequence[str]], Run]
+Overrides = tuple[str, ...]
+
+
+class Candidate(NamedTuple):
+    """A way to train a run.
+
+    Args:
+        overrides: the overrides to add to those of the run; empty for the run as it is.
+        run: the run with these overrides; None if it is refused.
+        results: what it does to the results, a key of `RESULTS`; empty if it is refused.
+        refusal: why it is refused; empty if it is not.
+    """
+
+    overrides: Overrides
+    run: Run | None
+    results: str = ""
+    refusal: str = ""
+
+
+@dataclass
+class Candidates:
+    """The ways to train a run that are worth measuring.
+
+    An option that the user has typed is kept: no candidate sets it.
+
+    Args:
+        compose: function that returns the run with further overrides; it may raise ConfigError.
+        typed: the overrides of the run.
+    """
+
+    compose: Compose
+    typed: Sequence[str]
+
+    def __post_init__(self) -> None:
+        self.base = self.compose(())
+        self._keys = {text.lstrip("+~").partition("=")[0].partition("@")[0] for text in self.typed}
+        self._cores = len(usable_core_numbers())
+        self.session = prepared(self.base)
+        self._on_cpu = self.session.device.type == "cpu"
+        with fake_tensors(), torch.random.fork_rng(devices=[]):
+            model = self.base.workload.build_model()
+        modules = list(model.modules())
+        self._normalizes = any(isinstance(module, _BatchNorm) for module in modules)
+        self._convolves = any(isinstance(module, torch.nn.Conv2d) for module in modules)
+        self._has_blocks = hasattr(model, "blocks")
+
+    def judged(self, overrides: Overrides) -> Candidate:
+        """Return the candidate with `overrides`, after the checks that need no data."""
+        try:
+            run = self.compose(overrides)
+            context = run.context(first_process(run))
+            run.parallel.check(context)
+            run.workload.check_plan(context.plan)
+            run.precision.check_device(context.device)
+            run.parallel.check_workload(replace(context, workload=self.base.workload))  # which has its data
+        except ConfigError as error:
+            return Candidate(overrides, None, refusal=" ".join(str(error).split()))
+        return Candidate(overrides, run, self._results(run, context, overrides))
+
+    def _results(self, run: Run, context: Context, overrides: Overrides) -> str:
+        """Return what training `run` instead of the base does to the results."""
+        before = self.session.context
+        if context.layout.non_equivalence_reason != before.layout.non_equivalence_reason:
+            return ASYNCHRONOUS if context.layout.seed_offset == before.layout.seed_offset else OTHER
+        acts = "env" in component_fields(type(run.workload))
+        if acts and context.plan.num_workers != before.plan.num_workers:
+            return OTHER  # each process trains on transitions from its own environments
+        if self._normalizes and _normalized_together(run, context) != _normalized_together(self.base, before):
+            return STATISTICS
+        if type(run.precision) is not type(self.base.precision):
+            other = ROUNDING if isinstance(run.precision, TF32) else OTHER
+            return SIXTEEN_BITS if isinstance(run.precision, BFloat16) else other
+        keys = {text.partition("=")[0] for text in overrides}
+        return BITWISE if keys <= set(_BITWISE_KEYS) else LAST_BITS
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def layouts(self) -> Iterator[Overrides]:
+        """Yield parallel modes with their numbers of processes and threads, the run as it is first."""
+        yield ()
+        free = self._is_free("parallel")
+        base = self.base.parallel
+        single = () if type(base) is Parallel else ("parallel=single",)
+        if free and single:
+            yield single
+        if not isinstance(base, MultiProcess) or free:
+            yield from ((*single, *threads) for threads in self._threads())
+        modes = ["ddp", "fsdp", "pipeline", "hogwild"] if free else [""]
+        for mode in modes:
+            chosen = (f"parallel={mode}",) if mode else ()
+            if mode or isinstance(base, MultiProcess):
+                yield from self._processes(chosen)
+
+    def _threads(self) -> Iterator[Overrides]:
+        """Yield numbers of threads of a single process that are below the number of cores."""
+        count = self._cores // 2
+        while self._on_cpu and self._is_free("device.threads") and count:
+            yield (f"device.threads={count}",)
+            count //= 2
+
+    def _processes(self, chosen: Overrides) -> Iterator[Overrides]:
+        """Yield numbers of processes of the chosen mode, together with what else decides how fast it is."""
+        run = _composed(self.compose, chosen)
+        if run is None or not isinstance(run.parallel, MultiProcess):
+            yield chosen
+            return
+        most = self._cores if self._on_cpu else torch.cuda.device_count()
+        counts = [2**power for power in range(1, 9) if 2**power <= most]
+        if self._is_free("parallel.processes"):
+            options = [(*chosen, f"parallel.processes={count}") for count in counts]
+        else:
+            options = [chosen]
+        for words in options:
+            if isinstance(run.parallel, Pipeline):
+                yield from self._pipelines(words)
+                continue
+            if chosen or self.session.context.world_size != self._world_size(words):
+                yield words
+            if "sync_batch_norm" in option_fields(type(run.parallel)) and self._normalizes:
+                yield (*words, "parallel.sync_batch_norm=true")
+
+    def _world_size(self, words: Overrides) -> int:
+        run = _composed(self.compose, words)
+        return 0 if run is None else first_process(run).rank_info.world_size
+
+    def _pipelines(self, words: Overrides) -> Iterator[Overrides]:
+        """Yield the schedule with the smallest bubble for some numbers of micro-batches."""
+        run = _composed(self.compose, words)
+        free = self._is_free("parallel.split_size") and self._is_free("parallel.num_micro_batches")
+        if run is None or not free or not self._has_blocks or not isinstance(run.parallel, Pipeline):
+            yield words
+            return
+        mode = run.parallel
+        try:
+            session = prepared(run)
+        except ConfigError:
+            yield words  # it is refused, with the reason
+            return
+        samples = run.batch_size // run.accumulation.steps
+        stages = session.context.world_size
+        counts = {min(divisors(samples), key=lambda n: abs(n - stages * each)) for each in _MICRO_BATCHES_PER_STAGE}
+        operations = trace_blocks(session, samples)
+        rows = {row["num_micro_batches"]: row for row in bubbles(mode, stages, samples, lambda size: operations)}
+        for count in sorted(counts):
+            cells = {name: cell for name, cell in rows[count].items() if isinstance(cell, dict)}
+            if not self._is_free("parallel.schedule"):
+                cells = {name: cell for name, cell in cells.items() if name == mode.schedule}
+            if cells:
+                best = min(cells, key=lambda name: cells[name]["bubble"])
+                schedule = () if best == mode.schedule else (f"parallel.schedule={best}",)
+                yield (*words, f"parallel.split_size={samples // count}", *schedule)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def refinements(self) -> list[Callable[[Overrides], Iterator[Candidate]]]:
+        """Return functions that yield candidates, given the overrides of the fastest one so far.
+
+        Each function changes one option.
+        """
+        changes = [
+            partial(self._changed, "parallel.schedule", ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")),
+            partial(self._changed, "precision", self._precisions()),
+            partial(self._changed, "channels_last", (True, False) if self._convolves else ()),
+            partial(self._changed, "accumulation", (1, 2, 4)),
+            partial(self._changed, "data.workers", self._workers()),
+            partial(self._changed, "compile", (False, True, "blocks")),
+        ]
+        return [change for change in changes if self._is_free(change.args[0])]
+
+    def _changed(self, key: str, values: Iterable[Any], overrides: Overrides) -> Iterator[Candidate]:
+        """Yield the candidate with `overrides` after each change of `key` to another one of `values`."""
+        run = self.compose(overrides)
+        group, _, name = key.partition(".")
+        if name and group == "parallel" and not hasattr(run.parallel, name):
+            return
+        kept = tuple(text for text in overrides if text.partition("=")[0] != key)
+        for value in values:
+            words = (*kept, f"{key}={str(value).lower()}")
+            changed = _composed(self.compose, words)
+            if changed is None or changed.config != run.config:
+                yield self.judged(words)
+
+    def _precisions(self) -> list[str]:
+        return ["bf16"] if self._on_cpu else ["tf32", "bf16", "16"]
+
+    def _workers(self) -> list[int]:
+        """Return numbers of data workers; an empty list if the data set is not read by workers."""
+        if "workers" not in (option_fields(type(_data(self.base))) if _data(self.base) else ()):
+            return []
+        return sorted({0, 1, max(1, self._cores // 2), self._cores})
+
+    def _is_free(self, key: str) -> bool:
+        """Return whether the user has typed neither `key` nor, if it is a group, one of the group's options."""
+        return not any(typed == key or typed.startswith(f"{key}.") for typed in self._keys)
+
+
+def _composed(compose: Compose, words: Overrides) -> Run | None:
+    try:
+        return compose(words)
+    except ConfigError:
+        return None
+
+
+def _data(run: Run) -> Any:
+    return getattr(run.workload, "data", None)
+
+
+def _normalized_together(run: Run, context: Context) -> Any:
+    """Return, for each rank that differs from the others, the positions of the samples that are normalized together.
+
+    The groups of a rank are in the order in which they update the running statistics.
+    """
+    synchronized = getattr(run.parallel, "sync_batch_norm", False)
+    parts = run.parallel.num_microbatches(context)
+    ranks = []
+    for rank in range(context.world_size):
+        layout = layout_of(run, rank, context.world_size)
+        plan = type(context.plan)(run.batch_size, run.accumulation.steps, layout.data_shard, layout.step_shard)
+        groups = []
+        for micro in plan.micro_batches(1 + layout.step_shard[0]):
+            size = (micro.stop - micro.start) // parts
+            groups += [(micro.start + part * size, micro.start + (part + 1) * size) for part in range(parts)]
+        ranks.append(groups)
+    if synchronized:
+        merged = [sorted(group) for group in zip(*ranks, strict=True)]
+        whole = [_joined(group) for group in merged]
+        return [whole]
+    return [list(group) for group in dict.fromkeys(map(tuple, ranks))]
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> Any:
+    """Return the union of sorted ranges: (start, stop) if it has no gaps, otherwise the ranges themselves."""
+    gaps = any(one[1] != other[0] for one, other in pairwise(ranges))
+    return tuple(ranges) if gaps else (ranges[0][0], ranges[-1][1])

@@ -1,0 +1,213 @@
+"""A trial: a run that trains in processes of its own, a few steps at a time, and waits in between."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runner.batching import Step
+from runner.config.errors import ConfigError
+from runner.device import synchronize
+from runner.parallel.context import Process
+from runner.parallel.launch.supervisor import RankError
+from runner.run import Result, Session, build_run
+from runner.system import memory
+from runner.system.forkserver import METHOD, become_command, start_server
+from runner.training import prepare, refused_by_torch, train_step
+
+PRELOADED = ("torch", "torch._dynamo", "runner.planning.trial")
+"""Modules that every trial imports; the fork server imports them once."""
+
+_PATIENT = 24 * 3600.0
+"""The `parallel.timeout` of a trial, whose ranks wait for each other while other trials train."""
+
+_FAREWELL_SECONDS = 20.0
+"""How long a trial may take to end by itself before it is killed."""
+
+
+class TrialError(Exception):
+    """Raised when a trial cannot train.
+
+    Args:
+        why: the reason in one line.
+        refused: whether the config is refused, so that a run of it would be refused too.
+    """
+
+    def __init__(self, why: str, refused: bool = False):
+        super().__init__(why)
+        self.why, self.refused = why, refused
+
+
+class Burst(NamedTuple):
+    """Some steps of a trial: the mean seconds of an optimizer step, and the peak memory of its processes in bytes."""
+
+    step_seconds: float
+    memory_bytes: float
+
+
+class Trial:
+    """A run that has started, in processes of its own, and has done its first step.
+
+    Args:
+        config: the composed config of the run.
+        seconds: how long the start and the first step may take.
+
+    Raises:
+        TrialError: if the run is refused, fails, or takes longer.
+    """
+
+    def __init__(self, config: dict[str, Any], seconds: float):
+        start_server(*PRELOADED)
+        config = config | {"resume": "never"}
+        if "timeout" in config["parallel"]:
+            config["parallel"] = config["parallel"] | {"timeout": _PATIENT}
+        self._directory = tempfile.TemporaryDirectory(prefix="runner-trial-", ignore_cleanup_errors=True)
+        self._connection, own = Pipe()
+        began = time.perf_counter()
+        context: Any = get_context(METHOD)
+        self._process = context.Process(target=_run_trial, args=(config, self._directory.name, own))
+        self._process.start()
+        own.close()  # so that the connection is at its end once all processes of the trial have ended
+        try:
+            self._receive(seconds)
+        except BaseException:
+            self.close(kill=True)
+            raise
+        self.startup_seconds = time.perf_counter() - began
+
+    def steps(self, count: int, seconds: float) -> Burst:
+        """Train `count` steps.
+
+        Args:
+            count: number of iterations of the training loop.
+            seconds: how long they may take.
+
+        Raises:
+            TrialError: if the run fails, or takes longer.
+        """
+        with contextlib.suppress(OSError):  # it has died: the reason is the next message
+            self._connection.send(count)
+        return Burst(*self._receive(seconds))
+
+    def _receive(self, seconds: float) -> Any:
+        """Return the next message of rank 0.
+
+        Raises:
+            TrialError: if the trial fails, or there is no message within `seconds`.
+        """
+        if not wait([self._connection], max(0.0, seconds)):
+            raise TrialError(f"no step within {seconds:.0f} s")
+        try:
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join(_FAREWELL_SECONDS)
+            raise TrialError(f"its process ended: {_ending(self._process.exitcode)}") from None
+        if isinstance(message, TrialError):
+            raise message
+        return message
+
+    def close(self, kill: bool = False) -> None:
+        """End all processes of the trial.
+
+        Args:
+            kill: whether to kill them, instead of waiting until they have ended by themselves.
+        """
+        if not kill:
+            with contextlib.suppress(OSError):
+                self._connection.send(0)
+            self._process.join(_FAREWELL_SECONDS)
+        self._connection.close()
+        if self._process.pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # its ranks and data workers too
+            with contextlib.suppress(ProcessLookupError):
+                if self._process.exitcode is None:  # it has not yet begun a group of its own
+                    self._process.kill()
+        self._process.join()
+        self._directory.cleanup()
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        killed = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return f"{signal.Signals(-code).name}{killed}"
+    return f"exit code {code}"
+
+
+def _run_trial(config: dict[str, Any], directory: str, connection: Connection) -> None:
+    """Train the run of `config` in this process, or in processes that the launcher of its parallel mode starts."""
+    become_command()
+    file = os.open(Path(directory, "log.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    try:
+        run = build_run(config)
+        launcher = run.parallel.launcher(run.device)
+        with launcher.connect() as process:
+            context = run.prepare(process).context
+            rank_main = partial(_train_rank, config, Path(directory), connection)
+            launcher.launch(partial(rank_main, process), rank_main, context, Path(directory))
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            connection.send(_reason(error))
+
+
+def _reason(error: BaseException) -> TrialError:
+    if isinstance(error, ConfigError):
+        return TrialError(" ".join(str(error).split()), refused=True)
+    text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
+    return TrialError(text.strip().splitlines()[0])
+
+
+def _train_rank(config: dict[str, Any], directory: Path, connection: Connection, process: Process) -> Result:
+    """Train as many steps as rank 0 is asked for over `connection`, again and again, until it is asked for none."""
+    run = build_run(config)
+    session = run.prepare(process)
+    with run.device.settings(session.device, run.deterministic):
+        state = prepare(session, directory)
+        batches = run.workload.batches(state.model, session.plan, 0, session.device)
+        state.model.train()
+        steps = _endless(session)
+
+        def train(count: int) -> tuple[float, float]:
+            """Return the fields of a `Burst`."""
+            began = time.perf_counter()
+            for _ in range(count):
+                train_step(state, batches, next(steps), log_due=False)
+            synchronize(session.device)
+            session.collectives.barrier()
+            seconds = time.perf_counter() - began
+            peaks = session.collectives.all_gather(memory.usage(session.device)["memory/peak"])
+            return seconds / count / session.plan.steps_per_round, sum(peaks)
+
+        def asked() -> int:
+            try:
+                return connection.recv()
+            except EOFError:  # the process that compares trials has ended
+                return 0
+
+        count = 1
+        while count:
+            try:
+                message = train(count)
+            except Exception as error:
+                raise refused_by_torch(run, error) or error from None
+            if process.rank_info.rank == 0:
+                connection.send(message)
+            count = session.collectives.from_rank_0(asked)
+    return Result("done")
+
+
+def _endless(session: Session) -> Iterator[Step]:
+    """Yield the steps of the run, again and again."""
+    while True:
+        yield from session.plan.steps(0, session.num_steps)

@@ -1,0 +1,406 @@
+"""Finds the fastest way to train a run: candidates train in turn, and the slow ones are dropped early.
+
+The search is a successive halving (Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter
+optimization", 2016). Every candidate trains in processes of its own and waits while others train. In each round, all
+remaining candidates train for a fraction of a second, one after another, so that a change of the machine's speed
+affects all of them, and only times of the same rounds are compared.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from runner.planning.candidates import ALLOWED, RESULTS, Candidate, Overrides
+from runner.planning.trial import Burst, TrialError
+
+_BURST_SECONDS = 0.4
+"""How long a candidate trains in a round, if its steps are shorter."""
+
+_HOPELESS = 1.6
+"""A candidate whose steps take this many times as long as the best one's is dropped after its first burst."""
+
+_FINALISTS = 3
+_ROUNDS = 7
+"""Number of rounds after which the finalists have been compared well enough."""
+
+_LEAST_DIFFERENCE = 0.01
+"""The smallest difference between two candidates that counts, however precisely it was measured."""
+
+_UNKNOWN = 0.1
+"""The uncertainty of a ratio that has been measured only once or twice."""
+
+_RESERVED = 0.25
+"""The part of the budget that is kept for the rounds of the finalists."""
+
+
+Refinements = Sequence[Callable[[Overrides], Iterable[Candidate]]]
+
+
+class Trains(Protocol):
+    """What `Trial` does."""
+
+    startup_seconds: float
+
+    def steps(self, count: int, seconds: float) -> Burst: ...
+
+    def close(self, kill: bool = False) -> None: ...
+
+
+@dataclass
+class Row:
+    """What is known of a candidate.
+
+    Args:
+        candidate: the candidate.
+        status: `measured`, `refused`, `crashed`, `dropped` (before it was measured) or `not tried`.
+        reason: why it was not measured.
+        startup_seconds: seconds until its first step was done; it includes the compilation of the model.
+        memory_bytes: peak memory of its processes.
+        bursts: seconds per step, by the number of the round.
+    """
+
+    candidate: Candidate
+    status: str = "not tried"
+    reason: str = ""
+    startup_seconds: float = 0.0
+    memory_bytes: float = 0.0
+    bursts: dict[int, float] = field(default_factory=dict)
+    trial: Trains | None = None
+    burst_length: int = 1
+
+    @property
+    def overrides(self) -> Overrides:
+        return self.candidate.overrides
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of the seconds per iteration of the training loop."""
+        return statistics.median(self.bursts.values())
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The quartiles of the seconds per iteration of the training loop."""
+        values = list(self.bursts.values())
+        if len(values) < 2:
+            return values[0], values[0]
+        first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+        return first, third
+
+
+class Ratio(NamedTuple):
+    """How many times as long a step of one row takes as a step of another one, and the uncertainty of this number."""
+
+    value: float
+    uncertainty: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the rows can be told apart."""
+        return abs(self.value - 1) > self.uncertainty
+
+
+def ratio(row: Row, other: Row) -> Ratio:
+    """Return how many times as long a step of `row` takes as one of `other`; only common rounds are compared.
+
+    The uncertainty is twice the standard error of the median, estimated from the median absolute deviation; with fewer
+    than three common rounds, a tenth.
+    """
+    values = [row.bursts[each] / other.bursts[each] for each in row.bursts.keys() & other.bursts.keys()]
+    if not values:
+        return Ratio(row.step_seconds / other.step_seconds, _UNKNOWN)
+    middle = statistics.median(values)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    known = 2 * 1.2533 * deviation / len(values) ** 0.5 if len(values) > 2 else _UNKNOWN
+    return Ratio(middle, max(_LEAST_DIFFERENCE, known))
+
+
+HasRoom = Callable[[Candidate, Row, Sequence[Row]], bool]
+
+
+class Search:
+    """The search for the fastest candidate.
+
+    Args:
+        start: function that starts a candidate's trial within some seconds; it may raise TrialError.
+        budget: seconds that the search may take.
+        allowed: the kinds of results that the choice may have, in addition to `ALLOWED`.
+        has_room: function that returns whether there is memory for a candidate, given the row of the first one and
+            the rows whose trials are waiting.
+        clock: function that returns the time in seconds.
+        report: function that is called with a line about each candidate that has been tried.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Candidate, float], Trains],
+        budget: float = 60.0,
+        allowed: Iterable[str] = (),
+        has_room: HasRoom = lambda candidate, default, waiting: True,
+        clock: Callable[[], float] = time.perf_counter,
+        report: Callable[[str], None] = lambda line: None,
+    ):
+        self._start, self._budget, self._allowed = start, budget, {*ALLOWED, *allowed}
+        self._has_room, self._clock, self._report = has_room, clock, report
+        self._began, self._round = clock(), 0
+        self.rows: list[Row] = []
+
+    def run(
+        self,
+        layouts: Iterable[Candidate],
+        refinements: Refinements,
+        is_worthwhile: Callable[[Row], bool] = lambda row: True,
+    ) -> Row:
+        """Measure candidates, and return the fastest; the first one, if no other is clearly faster.
+
+        Args:
+            layouts: the candidates to begin with. The first one is the run as it is.
+            refinements: functions that return candidates which change one option of the fastest one so far, given the
+                overrides of that one.
+            is_worthwhile: function that returns whether to go on, given the first candidate's row.
+
+        Raises:
+            TrialError: if the first candidate cannot train.
+        """
+        try:
+            layouts = iter(layouts)
+            self._try(next(layouts))
+            if self.default.status != "measured":
+                raise TrialError(self.default.reason, refused=self.default.status == "refused")
+            if not is_worthwhile(self.default):
+                return self.default
+            for candidate in layouts:
+                self._try(candidate)
+            self._halve(3)
+            for group in refinements:
+                tried = [self._try(candidate) for candidate in group(self._live()[0].overrides)]
+                if any(row.trial for row in tried):
+                    self._halve(2)
+            self._compare()
+            return self._fastest()
+        finally:
+            for row in self.rows:
+                self._end(row)
+
+    @property
+    def default(self) -> Row:
+        """The row of the run as it is."""
+        return self.rows[0]
+
+    @property
+    def noise(self) -> float:
+        """How much the default's steps vary between rounds: half of the interquartile range, relative."""
+        first, third = self.default.spread
+        return (third - first) / 2 / self.default.step_seconds
+
+    def measured(self) -> list[Row]:
+        """Return the measured rows, the fastest first."""
+        return sorted((row for row in self.rows if row.bursts), key=lambda row: ratio(row, self.default).value)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _left(self) -> float:
+        return self._budget - (self._clock() - self._began)
+
+    def _try(self, candidate: Candidate) -> Row:
+        """Start a candidate and measure a burst, unless it is refused or not allowed, or has no room or time."""
+        row = Row(candidate)
+        self.rows.append(row)
+        seconds = self._left()
+        if row is not self.default:  # time for the last rounds, too
+            seconds -= max(_RESERVED * self._budget, 2 * self.default.step_seconds * self.default.burst_length)
+        if candidate.refusal:
+            row.status, row.reason = "refused", candidate.refusal
+        elif candidate.results not in self._allowed:
+            row.reason = RESULTS[candidate.results]
+        elif not self._makes_room(candidate):
+            row.status, row.reason = "dropped", "it does not fit into memory"
+        elif seconds <= 0:
+            row.reason = "the budget is spent"
+        else:
+            self._begin(row, seconds)
+        self._report(describe(row))
+        return row
+
+    def _makes_room(self, candidate: Candidate) -> bool:
+        """End the slowest trials until there is room for `candidate`, and return whether there is."""
+        while not self._has_room(candidate, self.default, self._live()):
+            waiting = [row for row in self._live() if row is not self.default]
+            if not waiting:
+                return False
+            self._end(waiting[-1])
+        return True
+
+    def _begin(self, row: Row, seconds: float) -> None:
+        """Start the trial of a row, and measure a burst; both may take some seconds."""
+        until = self._clock() + seconds
+        try:
+            row.trial = self._start(row.candidate, seconds)
+            row.startup_seconds = row.trial.startup_seconds
+            self._choose_burst_length(row, until)
+        except TrialError as error:
+            self._fail(row, error)
+            if self._clock() >= until:
+                row.status, row.reason = "dropped", f"its first steps were not done within {seconds:.0f} s"
+            return
+        row.status = "measured"
+        self._round_of({id(each): each for each in (self.default, row)}.values())
+        if row.trial is not None and ratio(row, self._live()[0]).value > _HOPELESS and row is not self.default:
+            self._end(row)
+
+    def _choose_burst_length(self, row: Row, until: float) -> None:
+        """Choose the number of steps in a burst: as many as take `_BURST_SECONDS`."""
+        assert row.trial is not None
+        count, taken = 1, 0.0
+        while taken < _BURST_SECONDS / 2:
+            began = self._clock()
+            row.memory_bytes = row.trial.steps(count, until - began).memory_bytes
+            taken = self._clock() - began
+            row.burst_length = max(1, round(count * _BURST_SECONDS / max(taken, 1e-6)))
+            count = min(row.burst_length, 8 * count)
+
+    def _round_of(self, rows: Iterable[Row]) -> None:
+        """Let each of the rows train for a burst, in another order each time; a row that fails is dropped."""
+        self._round += 1
+        rows = list(rows)
+        first = self._round % len(rows)
+        for row in [*rows[first:], *rows[:first]]:
+            try:
+                assert row.trial is not None
+                patience = 60 + 10 * row.burst_length * (row.step_seconds if row.bursts else self._budget)
+                burst = row.trial.steps(row.burst_length, patience)
+            except TrialError as error:
+                self._fail(row, error)
+                continue
+            row.bursts[self._round] = burst.step_seconds
+            row.memory_bytes = max(row.memory_bytes, burst.memory_bytes)
+
+    def _fail(self, row: Row, error: TrialError) -> None:
+        row.status, row.reason = "refused" if error.refused else "crashed", error.why
+        row.bursts.clear()
+        self._end(row, kill=True)
+
+    def _end(self, row: Row, kill: bool = False) -> None:
+        if row.trial is not None:
+            row.trial.close(kill)
+            row.trial = None
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _live(self) -> list[Row]:
+        """Return the rows whose trials are waiting, the fastest first."""
+        return [row for row in self.measured() if row.trial is not None]
+
+    def _fits(self, rows: Iterable[Row]) -> bool:
+        """Return whether there is time for a round of `rows`."""
+        return sum(row.burst_length * row.step_seconds for row in rows) < self._left()
+
+    def _halve(self, rounds: int) -> None:
+        """Let the trials train for some rounds, and end the slower half of them after each, unless it is too close.
+
+        The default and at least `_FINALISTS` remain.
+        """
+        for _ in range(rounds):
+            live = self._live()
+            if len(live) < 2 or not self._fits(live):
+                return
+            self._round_of(live)
+            best, *others = self._live()
+            for row in others[max(_FINALISTS, len(live) // 2) - 1 :]:
+                if row is not self.default and ratio(row, best).is_clear:
+                    self._end(row)
+
+    def _compare(self) -> None:
+        """Compare the finalists until they can be told apart or the budget is spent."""
+        for row in self._live()[_FINALISTS:]:
+            if row is not self.default:
+                self._end(row)
+        while len(live := self._live()) > 1 and self._fits(live):
+            rounds = min(len(row.bursts) for row in live)
+            clear = all(ratio(row, live[0]).is_clear for row in live[1:])
+            if rounds >= 3 * _ROUNDS or (rounds >= _ROUNDS and clear):
+                return
+            self._round_of(live)
+
+    def _fastest(self) -> Row:
+        """Return the fastest row; of those that cannot be told apart from it, the default or the first to start."""
+        best, *others = self._live()
+        equal = [best, *(row for row in others if not ratio(row, best).is_clear)]
+        if self.default in equal or not ratio(best, self.default).is_clear:
+            return self.default
+        return min(equal, key=lambda row: row.startup_seconds)
+
+
+def describe(row: Row) -> str:
+    """Return a line about a row."""
+    name = " ".join(row.overrides) or "as it is"
+    if row.bursts:
+        return f"{name}: {row.step_seconds * 1e3:,.4g} ms a step"
+    return f"{name}: {row.status}: {row.reason}"
+
+
+def as_plain(search: Search, chosen: Row, samples: int) -> dict[str, Any]:
+    """Return the result of a search as plain values; the measured rows first, the fastest of them first.
+
+    Args:
+        search: the search, after it has been run.
+        chosen: the row that it returned.
+        samples: number of samples in an optimizer step.
+    """
+    measured = search.measured()
+    others = [row for row in search.rows if row not in measured]
+    return {
+        "chosen": list(chosen.overrides),
+        "speedup": 1 / ratio(chosen, search.default).value,
+        "noise": search.noise,
+        "rows": [_plain(row, search.default, samples) for row in [*measured, *others]],
+    }
+
+
+def _plain(row: Row, default: Row, samples: int) -> dict[str, Any]:
+    """Return a row as plain values; what was not measured is None."""
+    found: dict[str, Any] = {
+        "overrides": list(row.overrides),
+        "results": row.candidate.results,
+        "status": row.status,
+        "reason": row.reason,
+        "samples_per_second": None,
+        "spread": None,
+        "speedup": None,
+        "uncertainty": None,
+        "ties": None,
+        "memory_bytes": None,
+        "startup_seconds": None,
+        "break_even_steps": None,
+        "rounds": len(row.bursts),
+    }
+    if row.bursts:
+        compared = ratio(row, default)
+        first, third = row.spread
+        found |= {
+            "samples_per_second": samples / row.step_seconds,
+            "spread": [samples / third, samples / first],
+            "speedup": 1 / compared.value,
+            "uncertainty": compared.uncertainty,
+            "ties": row is not default and not compared.is_clear,
+            "memory_bytes": row.memory_bytes,
+            "startup_seconds": row.startup_seconds,
+            "break_even_steps": _break_even(row, default, compared.value),
+        }
+    return found
+
+
+def _break_even(row: Row, default: Row, value: float) -> float | None:
+    """Return after how many steps `row` has made up for its later start, None if it never does.
+
+    Args:
+        row: a measured row.
+        default: the row of the run as it is.
+        value: how many times as long a step of `row` takes as one of the default.
+    """
+    if value >= 1:
+        return None
+    return max(0.0, (row.startup_seconds - default.startup_seconds) / (default.step_seconds * (1 - value)))

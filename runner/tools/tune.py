@@ -1,0 +1,141 @@
+"""`python -m runner.tools.tune [OVERRIDE …]` finds the fastest way to train a config on this machine.
+
+Candidates train real steps in turn: parallel modes, numbers of processes and threads, split sizes and schedules,
+memory formats, accumulation, data workers and compilation. What is typed is kept: with `parallel=ddp`, other modes are
+not tried. The slower candidates are dropped early; the others are compared until they can be told apart.
+
+A candidate does not change the results of the run, up to the rounding of sums in another order. With `--allow`, it may:
+
+- rounding: products of fewer bits (TF32);
+- 16bit: 16-bit arithmetic;
+- statistics: batch normalization sees other groups of samples;
+- asynchronous: Hogwild's workers do not wait for each other.
+
+The choice is printed as overrides, and written with the table and a picture to `outputs/tuned/`, as an experiment.
+
+Exit codes: 0: tuned, even if nothing is faster than the config as it is. 1: the config crashed. 2: it is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from runner.cli.exit_codes import CRASHED, DONE, report_error
+from runner.config.errors import ConfigError, check
+from runner.tools.composed_run import compose_run, overrides_of
+
+_SECONDS = 60.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Tune the config of the command line, print the result, and return the exit code."""
+    try:
+        options, overrides = parsed(arguments)
+        from runner.planning.trial import TrialError  # imported here: torch is slow to import
+
+        try:
+            report = tune(overrides, options.config_dir, options.budget, options.allow, quiet=options.json)
+        except TrialError as error:
+            if error.refused or error.why.startswith("its first steps"):
+                remedy = "type --budget with more seconds" if not error.refused else "see the message"
+                raise ConfigError("--budget", options.budget, error.why, remedy) from None
+            print(f"the config as it is cannot be trained: {error.why}", file=sys.stderr)
+            return CRASHED
+    except Exception as error:
+        return report_error(error)
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        from rich.console import Console
+
+        from runner.tools.tune_tables import render
+
+        Console(width=None if sys.stdout.isatty() else 140).print(render(report))
+    return DONE
+
+
+def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags and the overrides.
+
+    Raises:
+        ConfigError: for an unknown flag, a word that is not a valid override, or a value that is out of range.
+    """
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m runner.tools.tune", None, __doc__, None, [], form, allow_abbrev=False)
+    parser.add_argument("--budget", default=str(_SECONDS), help="seconds that it may take (default: 60)")
+    parser.add_argument("--allow", default="", help="rounding, 16bit, statistics, asynchronous; several with commas")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--config-dir", "-cd", help="a folder with options of your own, as for the command")
+    options, rest = parser.parse_known_args(arguments)
+    overrides = overrides_of(rest, "--budget, --allow, --json, --config-dir")
+    options.budget = _seconds(options.budget)
+    options.allow = permitted(options.allow)
+    return options, overrides
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    check(1 <= value <= 86_400, "--budget", text, "it is no number of seconds from 1 to 86,400", "--budget 60")
+    return value
+
+
+def permitted(text: str) -> list[str]:
+    """Return the kinds of results that `--allow` names.
+
+    Raises:
+        ConfigError: for a name that is not known.
+    """
+    from runner.planning.candidates import PERMISSIONS
+
+    names = [name.strip() for name in text.replace("|", ",").split(",") if name.strip()]
+    for name in names:
+        check(name in PERMISSIONS, "--allow", name, "it is none of the kinds of results", f"{', '.join(PERMISSIONS)}")
+    return [PERMISSIONS[name] for name in names]
+
+
+def tune(
+    overrides: Sequence[str],
+    config_dir: str | None = None,
+    budget: float = _SECONDS,
+    allowed: Sequence[str] = (),
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Find the fastest way to train a config, write the result to a new directory, and return it as plain values.
+
+    Args:
+        overrides: the overrides of the config.
+        config_dir: a directory with options of your own; None to use only conf/.
+        budget: seconds that the search may take.
+        allowed: the kinds of results that need a permission and have it.
+        quiet: do not print a line about each candidate that has been tried.
+
+    Raises:
+        ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
+        TrialError: if the config cannot be trained within the budget.
+    """
+    from runner.planning.choice import measured_choice
+    from runner.tools.tune_files import write
+
+    def said(line: str) -> None:
+        if not quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    def compose(more: Sequence[str]) -> Any:
+        return compose_run([*overrides, *more], config_dir, "tune")
+
+    run = compose(())
+    report = measured_choice(compose, overrides, budget, allowed, said)
+    report = {"typed": list(overrides), "budget": budget, "allowed": list(allowed), **report}
+    return report | {"directory": str(write(report, run.output_root, config_dir))}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""The files that `runner.tools.tune` writes: the result, an experiment with the chosen overrides, and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+
+from runner.config.options import option_files
+from runner.storage import run_directory
+from runner.storage.durable_write import write_text
+from runner.system.cpu import cpu_model
+from runner.tools.tune_tables import name_of
+from runner.tracking.charts import COLORS, canvas, shown
+
+EXPERIMENT = "tuned"
+_MOST_BARS = 16
+
+
+def write(report: dict[str, Any], output_root: str, config_dir: str | None) -> Path:
+    """Write `report` to a new directory in `output_root`/tuned, and return the directory.
+
+    The directory has the structure of conf/: `--config-dir` with the directory makes its experiment available.
+
+    Args:
+        report: the result.
+        output_root: the directory for run directories.
+        config_dir: the directory with options of the user's own that the overrides refer to, or None.
+
+    Raises:
+        ConfigError: if the directory cannot be created.
+    """
+    directory = run_directory.create(Path(output_root) / "tuned", None, report["chosen"])
+    write_text(directory / "tune.json", json.dumps(report, indent=2) + "\n")
+    (directory / "experiment").mkdir()
+    text = experiment([*report["typed"], *report["chosen"]], Path(config_dir) if config_dir else None)
+    write_text(directory / "experiment" / f"{EXPERIMENT}.yaml", text)
+    picture(report).savefig(directory / "tune.png")
+    return directory
+
+
+def experiment(overrides: Sequence[str], config_dir: Path | None = None) -> str:
+    """Return the text of an option file in conf/experiment/ that stands for `overrides`."""
+    groups = option_files(*([config_dir.expanduser()] if config_dir else []))
+    defaults: list[Any] = []
+    content: Any = OmegaConf.create()
+    for text in overrides:
+        key, _, value = text.lstrip("+").partition("=")
+        if key == "experiment":
+            defaults.insert(0, value)
+        elif key in groups:
+            defaults = [each for each in defaults if not isinstance(each, dict) or f"override /{key}" not in each]
+            defaults.append({f"override /{key}": value})
+        elif not key.startswith("~"):
+            OmegaConf.update(content, key, OmegaConf.from_dotlist([f"v={value}"])["v"])
+    head = "# @package _global_\n# python -m runner --config-dir DIRECTORY experiment=tuned\n"
+    listed = OmegaConf.to_yaml(OmegaConf.create({"defaults": [*defaults, "_self_"]}))
+    values = OmegaConf.to_yaml(content) if content else ""
+    return f"{head}# Measured by runner.tools.tune on {cpu_model()}.\n{listed}{values}"
+
+
+def picture(report: dict[str, Any]) -> Figure:
+    """Return a figure with a bar for each measured candidate: its throughput, and the quartiles of its rounds."""
+    rows = [row for row in report["rows"] if row["samples_per_second"] is not None][:_MOST_BARS]
+    kinds = {kind: COLORS[i % len(COLORS)] for i, kind in enumerate(dict.fromkeys(row["results"] for row in rows))}
+    caption = " ".join(report["typed"]) or "the default config"
+    figure, (axes,) = canvas("Ways to train the same run", caption.replace("$", r"\$"), (8.5, 1.3 + 0.34 * len(rows)))
+    for at, row in enumerate(rows):
+        low, high = row["spread"]
+        rate = row["samples_per_second"]
+        axes.barh(at, rate, 0.66, color=kinds[row["results"]], label=row["results"])
+        axes.errorbar(rate, at, None, [[rate - low], [high - rate]], color="#222222", capsize=4, lw=1.2)
+        text = f"{row['speedup']:.2f} ×" if row["overrides"] else ""
+        axes.annotate(text, (high, at), (6, 0), textcoords="offset points", va="center", fontsize=8.5)
+    labels = [("→ " if row["overrides"] == report["chosen"] else "") + shown(name_of(row)) for row in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.margins(x=0.15)
+    axes.grid(visible=False, axis="y")
+    axes.grid(axis="x", color="#dddddd", lw=0.7)
+    axes.set_xlabel("samples per second")
+    handles, names = axes.get_legend_handles_labels()
+    by_name = dict(zip(names, handles, strict=True))
+    if len(by_name) > 1:
+        axes.legend(by_name.values(), by_name.keys(), title="results", frameon=False, fontsize=8, loc="lower right")
+    return figure

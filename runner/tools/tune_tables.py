@@ -1,0 +1,97 @@
+"""The result of `runner.tools.tune` as tables for a terminal."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from runner.tools.plan_tables import size
+
+AS_IT_IS = "as it is"
+_BUSY = 0.1
+"""The noise from which on the machine is said to be busy."""
+
+
+def render(report: dict[str, Any]) -> Group:
+    """Render `report`, the result of `runner.tools.tune.tune`, as tables."""
+    parts: list[RenderableType] = [_measured(report)]
+    if others := _others(report):
+        parts.append(others)
+    return Group(*parts, *map(Text, verdict(report)))
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """Return the overrides of a row."""
+    return " ".join(row["overrides"]) or AS_IT_IS
+
+
+def _measured(report: dict[str, Any]) -> Table:
+    table = _table("steps of the candidates, the fastest first", ["candidate", "results", "samples/s", "speed-up"])
+    for title in ("memory", "first step", "pays after"):
+        table.add_column(title, justify="right")
+    for row in report["rows"]:
+        if row["samples_per_second"] is not None:
+            table.add_row(*map(Text, cells(row, report)))
+    return table
+
+
+def cells(row: dict[str, Any], report: dict[str, Any]) -> list[str]:
+    """Return the cells of a measured row."""
+    low, high = row["spread"]
+    mark = "→ " if row["overrides"] == report["chosen"] else ""
+    steps = row["break_even_steps"]
+    return [
+        f"{mark}{name_of(row)}",
+        row["results"],
+        f"{row['samples_per_second']:,.4g} ({low:,.4g} – {high:,.4g})",
+        f"{row['speedup']:.2f} ×{', a tie' if row['ties'] else ''}" if row["overrides"] else "1",
+        size(row["memory_bytes"]),
+        f"{row['startup_seconds']:.1f} s",
+        "" if not row["overrides"] else "never" if steps is None else f"{steps:,.0f} steps" if steps else "at once",
+    ]
+
+
+def _others(report: dict[str, Any]) -> Table | None:
+    """Return a table of the candidates that were not measured, those with the same reason in one row."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in report["rows"]:
+        if row["samples_per_second"] is None:
+            groups[row["status"], row["reason"]].append(name_of(row))
+    table = _table("not measured", ["", "because", "candidates"])
+    for (status, reason), names in groups.items():
+        table.add_row(Text(status), Text(reason), Text("\n".join(names)))
+    return table if groups else None
+
+
+def verdict(report: dict[str, Any]) -> list[str]:
+    """Return the lines that say what was chosen, and how to use it."""
+    noise = report["noise"]
+    lines = []
+    if noise > _BUSY:
+        why = f"the config's own steps vary by ± {noise:.0%}"
+        lines.append(f"the machine is busy: {why}, so that smaller differences cannot be seen")
+    if not report["chosen"]:
+        return [*lines, f"nothing is clearly faster than the config as it is ({report['seconds']:.0f} s)"]
+    directory = shlex.quote(os.path.relpath(report["directory"]))
+    words = shlex.join([*report["typed"], *report["chosen"]])
+    lines.append(f"chosen: {report['speedup']:.2f} × as fast as the config as it is ({report['seconds']:.0f} s)")
+    lines.append(f"run:    python -m runner {words}")
+    lines.append(f"        python -m runner --config-dir {directory} experiment=tuned")
+    lines.append(f"look:   {shlex.quote(os.path.relpath(Path(report['directory']) / 'tune.png'))}")
+    return lines
+
+
+def _table(title: str, titles: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", show_header=any(titles))
+    for number, name in enumerate(titles):
+        table.add_column(name, overflow="fold", justify="right" if number > 1 and any(titles[:1]) else "left")
+    return table

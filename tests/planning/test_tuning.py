@@ -1,0 +1,196 @@
+"""The search for the fastest candidate, with trials whose speed is known, on a clock that only they advance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import pytest
+
+from runner.planning.candidates import BITWISE, LAST_BITS, SIXTEEN_BITS, STATISTICS, Candidate, Overrides
+from runner.planning.trial import Burst, TrialError
+from runner.planning.tuning import Row, Search, as_plain, ratio
+
+
+class Machine:
+    """A machine on which each candidate takes a known time, multiplied by noise and by the machine's own slowness.
+
+    Args:
+        seconds: the seconds of a step by the overrides of the candidate, joined by spaces.
+        noise: standard deviation of the logarithm of a burst's time.
+        startup: the seconds until a trial has done its first step, by overrides; one second for the others.
+        slowness: factor of all times at a moment of the clock.
+    """
+
+    def __init__(
+        self,
+        seconds: dict[str, float],
+        noise: float = 0.0,
+        startup: dict[str, float] | None = None,
+        slowness: Callable[[float], float] = lambda now: 1.0,
+    ):
+        self.seconds, self.noise, self.startup, self.slowness = seconds, noise, startup or {}, slowness
+        self.now, self.random, self.running = 0.0, random.Random(0), 0
+        self.trained: dict[str, float] = {}
+
+    def start(self, candidate: Candidate, seconds: float) -> Running:
+        return Running(self, " ".join(candidate.overrides), seconds)
+
+    def search(self, budget: float = 60.0, **options: object) -> Search:
+        return Search(self.start, budget, clock=lambda: self.now, **options)  # type: ignore[arg-type]
+
+
+class Running:
+    """A trial on a `Machine`."""
+
+    def __init__(self, machine: Machine, name: str, seconds: float):
+        self.machine, self.name = machine, name
+        self.startup_seconds = machine.startup.get(name, 1.0)
+        if self.startup_seconds > seconds:
+            machine.now += seconds
+            raise TrialError("no step")
+        machine.now += self.startup_seconds
+        machine.running += 1
+
+    def steps(self, count: int, seconds: float) -> Burst:
+        machine = self.machine
+        each = machine.seconds[self.name] * machine.slowness(machine.now)
+        each *= machine.random.lognormvariate(0.0, machine.noise)
+        if each < 0:
+            raise TrialError("MemoryError: no memory")
+        machine.now += count * each
+        machine.trained[self.name] = machine.trained.get(self.name, 0.0) + count * each
+        return Burst(each, 1e6)
+
+    def close(self, kill: bool = False) -> None:
+        self.machine.running -= 1
+
+
+def candidates(names: Iterable[str], results: str = LAST_BITS) -> list[Candidate]:
+    return [Candidate(tuple(name.split()), None, results if name else BITWISE) for name in names]
+
+
+def changes(*options: str) -> list[Callable[[Overrides], Iterator[Candidate]]]:
+    """Functions that add one of the options to a candidate."""
+
+    def add(option: str, overrides: Overrides) -> Iterator[Candidate]:
+        yield Candidate((*overrides, option), None, LAST_BITS)
+
+    return [partial(add, option) for option in options]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
+def test_the_fastest_candidate_is_found(noise: float) -> None:
+    seconds = {"": 0.010, "a": 0.012, "b": 0.007, "c": 0.011, "d": 0.030, "e": 0.0072, "f": 0.009}
+    machine = Machine(seconds, noise)
+    chosen = machine.search().run(candidates(seconds), [])
+    assert seconds[" ".join(chosen.overrides)] <= 1.03 * min(seconds.values())
+    assert machine.running == 0
+
+
+def test_candidates_are_compared_within_rounds() -> None:
+    """The machine becomes five times as slow while candidates are tried; those that are tried later do not lose."""
+    seconds = {"": 0.010, "a": 0.012, "b": 0.011, "c": 0.009}
+    machine = Machine(seconds, 0.02, slowness=lambda now: 1.0 if now < 4 else 5.0)
+    assert machine.search().run(candidates(seconds), []).overrides == ("c",)
+
+
+def test_slow_candidates_cost_little_time() -> None:
+    seconds = {"": 0.010, "fast": 0.005, **{f"slow{i}": 0.050 for i in range(10)}}
+    machine = Machine(seconds, 0.02)
+    machine.search().run(candidates(seconds), [])
+    assert max(machine.trained[f"slow{i}"] for i in range(10)) < machine.trained["fast"] / 2
+
+
+def test_the_budget_is_kept() -> None:
+    seconds = {"": 0.010, **{f"c{i}": 0.010 + 0.0001 * i for i in range(30)}}
+    machine = Machine(seconds, 0.05, startup={f"c{i}": 4.0 for i in range(30)})
+    search = machine.search(budget=30.0)
+    search.run(candidates(seconds), [])
+    assert machine.now < 33
+    assert "the budget is spent" in {row.reason for row in search.rows}
+
+
+def test_what_cannot_be_told_apart_from_the_default_is_not_chosen() -> None:
+    machine = Machine({"": 0.0100, "a": 0.0099, "b": 0.0101}, 0.05)
+    search = machine.search()
+    assert search.run(candidates(["", "a", "b"]), []) is search.default
+    assert ratio(search.rows[1], search.default).is_clear is False
+
+
+def test_of_equals_the_first_to_start_is_chosen() -> None:
+    machine = Machine({"": 0.010, "compiled": 0.00699, "plain": 0.007}, 0.02, startup={"compiled": 8.0})
+    assert machine.search().run(candidates(["", "compiled", "plain"]), []).overrides == ("plain",)
+
+
+def test_options_are_added_to_the_fastest_candidate() -> None:
+    seconds = {"": 0.010, "a": 0.008, "a x": 0.009, "a y": 0.006, "a y z": 0.005}
+    machine = Machine(seconds, 0.02)
+    search = machine.search()
+    assert search.run(candidates(["", "a"]), changes("x", "y", "z")).overrides == ("a", "y", "z")
+
+
+def test_results_that_are_not_allowed_are_rows_only() -> None:
+    machine = Machine({"": 0.010, "bf16": 0.001, "ddp": 0.002})
+    layouts = [*candidates([""]), *candidates(["bf16"], SIXTEEN_BITS), *candidates(["ddp"], STATISTICS)]
+    search = machine.search()
+    assert search.run(layouts, []) is search.default
+    assert [row.status for row in search.rows] == ["measured", "not tried", "not tried"]
+    search = machine.search(allowed=[SIXTEEN_BITS])
+    assert search.run(layouts, []).overrides == ("bf16",)
+
+
+def test_a_candidate_that_fails_is_a_row() -> None:
+    machine = Machine({"": 0.010, "broken": -1.0, "b": 0.007})
+    layouts = [*candidates(["", "broken", "b"]), Candidate(("odd",), None, refusal="it does not divide")]
+    search = machine.search()
+    assert search.run(layouts, []).overrides == ("b",)
+    found = {" ".join(row.overrides): (row.status, row.reason) for row in search.rows}
+    assert found["broken"] == ("crashed", "MemoryError: no memory")
+    assert found["odd"] == ("refused", "it does not divide")
+    assert machine.running == 0
+
+
+def test_a_run_that_cannot_train_ends_the_search() -> None:
+    with pytest.raises(TrialError, match="no memory"):
+        Machine({"": -1.0}).search().run(candidates([""]), [])
+
+
+def test_trials_end_where_memory_is_short() -> None:
+    seconds = {"": 0.010, "a": 0.008, "b": 0.009, "c": 0.007}
+    machine = Machine(seconds)
+    search = machine.search(has_room=lambda candidate, default, waiting: len(waiting) < 2)
+    assert search.run(candidates(seconds), []).overrides == ("c",)
+    assert machine.running == 0
+    search = machine.search(has_room=lambda candidate, *rows: not candidate.overrides)
+    search.run(candidates(["", "a"]), [])
+    assert (search.rows[1].status, search.rows[1].reason) == ("dropped", "it does not fit into memory")
+
+
+def test_a_search_may_end_after_the_default() -> None:
+    machine = Machine({"": 0.010, "a": 0.001})
+    search = machine.search()
+    assert search.run(candidates(["", "a"]), [], lambda row: row.step_seconds > 0.1) is search.default
+    assert len(search.rows) == 1
+
+
+def test_rows_as_plain_values() -> None:
+    machine = Machine({"": 0.010, "a": 0.005}, startup={"a": 11.0})
+    search = machine.search()
+    chosen = search.run([*candidates(["", "a"]), *candidates(["bf16"], SIXTEEN_BITS)], [])
+    plain = as_plain(search, chosen, samples=64)
+    assert (plain["chosen"], plain["speedup"], plain["noise"]) == (["a"], pytest.approx(2.0), pytest.approx(0.0))
+    fast, default, skipped = plain["rows"]
+    assert fast["samples_per_second"] == pytest.approx(64 / 0.005)
+    assert fast["break_even_steps"] == pytest.approx(10.0 / (0.010 - 0.005))
+    assert (default["speedup"], default["break_even_steps"]) == (1.0, None)
+    assert (skipped["status"], skipped["speedup"]) == ("not tried", None)
+
+
+def test_a_ratio_has_an_uncertainty() -> None:
+    one, other = (Row(candidate) for candidate in candidates(["a", "b"]))
+    one.bursts, other.bursts = {1: 1.0, 2: 1.1, 3: 0.9, 4: 1.0}, {2: 1.0, 3: 1.0, 4: 1.0, 5: 9.0}
+    value, uncertainty = ratio(one, other)
+    assert value == pytest.approx(1.0)
+    assert uncertainty == pytest.approx(2 * 1.2533 * 1.4826 * 0.1 / 3**0.5)
