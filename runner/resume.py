@@ -90,8 +90,17 @@ def finished(directory: Path) -> Result | None:
 def _is_done(path: Path, session: Session) -> bool:
     result, named = run_directory.read_result(path), _named_checkpoint(session)
     newest = named is None or not _later(named)
-    done = result.get("status") == "done" and result["steps"] >= session.num_steps and newest
-    return done and (session.run.keep == 0 or _newest_is_valid(path, result["steps"]))
+    ended = result.get("steps", 0) >= session.num_steps or (result.get("stopped_by") and _has_same_rules(path, session))
+    done = result.get("status") == "done" and ended and newest
+    return bool(done) and (session.run.keep == 0 or _newest_is_valid(path, result["steps"]))
+
+
+def _has_same_rules(path: Path, session: Session) -> bool:
+    """Return whether the run in `path`, which a rule of `stop` has ended, would be ended by the rules of `session`."""
+    try:
+        return saved_config(path).values.get("stop") == session.run.config.get("stop")
+    except UnreadableConfigError:
+        return False
 
 
 def _newest_is_valid(path: Path, steps: int) -> bool:

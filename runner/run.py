@@ -18,6 +18,7 @@ from runner.config.errors import ABSENT, ConfigError, check, check_range, did_yo
 from runner.config.schema import build, component_fields, load_class, option_fields, typed_values
 from runner.data.base import Data
 from runner.device import Device, device_name
+from runner.ema.options import Ema
 from runner.env.base import Env
 from runner.model.base import Model
 from runner.optimizer import Optimizer
@@ -27,6 +28,7 @@ from runner.parallel.context import Context, Process
 from runner.precision import Precision
 from runner.profiler import Profiler
 from runner.schedule import Schedule
+from runner.stop import Stop
 from runner.system.secrets import redacted_values
 from runner.tracking.base import Tracker
 from runner.workloads.base import Workload
@@ -38,6 +40,8 @@ CONFIG_GROUPS: dict[str, type] = {
     "accumulation": Accumulation,
     "optimizer": Optimizer,
     "schedule": Schedule,
+    "ema": Ema,
+    "stop": Stop,
     "profiler": Profiler,
     "tracking": Tracker,
 }
@@ -64,6 +68,8 @@ class Run:
     workload: Workload
     optimizer: Optimizer
     schedule: Schedule
+    ema: Ema
+    stop: Stop
     profiler: Profiler
     tracking: Tracker
     name: str
@@ -117,15 +123,20 @@ class Run:
         self.precision.check_device(context.device)
         self.workload.prepare()
         self.parallel.check_workload(context)
+        why = "the processes of this mode do not wait for each other: there is no sequence of weights to average"
+        in_sequence = self.ema.decay is None or context.plan.steps_per_round == 1
+        check(in_sequence, "ema.decay", self.ema.decay, why, "ema.decay=null, or another parallel mode")
         epoch = self.workload.steps_per_epoch(self.batch_size)
         num_steps = self._num_steps(epoch)
         once_an_epoch = math.ceil(epoch) if epoch else max(1, num_steps // 10)
+        eval_every = once_an_epoch if self.eval_every is None else self.eval_every
+        self.stop.check_evaluations(self.workload.eval_metrics(), eval_every)
         return Session(
             run=self,
             context=context,
             seed=self.seed + context.layout.seed_offset,
             num_steps=num_steps,
-            eval_every=once_an_epoch if self.eval_every is None else self.eval_every,
+            eval_every=eval_every,
             save_every=once_an_epoch if self.save_every is None else self.save_every,
         )
 
@@ -255,6 +266,7 @@ class Result:
         config_hash: hash of the config (see the function `config_hash`).
         notes: additional results of the workload on rank 0, such as the number of skipped files.
         error: the reason why the run diverged or crashed; empty if it did neither.
+        stopped_by: the rule of `stop` that ended the run before its last step; empty if none did.
         directory: the run directory; None in a rank. Neither this nor `cause` is written to the file.
         cause: the exception that crashed the run; None if the run has not crashed.
     """
@@ -271,6 +283,7 @@ class Result:
     config_hash: str = ""
     notes: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    stopped_by: str = ""
     directory: Path | None = field(default=None, init=False, compare=False)
     cause: BaseException | None = field(default=None, init=False, compare=False, repr=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from runner.system import memory, torch_errors
 from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles
 
 log = logging.getLogger(__name__)
+
+_OPTIONAL: dict[str, Any] = {"stop": {}}
+"""What checkpoints contain only if it is not empty."""
 
 
 class State:
@@ -44,6 +48,8 @@ class State:
         self.session, self.directory, self.model, self.optimizer = session, directory, model, optimizer
         self.model_description = model_description
         self.step, self.logged_step = 0, 0
+        self.average = session.run.ema.build(model)
+        self.stopping = session.run.stop.build(session.run.workload.eval_metrics(), session.collectives.from_rank_0)
         self.metric_buffer = MetricBuffer(torch.zeros(len(session.run.workload.metrics), device=session.device))
         self.step_timer = StepTimer(session.device)
         self.metrics: dict[str, float] = {}
@@ -59,6 +65,11 @@ class State:
             self.hash,
             config_text(session.run.config),
         )
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends, as far as is known: the current one if a rule of `stop` is met."""
+        return self.step if self.stopping.reason else self.session.num_steps
 
     def resume(self) -> None:
         """Load the newest valid checkpoint of the run directory, if there is one.
@@ -86,15 +97,22 @@ class State:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         run, device = self.session.run, self.session.device
-        shared, local = checkpoint.state, checkpoint.local
+        shared, local = _OPTIONAL | checkpoint.state, checkpoint.local
         if local:
-            check_like(local, {"workload": dict, "parallel": dict, "random": dict}, "the state of a rank")
-        run.parallel.load_full_state(self.model, self.optimizer, checkpoint.tensors, shared["optimizer"])
+            local = {"ema": {}} | local
+            like = {"workload": dict, "parallel": dict, "random": dict, "ema": dict}
+            check_like(local, like, "the state of a rank")
+        load = partial(run.parallel.load_full_state, self.model)
+        load(self.optimizer, checkpoint.tensors, shared["optimizer"])
+        self.average.load(checkpoint.ema, lambda averages, state: load(averages, checkpoint.tensors, state))
+        self.stopping.load_state_dict(shared["stop"], checkpoint.step)
         run.precision.load_state_dict(shared["precision"])
         self.step, self.metrics, self.best = checkpoint.step, shared["metrics"], shared["best"]
         self.logged_step = shared["logged"]
         self.metric_buffer.load(self.session.collectives.local_share(shared["window"]))
-        run.parallel.load_local_state(self.model, self.optimizer, local.get("parallel", {}))
+        load_local = partial(run.parallel.load_local_state, self.model)
+        load_local(self.optimizer, local.get("parallel", {}))
+        self.average.load_local(local.get("ema", {}), load_local)
         if local:
             run.workload.load_state_dict(local["workload"])
             _set_random_state(local["random"], device)
@@ -111,7 +129,9 @@ class State:
         run, collectives, device = self.session.run, self.session.collectives, self.session.device
         self.checkpoints.wait()  # first, so that there is only one copy of the state at a time
         rows = self.metric_buffer.peek(collectives.all_reduce, self.step)
-        tensors, optimizer_state = run.parallel.full_state(self.model, self.optimizer)
+        collect = partial(run.parallel.full_state, self.model)
+        tensors, optimizer_state = collect(self.optimizer)
+        ema = self.average.full_tensors(collect)
         broken = _not_finite(tensors, optimizer_state)
         totals = collectives.all_reduce({"broken": torch.tensor(float(bool(broken)), device=device)})
         if totals["broken"]:  # all-reduced, because not every rank has every tensor
@@ -124,12 +144,15 @@ class State:
             "metrics": dict(self.metrics),
             "best": dict(self.best),
         }
+        shared |= {"stop": stopping} if (stopping := self.stopping.state_dict()) else {}
         local = {
             "workload": copy.deepcopy(run.workload.state_dict()),
             "parallel": run.parallel.local_state(self.model, self.optimizer),
             "random": _random_state(device),
         }
-        self.checkpoints.save(Checkpoint(self.step, tensors, shared, local), self.best.get("step"))
+        averages = self.average.local_state(partial(run.parallel.local_state, self.model))
+        local |= {"ema": averages} if averages else {}
+        self.checkpoints.save(Checkpoint(self.step, tensors, shared, local, ema=ema), self.best.get("step"))
 
     def flush_metrics(self) -> dict[str, float]:
         """Return the mean training metrics since the last log, by tag, and empty the buffer."""
@@ -152,6 +175,7 @@ class State:
             self.metric_buffer.peek(self.session.collectives.all_reduce, self.step)
             raise DivergedError(self.step, broken[0])
         self.metrics |= metrics
+        self.stopping.evaluated(metrics, self.step)
         name, direction = self.session.run.workload.best
         value, best = metrics[f"eval/{name}"], self.best.get("value")
         if best is not None and not (value > best if direction == "max" else value < best):
@@ -163,6 +187,8 @@ class State:
         """Return the result of the run up to the current step, with the given `status` and `error`."""
         session, step_timer = self.session, self.step_timer
         step_seconds = quantiles(step_timer.steady())
+        rule = self.stopping.reason or self.stopping.out_of_time(step_timer.elapsed())
+        early = status in ("done", "stopped") and self.step < session.num_steps
         return Result(
             status=status,
             steps=self.step,
@@ -176,6 +202,7 @@ class State:
             config_hash=self.hash,
             notes=session.run.workload.extra_results(),
             error=error,
+            stopped_by=rule if early else "",
         )
 
 
@@ -189,9 +216,9 @@ def _check_shared(checkpoint: Checkpoint, num_metrics: int) -> None:
     Raises:
         UnexpectedContentError: if a value does not have the expected form.
     """
-    shared, step = checkpoint.state, checkpoint.step
+    shared, step = _OPTIONAL | checkpoint.state, checkpoint.step
     like = {"optimizer": {str: dict}, "precision": dict, "window": TensorSpec(torch.float32, (None, num_metrics))}
-    like |= {"logged": int, "metrics": {str: float}, "best": dict}
+    like |= {"logged": int, "metrics": {str: float}, "best": dict, "stop": dict}
     check_like(shared, like, "the state")
     if shared["best"]:
         check_like(shared["best"], {"metric": str, "value": float, "step": int}, "the best evaluation")

@@ -97,13 +97,13 @@ def prepare(session: Session, directory: Path) -> State:
 
 
 def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest) -> str:
-    """Train the remaining steps, and return `done`, or `stopped` after a stop signal."""
+    """Train the remaining steps, and return `done`, or `stopped` after a stop signal or when the time is up."""
     session, run, model = state.session, state.session.run, state.model
     batches = run.workload.batches(model, session.plan, state.step, session.device)
     model.train()
     state.step_timer.start()
 
-    for step in session.plan.steps(state.step, session.num_steps):
+    for step in session.plan.steps(state.step, state.last_step):
         log_due = session.is_due(run.log_every, step.number)
         norm = train_step(state, batches, step, log_due)
         evaluation_due = session.is_due(session.eval_every, step.number)
@@ -118,17 +118,20 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
         if evaluation_due:
             with timer.section("evaluate"):
                 is_best = evaluate(state, recorder, progress)
-        stopping = session.collectives.any_rank(bool(stop.received))
-        if save_due or is_best or stopping:
+        out_of_time = state.stopping.out_of_time(state.step_timer.elapsed())
+        stopping = session.collectives.any_rank(bool(stop.received or out_of_time))
+        if save_due or is_best or stopping or state.stopping.reason:
             with timer.section("checkpoint"):
                 recorder.flush()  # a run resumed from this checkpoint does not log earlier steps again
                 state.save()
         state.checkpoints.check()  # they are written in the background
         progress.step(step.number)
         run.profiler.after_step(step.number)
+        if state.stopping.reason:
+            break
         if stopping and step.number < session.num_steps:
             state.checkpoints.wait()
-            log.info("asked to stop by a signal: saved after step %d", step.number)
+            log.info("%s: saved after step %d", out_of_time or "asked to stop by a signal", step.number)
             return "stopped"
     state.checkpoints.wait()
     return "done"
@@ -161,6 +164,7 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
         clip = partial(run.parallel.clip_gradients, model, run.max_grad_norm)
         clip_due = log_due or run.max_grad_norm is not None
         norm = run.precision.step(state.optimizer, clip if clip_due else None, run.parallel.combine_overflow)
+        state.average.update()
         run.workload.after_step(model, step.own)
     state.step = step.number
     return norm
@@ -184,7 +188,8 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
     """Evaluate the model on the held-out data, log the metrics, and return whether they are the best so far."""
     run, model = state.session.run, state.model
     model.eval()
-    metrics, sums = run.parallel.evaluate(model)
+    with state.average.applied():
+        metrics, sums = run.parallel.evaluate(model)
     model.train()
     metrics = {f"eval/{name}": value for name, value in metrics.items()}
     progress.metrics(metrics)

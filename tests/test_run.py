@@ -65,6 +65,7 @@ def endless(epoch: float | None) -> Any:
         check_plan=lambda plan: None,
         prepare=lambda: None,
         steps_per_epoch=lambda batch_size: epoch,
+        eval_metrics=dict,
     )
 
 

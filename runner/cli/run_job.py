@@ -75,7 +75,8 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
     """
     done = session.collectives.from_rank_0(partial(finished, directory))
     if done is not None:
-        log.info("all %d steps are done: nothing is left to do (more: epochs=N or steps=N)", done.steps)
+        why = done.stopped_by or "nothing is left to do (more: epochs=N or steps=N)"
+        log.info("all %d steps are done: %s", done.steps, why)
         return done
     known, trace = config_hash(session.run.config), ""
     try:
@@ -129,6 +130,7 @@ def summary(session: Session, directory: Path, result: Result) -> str:
     steps = f"{result.steps}/{max(result.steps, session.num_steps)}"
     lines = [f"{result.status} after step {steps}" + (f", {result.seconds:.1f} s" if result.seconds else "")]
     lines[0] += f": {result.error}" if result.error and result.status != "crashed" else ""  # already printed
+    lines[0] += f": {result.stopped_by}" if result.stopped_by else ""
     if best := result.best:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
     lines.append(f"run: {where}")

@@ -1,6 +1,7 @@
 """Crash-safe checkpoints, which do not depend on the parallel mode.
 
-`checkpoints/step_00000100/` contains `model.safetensors` (full tensors by parameter name), `state.pt` (the optimizer
+`checkpoints/step_00000100/` contains `model.safetensors` (full tensors by parameter name), `ema.safetensors` (the same
+with averaged weights, if there is an average), `state.pt` (the optimizer
 state, the loss scaling, the metric sums since the last log, the best evaluation), `rank_0.pt` and so on (the state that
 differs between ranks), `config.yaml` (the config of the run, so that a checkpoint can be resumed by itself), and
 `manifest.json` with the SHA-256 of these files and of itself. All files are written to a temporary directory and synced
@@ -27,7 +28,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ from runner.storage.torch_file import load_tensors
 
 log = logging.getLogger(__name__)
 
-_MODEL, _STATE = "model.safetensors", "state.pt"
+_MODEL, _EMA, _STATE = "model.safetensors", "ema.safetensors", "state.pt"
 _POLL_SECONDS = 0.005
 
 
@@ -60,6 +62,7 @@ class Checkpoint:
         state: the state that is the same on all ranks.
         local: the state of this rank; empty if the checkpoint has no state for this rank.
         world_size: number of ranks that wrote the checkpoint.
+        ema: the full tensors of the model with averaged weights, as `tensors`; empty if the run has no average.
     """
 
     step: int
@@ -67,6 +70,7 @@ class Checkpoint:
     state: dict[str, Any]
     local: dict[str, Any]
     world_size: int = 1
+    ema: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -183,7 +187,7 @@ class Checkpoints:
             yield
         except OSError as error:
             own = part / _rank_file(self.rank)
-            others = [part / name for name in (_MODEL, _STATE, CONFIG, MANIFEST)] if self.rank == 0 else []
+            others = [part / name for name in (_MODEL, _EMA, _STATE, CONFIG, MANIFEST)] if self.rank == 0 else []
             with suppress(OSError):
                 for path in [_unfinished(own), own, *others]:
                     path.unlink(missing_ok=True)
@@ -192,10 +196,13 @@ class Checkpoints:
             raise StorageError(part, error.strerror or str(error)) from error
 
     def _commit(self, checkpoint: Checkpoint, part: Path) -> None:
-        _write_synced(part / _MODEL, lambda path: safetensors.torch.save_file(checkpoint.tensors, path))
+        weights = {_MODEL: checkpoint.tensors} | ({_EMA: checkpoint.ema} if checkpoint.ema else {})
+        for name, tensors in weights.items():
+            _write_synced(part / name, partial(safetensors.torch.save_file, tensors))
         _write_synced(part / _STATE, lambda path: _save(checkpoint.state, path))
-        # safetensors makes its file unreadable for other users; give it the mode of the other files, from the umask.
-        (part / _MODEL).chmod(stat.S_IMODE((part / _STATE).stat().st_mode))
+        # safetensors makes its files unreadable for other users; give them the mode of the other files, from the umask.
+        for name in weights:
+            (part / name).chmod(stat.S_IMODE((part / _STATE).stat().st_mode))
         if self.config:
             _write_synced(part / CONFIG, lambda path: path.write_text(self.config, encoding="utf-8"))
         self._wait_for_other_ranks(part)
@@ -326,6 +333,7 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
         state=_loaded(path / _STATE, _plain),
         local=_loaded(path / local, _plain) if local in manifest["files"] else {},
         world_size=manifest["world_size"],
+        ema=_loaded(path / _EMA, _tensors) if _EMA in manifest["files"] else {},
     )
 
 

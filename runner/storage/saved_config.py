@@ -11,6 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.config.added_groups import with_added_groups
 from runner.config.renamed_classes import with_current_names
 from runner.system.secrets import redacted_values
 from runner.system.utf8 import printable
@@ -61,7 +62,7 @@ def parse_config(content: bytes) -> dict[str, Any]:
     config = plain_values(text, yaml.MappingStartEvent)
     if not all(isinstance(key, str) for key in _keys(config)):
         raise UnreadableConfigError("a key is no text")
-    return with_current_names(config)
+    return with_added_groups(with_current_names(config))
 
 
 def plain_values(text: str, root: type[yaml.CollectionStartEvent]) -> Any:

@@ -48,6 +48,13 @@ class Workload(ABC):
         """Return the number of optimizer steps of a run; None if it follows from the option `epochs` or `steps`."""
         return None
 
+    def eval_metrics(self) -> dict[str, str]:
+        """Return the evaluation metrics by which a run may end early, and for each whether its `min` or `max` is best.
+
+        Called after `prepare`.
+        """
+        return dict([self.best])
+
     @abstractmethod
     def build_model(self) -> torch.nn.Module:
         """Create the model on the CPU, initialized from the global random number generator of torch."""

@@ -71,6 +71,9 @@ class Classifier(SupervisedWorkload):
         )
         return samples / batch_size
 
+    def eval_metrics(self) -> dict[str, str]:
+        return {"accuracy": "max", "loss": "min"}
+
     def build_model(self) -> torch.nn.Module:
         with errors_under("model"):
             return self.model.build(self.train.shape, self.train.num_classes)

@@ -1,0 +1,48 @@
+"""The base class of averages of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    CollectState = Callable[[torch.optim.Optimizer], tuple[dict[str, torch.Tensor], dict[str, Any]]]
+
+
+class Average:
+    """No average: what is evaluated is the model itself. The base class of averages."""
+
+    def update(self) -> None:
+        """Take into account the weights after an optimizer step."""
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """A context in which the model has the averaged weights, for an evaluation."""
+        yield
+
+    def full_tensors(self, collect: CollectState) -> dict[str, torch.Tensor]:
+        """Return the tensors of the model with the averaged weights, by name; empty if there is no average.
+
+        Args:
+            collect: returns full tensors of the model by name, and those of an optimizer's state by parameter name;
+                called on every rank, and empty except on rank 0.
+        """
+        return {}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], load: Callable[[torch.optim.Optimizer, Any], None]) -> None:
+        """Restore the average from `tensors`, which `full_tensors` returned.
+
+        Args:
+            tensors: the tensors; empty if the checkpoint has no average, which then begins after the next step.
+            load: loads the state of an optimizer, by parameter name; called on every rank.
+        """
+
+    def local_state(self, state_of: Callable[[torch.optim.Optimizer], dict[str, Any]]) -> dict[str, Any]:
+        """Return the part of this rank's average that `full_tensors` does not include."""
+        return {}
+
+    def load_local(self, state: dict[str, Any], load: Callable[[torch.optim.Optimizer, Any], None]) -> None:
+        """Restore `state`, which `local_state` returned."""

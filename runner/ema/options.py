@@ -1,0 +1,39 @@
+"""The options of the average of the weights, which is evaluated and saved beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from runner.config.errors import check_range
+from runner.ema.average import Average
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Ema:
+    """An exponential moving average of the weights (Polyak averaging; Tarvainen and Valpola, Mean Teacher, 2017).
+
+    It is the same as with `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`: the
+    average begins with the weights after the first step; buffers, such as the running statistics of batch
+    normalization, are not averaged. Evaluations use the averaged weights with the buffers of the model, and so select
+    the best checkpoint.
+
+    Args:
+        decay: weight of the previous average in each update; null for no average.
+    """
+
+    decay: float | None = None
+
+    def __post_init__(self) -> None:
+        check_range(self, "decay", above=0, below=1)
+
+    def build(self, model: torch.nn.Module) -> Average:
+        """Return the average of the trainable parameters of `model`, as the parallel mode has placed it."""
+        if self.decay is None:
+            return Average()
+        from runner.ema.moving_average import MovingAverage  # imported here, because it imports torch
+
+        return MovingAverage(model, self.decay)

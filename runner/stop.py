@@ -1,0 +1,168 @@
+"""When a run ends before its last step: after an evaluation, or when its time is up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from runner.config.errors import check, check_range, did_you_mean
+from runner.storage.content_checks import check_count, check_like
+
+FromRank0 = Callable[[Callable[[], float]], float]
+
+
+@dataclass
+class Stop:
+    """The rules that end a run early; without any, a run does all of its steps.
+
+    The rules of `metric` are applied after each evaluation. They end the run as if it had reached its last step: it
+    saves a checkpoint and exits with code 0, and `result.json` says which rule ended it.
+
+    Args:
+        metric: the TensorBoard tag of the evaluation metric that `patience` and `target` compare.
+        patience: number of evaluations in a row without an improvement of `metric` after which the run ends (early
+            stopping; Prechelt, Early Stopping – But When?, 1998).
+        min_delta: the smallest change of `metric` that counts as an improvement.
+        target: the value of `metric` at which the run ends.
+        max_time: number of seconds, from the first step of this invocation, after which the run saves a checkpoint and
+            exits with code 75. If it is resumed, it has as many seconds again.
+    """
+
+    metric: str | None = None
+    patience: int | None = None
+    min_delta: float = 0.0
+    target: float | None = None
+    max_time: float | None = None
+
+    def __post_init__(self) -> None:
+        check_range(self, "patience", least=1)
+        check_range(self, "min_delta", least=0)
+        check_range(self, "target")
+        check_range(self, "max_time", above=0)
+        for key in ("patience", "target"):
+            why = "no metric is named that it could be applied to"
+            named = self.metric is not None or getattr(self, key) is None
+            check(named, key, getattr(self, key), why, "for example stop.metric=eval/loss")
+        applied = self.patience is not None or self.target is not None
+        check(
+            self.metric is None or applied,
+            "metric",
+            self.metric,
+            "no rule uses it",
+            "stop.patience=5, or stop.target=VALUE",
+        )
+        why, remedy = "it says what counts as an improvement, and stop.patience is null", "stop.patience=5"
+        check(self.min_delta == 0 or self.patience is not None, "min_delta", self.min_delta, why, remedy)
+
+    def check_evaluations(self, directions: Mapping[str, str], eval_every: int) -> None:
+        """Check that the run measures the metric before its end.
+
+        Args:
+            directions: whether the `min` or the `max` of each evaluation metric of the workload is best.
+            eval_every: number of steps between evaluations; 0 if there is only one, at the end.
+
+        Raises:
+            ConfigError: if it does not.
+        """
+        if self.metric is None:
+            return
+        tags = [f"eval/{name}" for name in directions]
+        why = "evaluations of this workload do not measure it;"
+        check(self.metric in tags, "stop.metric", self.metric, why, did_you_mean(self.metric, tags))
+        why = "the only evaluation is at the end of the run (eval_every=0)"
+        check(eval_every > 0, "stop.metric", self.metric, why, "eval_every=null evaluates once per epoch")
+
+    def build(self, directions: Mapping[str, str], from_rank_0: FromRank0) -> Stopping:
+        """Return the rules at the beginning of a run.
+
+        Args:
+            directions: see `check_evaluations`.
+            from_rank_0: function that returns on every rank what its argument returns on rank 0, so that all ranks
+                decide alike.
+        """
+        return Stopping(self, directions.get((self.metric or "").removeprefix("eval/"), "max"), from_rank_0)
+
+
+@dataclass
+class _Evaluations:
+    """What the rules know of the evaluations so far; saved in checkpoints.
+
+    Args:
+        metric: the tag of the metric.
+        best: the value of the latest evaluation that was an improvement.
+        best_step: the step of that evaluation.
+        latest: the value of the latest evaluation.
+        waited: number of evaluations since the latest improvement.
+    """
+
+    metric: str
+    best: float
+    best_step: int
+    latest: float
+    waited: int = 0
+
+
+class Stopping:
+    """The rules of a run, and the evaluations that they are applied to.
+
+    Args:
+        options: the rules.
+        direction: whether the `min` or the `max` of the metric is best.
+        from_rank_0: see `Stop.build`.
+    """
+
+    def __init__(self, options: Stop, direction: str, from_rank_0: FromRank0):
+        self._options, self._sign, self._from_rank_0 = options, 1 if direction == "max" else -1, from_rank_0
+        self._max_time = math.inf if options.max_time is None else options.max_time
+        self._evaluations: _Evaluations | None = None
+
+    def evaluated(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take into account the evaluation after `step`, whose metrics are given by tag; called on every rank."""
+        metric, seen = self._options.metric, self._evaluations
+        if metric is None:
+            return
+        value = self._from_rank_0(lambda: metrics[metric])
+        if seen is None or self._sign * (value - seen.best) > self._options.min_delta:
+            self._evaluations = _Evaluations(metric, value, step, value)
+        else:
+            seen.latest, seen.waited = value, seen.waited + 1
+
+    @property
+    def reason(self) -> str:
+        """The rule that ends the run after the latest evaluation, in words; empty if the run goes on."""
+        seen, target, patience = self._evaluations, self._options.target, self._options.patience
+        if seen is None:
+            return ""
+        if target is not None and self._sign * (seen.latest - target) >= 0:
+            return f"stop.target: {seen.metric} is {seen.latest:.6g}"
+        if patience is not None and seen.waited >= patience:
+            times = f"{seen.waited} evaluation{'s' * (seen.waited > 1)}"
+            return (
+                f"stop.patience: {seen.metric} has not improved on {seen.best:.6g} (step {seen.best_step}) in {times}"
+            )
+        return ""
+
+    def out_of_time(self, seconds: float) -> str:
+        """Return that the invocation, which has trained for `seconds`, has used up its time; empty if it has not."""
+        return "" if seconds < self._max_time else f"stop.max_time: {self._max_time:g} s have passed"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint; empty before the first evaluation, or if no rule uses evaluations."""
+        return {} if self._evaluations is None else asdict(self._evaluations)
+
+    def load_state_dict(self, state: dict[str, Any], last_step: int) -> None:
+        """Restore `state`, which `state_dict` returned after `last_step`, unless it is that of another metric.
+
+        Raises:
+            UnexpectedContentError: if it has another form.
+        """
+        if not state:
+            return
+        like = {"metric": str, "best": float, "best_step": int, "latest": float, "waited": int}
+        check_like(state, like, "stop")
+        for key in ("best_step", "waited"):
+            check_count(state[key], f"stop, {key}", most=last_step)
+        if state["metric"] == self._options.metric:
+            self._evaluations = _Evaluations(**state)

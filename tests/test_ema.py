@@ -1,0 +1,199 @@
+"""The average of the weights: that of a plain loop in every mode, evaluated, saved, and bitwise exact on resume."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from helpers.compose import FAST, built, composed, prepared, train_in
+from helpers.plain_loop import (
+    CASES,
+    COMMON,
+    STEPS,
+    Settings,
+    largest_difference,
+    plain_evaluation,
+    plain_loop,
+    weights_at,
+)
+from helpers.rank_work import stop_at
+from helpers.ranks import Ranks
+from helpers.runs import assert_same, outcome
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from runner.config.errors import ConfigError
+from runner.ema.average import Average
+from runner.ema.options import Ema
+
+DECAY = 0.8
+EMA = f"ema.decay={DECAY}"
+HARD = ("data.crop=2", "model.dropout=0.2", "batch_size=24", "steps=12", "log_every=3", "eval_every=4", "save_every=4")
+
+
+def average_at(directory: Path, step: int) -> dict[str, torch.Tensor]:
+    """The averaged weights in a checkpoint."""
+    return safetensors.torch.load_file(directory / "checkpoints" / f"step_{step:08d}" / "ema.safetensors")
+
+
+@functools.cache
+def plain_average() -> dict[str, torch.Tensor]:
+    """The average in plain PyTorch: a = decay·a + (1 − decay)·w after each step, from the weights of the first."""
+    run = built(*FAST, *COMMON)
+    averages: dict[int, torch.Tensor] = {}
+
+    def averaged(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = CASES["sgd"][1](parameters)
+
+        def average(*_: object) -> None:
+            for number, parameter in enumerate(parameters):
+                now = parameter.detach().clone()
+                averages[number] = DECAY * averages[number] + (1 - DECAY) * now if number in averages else now
+
+        optimizer.register_step_post_hook(average)
+        return optimizer
+
+    names = list(plain_loop(run, averaged, Settings()).weights)
+    return {name: averages[number] for number, name in enumerate(names)}  # this network has no buffers
+
+
+MODES = {
+    "single": (1, ("accumulation=2",)),
+    "dp": (1, ("parallel=dp",)),
+    "model": (1, ("parallel=model",)),
+    "ddp": (2, ("parallel=ddp", "accumulation=2")),
+    "fsdp": (3, ("parallel=fsdp",)),
+    "pipeline": (2, ("parallel=pipeline", "parallel.split_size=12")),
+}
+
+
+@pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
+def test_the_average_is_that_of_a_plain_loop_and_is_evaluated(
+    processes: int, mode: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    overrides = (*FAST, *COMMON, *CASES["sgd"][0], *mode, EMA)
+    if processes == 1:
+        result = train_in(tmp_path, built(*overrides)).result
+    else:
+        result = ranks(processes).train(composed(*overrides), tmp_path)
+    average = average_at(tmp_path, STEPS)
+    assert largest_difference(average, plain_average()) <= 1e-6
+    assert largest_difference(weights_at(tmp_path, STEPS), average) > 0.01
+    loss, accuracy = plain_evaluation(built(*FAST, *COMMON), average)
+    assert result.metrics["eval/accuracy"] == accuracy
+    assert result.metrics["eval/loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_averaging_does_not_change_the_training(tmp_path: Path) -> None:
+    with_average = outcome(train_in(tmp_path / "with", built(*FAST, *HARD, EMA)).directory)
+    without = outcome(train_in(tmp_path / "without", built(*FAST, *HARD)).directory)
+    assert_same(with_average["weights"], without["weights"])
+    assert_same(with_average["curves"]["train/loss"], without["curves"]["train/loss"])
+    assert with_average["curves"]["eval/loss"] != without["curves"]["eval/loss"]
+    assert not list((tmp_path / "without").rglob("ema.safetensors")), "no average, no file"
+
+
+@pytest.mark.parametrize("options", [(), ("parallel=ddp",), ("parallel=fsdp",), ("parallel=ensemble",)], ids=str)
+def test_resume_is_bitwise_exact(options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    overrides = (*FAST, *HARD, EMA, *options)
+
+    def train(name: str, change: Callable[[Any], None] | None = None) -> Path:
+        if options:
+            ranks(2).train(composed(*overrides), tmp_path / name, change)
+        else:
+            train_in(tmp_path / name, built(*overrides), change or (lambda session: None))
+        return tmp_path / name
+
+    wanted = train("whole")
+    stopped = train("stopped", partial(stop_at, 6, 0))
+    assert not (stopped / "checkpoints/step_00000012").exists()
+    train("stopped")
+    assert_same(average_at(stopped, 12), average_at(wanted, 12))
+    assert_same(outcome(stopped), outcome(wanted))
+    if "parallel=ensemble" in options:
+        files = (path / "checkpoints/step_00000012/rank_1.pt" for path in (stopped, wanted))
+        got, of_whole = (torch.load(file, weights_only=True)["ema"] for file in files)
+        assert got["moments"], "the second member has its own average"
+        assert_same(got, of_whole)
+
+
+def test_a_run_begun_in_one_mode_goes_on_in_another(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    overrides = (*FAST, *COMMON, *CASES["sgd"][0], EMA)
+    train_in(tmp_path, built(*overrides), partial(stop_at, 4, 0))
+    ranks(2).train(composed(*overrides, "parallel=fsdp"), tmp_path, partial(stop_at, 7, 0))
+    ranks(2).train(composed(*overrides, "parallel=pipeline", "parallel.split_size=12"), tmp_path)
+    assert largest_difference(average_at(tmp_path, STEPS), plain_average()) <= 1e-6
+
+
+def test_an_average_begins_where_a_checkpoint_has_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train_in(tmp_path, built(*FAST, *COMMON), partial(stop_at, STEPS - 1, 0))
+    with caplog.at_level("INFO", logger="runner"):
+        train_in(tmp_path, built(*FAST, *COMMON, EMA))
+    assert "the checkpoint has no average of the weights" in caplog.text
+    assert_same(average_at(tmp_path, STEPS), weights_at(tmp_path, STEPS))
+
+
+def test_it_is_torchs_averaged_model_with_its_own_buffers() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    model[0].bias.requires_grad_(False)
+    average, theirs = Ema(0.9).build(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(5):
+        model(torch.randn(8, 3)).square().sum().backward()
+        optimizer.step()
+        average.update()
+        theirs.update_parameters(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with average.applied():
+        assert_same(dict(model.state_dict()), dict(theirs.module.state_dict()))
+        assert not model[0].weight.equal(before["0.weight"])
+    assert_same(dict(model.state_dict()), before)
+
+
+def test_without_a_decay_nothing_is_kept() -> None:
+    model = torch.nn.Linear(2, 2)
+    average = Ema().build(model)
+    assert type(average) is Average
+    average.update()
+    with average.applied():
+        assert average.full_tensors(lambda _: pytest.fail("nothing is collected")) == {}
+
+
+def test_weights_return_after_an_error_in_the_evaluation() -> None:
+    model = torch.nn.Linear(2, 2)
+    average = Ema(0.5).build(model)
+    average.update()
+    with torch.no_grad():
+        model.weight.add_(1)
+    weight = model.weight.detach().clone()
+    with pytest.raises(ZeroDivisionError), average.applied():
+        raise ZeroDivisionError
+    assert model.weight.equal(weight)
+
+
+def test_agents_are_averaged_too(tmp_path: Path) -> None:
+    sizes = ("workload.warm_up=48", "workload.replay_size=100", "workload.eval_episodes=2", "batch_size=8", "steps=4")
+    result = train_in(tmp_path, built("workload=dqn", "device=cpu", "device.threads=1", *sizes, EMA)).result
+    assert result.status == "done"
+    trained, average = weights_at(tmp_path, 4), average_at(tmp_path, 4)
+    differ = {name for name in trained if not trained[name].equal(average[name])}
+    assert differ
+    assert not any("target" in name for name in differ), "what is not trained is not averaged"
+
+
+def test_workers_that_do_not_wait_have_no_sequence_of_weights_to_average() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        prepared(built(*FAST, EMA, "parallel=hogwild"))
+    assert (refusal.value.key, refusal.value.got) == ("ema.decay", DECAY)
+
+
+@pytest.mark.parametrize("decay", [0, 1, -0.1, 1.5])
+def test_a_decay_that_is_no_weight_is_refused(decay: float) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Ema(decay)
+    assert (refusal.value.key, refusal.value.got) == ("decay", decay)

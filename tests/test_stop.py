@@ -1,0 +1,211 @@
+"""Runs that end before their last step: early stopping, a target, and a time budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.command import run_command
+from helpers.compose import FAST, Trained, built, composed, prepared, train_in
+from helpers.events import curves
+from helpers.rank_work import stop_at
+from helpers.ranks import Ranks
+from helpers.runs import assert_same, only_run, outcome
+
+from runner.config.errors import ConfigError
+from runner.run import Session
+from runner.stop import Stop, Stopping
+from runner.storage.content_checks import UnexpectedContentError
+from runner.tracking.metrics import StepTimer
+
+STEPS = ("steps=40", "eval_every=2", "save_every=0", "log_every=4", "batch_size=32", "data.crop=2")
+LOSS = "stop.metric=eval/loss"
+
+
+def rules(direction: str = "max", **options: Any) -> Stopping:
+    """Rules for `eval/accuracy` in one process."""
+    return Stop("eval/accuracy", **options).build({"accuracy": direction}, lambda make: make())
+
+
+def after(stopping: Stopping, *values: float) -> list[str]:
+    """The rule that would end the run after each evaluation."""
+    reasons = []
+    for number, value in enumerate(values, start=1):
+        stopping.evaluated({"eval/accuracy": value, "eval/loss": 0.0}, 10 * number)
+        reasons.append(stopping.reason.partition(":")[0])
+    return reasons
+
+
+def scripted(losses: list[float], session: Session) -> None:
+    """Replace the loss of each evaluation by the next of `losses`, on every rank."""
+    given, summarize = iter(losses), session.run.workload.summarize
+    session.run.workload.summarize = lambda sums: summarize(sums) | {"loss": next(given)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rules
+
+
+def test_patience_counts_evaluations_without_an_improvement() -> None:
+    assert after(rules(patience=2), 0.5, 0.4, 0.6, 0.6, 0.5) == ["", "", "", "", "stop.patience"]
+    assert after(rules("min", patience=2), 0.5, 0.6, 0.4, 0.4, 0.5) == ["", "", "", "", "stop.patience"]
+
+
+def test_an_improvement_is_larger_than_min_delta() -> None:
+    assert after(rules(patience=2, min_delta=0.25), 0.5, 0.75, 0.7) == ["", "", "stop.patience"]
+    slowly = rules(patience=2, min_delta=0.25)
+    assert after(slowly, 0.25, 0.375, 0.625, 0.875) == ["", "", "", ""], "compared with the latest improvement"
+    assert after(rules("min", patience=1, min_delta=0.25), 1.0, 0.5, 0.25) == ["", "", "stop.patience"]
+
+
+def test_a_target_is_reached_from_its_side() -> None:
+    assert after(rules(target=0.75), 0.5, 0.7, 0.75) == ["", "", "stop.target"]
+    assert after(rules("min", target=0.25), 0.5, 0.3, 0.2) == ["", "", "stop.target"]
+
+
+def test_the_reason_says_what_was_measured() -> None:
+    stopping = rules(patience=2)
+    after(stopping, 0.5, 0.25, 0.25)
+    assert stopping.reason == "stop.patience: eval/accuracy has not improved on 0.5 (step 10) in 2 evaluations"
+
+
+def test_the_state_goes_on_where_it_was_saved() -> None:
+    saved, resumed = rules(patience=3), rules(patience=3)
+    after(saved, 0.5, 0.4, 0.4)
+    resumed.load_state_dict(saved.state_dict(), 30)
+    assert after(resumed, 0.45) == ["stop.patience"]
+    other = Stop("eval/loss", patience=3).build({"loss": "min"}, lambda make: make())
+    other.load_state_dict(saved.state_dict(), 30)
+    assert other.state_dict() == {}, "the evaluations of another metric do not count"
+
+
+@pytest.mark.parametrize("change", [{"waited": -1}, {"best": "a"}, {"best_step": 31}, {"more": 1}, {"metric": None}])
+def test_a_state_that_no_run_saved_is_refused(change: dict[str, Any]) -> None:
+    saved = rules(patience=3)
+    after(saved, 0.5)
+    with pytest.raises(UnexpectedContentError):
+        rules(patience=3).load_state_dict(saved.state_dict() | change, 30)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"patience": 3}, "patience"),
+        ({"target": 0.5}, "target"),
+        ({"metric": "eval/loss"}, "metric"),
+        ({"metric": "eval/loss", "patience": 0}, "patience"),
+        ({"metric": "eval/loss", "target": float("nan")}, "target"),
+        ({"metric": "eval/loss", "target": 0.5, "min_delta": 0.1}, "min_delta"),
+        ({"metric": "eval/loss", "patience": 1, "min_delta": -0.1}, "min_delta"),
+        ({"max_time": 0}, "max_time"),
+    ],
+)
+def test_rules_that_cannot_be_applied_are_refused(options: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Stop(**options)
+    assert refusal.value.key == key
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("stop.metric=eval/f1",), ("stop.metric=train/loss",), (LOSS, "eval_every=0"), ("stop.metric=eval/return",)],
+)
+def test_a_metric_that_is_not_measured_is_refused_before_the_run(overrides: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        prepared(built(*FAST, *overrides, "stop.patience=2"))
+    assert refusal.value.key == "stop.metric"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+WORSE_FROM_8 = [3.0, 2.0, 1.0, 0.5, *(1.0 + number for number in range(16))]
+"""Losses of evaluations every two steps: the fourth, after step 8, is the best."""
+
+
+def test_a_run_that_does_not_improve_is_done(tmp_path: Path) -> None:
+    run = built(*FAST, *STEPS, LOSS, "stop.patience=3")
+    ended = train_in(tmp_path, run, partial(scripted, WORSE_FROM_8))
+    assert (ended.result.status, ended.result.steps) == ("done", 14)
+    assert ended.result.stopped_by.startswith("stop.patience: eval/loss has not improved on 0.5 (step 8)")
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*14")] == ["step_00000014"]
+    assert [step for step, _ in curves(tmp_path)["eval/loss"]] == [2, 4, 6, 8, 10, 12, 14]
+
+
+def test_a_run_that_does_all_steps_was_not_stopped(tmp_path: Path) -> None:
+    run = built(*FAST, *STEPS, "steps=14", LOSS, "stop.patience=3")
+    result = train_in(tmp_path, run, partial(scripted, WORSE_FROM_8)).result
+    assert (result.status, result.steps, result.stopped_by) == ("done", 14, "")
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hogwild", "ensemble", "pipeline"])
+def test_all_ranks_end_together(mode: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    overrides = (*FAST, *STEPS, f"parallel={mode}", LOSS, "stop.patience=3")
+    change = partial(scripted_where_summarized, mode)
+    if mode == "hogwild":  # which starts its own processes
+        result = train_in(tmp_path, built(*overrides, "stop.patience=null", "stop.target=100")).result
+        assert (result.status, result.steps) == ("done", 2)
+        return
+    result = ranks(2).train(composed(*overrides), tmp_path, change)
+    assert (result.status, result.steps) == ("done", 14)
+
+
+def scripted_where_summarized(mode: str, session: Session) -> None:
+    """As `scripted`; other ranks are told other losses, as if they had rounded otherwise."""
+    losses = WORSE_FROM_8 if session.rank == 0 else [loss / 2**number for number, loss in enumerate(WORSE_FROM_8)]
+    if mode == "ensemble":  # summarizes twice: the member, and the vote
+        losses = [loss for loss in losses for _ in range(2)]
+    scripted(losses, session)
+
+
+def test_patience_is_counted_through_a_resume(tmp_path: Path) -> None:
+    def train(name: str, change: Callable[[Session], None], losses: list[float]) -> Trained:
+        def both(session: Session) -> None:
+            scripted(losses, session)
+            change(session)
+
+        return train_in(tmp_path / name, built(*FAST, *STEPS, LOSS, "stop.patience=3"), both)
+
+    whole = train("whole", lambda session: None, WORSE_FROM_8)
+    stopped = train("stopped", partial(stop_at, 11, 0), WORSE_FROM_8)
+    assert (stopped.result.status, stopped.result.steps, stopped.result.stopped_by) == ("stopped", 11, "")
+    resumed = train("stopped", lambda session: None, WORSE_FROM_8[5:])
+    assert (resumed.result.status, resumed.result.steps) == ("done", 14)
+    assert resumed.result.stopped_by == whole.result.stopped_by
+    assert_same(outcome(resumed.directory), outcome(whole.directory))
+    again = train("stopped", lambda session: None, WORSE_FROM_8)
+    assert (again.result.status, again.result.steps) == ("done", 14), "the rule is met already"
+
+
+def test_the_time_is_up_after_a_step_that_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that moves by a second each step, and starts at zero in each invocation."""
+    monkeypatch.setattr(StepTimer, "elapsed", lambda timer: float(len(timer.seconds)))
+    overrides = (*FAST, *STEPS, "steps=12")
+    wanted = train_in(tmp_path / "whole", built(*overrides)).directory
+    results = [train_in(tmp_path / "parts", built(*overrides, "stop.max_time=5")).result for _ in range(3)]
+    assert [(result.status, result.steps) for result in results] == [("stopped", 5), ("stopped", 10), ("done", 12)]
+    assert [result.stopped_by for result in results] == ["stop.max_time: 5 s have passed"] * 2 + [""]
+    assert_same(outcome(tmp_path / "parts"), outcome(wanted))
+
+
+def test_the_command_ends_with_the_codes_of_done_and_stopped(tmp_path: Path) -> None:
+    early = (*FAST, *STEPS, LOSS, "stop.target=100", "stop.max_time=100000")
+    code, console = run_command(*early, cwd=tmp_path)
+    assert code == 0, console
+    directory = only_run(tmp_path)
+    result = json.loads((directory / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("done", 2)
+    assert result["stopped_by"].startswith("stop.target: eval/loss is ")
+    assert result["stopped_by"] in console
+
+    code, console = run_command(f"resume={directory}", cwd=tmp_path)
+    assert (code, "all 2 steps are done: stop.target" in console) == (0, True), console
+    more = ("stop.metric=null", "stop.target=null", "stop.max_time=1e-9")
+    code, console = run_command(f"resume={directory}", *more, cwd=tmp_path)
+    assert (code, "resumed after step 2" in console) == (75, True), console
+    assert json.loads((directory / "result.json").read_text())["steps"] == 3
