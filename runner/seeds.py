@@ -43,6 +43,14 @@ def uniforms(seed: int, epochs: torch.Tensor, samples: torch.Tensor, count: int)
     return ((keys >> 40) & 0xFFFFFF).to(torch.float32) / (1 << 24)  # 24 bits: exact in float32
 
 
+def sample_seeds(seed: int, epochs: torch.Tensor, samples: torch.Tensor) -> list[int]:
+    """Return a seed in [0, 2⁶³) for each pair (epoch, sample), which does not depend on the device or the batch.
+
+    The arguments are those of `uniforms`.
+    """
+    return (_mix(_mix(samples + derive(seed, "transforms")) + epochs) & ((1 << 63) - 1)).tolist()
+
+
 def random_bytes(seed: int, count: int, device: torch.device) -> torch.Tensor:
     """Return `count` uniform random bytes, which depend only on `seed`, not on the device.
 

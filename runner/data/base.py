@@ -75,6 +75,15 @@ class Samples(ABC):
             device: device of the batches.
         """
 
+    def labels(self) -> torch.Tensor:
+        """Return the class index of every sample, int64 [n] on the CPU; a data set that knows them need not load them.
+
+        Unreadable files may or may not count.
+        """
+        import torch
+
+        return torch.cat([batch.targets for batch in self.in_order(256, (0, 1), torch.device("cpu"))])
+
     @abstractmethod
     def display_images(self, indices: list[int]) -> torch.Tensor:
         """Return samples as images for display, without normalization: uint8 [n, 1 or 3, height, width] on the CPU."""

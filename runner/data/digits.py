@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from runner.config.errors import check_range
+from runner.config.errors import check_choice, check_range
+from runner.data.augment import NO_AUGMENT, POLICIES, Augment
 from runner.data.base import Data, Samples
 from runner.data.memory import TensorSamples
 from runner.seeds import derive
@@ -24,16 +25,22 @@ class Digits(Data):
         size: height and width in pixels to which the images are resized; 8 keeps the original images.
         holdout: fraction of the samples to hold out for evaluation. The same samples are held out in every run.
         crop: shift training images by up to this many pixels in each direction.
+        auto_augment: further transforms of training images: `randaugment`, `trivialaugment` or `none` (see `Augment`).
+        random_erase: probability of erasing a random rectangle of a training image.
     """
 
     size: int = 28
     holdout: float = 0.2
     crop: int = 0
+    auto_augment: str = "none"
+    random_erase: float = 0.0
 
     def __post_init__(self) -> None:
         check_range(self, "size", least=8, most=512)
         check_range(self, "holdout", above=0, most=0.9)
         check_range(self, "crop", least=0, most=self.size // 2)
+        check_choice(self, "auto_augment", POLICIES)
+        check_range(self, "random_erase", least=0, most=1)
 
     def load(self) -> tuple[Samples, Samples]:
         table = torch.from_numpy(_table())
@@ -46,11 +53,12 @@ class Digits(Data):
         held_out = max(1, round(self.holdout * len(images)))
         names = [str(digit) for digit in range(10)]
 
-        def samples(indices: torch.Tensor, crop: int) -> TensorSamples:
+        def samples(indices: torch.Tensor, crop: int, augment: Augment) -> TensorSamples:
             inputs, targets = (images[indices] - mean) / std, table[indices, 64].to(torch.int64)
-            return TensorSamples(inputs, targets, names, (mean,), (std,), crop=crop)
+            return TensorSamples(inputs, targets, names, (mean,), (std,), crop=crop, augment=augment)
 
-        return samples(order[held_out:], self.crop), samples(order[:held_out], 0)
+        augment = Augment(self.auto_augment, self.random_erase, (mean,))
+        return samples(order[held_out:], self.crop, augment), samples(order[:held_out], 0, NO_AUGMENT)
 
 
 def _table():  # no return type: annotating numpy.ndarray would require an import at the top

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from runner.batching import MicroBatch, SampleOrder
+from runner.data.augment import NO_AUGMENT, Augment
 from runner.data.base import Batch, DataError, Samples, shard_bounds
 from runner.data.prefetch import to_device
 from runner.data.workers import Workers
-from runner.seeds import uniforms
+from runner.seeds import sample_seeds, uniforms
 from runner.system.utf8 import printable
 
 log = logging.getLogger(__name__)
@@ -65,11 +66,13 @@ class Fetch:
         read: function that reads one sample.
         shape: (channels, height, width) of one image.
         seed: seed of the augmentation, which also depends on the epoch and the index of a sample.
+        augment: transforms of training images in addition to those of `read`.
     """
 
     read: Reader
     shape: tuple[int, int, int]
     seed: int
+    augment: Augment = NO_AUGMENT
 
     def __getitem__(self, job: Job) -> Loaded:
         images = torch.zeros(len(job.paths), *self.shape, dtype=torch.uint8)
@@ -77,6 +80,9 @@ class Fetch:
         for row, (path, draws) in enumerate(zip(job.paths, self._draws(job), strict=True)):
             try:
                 images[row] = self.read(path, draws)
+                if self.augment and job.epochs is not None:
+                    seed = sample_seeds(self.seed, torch.tensor(job.epochs[row]), torch.tensor([job.indices[row]]))
+                    images[row] = self.augment(images[row : row + 1], seed)[0]
             except Exception as error:  # decoders may raise anything for a damaged file
                 failures.append((row, printable(f"{type(error).__name__}: {error}")))
         return Loaded(job, images, torch.tensor(job.targets), failures)
@@ -129,6 +135,7 @@ class FileSamples(Samples):
         workers: the processes that load batches.
         pin_memory: whether to load batches into page-locked memory; None to do so only for CUDA devices.
         unreadable: record of the files that cannot be read; may be shared with another `FileSamples`.
+        augment: transforms of training images in addition to those of `read`.
     """
 
     def __init__(
@@ -143,18 +150,19 @@ class FileSamples(Samples):
         workers: Workers,
         pin_memory: bool | None,
         unreadable: Unreadable,
+        augment: Augment = NO_AUGMENT,
     ):
         self.paths, self.targets, self.class_names = paths, targets, class_names
         self.num_classes = len(class_names)
         self.shape, self.read, self.mean, self.std = shape, read, mean, std
-        self.workers, self.pin_memory, self.unreadable = workers, pin_memory, unreadable
+        self.workers, self.pin_memory, self.unreadable, self.augment = workers, pin_memory, unreadable, augment
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
         order = SampleOrder(len(self), seed)
-        fetch = Fetch(self.read, self.shape, seed)
+        fetch = Fetch(self.read, self.shape, seed, self.augment)
         jobs = (
             self._job(order.indices(m.start, m.stop).tolist(), order.epochs(m.start, m.stop).tolist()) for m in micros
         )
@@ -195,6 +203,9 @@ class FileSamples(Samples):
             indices = [readable[i] for i in indices]
         loaded = Fetch(self.read, self.shape, 0)[self._job(indices)]
         return self._readable(loaded)[0]
+
+    def labels(self) -> torch.Tensor:
+        return torch.tensor(self.targets)
 
     def extra_results(self) -> dict[str, Any]:
         files = [printable(path) for path in self.unreadable.files]

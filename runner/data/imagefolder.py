@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from runner.config.errors import check, check_choice, check_range
+from runner.data.augment import NO_AUGMENT, POLICIES, Augment
 from runner.data.base import Data, Samples
 from runner.data.class_folders import Files, training_and_held_out
 from runner.data.decode import ImageReader
@@ -32,6 +33,8 @@ class ImageFolder(Data):
         augment: transforms of training images: `crop` (random resized crop and random flip), `flip` (random flip) or
             `none`.
         crop_area: the smallest fraction of the image area that a random crop covers.
+        auto_augment: further transforms of training images: `randaugment`, `trivialaugment` or `none` (see `Augment`).
+        random_erase: probability of erasing a random rectangle of a training image.
         centre: side of the center crop, as a fraction of the image's shorter side. The center crop is used whenever no
             random crop is used.
         mean: mean of red, green and blue, for pixels in [0, 1]; it is subtracted from the inputs.
@@ -53,6 +56,8 @@ class ImageFolder(Data):
     holdout: float = 0.2
     augment: str = "crop"
     crop_area: float = 0.08
+    auto_augment: str = "none"
+    random_erase: float = 0.0
     centre: float = 0.875
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
@@ -67,6 +72,8 @@ class ImageFolder(Data):
         check_range(self, "holdout", above=0, most=0.9)
         check_choice(self, "augment", ("none", "flip", "crop"))
         check_range(self, "crop_area", above=0, most=1)
+        check_choice(self, "auto_augment", POLICIES)
+        check_range(self, "random_erase", least=0, most=1)
         check_range(self, "centre", above=0, most=1)
         for key, least in (("mean", 0.0), ("std", 1e-6)):
             values = getattr(self, key)
@@ -91,9 +98,11 @@ class ImageFolder(Data):
             start_server()  # starts up while the files are listed
         train, held_out = training_and_held_out(Path(self.root).expanduser(), self.holdout)
         unreadable = Unreadable(self.on_error == "skip")
-        return self._samples(train, workers, unreadable), self._samples(held_out, workers, unreadable)
+        augment = Augment(self.auto_augment, self.random_erase, tuple(self.mean))
+        training = self._samples(train, workers, unreadable, augment)
+        return training, self._samples(held_out, workers, unreadable, NO_AUGMENT)
 
-    def _samples(self, classes: Files, workers: Workers, unreadable: Unreadable) -> FileSamples:
+    def _samples(self, classes: Files, workers: Workers, unreadable: Unreadable, augment: Augment) -> FileSamples:
         names = list(classes)
         return FileSamples(
             paths=[path for paths in classes.values() for path in paths],
@@ -106,4 +115,5 @@ class ImageFolder(Data):
             workers=workers,
             pin_memory=self.pin_memory,
             unreadable=unreadable,
+            augment=augment,
         )

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from runner.batching import MicroBatch, SampleOrder
+from runner.data.augment import NO_AUGMENT, Augment
 from runner.data.base import Batch, Samples, shard_bounds
-from runner.seeds import uniforms
+from runner.seeds import sample_seeds, uniforms
 
 
 class TensorSamples(Samples):
@@ -23,6 +24,7 @@ class TensorSamples(Samples):
         std: standard deviation of each channel, for pixels in [0, 1]; normalization divides by it.
         flip: mirror each training image horizontally with probability 1/2.
         crop: shift training images by up to this many pixels in each direction; the empty border is filled with black.
+        augment: further transforms of training images, one image at a time.
     """
 
     def __init__(
@@ -34,11 +36,12 @@ class TensorSamples(Samples):
         std: tuple[float, ...],
         flip: bool = False,
         crop: int = 0,
+        augment: Augment = NO_AUGMENT,
     ):
         self.inputs, self.targets, self.class_names = inputs, targets, class_names
         self.num_classes = len(class_names)
         self.shape = (inputs.shape[1], inputs.shape[2], inputs.shape[3])
-        self.mean, self.std, self.flip, self.crop = mean, std, flip, crop
+        self.mean, self.std, self.flip, self.crop, self.augment = mean, std, flip, crop, augment
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -49,10 +52,18 @@ class TensorSamples(Samples):
         for micro in micros:
             indices = order.indices(micro.start, micro.stop)
             inputs = self._normalized(self.inputs.index_select(0, indices))
-            if self.flip or self.crop:
-                epochs = order.epochs(micro.start, micro.stop)
-                inputs = _shift_and_flip(inputs, uniforms(seed, epochs, indices, 3), self.crop, self.flip, self._black)
+            if self.flip or self.crop or self.augment:
+                inputs = self._augmented(inputs, seed, order.epochs(micro.start, micro.stop), indices)
             yield Batch(inputs, self.targets.index_select(0, indices))
+
+    def _augmented(self, inputs: torch.Tensor, seed: int, epochs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Return the augmented inputs; `epochs` and `indices` are the epoch and the index of each sample, int64 [n]."""
+        if self.flip or self.crop:
+            inputs = _shift_and_flip(inputs, uniforms(seed, epochs, indices, 3), self.crop, self.flip, self._black)
+        if self.augment:
+            pixels = _pixels(inputs, self._mean, self._std)
+            inputs = self._normalized(self.augment(pixels, sample_seeds(seed, epochs, indices)))
+        return inputs
 
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
         self._move(device)
@@ -65,8 +76,10 @@ class TensorSamples(Samples):
         images = self.inputs[torch.tensor(indices, device=self.inputs.device)].cpu()
         if images.dtype == torch.uint8:
             return images
-        mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
-        return ((images * std + mean).clamp(0, 1) * 255).round().to(torch.uint8)
+        return _pixels(images, *(torch.tensor(values)[:, None, None] for values in (self.mean, self.std)))
+
+    def labels(self) -> torch.Tensor:
+        return self.targets.cpu()
 
     def _move(self, device: torch.device) -> None:
         """Move the samples to `device`, unless they are already there."""
@@ -79,6 +92,11 @@ class TensorSamples(Samples):
         if images.dtype != torch.uint8:
             return images
         return images.to(torch.float32).div_(255).sub_(self._mean).div_(self._std)
+
+
+def _pixels(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    """Return normalized images as uint8, clamped to the range of pixels."""
+    return ((images * std + mean).clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def _shift_and_flip(

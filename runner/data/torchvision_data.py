@@ -24,7 +24,8 @@ from typing import Any, ClassVar, NoReturn
 import torch
 import torchvision
 
-from runner.config.errors import ConfigError, check, check_range
+from runner.config.errors import ConfigError, check, check_choice, check_range
+from runner.data.augment import POLICIES, Augment
 from runner.data.base import Data, Samples
 from runner.data.memory import TensorSamples
 
@@ -50,6 +51,8 @@ class Downloadable(Data):
         download: True to download missing files to `root`; False to raise an error if files are missing.
         flip: mirror each training image horizontally with probability 1/2.
         crop: shift training images by up to this many pixels in each direction.
+        auto_augment: further transforms of training images: `randaugment`, `trivialaugment` or `none` (see `Augment`).
+        random_erase: probability of erasing a random rectangle of a training image.
     """
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("root", "download")
@@ -69,9 +72,13 @@ class Downloadable(Data):
     download: bool = False
     flip: bool = False
     crop: int = 0
+    auto_augment: str = "none"
+    random_erase: float = 0.0
 
     def __post_init__(self) -> None:
         check_range(self, "crop", least=0, most=self.side // 2)
+        check_choice(self, "auto_augment", POLICIES)
+        check_range(self, "random_erase", least=0, most=1)
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -88,10 +95,11 @@ class Downloadable(Data):
         missing = self._missing()
         check(not missing, "root", self.root, f"there is no {missing[0] if missing else ''}", self._remedy())
         train, held_out = self._split(train=True), self._split(train=False)
-        return self._samples(*train, flip=self.flip, crop=self.crop), self._samples(*held_out, flip=False, crop=0)
+        augment = Augment(self.auto_augment, self.random_erase, self.mean)
+        return self._samples(*train, flip=self.flip, crop=self.crop, augment=augment), self._samples(*held_out)
 
-    def _samples(self, images: torch.Tensor, targets: torch.Tensor, flip: bool, crop: int) -> TensorSamples:
-        return TensorSamples(images, targets, self.class_names, self.mean, self.std, flip=flip, crop=crop)
+    def _samples(self, images: torch.Tensor, targets: torch.Tensor, **options: Any) -> TensorSamples:
+        return TensorSamples(images, targets, self.class_names, self.mean, self.std, **options)
 
     @abstractmethod
     def _split(self, train: bool) -> LabeledImages:

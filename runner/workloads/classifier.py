@@ -12,6 +12,7 @@ import torch
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import check, check_range, errors_under
 from runner.data.base import Batch, Data, shard_bounds
+from runner.data.mixing import Mixing
 from runner.model.base import Model
 from runner.tracking.image_grids import confusion_matrix, grid
 from runner.tracking.metrics import MetricSums
@@ -29,6 +30,13 @@ class Classifier(SupervisedWorkload):
         model: the network.
         data: labeled images.
         label_smoothing: amount of label smoothing, from 0 to 1 (Szegedy et al., 2016).
+        class_weights: weight of each class in the training loss, which is the weighted sum over the samples divided by
+            the number of samples. torch divides by the sum of the weights in a batch instead, so that the loss of a
+            sample would depend on how the batch is divided. Evaluations are not weighted.
+        balance_classes: use the class weights n / (num_classes · n_c), for n samples of which n_c are of class c.
+        mixup: parameter α of mixup; 0 for none (see `Mixing`).
+        cutmix: parameter α of CutMix; 0 for none. In both cases, the training accuracy is that of the larger part.
+        top5: whether evaluations measure how often the true class is among the five with the largest outputs.
         eval_batch_size: number of samples per process in each forward pass of an evaluation; it affects only speed and
             memory use.
         overfit_batches: number of batches on which to train repeatedly; 0 to train on all of the data.
@@ -37,6 +45,11 @@ class Classifier(SupervisedWorkload):
     model: Model
     data: Data
     label_smoothing: float = 0.0
+    class_weights: list[float] | None = None
+    balance_classes: bool = False
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    top5: bool = False
     eval_batch_size: int = 256
     overfit_batches: int = 0
 
@@ -46,7 +59,15 @@ class Classifier(SupervisedWorkload):
 
     def __post_init__(self) -> None:
         check_range(self, "label_smoothing", least=0, most=1)
+        check_range(self, "mixup", least=0, most=1000)
+        check_range(self, "cutmix", least=0, most=1000)
         check_range(self, "eval_batch_size", least=1)
+        valid = all(math.isfinite(weight) and weight >= 0 for weight in self.class_weights or [])
+        remedy = "for example workload.class_weights=[1,2.5]"
+        check(valid, "class_weights", self.class_weights, "weights must be finite and not negative", remedy)
+        both = self.balance_classes and self.class_weights is not None
+        why = "workload.class_weights sets them already"
+        check(not both, "balance_classes", True, why, "leave one of the two out")
         check_range(self, "overfit_batches", least=0)
 
     def prepare(self) -> None:
@@ -54,6 +75,22 @@ class Classifier(SupervisedWorkload):
             self.train, self.held_out = self.data.load()
         train, held_out = self.train.shape, self.held_out.shape
         assert train == held_out, f"training images have shape {train}, held-out images {held_out}"
+        count = self.train.num_classes
+        why = f"all predictions are right among the {count} classes of this data"
+        check(not self.top5 or count > 5, "workload.top5", True, why, "workload.top5=false")
+        self._weights = self._class_weights(count)
+
+    def _class_weights(self, num_classes: int) -> torch.Tensor | None:
+        """Return the weight of each class in the loss, float64 [num_classes]; None if all weights are 1."""
+        if self.balance_classes:
+            counts = torch.bincount(self.train.labels(), minlength=num_classes)
+            return counts.sum() / (num_classes * counts.double().clamp(min=1))
+        if self.class_weights is None:
+            return None
+        given, why = len(self.class_weights), f"there are {num_classes} classes"
+        remedy = f"give {num_classes} weights, or set workload.balance_classes=true"
+        check(given == num_classes, "workload.class_weights", self.class_weights, why, remedy)
+        return torch.tensor(self.class_weights, dtype=torch.float64)
 
     def describe(self) -> dict[str, str]:
         shape, classes = "×".join(map(str, self.train.shape)), self.train.num_classes
@@ -72,14 +109,20 @@ class Classifier(SupervisedWorkload):
         return samples / batch_size
 
     def eval_metrics(self) -> dict[str, str]:
-        return {"accuracy": "max", "loss": "min"}
+        return {"accuracy": "max", "loss": "min"} | ({"top5_accuracy": "max"} if self.top5 else {})
 
     def build_model(self) -> torch.nn.Module:
         with errors_under("model"):
             return self.model.build(self.train.shape, self.train.num_classes)
 
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
-        return self.train.batches(self._positions(plan, plan.stream(after_step)), plan.seed, device)
+        return self._batches(plan, plan.stream(after_step), device)
+
+    def _batches(self, plan: Plan, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
+        micros, mixing = self._positions(plan, micros), Mixing(self.mixup, self.cutmix)
+        if mixing:
+            return mixing.batches(self.train, micros, plan.batch_size, plan.seed, device)
+        return self.train.batches(micros, plan.seed, device)
 
     def _positions(self, plan: Plan, micros: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         """Return `micros`; if `overfit_batches` is not 0, map their positions to those of the first batches."""
@@ -89,11 +132,23 @@ class Classifier(SupervisedWorkload):
         return (m._replace(start=m.start % span, stop=m.start % span + m.stop - m.start) for m in micros)
 
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy of the logits `outputs`, [n, num_classes], and class indices, int64 [n]."""
-        return torch.nn.functional.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
+        """Return the mean cross-entropy of the logits `outputs`, [n, num_classes], and the targets.
+
+        Targets are class indices, int64 [n], or probabilities of classes, float32 [n, num_classes].
+        """
+        if self._weights is None:
+            return torch.nn.functional.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
+        dtype = torch.promote_types(outputs.dtype, torch.float32)
+        if (self._weights.device, self._weights.dtype) != (outputs.device, dtype):
+            self._weights = self._weights.to(outputs.device, dtype)  # once, not in every step
+        total = torch.nn.functional.cross_entropy(
+            outputs, targets, self._weights, reduction="sum", label_smoothing=self.label_smoothing
+        )
+        return total / len(targets)
 
     def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        correct = (outputs.detach().argmax(1) == targets).sum(dtype=torch.float32)
+        labels = targets if targets.dim() == 1 else targets.argmax(1)
+        correct = (outputs.detach().argmax(1) == labels).sum(dtype=torch.float32)
         return torch.stack((loss.detach().float() * len(targets), correct))
 
     def evaluate(
@@ -104,6 +159,7 @@ class Classifier(SupervisedWorkload):
         sums = {
             "loss": torch.zeros((), dtype=torch.float64, device=device),
             "correct": torch.zeros((), dtype=torch.int64, device=device),
+            "top5": torch.zeros((), dtype=torch.int64, device=device),
             "count": torch.zeros((), dtype=torch.int64, device=device),
             "confusion": torch.zeros(matrix * matrix, dtype=torch.int64, device=device),
             # Class index plus 1 of each sample; 0 for samples of other shards and for unreadable files.
@@ -118,6 +174,8 @@ class Classifier(SupervisedWorkload):
             predicted = outputs.argmax(1)
             sums["loss"] += torch.nn.functional.cross_entropy(outputs, batch.targets, reduction="sum")
             sums["correct"] += (predicted == batch.targets).sum()
+            if self.top5:
+                sums["top5"] += (outputs.topk(5).indices == batch.targets[:, None]).sum()
             sums["count"] += len(batch.targets)
             if matrix:
                 sums["confusion"] += torch.bincount(batch.targets * matrix + predicted, minlength=matrix * matrix)
@@ -129,7 +187,8 @@ class Classifier(SupervisedWorkload):
 
     def summarize(self, sums: MetricSums) -> dict[str, float]:
         count = int(sums["count"])
-        return {"loss": float(sums["loss"]) / count, "accuracy": int(sums["correct"]) / count}
+        means = {"loss": float(sums["loss"]) / count, "accuracy": int(sums["correct"]) / count}
+        return means | ({"top5_accuracy": int(sums["top5"]) / count} if self.top5 else {})
 
     def vote(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return the logarithm of the mean of the models' class probabilities, [n, num_classes]."""
@@ -157,6 +216,6 @@ class Classifier(SupervisedWorkload):
         return {key: value for samples in (self.train, self.held_out) for key, value in samples.extra_results().items()}
 
     def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor]:
-        stream = self.train.batches(self._positions(plan, plan.micro_batches(step)), plan.seed, device)
+        stream = self._batches(plan, plan.micro_batches(step), device)
         inputs, targets = zip(*stream, strict=True)
         return {"inputs": torch.cat(inputs).cpu(), "targets": torch.cat(targets).cpu()}

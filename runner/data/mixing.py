@@ -1,0 +1,93 @@
+"""Mixup and CutMix: training on mixtures of two samples of a batch."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from runner.batching import MicroBatch
+from runner.data.base import Batch, Samples
+from runner.seeds import derive
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Mixes each sample of a batch with the previous sample of the same batch, and the first sample with the last.
+
+    As in `torchvision.transforms.v2.MixUp` and `CutMix`, all samples of a batch are mixed in the same proportion, which
+    is drawn from a beta distribution. The random numbers depend only on (seed, batch), and the previous sample is
+    loaded even if another process or micro-batch trains on it. Therefore, a batch does not depend on how it is divided.
+
+    Args:
+        mixup: parameter α of the distribution Beta(α, α) of the proportion of two blended images (Zhang et al., mixup,
+            2018); 0 for no blending.
+        cutmix: the same for the area of a rectangle that is replaced (Yun et al., CutMix, 2019); 0 for no rectangles.
+            If both are positive, each batch is mixed in one of the two ways, with probability 1/2.
+    """
+
+    mixup: float = 0.0
+    cutmix: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
+    def batches(
+        self, samples: Samples, micros: Iterable[MicroBatch], batch_size: int, seed: int, device: torch.device
+    ) -> Iterator[Batch]:
+        """Yield mixed batches, whose targets are probabilities: float32 [n, num_classes].
+
+        Args:
+            samples: the data set.
+            micros: the micro-batches of this process.
+            batch_size: number of samples in a global batch.
+            seed: the seed for the order of the samples, their augmentation and the mixing.
+            device: device of the batches.
+        """
+        asked: deque[MicroBatch] = deque()
+
+        def with_partners() -> Iterator[MicroBatch]:
+            for micro in micros:
+                asked.append(micro)
+                first = micro.start // batch_size * batch_size
+                before = micro.start - 1 if micro.start > first else first + batch_size - 1
+                yield micro._replace(start=before, stop=before + 1)
+                yield micro
+
+        stream = iter(samples.batches(with_partners(), seed, device))
+        for before in stream:
+            batch, number = next(stream), asked.popleft().start // batch_size
+            inputs = torch.cat([before.inputs, batch.inputs[:-1]])
+            targets = torch.cat([before.targets, batch.targets[:-1]])
+            yield self._mixed(batch, Batch(inputs, targets), samples.num_classes, derive(seed, "mixing", number))
+
+    def _mixed(self, batch: Batch, partners: Batch, num_classes: int, seed: int) -> Batch:
+        draws = random.Random(seed)
+        blends = draws.random() < 0.5 if self.mixup and self.cutmix else self.mixup > 0
+        alpha = self.mixup if blends else self.cutmix
+        share = draws.betavariate(alpha, alpha)
+        if blends:
+            inputs = batch.inputs * share + partners.inputs * (1 - share)
+        else:
+            height, width = batch.inputs.shape[-2:]
+            top, bottom, left, right = _rectangle(height, width, share, draws)
+            inputs = batch.inputs.clone()
+            inputs[..., top:bottom, left:right] = partners.inputs[..., top:bottom, left:right]
+            share = 1 - (bottom - top) * (right - left) / (height * width)
+        own, other = (torch.nn.functional.one_hot(each.targets, num_classes).float() for each in (batch, partners))
+        return Batch(inputs, own * share + other * (1 - share))
+
+
+def _rectangle(height: int, width: int, share: float, draws: random.Random) -> tuple[int, int, int, int]:
+    """Return (top, bottom, left, right) of a rectangle with the fraction 1 − `share` of the area, cut at the edges.
+
+    The center is uniform, and the aspect ratio is that of the image.
+    """
+    half = 0.5 * math.sqrt(1 - share)
+    y, x = draws.randrange(height), draws.randrange(width)
+    down, right = int(half * height), int(half * width)
+    return max(0, y - down), min(height, y + down), max(0, x - right), min(width, x + right)

@@ -1,0 +1,110 @@
+"""torchvision's policies and random erasing: drawn for each (seed, epoch, sample), however batches are divided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.compose import FAST, built
+from helpers.runs import write_images
+from torchvision.transforms import v2
+
+from runner.batching import Plan
+from runner.config.errors import ConfigError
+from runner.data.augment import NO_AUGMENT, POLICIES, Augment
+from runner.seeds import sample_seeds
+
+CPU = torch.device("cpu")
+IMAGES = torch.randint(256, (6, 3, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+def workload(*overrides: str) -> Any:
+    built_workload = built("model=tiny", "device=cpu", "device.threads=1", *overrides).workload
+    built_workload.prepare()
+    return built_workload
+
+
+@pytest.mark.parametrize(
+    ("policy", "cls"), [("randaugment", v2.RandAugment), ("trivialaugment", v2.TrivialAugmentWide)]
+)
+def test_a_policy_is_torchvisions_after_seeding(policy: str, cls: Any) -> None:
+    seeds = [3, 1 << 40, 5, 3, 9, 11]
+    got = Augment(policy)(IMAGES, seeds)
+    for image, seed, transformed in zip(IMAGES, seeds, got, strict=True):
+        torch.manual_seed(seed)
+        assert transformed.equal(cls()(image))
+    assert (got.dtype, got.shape) == (torch.uint8, IMAGES.shape)
+    assert not got.equal(IMAGES)
+
+
+def test_erased_rectangles_have_the_mean_color() -> None:
+    got = Augment(erase=1.0, mean=(0.2, 0.4, 0.6))(IMAGES, range(6))
+    for image, erased in zip(IMAGES, got, strict=True):
+        changed = (image != erased).any(0)
+        assert changed.any()
+        colors = {tuple(color) for color in erased[:, changed].T.tolist()}
+        assert colors == {(51, 102, 153)}
+
+
+def test_random_numbers_of_the_run_are_not_consumed() -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    Augment("trivialaugment", 0.5, (0.5,) * 3)(IMAGES, range(6))
+    assert torch.get_rng_state().equal(before)
+
+
+def test_seeds_differ_by_seed_epoch_and_sample() -> None:
+    samples = torch.arange(100)
+    seeds = [sample_seeds(seed, torch.full((100,), epoch), samples) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({value for each in seeds for value in each}) == 400
+    assert sample_seeds(0, torch.zeros(1, dtype=torch.int64), torch.tensor([42])) == [seeds[0][42]]
+    assert all(0 <= value < 1 << 63 for each in seeds for value in each)
+
+
+@pytest.mark.parametrize("kind", ["tensors", "files", "files in a worker"])
+def test_a_batch_does_not_depend_on_how_it_is_divided(kind: str, tmp_path: Path) -> None:
+    data = ["data.size=8", "data.crop=1"]
+    if kind != "tensors":
+        write_images(tmp_path)
+        data = ["data=imagefolder", f"data.root={tmp_path}", "data.size=16", f"data.workers={int('worker' in kind)}"]
+    policies = ("data.auto_augment=trivialaugment", "data.random_erase=0.5")
+    samples = workload(*data, *policies).train
+
+    def batch(*plans: Plan) -> torch.Tensor:
+        streams = [(plan, samples.batches(plan.stream(2), 5, CPU)) for plan in plans]
+        parts = [next(stream).inputs for plan, stream in streams for _ in range(plan.accumulation)]
+        for _, stream in streams:
+            stream.close()
+        return torch.cat(parts)
+
+    whole = batch(Plan(8, seed=5))
+    assert batch(Plan(8, 4, seed=5)).equal(whole)
+    assert batch(*[Plan(8, 1, (rank, 2), seed=5) for rank in (0, 1)]).equal(whole)
+    plain = workload(*data).train.batches(Plan(8, seed=5).stream(2), 5, CPU)
+    assert not next(plain).inputs.equal(whole)
+    plain.close()
+
+
+def test_held_out_images_are_not_augmented() -> None:
+    policies = ("data.auto_augment=randaugment", "data.random_erase=1")
+    augmented, plain = workload(*FAST, *policies), workload(*FAST)
+    got, wanted = (next(each.held_out.in_order(50, (0, 1), CPU)).inputs for each in (augmented, plain))
+    assert got.equal(wanted)
+
+
+def test_a_gray_image_stays_gray_and_nothing_is_the_default() -> None:
+    for policy in POLICIES[1:]:
+        assert Augment(policy, 0.5, (0.1,))(IMAGES[:, :1], range(6)).shape == (6, 1, 16, 16)
+    assert not NO_AUGMENT
+    assert Augment("none", 0.1)
+
+
+@pytest.mark.parametrize(("option", "got"), [("auto_augment=autoaugment", "autoaugment"), ("random_erase=1.5", 1.5)])
+@pytest.mark.parametrize("data", ["digits", "cifar10", "imagefolder"])
+def test_other_values_are_refused(data: str, option: str, got: Any) -> None:
+    more = ["data.root=photos"] if data == "imagefolder" else []
+    with pytest.raises(ConfigError) as refusal:
+        built(f"data={data}", *more, f"data.{option}")
+    assert (refusal.value.key, refusal.value.got) == (f"data.{option.partition('=')[0]}", got)

@@ -1,0 +1,198 @@
+"""Class weights, mixup, CutMix and top-5 accuracy against plain loops, and the same in every mode."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.compose import FAST, built, composed, prepared, train_in
+from helpers.plain_loop import largest_difference, weights_at
+from helpers.ranks import Ranks
+
+from runner.batching import Plan
+from runner.config.errors import ConfigError
+from runner.data.mixing import Mixing
+from runner.seeds import derive
+
+CPU = torch.device("cpu")
+STEPS, BATCH = 6, 24
+COMMON = ("data.crop=0", "schedule=constant", f"steps={STEPS}", f"batch_size={BATCH}", "eval_every=0", "precision=64")
+SGD = ("optimizer.lr=0.05", "optimizer.momentum=0")
+WEIGHTS = [0.5, 1, 2, 0, 1, 1, 3, 1, 1, 0.25]
+CASES = {
+    "class weights": (f"workload.class_weights={WEIGHTS}".replace(" ", ""), "workload.label_smoothing=0.1"),
+    "balanced": ("workload.balance_classes=true",),
+    "mixup": ("workload.mixup=0.4", "workload.label_smoothing=0.1"),
+    "cutmix": ("workload.cutmix=1",),
+    "both, weighted": ("workload.mixup=0.2", "workload.cutmix=1", "workload.balance_classes=true"),
+}
+
+
+def classifier(*overrides: str) -> Any:
+    workload = built(*FAST, *overrides).workload
+    workload.prepare()
+    return workload
+
+
+def plain_loss(outputs: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """The mean over the samples of −Σ w·y·log p, with smoothed probabilities y."""
+    targets = (1 - smoothing) * targets + smoothing / targets.shape[1]
+    return -(weights * targets * outputs.log_softmax(1)).sum(1).mean()
+
+
+@functools.cache
+def plain(case: str) -> dict[str, torch.Tensor]:
+    """The weights after a loop in plain PyTorch, over whole batches."""
+    run = built(*FAST, *COMMON, *CASES[case])
+    workload: Any = run.workload
+    workload.prepare()
+    samples, num_classes = workload.train, 10
+    torch.manual_seed(derive(run.seed, "weights"))
+    model = workload.build_model().double()
+    generator = torch.Generator().manual_seed(derive(run.seed, "order", 0))
+    stream = torch.randperm(len(samples), generator=generator)
+    counts = torch.tensor([int((samples.targets == c).sum()) for c in range(num_classes)])
+    weights = torch.ones(num_classes, dtype=torch.float64)
+    if workload.class_weights:
+        weights = torch.tensor(WEIGHTS, dtype=torch.float64)
+    elif workload.balance_classes:
+        weights = len(samples) / (num_classes * counts.double())
+    mixed = Mixing(workload.mixup, workload.cutmix)
+    for step in range(STEPS):
+        indices = stream[step * BATCH : (step + 1) * BATCH]
+        inputs, targets = samples.inputs[indices], torch.eye(num_classes)[samples.targets[indices]]
+        if mixed:
+            inputs, targets = rolled_and_mixed(inputs, targets, mixed, derive(run.seed, "mixing", step))
+        loss = plain_loss(model(inputs.double()), targets.double(), weights, workload.label_smoothing)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 0.05 * gradient
+    return model.state_dict()
+
+
+def rolled_and_mixed(
+    inputs: torch.Tensor, targets: torch.Tensor, mixing: Mixing, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole batch mixed with itself, moved on by one, with torchvision's own transforms."""
+    import random
+
+    from torchvision.transforms import v2
+
+    draws = random.Random(seed)
+    blends = draws.random() < 0.5 if mixing.mixup and mixing.cutmix else mixing.mixup > 0
+    alpha = mixing.mixup if blends else mixing.cutmix
+    share = draws.betavariate(alpha, alpha)
+    if blends:
+        params: dict[str, Any] = {"lam": share, "labels": None, "batch_size": BATCH}
+        return v2.MixUp(num_classes=10).transform(inputs, params), share * targets + (1 - share) * targets.roll(1, 0)
+    height, width = inputs.shape[-2:]
+    y, x = draws.randrange(height), draws.randrange(width)
+    half = 0.5 * (1 - share) ** 0.5
+    y1, y2 = max(0, y - int(half * height)), min(height, y + int(half * height))
+    x1, x2 = max(0, x - int(half * width)), min(width, x + int(half * width))
+    share = 1 - (y2 - y1) * (x2 - x1) / (height * width)
+    images = v2.CutMix(num_classes=10).transform(inputs, {"box": (x1, y1, x2, y2), "labels": None, "batch_size": BATCH})
+    return images, share * targets + (1 - share) * targets.roll(1, 0)
+
+
+MODES = {
+    "single": (1, ()),
+    "accumulation": (1, ("accumulation=4",)),
+    "ddp": (2, ("parallel=ddp", "accumulation=2")),
+    "fsdp": (2, ("parallel=fsdp",)),
+    "pipeline": (2, ("parallel=pipeline", "parallel.split_size=4")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
+def test_every_mode_trains_what_a_plain_loop_trains(
+    case: str, processes: int, mode: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    overrides = (*FAST, *COMMON, *SGD, *CASES[case], *mode)
+    if processes == 1:
+        train_in(tmp_path, built(*overrides))
+    else:
+        ranks(processes).train(composed(*overrides), tmp_path)
+    assert largest_difference(weights_at(tmp_path, STEPS), plain(case)) <= 1e-6  # targets are float32
+
+
+def test_the_weighted_loss_of_a_batch_is_the_mean_of_its_parts() -> None:
+    workload = classifier(CASES["class weights"][0])
+    outputs, targets = torch.randn(12, 10), torch.arange(12) % 10
+    parts = [workload.criterion(o, t) for o, t in zip(outputs.split(3), targets.split(3), strict=True)]
+    torch.testing.assert_close(torch.stack(parts).mean(), workload.criterion(outputs, targets))
+
+
+def test_without_options_the_loss_is_torchs() -> None:
+    outputs, targets = torch.randn(12, 10), torch.arange(12) % 10
+    wanted = torch.nn.functional.cross_entropy(outputs, targets)
+    assert classifier().criterion(outputs, targets).equal(wanted)
+
+
+@pytest.mark.parametrize("option", ["mixup=0.4", "cutmix=1"])
+def test_a_mixed_batch_does_not_depend_on_how_it_is_divided(option: str) -> None:
+    """Also with augmentation, whose random numbers are those of each sample."""
+    workload = classifier(f"workload.{option}", "data.crop=2", "data.random_erase=0.5")
+    model = workload.build_model()
+
+    def batch(*plans: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = [next(s) for p in plans for s in [workload.batches(model, p, 3, CPU)] for _ in range(p.accumulation)]
+        inputs, targets = zip(*parts, strict=True)
+        return torch.cat(inputs), torch.cat(targets)
+
+    whole = batch(Plan(16))
+    for parts in ([Plan(16, 4)], [Plan(16, 2, (rank, 2)) for rank in (0, 1)], [Plan(16, 16)]):
+        inputs, targets = batch(*parts)
+        assert inputs.equal(whole[0])
+        assert targets.equal(whole[1])
+    assert whole[1].sum(1).allclose(torch.ones(16))
+    assert (whole[1] > 0).sum() > 16, "most samples have two classes"
+    other = next(workload.batches(model, Plan(16), 4, CPU))
+    assert not other.targets.max(1).values.unique().equal(whole[1].max(1).values.unique()), "drawn for each batch"
+
+
+def test_the_batch_that_diverged_is_mixed_too() -> None:
+    workload, plan = classifier("workload.mixup=1"), Plan(16, 2)
+    stream = workload.batches(workload.build_model(), plan, 4, CPU)
+    wanted = torch.cat([next(stream).inputs for _ in range(2)])
+    assert workload.diverged_batch(plan, 5, CPU)["inputs"].equal(wanted)
+
+
+def test_the_accuracy_of_mixed_samples_is_that_of_the_larger_part() -> None:
+    workload = classifier("workload.mixup=1")
+    outputs, targets = torch.eye(10)[[3, 4]], torch.eye(10)[[3, 3]] * 0.6 + torch.eye(10)[[4, 4]] * 0.4
+    assert workload.metric_sums(outputs, targets, torch.tensor(0.0))[1] == 1
+
+
+def test_top5_accuracy_counts_the_five_largest_outputs() -> None:
+    workload = classifier("workload.top5=true", "stop.metric=eval/top5_accuracy", "stop.target=1")
+    outputs = torch.randn(len(workload.held_out), 10)
+    rows = iter(outputs)
+    sums = workload.evaluate(lambda inputs: torch.stack([next(rows) for _ in inputs]), (0, 1), CPU)
+    order = outputs.argsort(1, descending=True)[:, :5].tolist()
+    hits = [int(target) in five for target, five in zip(workload.held_out.targets, order, strict=True)]
+    assert workload.summarize(sums)["top5_accuracy"] == sum(hits) / len(hits)
+    assert "top5_accuracy" in workload.eval_metrics()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("workload.top5=true", "data=synthetic", "data.num_classes=5", "data.num_samples=64"), "workload.top5"),
+        (("workload.class_weights=[1,2]",), "workload.class_weights"),
+        (("workload.class_weights=[1,-2]",), "workload.class_weights"),
+        (("workload.class_weights=[1,2]", "workload.balance_classes=true"), "workload.balance_classes"),
+        (("workload.mixup=-1",), "workload.mixup"),
+        (("workload.cutmix=-0.1",), "workload.cutmix"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(overrides: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        prepared(built("model=tiny", "device=cpu", "device.threads=1", *overrides))
+    assert refusal.value.key == key
