@@ -86,6 +86,7 @@ class Run:
     deterministic: bool = False
     compile: bool | str = False
     channels_last: bool = True
+    how: Any = "default"  # OmegaConf does not support `str | list`
     output_root: str = "outputs"
     config: dict[str, Any] = field(default_factory=dict, init=False)
     """The config from which the run was built, as plain values."""
@@ -104,6 +105,9 @@ class Run:
             check_range(self, key, least=0, most=_LARGEST)
         known = isinstance(self.compile, bool) or self.compile == "blocks"
         check(known, "compile", self.compile, "it is neither true nor false nor blocks", "compile=blocks")
+        chosen = isinstance(self.how, list | tuple) and all(isinstance(text, str) for text in self.how)
+        known = self.how in ("default", "auto") or chosen
+        check(known, "how", self.how, "it is neither default nor auto", "how=auto chooses the fastest way to train")
         check_range(self, "epochs", above=0, most=1_000_000)
         check_range(self, "max_grad_norm", above=0)
         lengths = (self.steps, self.epochs, self.workload.num_steps(self.batch_size))
@@ -406,7 +410,7 @@ class CrashedError(Exception):
         return self.result.error
 
 
-_NOT_HASHED = ("name", "output_root", "resume", "tracking")
+_NOT_HASHED = ("name", "output_root", "resume", "tracking", "how")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:

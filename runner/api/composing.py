@@ -84,6 +84,10 @@ def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:
     check(not swept, "".join(swept[:1]).partition("=")[0], ABSENT, "only a sweep has this option", remedy)
     pairs = [word for word in overrides if parse_zip(word)]
     check(not pairs, "".join(pairs[:1]).partition("=")[0], ABSENT, "only a sweep has pairs of values", "add -m")
+    for word in overrides:
+        key, _, value = word.lstrip("+").partition("=")
+        why = "a list is what how=auto has chosen"
+        check(key != "how" or not value.startswith("["), key, value, why, "type the overrides themselves")
     return composer.run([arguments.quoted(word, sweep=False) for word in overrides])
 
 

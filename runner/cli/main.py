@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from runner.system.lazy_import import import_lazily
@@ -99,7 +101,8 @@ def compose_and_run(arguments: list[str]) -> list[int]:
             return [start_detached(typed)]
         return run_sweep(jobs, flags.overrides, flags.config_dir, pipe)
     else:
-        return [run_single(compose_run(composer, flags.overrides), directory)]
+        compose = partial(compose_run, composer)
+        return [run_single(compose(flags.overrides), compose, directory)]
     return []
 
 
@@ -125,16 +128,22 @@ def check_flags(flags: Namespace) -> None:
         )
 
 
-def run_single(job: Job, directory: Path | None) -> int:
+def run_single(job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None) -> int:
     """Run `job` as a single run, and return its exit code.
 
     Args:
         job: the composed config.
+        compose: function that composes a config from overrides.
         directory: the run directory; None: a new directory in `output_root`, or the directory that `resume` names.
     """
     from runner.run import build_run  # imported here: --help and Hydra's own flags need no components
 
     run = build_run(job.config)
+    if run.how == "auto":
+        from runner.cli.chosen import with_choice
+
+        job = with_choice(job, compose, directory)
+        run = build_run(job.config)
     # Imported here: config errors are reported before torch is imported.
     from runner.cli.run_job import print_summary, run_one
 

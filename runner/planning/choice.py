@@ -27,7 +27,7 @@ def measured_choice(
     budget: float,
     allowed: Iterable[str] = (),
     report: Callable[[str], None] = lambda line: None,
-    is_worthwhile: Callable[[Session, float], bool] = lambda session, step_seconds: True,
+    budget_for: Callable[[Session, float], float] | None = None,
 ) -> dict[str, Any]:
     """Measure the candidates of a run, and return the result as plain values.
 
@@ -37,7 +37,8 @@ def measured_choice(
         budget: seconds that the search may take.
         allowed: the kinds of results that the choice may have, in addition to those that need no permission.
         report: function that is called with a line about each candidate that has been tried.
-        is_worthwhile: function that returns whether to go on, given the prepared run and the seconds of its step.
+        budget_for: function that returns the budget for the other candidates, given the prepared run and the seconds
+            of its step; 0 to measure none of them. None: the budget is for all candidates.
 
     Raises:
         ConfigError: if the run is refused.
@@ -51,7 +52,7 @@ def measured_choice(
     chosen = search.run(
         map(candidates.judged, candidates.layouts()),
         candidates.refinements(),
-        lambda row: is_worthwhile(session, row.step_seconds),
+        lambda row: None if budget_for is None else budget_for(session, row.step_seconds),
     )
     return as_plain(search, chosen, session.run.batch_size) | {"seconds": time.perf_counter() - began}
 

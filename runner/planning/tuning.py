@@ -152,7 +152,7 @@ class Search:
         self,
         layouts: Iterable[Candidate],
         refinements: Refinements,
-        is_worthwhile: Callable[[Row], bool] = lambda row: True,
+        budget_for: Callable[[Row], float | None] = lambda row: None,
     ) -> Row:
         """Measure candidates, and return the fastest; the first one, if no other is clearly faster.
 
@@ -160,7 +160,8 @@ class Search:
             layouts: the candidates to begin with. The first one is the run as it is.
             refinements: functions that return candidates which change one option of the fastest one so far, given the
                 overrides of that one.
-            is_worthwhile: function that returns whether to go on, given the first candidate's row.
+            budget_for: function that returns the seconds for the others, given the first candidate's row; 0 to
+                measure none of them, None if the budget is for all.
 
         Raises:
             TrialError: if the first candidate cannot train.
@@ -170,7 +171,10 @@ class Search:
             self._try(next(layouts))
             if self.default.status != "measured":
                 raise TrialError(self.default.reason, refused=self.default.status == "refused")
-            if not is_worthwhile(self.default):
+            seconds = budget_for(self.default)
+            if seconds is not None:
+                self._budget, self._began = seconds, self._clock()
+            if seconds == 0:
                 return self.default
             for candidate in layouts:
                 self._try(candidate)

@@ -171,8 +171,10 @@ def test_trials_end_where_memory_is_short() -> None:
 def test_a_search_may_end_after_the_default() -> None:
     machine = Machine({"": 0.010, "a": 0.001})
     search = machine.search()
-    assert search.run(candidates(["", "a"]), [], lambda row: row.step_seconds > 0.1) is search.default
+    assert search.run(candidates(["", "a"]), [], lambda row: 0.0) is search.default
     assert len(search.rows) == 1
+    search = machine.search(budget=2.0)
+    assert search.run(candidates(["", "a"]), [], lambda row: 1000 * row.step_seconds).overrides == ("a",)
 
 
 def test_rows_as_plain_values() -> None:

@@ -1,0 +1,118 @@
+"""`how=auto`: a run is trained in the way that was measured to be the fastest on this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.cli.composition import Job
+from runner.config.errors import ConfigError, check
+from runner.parallel.launch.cluster import external_world_size
+from runner.planning.choice import measured_choice
+from runner.planning.choice_cache import Choice, ChoiceCache, today
+from runner.planning.trial import TrialError
+from runner.run import Run, Session, build_run
+from runner.storage.saved_config import UnreadableConfigError
+from runner.storage.saved_run import saved_config
+
+_FIRST_SECONDS = 300.0
+"""How long the first steps of the run as it is may take."""
+
+_LEAST_SECONDS = 600.0
+"""Runs that are shorter are not worth measuring."""
+
+_SHARE, _LEAST_BUDGET, _MOST_BUDGET = 0.05, 60.0, 600.0
+"""The part of a run's time that measuring may take, and the fewest and the most seconds."""
+
+
+def with_choice(job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None = None) -> Job:
+    """Return `job`, whose config has `how=auto`, with the overrides that were chosen for it on this machine.
+
+    The option `how` of the returned config is the list of these overrides, so that a resumed run is trained as before.
+    If there is no choice for the config, it is measured, unless the run is short.
+
+    Args:
+        job: the composed config, and the overrides from which it was composed.
+        compose: function that composes the config from its overrides.
+        directory: the run directory if the run is a job of a sweep. If the run has begun, its choice is kept.
+
+    Raises:
+        ConfigError: if the config is refused.
+    """
+    started = external_world_size()
+    why = f"torchrun or SLURM has started {started} processes, and the number of processes is part of the choice"
+    check(started == 1, "how", "auto", why, "run python -m runner.tools.tune first, and type its choice")
+    typed = [text for text in job.overrides if text.lstrip("+").partition("=")[0] != "how"]
+    overrides = _of_begun(directory)
+    if overrides is None:
+        overrides = _chosen(job, typed, compose)
+    words = [*typed, *overrides]
+    return Job(compose(words).config | {"how": overrides}, words)
+
+
+def _chosen(job: Job, typed: list[str], compose: Callable[[Sequence[str]], Job]) -> list[str]:
+    """Return the overrides that are chosen for the config, and print why."""
+    cache = ChoiceCache(job.config, typed)
+    choice, problem = cache.read()
+    if choice is None:
+        with cache.lock():
+            choice, problem = cache.read()  # another run may have measured it meanwhile
+            if problem:
+                _say(f"{problem}, and ignored")
+            if choice is None:
+                choice = _measured(typed, compose)
+                if choice is not None:
+                    cache.write(choice)
+    if choice is None:
+        return []
+    words = " ".join(choice.overrides)
+    faster = f"{words}: {choice.speedup:.2f} × as fast as without" if words else "nothing is faster than without"
+    _say(f"{faster} (measured on this machine, {choice.measured})")
+    return choice.overrides
+
+
+def _measured(typed: list[str], compose: Callable[[Sequence[str]], Job]) -> Choice | None:
+    """Return the choice that is measured now; None if the run is too short."""
+    lengths: list[float] = []
+
+    def budget(session: Session, step_seconds: float) -> float:
+        lengths.append(session.num_steps * step_seconds)
+        worthwhile = lengths[0] >= _LEAST_SECONDS
+        seconds = min(_MOST_BUDGET, max(_LEAST_BUDGET, _SHARE * lengths[0])) if worthwhile else 0.0
+        if worthwhile:
+            _say(f"about {lengths[0] / 60:,.0f} minutes as it is: other ways are measured for {seconds:.0f} s")
+        return seconds
+
+    def run(more: Sequence[str]) -> Run:
+        return build_run(compose([*typed, *more]).config)
+
+    try:
+        found = measured_choice(run, typed, _FIRST_SECONDS, report=_say, budget_for=budget)
+    except TrialError as error:
+        if error.refused:
+            raise ConfigError(
+                "how", "auto", error.why, "see the message; how=default trains without measuring"
+            ) from None
+        _say(f"its steps cannot be measured ({error.why}): trained as it is")
+        return None
+    if lengths[0] < _LEAST_SECONDS:
+        _say(f"about {lengths[0]:.0f} s: too short to measure other ways; trained as it is")
+        return None
+    return Choice(found["chosen"], found["speedup"], today())
+
+
+def _of_begun(directory: Path | None) -> list[str] | None:
+    """Return the choice of the run in `directory`; None if none has begun there."""
+    if directory is None or not directory.exists():
+        return None
+    try:
+        how: Any = saved_config(directory).values.get("how")
+    except UnreadableConfigError:
+        return None
+    return [str(text) for text in how] if isinstance(how, list) else None
+
+
+def _say(line: str) -> None:
+    print(f"how=auto: {line}", file=sys.stderr, flush=True)

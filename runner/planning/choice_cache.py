@@ -1,0 +1,134 @@
+"""The choices that were measured on this machine, kept in the user's cache directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from runner.storage.durable_write import write_text
+from runner.system.cpu import cpu_model, usable_core_numbers
+from runner.system.memory import host_memory
+from runner.system.secrets import redacted_values
+from runner.system.version import __version__
+
+_NOT_HOW_FAST = (
+    *("name", "output_root", "resume", "tracking", "seed", "steps", "epochs", "log_every", "eval_every"),
+    *("save_every", "keep", "how", "schedule", "profiler"),
+)
+"""Keys of a config that do not change which way to train is the fastest."""
+
+_CHOSEN = re.compile(r"(parallel|accumulation|compile|channels_last|device\.threads|data\.workers)\b[\w.]*=[\w.]+")
+"""The overrides that a choice may contain: a file in the cache must not set anything else."""
+
+_LONGEST = 100_000
+
+
+class Choice(NamedTuple):
+    """A choice.
+
+    Args:
+        overrides: the chosen overrides; empty if nothing was faster than the run as it is.
+        speedup: how many times as fast as the run as it is.
+        measured: the date on which it was measured, such as 2026-01-31.
+    """
+
+    overrides: list[str]
+    speedup: float
+    measured: str
+
+
+class ChoiceCache:
+    """The choice for one config.
+
+    Args:
+        config: the composed config without a choice.
+        typed: the overrides of the config, whose keys a choice does not set.
+        root: the directory of the cache; None for the user's.
+    """
+
+    def __init__(self, config: Mapping[str, Any], typed: Sequence[str], root: Path | None = None):
+        root = root or cache_directory()
+        values = redacted_values({key: value for key, value in config.items() if key not in _NOT_HOW_FAST})
+        keys = sorted({text.lstrip("+~").partition("=")[0] for text in typed} - set(_NOT_HOW_FAST))
+        text = json.dumps([values, keys], sort_keys=True, default=str)
+        self.path = root / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+    def read(self) -> tuple[Choice | None, str]:
+        """Return the choice, and why it is not used if there is one that cannot be; None if there is none."""
+        try:
+            if self.path.stat().st_size > _LONGEST:
+                return None, "the cached choice is no choice"
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            choice = Choice(list(found["overrides"]), float(found["speedup"]), str(found["measured"]))
+            known = all(isinstance(text, str) and _CHOSEN.fullmatch(text) for text in choice.overrides)
+            machine = found["machine"]
+        except FileNotFoundError:
+            return None, ""
+        except (OSError, ValueError, KeyError, TypeError):
+            return None, "the cached choice cannot be read"
+        if not known:
+            return None, "the cached choice is no choice"
+        here = fingerprint()
+        if machine != here:
+            other = [key for key in here if not isinstance(machine, dict) or machine.get(key) != here[key]]
+            return None, f"the cached choice is that of another machine or version ({', '.join(other)})"
+        return choice, ""
+
+    def write(self, choice: Choice) -> None:
+        """Keep a choice, unless the cache cannot be written to."""
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.path, json.dumps({**choice._asdict(), "machine": fingerprint()}, indent=2) + "\n")
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Within this context, no other run measures this choice: two that measure at once would disturb each other."""
+        import fcntl
+
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:  # a directory that cannot be written to
+            yield
+            return
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+
+def today() -> str:
+    """Return the date, such as 2026-01-31."""
+    return time.strftime("%Y-%m-%d")
+
+
+def cache_directory() -> Path:
+    """Return the directory of the cache: https://specifications.freedesktop.org/basedir-spec/latest/."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()
+    return root / "runner" / "choices"
+
+
+def fingerprint() -> dict[str, Any]:
+    """Return what a choice depends on besides the config: the processor, the cores, the GPUs and the versions."""
+    return {
+        "cpu": cpu_model(),
+        "cores": len(usable_core_numbers()),
+        "memory": round((host_memory()["total_bytes"] or 0) / 2**30),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "runner": __version__,
+    }
