@@ -42,6 +42,13 @@ def recomputable(forward: Forward) -> Forward:
     return cast(Forward, wrapped)
 
 
+def make_recomputable(module: nn.Module) -> None:
+    """Let the backward pass repeat the forward pass of `module`, whose class changes in place, and not its name."""
+    cls = type(module)
+    changed = {"forward": recomputable(cls.forward), "checkpoint_activations": True}
+    module.__class__ = type(cls.__name__, (cls,), changed)
+
+
 class Block(nn.Sequential):
     """A sequence of layers that stay together in one stage if the network is split into stages.
 

@@ -1,0 +1,193 @@
+"""torchvision's classification networks as chains of blocks, between which they can be split into stages.
+
+A chain is listed for each class of network whose forward pass calls its layers one after another. Parameter names,
+initialization and the forward pass of the whole network are torchvision's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchvision import models
+from torchvision.models.regnet import AnyStage
+
+from models.blocks import blocks_of
+from models.frozen_batch_norm import FrozenBatchNorm
+from models.recompute import Block, make_recomputable
+
+Layers = list[tuple[str, nn.Module]]
+"""Layers by name, in forward order."""
+
+_FLATTEN = nn.Flatten()
+_NORMS = (_BatchNorm, FrozenBatchNorm, nn.LayerNorm, nn.GroupNorm)
+
+
+class _SpatialMean(nn.Module):
+    """The mean over height and width: [n, channels, height, width] → [n, channels]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean([2, 3])
+
+
+class _ViTStem(nn.Module):
+    """The beginning of a vision transformer: patches [n, 1 + patches, hidden_dim] of images, with their positions."""
+
+    def __init__(self, vit: models.VisionTransformer):
+        super().__init__()
+        self.conv_proj, self.dropout = vit.conv_proj, vit.encoder.dropout
+        self.class_token, self.pos_embedding = vit.class_token, vit.encoder.pos_embedding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        patches = self.conv_proj(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.class_token.expand(len(x), -1, -1), patches], dim=1)
+        return self.dropout(tokens + self.pos_embedding)
+
+
+class _ClassToken(nn.Module):
+    """The outputs of the class token: [n, tokens, hidden_dim] → [n, hidden_dim]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, 0]
+
+
+def _vit(vit: models.VisionTransformer) -> Layers:
+    layers = [("stem", _ViTStem(vit)), *_named("encoder.layers", vit.encoder.layers)]
+    return [*layers, ("encoder.ln", vit.encoder.ln), ("token", _ClassToken()), *_named("heads", vit.heads)]
+
+
+def _children(*names: str, **functions: nn.Module) -> Callable[[nn.Module], Layers]:
+    """Return a function that returns the submodules `names`, or modules without parameters in their places."""
+    return lambda network: [(name, functions.get(name) or network.get_submodule(name)) for name in names]
+
+
+def _all_children(network: nn.Module) -> Layers:
+    return [*network.named_children()]
+
+
+def _flatten_before(name: str) -> Callable[[nn.Module], Layers]:
+    """Return a function that returns all children in order, and flattens the inputs of the child `name`."""
+
+    def layers(network: nn.Module) -> Layers:
+        children = list(network.named_children())
+        place = [child for child, _ in children].index(name)
+        return [*children[:place], ("flatten", _FLATTEN), *children[place:]]
+
+    return layers
+
+
+_POOL = nn.Sequential(nn.AdaptiveAvgPool2d(1), _FLATTEN)
+_RELU_AND_POOL = nn.Sequential(nn.ReLU(inplace=True), *_POOL)
+
+CHAINS: dict[type[nn.Module], Callable[[Any], Layers]] = {
+    models.AlexNet: _flatten_before("classifier"),
+    models.ConvNeXt: _all_children,
+    models.DenseNet: _children("features", "pool", "classifier", pool=_RELU_AND_POOL),
+    models.EfficientNet: _flatten_before("classifier"),
+    models.GoogLeNet: _flatten_before("dropout"),
+    models.Inception3: _flatten_before("fc"),
+    models.MNASNet: _children("layers", "mean", "classifier", mean=_SpatialMean()),
+    models.MobileNetV2: _children("features", "pool", "classifier", pool=_POOL),
+    models.MobileNetV3: _flatten_before("classifier"),
+    models.RegNet: _flatten_before("fc"),
+    models.ResNet: _flatten_before("fc"),
+    models.ShuffleNetV2: _children(
+        *("conv1", "maxpool", "stage2", "stage3", "stage4", "conv5", "mean", "fc"), mean=_SpatialMean()
+    ),
+    models.SqueezeNet: _children("features", "classifier", "flatten", flatten=_FLATTEN),
+    models.SwinTransformer: _all_children,
+    models.VGG: _flatten_before("classifier"),
+    models.VisionTransformer: _vit,
+}
+"""For each class of networks, a function that returns the layers of a network in forward order."""
+
+
+def blocks_of_chain(network: nn.Module) -> Layers:
+    """Return the blocks of `network`, an instance of a class in `CHAINS`: stem, …, head.
+
+    Blocks are created in each call where they group several layers, so that they contain the current layers: a wrapper
+    may have replaced a layer.
+    """
+    groups = list(_grouped(_flattened(CHAINS[_listed_class(network)](network))))
+    names = ["stem", *(_name(group) for group in groups[1:-1]), "head"]
+    blocks = [group[0][1] if len(group) == 1 else _block(group) for group in groups]
+    return list(zip(names, blocks, strict=True))
+
+
+def with_blocks(network: nn.Module) -> nn.Module:
+    """Give `network` the method `blocks()` if its class is in `CHAINS`, and return it.
+
+    The class of the network changes in place, as `fully_shard` does it: torchvision's functions that build networks
+    take no class. The subclass has the same name, forward pass and parameters.
+    """
+    cls = type(network)
+    if cls in CHAINS:
+        network.__class__ = type(cls.__name__, (cls,), {"blocks": blocks_of_chain})
+    return network
+
+
+def checkpoint_activations(network: nn.Module) -> int:
+    """Let the backward pass recompute the activations of the blocks of `network` that are modules with submodules.
+
+    Returns:
+        The number of these blocks; 0 if `network` has none, or is no chain.
+    """
+    own = {id(module) for module in network.modules()}
+    blocks = [block for _, block in blocks_of(network) if id(block) in own and any(True for _ in block.children())]
+    for block in blocks:
+        make_recomputable(block)
+    return len(blocks)
+
+
+def _listed_class(network: nn.Module) -> type[nn.Module]:
+    return next(cls for cls in type(network).__mro__ if cls in CHAINS)
+
+
+def _named(prefix: str, container: Iterable[nn.Module] | nn.Module) -> Layers:
+    return [(f"{prefix}.{name}", child) for name, child in nn.Module.named_children(container)]  # pyright: ignore
+
+
+def _flattened(layers: Layers) -> Iterator[tuple[str, nn.Module]]:
+    """Yield `layers`, with the contents of containers in place of the containers."""
+    for name, layer in layers:
+        if type(layer) in (nn.Sequential, AnyStage):
+            yield from _flattened(_named(name, layer))
+        else:
+            yield name, layer
+
+
+def _grouped(layers: Iterable[tuple[str, nn.Module]]) -> Iterator[Layers]:
+    """Yield groups of layers that stay together, in forward order.
+
+    A module that has submodules is a group by itself. A convolution or a linear layer begins a group, which also has
+    the normalization, activation and pooling that follow it. No group begins with an activation that works in place,
+    which could not change the inputs of a stage.
+    """
+    group: Layers = []
+    waiting: Layers = []  # for what comes after them, or the end
+    for name, layer in layers:
+        has_children = any(True for _ in layer.children())
+        is_simple = not has_children and (isinstance(layer, _NORMS) or not any(True for _ in layer.parameters()))
+        composite = bool(group) and any(True for _ in group[0][1].children())
+        if is_simple:
+            (waiting if composite else group).append((name, layer))
+        elif has_children:
+            if group:
+                yield group + waiting
+            group, waiting = [(name, layer)], []
+        else:
+            if group:
+                yield group if composite else group + waiting
+            group, waiting = [*(waiting if composite else []), (name, layer)], []
+    yield group + waiting
+
+
+def _name(group: Layers) -> str:
+    return next((name for name, layer in group if any(True for _ in layer.parameters())), group[0][0])
+
+
+def _block(group: Layers) -> Block:
+    return Block(False, **{name.replace(".", "_"): layer for name, layer in group})

@@ -1,0 +1,142 @@
+"""Options of networks that a library builds by name: torchvision's and timm's."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
+from runner.model.base import Model
+
+
+@dataclass
+class NamedModel(Model):
+    """The base class of the options of a library's networks.
+
+    Args:
+        name: name of the network in the library.
+        options: arguments of the network by name; null for the library's defaults.
+    """
+
+    name: str = "resnet18"
+    options: dict[str, Any] | None = None
+
+    def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
+        known = self.names()
+        why = "the library has no network of this name;"
+        check(self.name in known, "name", self.name, why, "" if self.name in known else did_you_mean(self.name, known))
+        try:
+            model = self.create(shape, num_classes)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise self._refusal(shape, error) from None
+        self._check_outputs(model, shape, num_classes)
+        return model
+
+    def _check_outputs(self, model: torch.nn.Module, shape: tuple[int, ...], num_classes: int) -> None:
+        """Check that `model` returns the logits of all classes for an input of `shape`.
+
+        Raises:
+            ConfigError: if it does not, for example because the images are too small for it.
+        """
+        inputs = torch.zeros(1, *shape, device=next(model.parameters()).device)
+        try:
+            with torch.no_grad():
+                outputs = model.eval()(inputs)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            raise self._refusal(shape, error) from None
+        model.train()
+        right = isinstance(outputs, torch.Tensor) and outputs.shape == (1, num_classes)
+        why = f"it does not return one output for each of the {num_classes} classes"
+        check(right, "name", self.name, why, "choose a network for classification")
+
+    def _refusal(self, shape: tuple[int, ...], error: Exception) -> ConfigError:
+        sides, said = "×".join(map(str, shape)), str(error).split("\n")[0]
+        remedy = "larger images (data.size, if the data set has it), other model.options, or another model.name"
+        return ConfigError("name", self.name, f"it cannot be built for images of {sides} ({said})", remedy)
+
+    @abstractmethod
+    def names(self) -> Iterable[str]:
+        """Return the names of the library's classification networks."""
+
+    @abstractmethod
+    def create(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
+        """Return the network `name` with random weights; it is never downloaded.
+
+        Raises:
+            ConfigError: with the key `options`, if the network has no such option.
+            AssertionError, TypeError, ValueError: if the library refuses the options or the shape of inputs.
+        """
+
+
+@dataclass
+class Torchvision(NamedModel):
+    """A classification network of torchvision (`models.torchvision_network`).
+
+    The number of classes and of input channels, and the image size of vision transformers, are those of the data.
+    Networks with auxiliary classifiers (googlenet, inception_v3) are built without them.
+    """
+
+    def names(self) -> Iterable[str]:
+        from models import torchvision_network  # imported here: config errors are reported before torch is imported
+
+        return torchvision_network.names()
+
+    def create(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
+        from models import chains, torchvision_network
+
+        given, known = self.options or {}, torchvision_network.options_of(self.name)
+        for key, value in given.items():
+            has = key in known
+            why = f"{self.name} has no such option;"
+            check(has, f"options.{key}", ABSENT, why, "" if has else did_you_mean(key, known))
+            kinds = (int, float) if known[key] is float else (known[key],)
+            right = isinstance(value, kinds) and isinstance(value, bool) == (known[key] is bool)
+            why = f"it must be of type {known[key].__name__}"
+            check(right, f"options.{key}", value, why, f"see {self.name} in torchvision's documentation")
+        model = torchvision_network.create(self.name, shape, num_classes, given)
+        if self.checkpoint_activations:
+            count = chains.checkpoint_activations(model)
+            why = f"{self.name} has no blocks whose activations could be recomputed"
+            check(count > 0, "checkpoint_activations", True, why, "model.checkpoint_activations=false")
+        return model
+
+
+@dataclass
+class Timm(NamedModel):
+    """A classification network of timm, PyTorch Image Models (https://huggingface.co/docs/timm), with random weights.
+
+    The number of classes and of input channels are those of the data; `options` are arguments of `timm.create_model`.
+    """
+
+    name: str = "resnet18"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(find_spec("timm") is not None, "_target_", "timm", "it is not installed", "pip install -e '.[timm]'")
+        why = "timm's networks do not say which of their blocks could be recomputed"
+        check(
+            not self.checkpoint_activations,
+            "checkpoint_activations",
+            True,
+            why,
+            "model.checkpoint_activations=false",
+        )
+        taken = sorted({"pretrained", "num_classes", "in_chans", "checkpoint_path"} & (self.options or {}).keys())
+        why = "it follows from the data and from model.weights"
+        check(not taken, f"options.{''.join(taken[:1])}", ABSENT, why, "leave it out; model.weights=FILE loads weights")
+
+    def names(self) -> Iterable[str]:
+        import timm  # pyright: ignore[reportMissingImports]  # imported here: an extra
+
+        return timm.list_models()
+
+    def create(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
+        import timm  # pyright: ignore[reportMissingImports]
+
+        options = self.options or {}
+        return timm.create_model(self.name, pretrained=False, num_classes=num_classes, in_chans=shape[0], **options)
