@@ -22,30 +22,25 @@ from runner.seeds import derive
 from runner.training import prepare
 
 STEPS = 3
-FROZEN = "model.freeze=[stem,layer1,'*.bn?','*.downsample']"
-GROUPS = "optimizer.groups={head:{lr:0.02},layer4.1.conv?:{weight_decay:0.5}}"
-TUNED = ("model.reset_head=true", FROZEN, GROUPS, "optimizer.layer_decay=0.8", "optimizer.decay_norms=false")
+BLOCKS = ("stem", *(f"features.{i}" for i in (3, 4, 6, 7, 9, 10, 11, 12)), "head")
+"""Of torchvision's squeezenet1_1. Pooling layers have no block of their own."""
+GROUPS = "optimizer.groups={head:{lr:0.02},features.9.*:{weight_decay:0.5}}"
+FROZEN = ("model.freeze=[stem,features.3,'*.squeeze']", "model.unfreeze=[features.12]")
 OVERRIDES = (
-    *(*FAST, *COMMON, "model=resnet18", "model.stem=imagenet", "data.size=16", "data.holdout=0.02", "batch_size=12"),
-    *(f"steps={STEPS}", "precision=64", "optimizer.lr=0.005", "optimizer.weight_decay=0.1", *TUNED),
+    *(*FAST, *COMMON, "model=torchvision", "model.name=squeezenet1_1", "model.options={dropout:0.0}", "data.size=32"),
+    *("data.holdout=0.02", "batch_size=12", f"steps={STEPS}", "precision=64", "model.reset_head=true", *FROZEN),
+    *("optimizer.lr=0.005", "optimizer.weight_decay=0.1", GROUPS),
+    *("optimizer.layer_decay=0.8", "optimizer.decay_norms=false"),
 )
-"""All batch normalization is frozen, so that no mode sees other statistics than one device does."""
-
-DEPTHS = {f"layer{i + 2}.{j}": 2 * i + j + 3 for i in range(3) for j in range(2)} | {"fc": 9}
-"""The index of each block that has parameters to train: after the stem and two blocks of layer1."""
 
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An override that names a file of torchvision's weights, for three channels and 7 classes."""
+    """An override that names a file of torchvision's weights, for gray images and 7 classes."""
     torch.manual_seed(1)
-    network = torchvision.models.resnet18(num_classes=7)
-    for module in network.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):  # as after training
-            module.running_mean.normal_()  # pyright: ignore
-            module.running_var.uniform_(0.5, 2)  # pyright: ignore
-    network.conv1.weight.data = network.conv1.weight.data[:, :1]  # the digits are gray
-    path = tmp_path_factory.mktemp("weights") / "resnet18.pth"
+    network = torchvision.models.squeezenet1_1(num_classes=7)
+    network.features[0] = torch.nn.Conv2d(1, 64, 3, stride=2)
+    path = tmp_path_factory.mktemp("weights") / "squeezenet.pth"
     torch.save(network.state_dict(), path)
     return f"model.weights={path}"
 
@@ -56,23 +51,20 @@ def plain(pretrained: str) -> Plain:
     run = built(*OVERRIDES, pretrained)
     run.workload.prepare()
     torch.manual_seed(derive(0, "weights"))
-    fresh = run.workload.build_model().get_submodule("fc").state_dict()
-    model = torchvision.models.resnet18(num_classes=10)
-    model.conv1 = torch.nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
+    fresh = run.workload.build_model().get_submodule("classifier.1").state_dict()
+    model = torchvision.models.squeezenet1_1(num_classes=10, dropout=0.0)
+    model.features[0] = torch.nn.Conv2d(1, 64, 3, stride=2)
     saved = torch.load(pretrained.partition("=")[2], weights_only=True)
-    model.load_state_dict({**saved, **{f"fc.{name}": tensor for name, tensor in fresh.items()}})
+    model.load_state_dict({**saved, **{f"classifier.1.{name}": tensor for name, tensor in fresh.items()}})
     groups = []
     for name, parameter in model.named_parameters():
-        block = ".".join(name.split(".")[:2]) if name.startswith("layer") else name.partition(".")[0]
-        if block in DEPTHS and "bn" not in name and "downsample" not in name:
-            lr = 0.02 if block == "fc" else 0.005 * 0.8 ** (9 - DEPTHS[block])
-            decay = 0.5 if block == "layer4.1" else 0.1 * (parameter.dim() > 1)
-            groups.append({"params": [parameter], "lr": lr, "weight_decay": decay})
-        else:
+        block = "head" if name.startswith("classifier") else ".".join(name.split(".")[:2])
+        if block in ("features.0", "features.3") or (".squeeze." in name and block != "features.12"):
             parameter.requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.eval()
+            continue
+        lr = 0.02 if block == "head" else 0.005 * 0.8 ** (9 - BLOCKS.index(block))
+        decay = 0.5 if block == "features.9" else 0.1 * (parameter.dim() > 1)
+        groups.append({"params": [parameter], "lr": lr, "weight_decay": decay})
     settings = Settings(STEPS, torch.float64)
     return train_plainly(run, model.double(), torch.optim.SGD(groups, momentum=0.9), settings)
 
@@ -81,7 +73,7 @@ MODES = {
     "single": ("accumulation=2",),
     "ddp": ("parallel=ddp",),
     "fsdp": ("parallel=fsdp",),
-    "pipeline": ("parallel=pipeline", "parallel.cuts=[layer3]", "parallel.split_size=3"),
+    "pipeline": ("parallel=pipeline", "parallel.cuts=[features.7]", "parallel.split_size=3"),
     "hogwild": ("parallel=hogwild", "parallel.processes=1"),
 }
 
@@ -100,7 +92,7 @@ def test_fine_tuning_equals_a_plain_loop(
     logged = curves(tmp_path / "run")
     assert [value for _, value in logged["train/loss"]] == pytest.approx(wanted.losses, rel=1e-5)
     rates = {tag: values[0][1] for tag, values in logged.items() if tag.partition("/")[0] == "lr"}
-    expected = {f"lr/{name}": 0.005 * 0.8 ** (9 - depth) for name, depth in DEPTHS.items() if name != "fc"}
+    expected = {f"lr/{name}": 0.005 * 0.8 ** (9 - index) for index, name in enumerate(BLOCKS[2:-1], start=2)}
     assert rates == pytest.approx({"lr": 0.005, "lr/head": 0.02} | expected), "in every mode, on rank 0"
 
 
@@ -123,7 +115,7 @@ def test_a_fresh_head_is_that_of_the_seed(pretrained: str, tmp_path: Path) -> No
     heads = []
     for seed in (0, 0, 1):
         session = prepared(built(*OVERRIDES, pretrained, f"seed={seed}"))
-        heads.append(prepare(session, tmp_path).model.get_parameter("fc.weight"))
+        heads.append(prepare(session, tmp_path).model.get_parameter("classifier.1.weight"))
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
 

@@ -45,10 +45,21 @@ def _no_such_option(error: Exception) -> ConfigError | None:
     group, _, option = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
     if group not in root_keys():
         return None
-    nearest = did_you_mean(option, groups().get(group, []))
-    any_number = group == "accumulation" and option.isdigit()
-    remedy = f"for any other number: accumulation.steps={option}" if any_number else nearest
+    remedies = (
+        remedy.format(*found.groups())
+        for pattern, remedy in _BY_KEY.items()
+        if (found := re.fullmatch(pattern, f"{group}={option}"))
+    )
+    remedy = next(remedies, did_you_mean(option, groups().get(group, [])))
     return ConfigError(group, option, "there is no such option;", remedy)
+
+
+_BY_KEY = {
+    r"accumulation=(\d+)": "for any other number: accumulation.steps={}",
+    r"model=resnet(34|101|152)": "model=resnet50 model.depth={}",
+    r"model=(.+\d.*|.+_.+|alexnet|googlenet)": "a network of torchvision: model=torchvision model.name={}",
+}
+"""What to type for an option that is no file but the value of a key, by a pattern of GROUP=OPTION."""
 
 
 def _no_such_key(error: Exception) -> ConfigError | None:

@@ -28,7 +28,12 @@ from runner.sweep.engines.base import Engine
 
 # What an option needs beside itself to be tried.
 SMALL = ["data.num_samples=64", "data.num_classes=10", "data.size=32"]
-WITH = {"data=imagefolder": ["data.root=photos"], "data=synthetic": SMALL, "workload=resnet50": ["batch_size=64"]}
+WITH = {
+    "model=torchvision": ["model.name=shufflenet_v2_x0_5"],
+    "data=imagefolder": ["data.root=photos"],
+    "data=synthetic": SMALL,
+    "workload=resnet50": ["batch_size=64"],
+}
 
 # What cannot be on this machine: the key and the value got with which the refusal begins, and an essential word of it.
 ABSENT_HERE = {
@@ -47,7 +52,14 @@ if torch.backends.mps.is_available():
 # Two options that do not go together: the key and the value got with which the refusal begins, and an essential word.
 REFUSED: dict[frozenset[str], tuple[str, str]] = {
     frozenset(("workload=dqn", f"model={name}")): (f"model: got '{kind}'", "CartPole-v1")
-    for name, kind in {"convnet": "ConvNet", "tiny": "ConvNet", "resnet18": "ResNet", "resnet50": "ResNet"}.items()
+    for name, kind in {
+        "convnet": "ConvNet",
+        "tiny": "ConvNet",
+        "resnet18": "ResNet",
+        "resnet50": "ResNet",
+        "torchvision": "Torchvision",
+        "timm": "Timm",
+    }.items()
 }
 for mode in ("model", "pipeline"):
     REFUSED[frozenset(("workload=dqn", f"parallel={mode}"))] = ("workload: got 'DQN'", "loss")
@@ -64,6 +76,9 @@ FILES = sorted(CONF.glob("*/[!_]*.yaml"))
 INHERITED = sorted(CONF.glob("*/_*.yaml"))
 # An experiment or a local file is complete by itself, not to be combined with others.
 CROSSED = {group: options for group, options in groups().items() if group not in ("experiment", "local")}
+if find_spec("timm") is None:
+    CROSSED["model"].remove("timm")
+    del REFUSED[frozenset(("workload=dqn", "model=timm"))]
 HERE = {group: [o for o in options if f"{group}={o}" not in ABSENT_HERE] for group, options in CROSSED.items()}
 
 
@@ -119,7 +134,18 @@ def tried(options: Iterable[str], *more: str) -> Run:
 # Each, and every two
 
 
-@pytest.mark.parametrize("option", [f"{group}={name}" for group, names in groups().items() for name in names])
+@pytest.mark.skipif(find_spec("timm") is not None, reason="timm is installed")
+def test_an_option_of_a_package_that_is_not_installed_names_its_extra() -> None:
+    with pytest.raises(ConfigError) as refused:
+        built("model=timm")
+    assert str(refused.value).startswith("model._target_: got 'timm': it is not installed")
+    assert refused.value.remedy == "pip install -e '.[timm]'"
+
+
+ALONE = CROSSED | {group: groups()[group] for group in ("experiment", "local") if group in groups()}
+
+
+@pytest.mark.parametrize("option", [f"{group}={name}" for group, names in ALONE.items() for name in names])
 def test_every_option_is_built_and_prepared_or_says_what_is_absent(option: str) -> None:
     run = tried([option])
     if option in ABSENT_HERE:

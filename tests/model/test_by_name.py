@@ -1,0 +1,138 @@
+"""Networks of torchvision and timm by name."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+
+from models import torchvision_network
+from runner.config.errors import ConfigError
+from runner.model import by_name
+from runner.model.by_name import Timm, Torchvision
+
+SMALL = "shufflenet_v2_x0_5"
+
+
+def refusal(shape: tuple[int, int, int] = (3, 32, 32), **options: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as refused:
+        Torchvision(**options).build(shape, 10)
+    return refused.value
+
+
+def test_weights_are_those_of_torchvision_with_the_same_seed() -> None:
+    torch.manual_seed(3)
+    ours = Torchvision(name=SMALL).build((3, 32, 32), 7)
+    torch.manual_seed(3)
+    theirs = torchvision.models.get_model(SMALL, num_classes=7)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
+    assert isinstance(ours, torchvision.models.ShuffleNetV2)
+    assert ours.training
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_the_first_convolution_has_the_channels_of_the_data(channels: int) -> None:
+    model = Torchvision(name=SMALL).build((channels, 32, 32), 10)
+    first = model.get_submodule("conv1.0")
+    assert isinstance(first, torch.nn.Conv2d)
+    assert (first.in_channels, first.stride, first.padding, first.bias) == (channels, (2, 2), (1, 1), None)
+    assert model(torch.zeros(2, channels, 32, 32)).shape == (2, 10)
+
+
+def test_a_vision_transformer_has_the_size_of_the_images() -> None:
+    with torch.device("meta"):
+        model = Torchvision(name="vit_b_32", options={"dropout": 0.25}).build((3, 64, 64), 10)
+    assert model.get_parameter("encoder.pos_embedding").shape == (1, 1 + 4, 768)
+    assert model.get_submodule("encoder.dropout").p == 0.25
+
+
+def test_every_network_is_laid_out_without_memory_and_has_typed_options() -> None:
+    names = torchvision_network.names()
+    assert len(names) >= 80
+    with torch.device("meta"):
+        for name in names[::9]:
+            model = torchvision_network.create(name, (3, 224, 224), 10, {})
+            assert all(parameter.is_meta for parameter in model.parameters())
+    assert all(set(torchvision_network.options_of(name).values()) <= {int, float, bool} for name in names)
+    assert torchvision_network.options_of("vit_b_16")["dropout"] is float
+    assert "num_classes" not in torchvision_network.options_of("vit_b_16")
+
+
+def test_a_wrong_name_is_refused_with_the_nearest() -> None:
+    error = refusal(name="vit_b16")
+    assert (error.key, error.got) == ("name", "vit_b16")
+    assert "vit_b_16" in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"dropuot": 0.1}, "options.dropuot"),
+        ({"dropout": "high"}, "options.dropout"),
+        ({"dropout": True}, "options.dropout"),
+        ({"num_classes": 3}, "options.num_classes"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_its_key(options: dict[str, Any], key: str) -> None:
+    error = refusal(name="squeezenet1_1", options=options)
+    assert error.key == key
+    if key == "options.dropuot":
+        assert error.remedy == "did you mean dropout?"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("vgg11", (3, 8, 8)), ("vit_b_32", (3, 48, 48)), ("vit_b_32", (3, 64, 32))]
+)
+def test_images_that_a_network_cannot_process_are_refused(name: str, shape: tuple[int, int, int]) -> None:
+    with torch.device("meta"):
+        error = refusal(shape, name=name)
+    assert (error.key, error.got) == ("name", name)
+    assert "×".join(map(str, shape)) in error.why
+
+
+def test_activations_are_recomputed_where_there_are_blocks() -> None:
+    model = Torchvision(name=SMALL, checkpoint_activations=True).build((3, 32, 32), 10)
+    assert model.get_submodule("stage2.1").checkpoint_activations
+    assert refusal((3, 64, 64), name="alexnet", checkpoint_activations=True).key == "checkpoint_activations"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# timm, which need not be installed
+
+
+@pytest.fixture
+def timm(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A package with timm's two functions, and the calls of `create_model`."""
+    calls: list[dict[str, Any]] = []
+
+    def create_model(name: str, **options: Any) -> torch.nn.Module:
+        calls.append({"name": name, **options})
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(options["num_classes"]))
+
+    package: Any = ModuleType("timm")
+    package.list_models, package.create_model = lambda: ["resnet18", "vit_tiny_patch16_224"], create_model
+    monkeypatch.setitem(sys.modules, "timm", package)
+    monkeypatch.setattr(by_name, "find_spec", lambda name: name == "timm")
+    return calls
+
+
+def test_timm_builds_without_a_download_for_the_classes_and_channels_of_the_data(timm: list[dict[str, Any]]) -> None:
+    Timm(options={"drop_rate": 0.1}).build((1, 8, 8), 10)
+    assert timm == [{"name": "resnet18", "pretrained": False, "num_classes": 10, "in_chans": 1, "drop_rate": 0.1}]
+
+
+def test_timms_wrong_names_and_arguments_are_refused(timm: list[dict[str, Any]]) -> None:
+    for options, key in (
+        ({"name": "hf-hub:someone/resnet18"}, "name"),
+        ({"options": {"pretrained": True}}, "options.pretrained"),
+        ({"checkpoint_activations": True}, "checkpoint_activations"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            Timm(**options).build((1, 8, 8), 10)
+        assert refused.value.key == key
+    assert timm == []

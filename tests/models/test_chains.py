@@ -1,0 +1,125 @@
+"""torchvision's networks as chains of blocks: block after block they compute what the whole network computes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from models import torchvision_network
+from models.blocks import blocks_of
+from models.chains import CHAINS, checkpoint_activations
+from models.frozen_batch_norm import FrozenBatchNorm
+
+SMALLEST = {
+    "alexnet": 64,
+    "convnext_tiny": 32,
+    "densenet121": 32,
+    "efficientnet_b0": 32,
+    "googlenet": 32,
+    "inception_v3": 75,
+    "mnasnet0_5": 32,
+    "mobilenet_v2": 32,
+    "mobilenet_v3_small": 32,
+    "regnet_y_400mf": 32,
+    "resnet18": 32,
+    "resnext50_32x4d": 32,
+    "shufflenet_v2_x0_5": 32,
+    "squeezenet1_1": 32,
+    "swin_t": 32,
+    "swin_v2_t": 32,
+    "vgg11_bn": 32,
+    "vit_b_32": 32,
+}
+"""A network of each class, and the height of images that it can process."""
+
+
+@functools.cache
+def network(name: str) -> nn.Module:
+    """The network whose biases, tokens and running statistics are not all zero or one."""
+    torch.manual_seed(0)
+    side = SMALLEST[name]
+    model = torchvision_network.create(name, (2, side, side), 5, {})
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() and tensor.min() == tensor.max():
+            tensor.detach().add_(torch.rand_like(tensor), alpha=0.05)
+    return model.eval()
+
+
+def inputs(name: str) -> torch.Tensor:
+    return torch.randn(2, 2, SMALLEST[name], SMALLEST[name], generator=torch.Generator().manual_seed(1))
+
+
+def test_there_is_a_network_of_each_class() -> None:
+    assert {type(network(name)).__mro__[1] for name in SMALLEST} == set(CHAINS)
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_block_after_block_computes_what_the_network_computes(name: str) -> None:
+    model, x = network(name), inputs(name)
+    with torch.no_grad():
+        wanted = model(x)
+        for _, block in blocks_of(model):
+            x = block(x)
+    assert wanted.shape == (2, 5)
+    assert torch.equal(x, wanted)
+    assert x.isfinite().all()
+    assert not torch.equal(x[0], x[1])
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_every_parameter_is_in_one_block_and_the_head_is_last(name: str) -> None:
+    model = network(name)
+    blocks = blocks_of(model)
+    held = [id(parameter) for _, block in blocks for parameter in block.parameters()]
+    assert sorted(held) == sorted(id(parameter) for parameter in model.parameters())
+    names = [block for block, _ in blocks]
+    assert len(set(names)) == len(names)
+    assert (names[0], names[-1]) == ("stem", "head")
+    assert list(model.parameters())[-1].shape == (5,), "the bias of the last layer"
+    assert id(list(model.parameters())[-1]) in {id(parameter) for parameter in blocks[-1][1].parameters()}
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_block_takes_inputs_that_require_gradients(name: str) -> None:
+    """As at the beginning of a stage: nothing may change them in place."""
+    x = inputs(name)
+    for _, block in blocks_of(network(name)):
+        own = x.detach().requires_grad_()
+        x = block(own)
+        x.sum().backward(inputs=[own])
+        assert own.grad is not None
+
+
+def test_a_network_that_is_no_chain_lists_no_blocks() -> None:
+    """It has a submodule of the name `blocks`."""
+    model = torchvision_network.create("maxvit_t", (3, 224, 224), 5, {})
+    assert isinstance(model.get_submodule("blocks"), nn.ModuleList)
+    assert blocks_of(model) == []
+
+
+@pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "vit_b_32"])
+def test_recomputed_activations_change_nothing(name: str) -> None:
+    plain, x = copy.deepcopy(network(name)).train(), inputs(name)
+    recomputed = copy.deepcopy(plain)
+    assert checkpoint_activations(recomputed) > 10
+    for model in (plain, recomputed):
+        torch.manual_seed(2)
+        model(x).square().sum().backward()
+    for one, other in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # pyright: ignore
+    for one, other in zip(plain.buffers(), recomputed.buffers(), strict=True):
+        assert torch.equal(one, other)
+    assert [block for block, _ in blocks_of(recomputed)] == [block for block, _ in blocks_of(plain)]
+
+
+def test_frozen_batch_normalization_begins_no_block() -> None:
+    model = copy.deepcopy(network("resnet18"))
+    before = [name for name, _ in blocks_of(model)]
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.__class__ = FrozenBatchNorm  # pyright: ignore[reportAttributeAccessIssue]
+    assert [name for name, _ in blocks_of(model)] == before
