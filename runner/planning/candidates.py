@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +118,7 @@ class Candidates:
         """Return what training `run` instead of the base does to the results."""
         before = self.session.context
         if context.layout.non_equivalence_reason != before.layout.non_equivalence_reason:
-            return ASYNCHRONOUS if context.layout.seed_offset == before.layout.seed_offset else OTHER
+            return ASYNCHRONOUS if context.plan.steps_per_round > 1 else OTHER
         acts = "env" in component_fields(type(run.workload))
         if acts and context.plan.num_workers != before.plan.num_workers:
             return OTHER  # each process trains on transitions from its own environments
@@ -134,7 +134,13 @@ class Candidates:
 
     def layouts(self) -> Iterator[Overrides]:
         """Yield parallel modes with their numbers of processes and threads, the run as it is first."""
-        yield ()
+        found: list[Overrides] = []
+        for words in chain([()], self._layouts()):
+            if words not in found:
+                found.append(words)
+                yield words
+
+    def _layouts(self) -> Iterator[Overrides]:
         free = self._is_free("parallel")
         base = self.base.parallel
         single = () if type(base) is Parallel else ("parallel=single",)

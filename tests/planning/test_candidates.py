@@ -1,0 +1,114 @@
+"""The candidates of a run: which they are, and what each does to the results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from unittest.mock import patch
+
+import pytest
+from helpers.compose import FAST, built
+
+from runner.planning import candidates as module
+from runner.planning.candidates import Candidates
+from runner.run import Run
+
+RESNET = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=64", "device=cpu")
+
+
+def of(*typed: str, cores: int = 2) -> Candidates:
+    def compose(more: Sequence[str]) -> Run:
+        return built(*typed, *more)
+
+    with patch.object(module, "usable_core_numbers", lambda: list(range(cores))):
+        return Candidates(compose, typed)
+
+
+def layouts(*typed: str, cores: int = 2) -> list[str]:
+    return [" ".join(words) for words in of(*typed, cores=cores).layouts()]
+
+
+def results(candidates: Candidates, *words: str) -> str:
+    judged = candidates.judged(words)
+    return judged.results or judged.refusal
+
+
+def test_layouts_are_modes_processes_and_threads() -> None:
+    found = layouts("model=convnet", "device=cpu", cores=4)
+    assert found[0] == ""
+    assert "device.threads=2" in found
+    assert "device.threads=1" in found
+    assert {f"parallel={mode} parallel.processes={n}" for mode in ("ddp", "fsdp", "hogwild") for n in (2, 4)} <= {
+        *found
+    }
+    assert sum(text.startswith("parallel=pipeline parallel.processes=2 parallel.split_size=") for text in found) == 3
+    assert len({*found}) == len(found)
+
+
+def test_what_is_typed_is_kept() -> None:
+    assert layouts("device=cpu", "device.threads=1", "parallel=single") == [""]
+    assert layouts("device=cpu", "parallel=ddp", "parallel.processes=2") == [""]
+    assert layouts("device=cpu", "parallel=ddp", cores=4) == ["", "parallel.processes=4"]
+    refined = [change("") for change in of(*FAST, "compile=false", "accumulation.steps=2").refinements()]
+    found = {text for group in refined for candidate in group for text in candidate.overrides}
+    assert found == {"precision=bf16", "channels_last=false"}
+
+
+def test_a_pipeline_of_one_split_size_keeps_it() -> None:
+    typed = ("device=cpu", "parallel=pipeline", "parallel.split_size=8", "parallel.processes=2")
+    assert layouts(*typed) == [""]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", "bitwise"),
+        ("device.threads=1", "last bits"),
+        ("channels_last=false", "last bits"),
+        ("parallel=ddp", "last bits"),
+        ("parallel=pipeline parallel.split_size=8", "last bits"),
+        ("accumulation=4", "last bits"),
+        ("precision=tf32", "rounding"),
+        ("precision=bf16", "16 bits"),
+        ("precision=64", "other"),
+        ("parallel=hogwild", "asynchronous"),
+        ("parallel=ensemble", "other"),
+    ],
+)
+def test_results_without_batch_normalization(words: str, expected: str) -> None:
+    assert results(of("model=convnet", "device=cpu"), *words.split()) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("channels_last=false", "last bits"),
+        ("model.checkpoint_activations=true", "bitwise"),
+        ("accumulation=2", "statistics"),
+        ("parallel=ddp", "statistics"),
+        ("parallel=ddp parallel.sync_batch_norm=true", "last bits"),
+        ("parallel=ddp parallel.sync_batch_norm=true accumulation=2", "statistics"),
+        ("parallel=fsdp", "statistics"),
+        ("parallel=pipeline", "statistics"),
+    ],
+)
+def test_results_with_batch_normalization(words: str, expected: str) -> None:
+    assert results(of(*RESNET), *words.split()) == expected
+
+
+def test_batch_normalization_of_the_same_groups_is_the_same() -> None:
+    accumulated = of(*RESNET, "batch_size=32", "accumulation=4")
+    assert results(accumulated, "accumulation=1", "parallel=pipeline", "parallel.split_size=8") == "last bits"
+    assert results(accumulated, "accumulation=1", "parallel=pipeline", "parallel.split_size=4") == "statistics"
+
+
+def test_an_agent_acts_in_the_same_environments() -> None:
+    agent = of("workload=dqn", "device=cpu")
+    assert results(agent, "device.threads=1") == "last bits"
+    assert results(agent, "parallel=ddp") == "other"
+    assert "workload" in results(agent, "parallel=pipeline")
+
+
+def test_a_candidate_that_is_refused_has_the_reason() -> None:
+    odd = of("model=convnet", "device=cpu", "batch_size=63").judged(("parallel=ddp",))
+    assert (odd.run, odd.results) == (None, "")
+    assert "batch_size" in odd.refusal

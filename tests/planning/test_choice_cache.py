@@ -1,0 +1,86 @@
+"""Choices in the cache: found again on the same machine only, and never more than a choice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from helpers.compose import FAST, composed
+
+from runner.planning import choice_cache
+from runner.planning.choice_cache import Choice, ChoiceCache
+
+CHOICE = Choice(["parallel=ddp", "parallel.processes=2"], 1.4, "2026-01-31")
+
+
+def cache(root: Path, *typed: str) -> ChoiceCache:
+    return ChoiceCache(composed(*FAST, *typed), typed, root)
+
+
+def test_a_choice_is_found_again(tmp_path: Path) -> None:
+    assert cache(tmp_path).read() == (None, "")
+    cache(tmp_path).write(CHOICE)
+    assert cache(tmp_path).read() == (CHOICE, "")
+
+
+@pytest.mark.parametrize("typed", ["seed=7", "epochs=100", "steps=5", "keep=0", "how=auto", "log_every=3"])
+def test_what_does_not_change_the_speed_does_not_matter(typed: str, tmp_path: Path) -> None:
+    cache(tmp_path).write(CHOICE)
+    assert cache(tmp_path, typed).read() == (CHOICE, "")
+
+
+@pytest.mark.parametrize("typed", ["batch_size=32", "precision=bf16", "parallel=ddp", "compile=false"])
+def test_another_config_has_another_choice(typed: str, tmp_path: Path) -> None:
+    cache(tmp_path).write(CHOICE)
+    assert cache(tmp_path, typed).read() == (None, "")
+
+
+def test_the_choice_of_another_machine_is_ignored_and_said(tmp_path: Path) -> None:
+    cache(tmp_path).write(CHOICE)
+    with patch.object(choice_cache, "usable_core_numbers", lambda: [0] * 99):
+        choice, why = cache(tmp_path).read()
+    assert choice is None
+    assert "cores" in why
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{",
+        '{"overrides": 3}',
+        {"overrides": ["hydra.run.dir=/"]},
+        {"overrides": ["output_root=/"]},
+        {"overrides": ["parallel=ddp,dp"]},
+        {"overrides": ["parallel=${oc.env:HOME}"]},
+        {"overrides": [3]},
+        {"speedup": "fast"},
+    ],
+)
+def test_a_damaged_or_forged_choice_is_ignored_and_said(content: Any, tmp_path: Path) -> None:
+    entry = cache(tmp_path)
+    entry.write(CHOICE)
+    text = content if isinstance(content, str) else json.dumps(json.loads(entry.path.read_text()) | content)
+    entry.path.write_text(text)
+    choice, why = entry.read()
+    assert choice is None
+    assert "cached choice" in why
+
+
+def test_a_cache_that_cannot_be_written_to_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    entry = cache(tmp_path / "file" / "below")
+    with entry.lock():
+        entry.write(CHOICE)
+    assert entry.read()[0] is None
+
+
+def test_the_cache_is_in_the_user_s_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert choice_cache.cache_directory() == tmp_path / "runner" / "choices"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification says to ignore
+    assert choice_cache.cache_directory() == Path("~/.cache/runner/choices").expanduser()

@@ -1,0 +1,66 @@
+"""Trials: real steps in processes of their own, which end with the process that started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+
+import psutil
+import pytest
+from helpers.compose import FAST, composed
+
+from runner.planning.trial import Trial, TrialError
+
+PATIENCE = 300.0
+"""Seconds that nothing here takes, on any machine."""
+
+
+def processes_of(trial: Trial) -> list[psutil.Process]:
+    """The processes in the session of a trial."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == trial._process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+def test_a_trial_trains_and_ends(mode: str) -> None:
+    trial = Trial(composed(*FAST, f"parallel={mode}"), PATIENCE)
+    processes = processes_of(trial)
+    assert len(processes) >= (1 if mode == "single" else 3)  # the ranks, and the process that watches them
+    one, many = trial.steps(1, PATIENCE), trial.steps(200, PATIENCE)
+    assert 0 < many.step_seconds < trial.startup_seconds
+    assert one.memory_bytes > 5e7
+    trial.close()
+    assert psutil.wait_procs(processes, PATIENCE)[1] == []
+
+
+def test_a_config_that_is_refused_is_an_error() -> None:
+    with pytest.raises(TrialError, match="batch_size") as caught:
+        Trial(composed(*FAST, "batch_size=63", "parallel=ddp"), PATIENCE)
+    assert caught.value.refused
+
+
+def test_a_trial_that_is_killed_is_an_error() -> None:
+    trial = Trial(composed(*FAST), PATIENCE)
+    os.kill(trial._process.pid, signal.SIGKILL)
+    with pytest.raises(TrialError, match="SIGKILL") as caught:
+        trial.steps(10**6, PATIENCE)
+    assert not caught.value.refused
+    trial.close(kill=True)
+
+
+def test_a_trial_that_takes_too_long_is_killed() -> None:
+    with pytest.raises(TrialError, match="no step within 0 s"):
+        Trial(composed(*FAST), 0.0)
+
+
+def test_a_trial_ends_with_the_process_that_started_it() -> None:
+    trial = Trial(composed(*FAST, "parallel=ddp"), PATIENCE)
+    trial._connection.close()  # as the kernel does where that process is killed
+    trial._process.join(PATIENCE)
+    assert trial._process.exitcode == 0
+    trial._directory.cleanup()
