@@ -47,6 +47,10 @@ class TrialError(Exception):
         self.why, self.refused = why, refused
 
 
+class TooLateError(TrialError):
+    """Raised when a trial takes longer than it may."""
+
+
 class Burst(NamedTuple):
     """Some steps of a trial: the mean seconds of an optimizer step, and the peak memory of its processes in bytes."""
 
@@ -62,7 +66,8 @@ class Trial:
         seconds: how long the start and the first step may take.
 
     Raises:
-        TrialError: if the run is refused, fails, or takes longer.
+        TrialError: if the run is refused or fails.
+        TooLateError: if it takes longer.
     """
 
     def __init__(self, config: dict[str, Any], seconds: float):
@@ -92,7 +97,8 @@ class Trial:
             seconds: how long they may take.
 
         Raises:
-            TrialError: if the run fails, or takes longer.
+            TrialError: if the run fails.
+            TooLateError: if it takes longer.
         """
         with contextlib.suppress(OSError):  # it has died: the reason is the next message
             self._connection.send(count)
@@ -102,10 +108,11 @@ class Trial:
         """Return the next message of rank 0.
 
         Raises:
-            TrialError: if the trial fails, or there is no message within `seconds`.
+            TrialError: if the trial fails.
+            TooLateError: if there is no message within `seconds`.
         """
         if not wait([self._connection], max(0.0, seconds)):
-            raise TrialError(f"no step within {seconds:.0f} s")
+            raise TooLateError(f"no step within {seconds:.0f} s")
         try:
             message = self._connection.recv()
         except (EOFError, OSError):

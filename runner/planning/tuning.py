@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from runner.planning.candidates import ALLOWED, RESULTS, Candidate, Overrides
-from runner.planning.trial import Burst, TrialError
+from runner.planning.trial import Burst, TooLateError, TrialError
 
 _BURST_SECONDS = 0.4
 """How long a candidate trains in a round, if its steps are shorter."""
@@ -58,6 +58,7 @@ class Row:
         candidate: the candidate.
         status: `measured`, `refused`, `crashed`, `dropped` (before it was measured) or `not tried`.
         reason: why it was not measured.
+        error: what ended its trial, if it was refused, crashed, or took too long.
         startup_seconds: seconds until its first step was done; it includes the compilation of the model.
         memory_bytes: peak memory of its processes.
         bursts: seconds per step, by the number of the round.
@@ -69,6 +70,7 @@ class Row:
     startup_seconds: float = 0.0
     memory_bytes: float = 0.0
     bursts: dict[int, float] = field(default_factory=dict)
+    error: TrialError | None = None
     trial: Trains | None = None
     burst_length: int = 1
 
@@ -169,8 +171,8 @@ class Search:
         try:
             layouts = iter(layouts)
             self._try(next(layouts))
-            if self.default.status != "measured":
-                raise TrialError(self.default.reason, refused=self.default.status == "refused")
+            if self.default.error is not None:
+                raise self.default.error
             seconds = budget_for(self.default)
             if seconds is not None:
                 self._budget, self._began = seconds, self._clock()
@@ -247,8 +249,6 @@ class Search:
             self._choose_burst_length(row, until)
         except TrialError as error:
             self._fail(row, error)
-            if self._clock() >= until:
-                row.status, row.reason = "dropped", f"its first steps were not done within {seconds:.0f} s"
             return
         row.status = "measured"
         self._round_of({id(each): each for each in (self.default, row)}.values())
@@ -283,7 +283,9 @@ class Search:
             row.memory_bytes = max(row.memory_bytes, burst.memory_bytes)
 
     def _fail(self, row: Row, error: TrialError) -> None:
-        row.status, row.reason = "refused" if error.refused else "crashed", error.why
+        late = isinstance(error, TooLateError)
+        row.status, row.reason = "refused" if error.refused else "dropped" if late else "crashed", error.why
+        row.error = error
         row.bursts.clear()
         self._end(row, kill=True)
 

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from runner.cli.exit_codes import CRASHED, DONE, report_error
+from runner.cli.exit_codes import CRASHED, DONE, REFUSED, report_error
 from runner.config.errors import ConfigError, check
 from runner.tools.composed_run import compose_run, overrides_of
 
@@ -36,14 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Tune the config of the command line, print the result, and return the exit code."""
     try:
         options, overrides = parsed(arguments)
-        from runner.planning.trial import TrialError  # imported here: torch is slow to import
+        from runner.planning.trial import TooLateError, TrialError  # imported here: torch is slow to import
 
         try:
             report = tune(overrides, options.config_dir, options.budget, options.allow, quiet=options.json)
+        except TooLateError as error:
+            why = f"{error.why}: that is too few to measure the config as it is"
+            raise ConfigError("--budget", options.budget, why, "type a larger one, or a smaller batch_size") from None
         except TrialError as error:
-            if error.refused or error.why.startswith("its first steps"):
-                remedy = "type --budget with more seconds" if not error.refused else "see the message"
-                raise ConfigError("--budget", options.budget, error.why, remedy) from None
+            if error.refused:
+                print(error.why, file=sys.stderr)
+                return REFUSED
             print(f"the config as it is cannot be trained: {error.why}", file=sys.stderr)
             return CRASHED
     except Exception as error:

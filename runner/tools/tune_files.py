@@ -76,7 +76,7 @@ def picture(report: dict[str, Any]) -> Figure:
         axes.errorbar(rate, at, None, [[rate - low], [high - rate]], color="#222222", capsize=4, lw=1.2)
         text = f"{row['speedup']:.2f} ×" if row["overrides"] else ""
         axes.annotate(text, (high, at), (6, 0), textcoords="offset points", va="center", fontsize=8.5)
-    labels = [("→ " if row["overrides"] == report["chosen"] else "") + shown(name_of(row)) for row in rows]
+    labels = [("→ " if row["overrides"] == report["chosen"] else "") + shown(name_of(row), 70) for row in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.margins(x=0.15)

@@ -1,0 +1,145 @@
+"""`how=auto`: what is chosen, when it is measured, and how a resumed run repeats it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.compose import FAST, composed, prepared
+
+from runner.cli import chosen
+from runner.cli.composition import Job
+from runner.config.errors import ConfigError
+from runner.planning.choice_cache import Choice, ChoiceCache
+from runner.planning.trial import TrialError
+from runner.run import build_run, config_hash
+from runner.storage import run_directory
+
+DDP = ["parallel=ddp", "parallel.processes=2"]
+LONG = (*FAST, "steps=1000000")
+
+
+class Measured:
+    """Stands for `measured_choice`: a step takes `step_seconds`, and the choice is `overrides`.
+
+    Args:
+        step_seconds: seconds of a step of the run as it is.
+        overrides: the choice.
+    """
+
+    def __init__(self, step_seconds: float, overrides: list[str]):
+        self.step_seconds, self.overrides = step_seconds, overrides
+        self.budgets: list[float] = []
+        self.error: TrialError | None = None
+
+    def __call__(
+        self,
+        compose: Callable[[Sequence[str]], Any],
+        typed: Sequence[str],
+        budget: float,
+        report: Callable[[str], None],
+        budget_for: Callable[[Any, float], float],
+    ) -> dict[str, Any]:
+        if self.error:
+            raise self.error
+        self.budgets.append(budget_for(prepared(compose(())), self.step_seconds))
+        return {"chosen": self.overrides if self.budgets[-1] else [], "speedup": 1.5}
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = Measured(0.01, DDP)
+    monkeypatch.setattr(chosen, "measured_choice", found)
+    return found
+
+
+def choose(*typed: str, directory: Path | None = None) -> Job:
+    def compose(words: Sequence[str]) -> Job:
+        return Job(composed(*words), list(words))
+
+    return chosen.with_choice(compose([*typed, "how=auto"]), compose, directory)
+
+
+def test_a_long_run_is_measured_once(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+    job = choose(*LONG)
+    assert job.config == composed(*LONG, *DDP) | {"how": DDP}
+    assert job.overrides == [*LONG, *DDP]
+    assert "1.50 ×" in capsys.readouterr().err
+    assert choose(*LONG, "seed=3").config["how"] == DDP
+    assert len(measured.budgets) == 1
+
+
+def test_a_short_run_is_trained_as_it_is(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+    job = choose(*FAST, "steps=100")
+    assert job.config == composed(*FAST, "steps=100") | {"how": []}
+    assert measured.budgets == [0]
+    assert "too short" in capsys.readouterr().err
+    assert choose(*LONG).config["how"] == DDP  # of which nothing was kept in the cache
+
+
+@pytest.mark.parametrize(("step_seconds", "budget"), [(0.001, 60.0), (0.01, 500.0), (1.0, 600.0)])
+def test_measuring_takes_a_part_of_the_run(measured: Measured, step_seconds: float, budget: float) -> None:
+    measured.step_seconds = step_seconds
+    choose(*LONG)
+    assert measured.budgets == [pytest.approx(budget)]
+
+
+def test_that_nothing_is_faster_is_kept_too(measured: Measured) -> None:
+    measured.overrides = []
+    assert choose(*LONG).config["how"] == []
+    assert choose(*LONG).config["how"] == []
+    assert len(measured.budgets) == 1
+
+
+def test_a_choice_of_another_version_is_measured_again(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+    choose(*LONG)
+    entry = ChoiceCache(composed(*LONG), LONG)
+    entry.path.write_text(entry.path.read_text().replace('"torch": "', '"torch": "0'))
+    choose(*LONG)
+    assert len(measured.budgets) == 2
+    assert "another machine or version (torch), and ignored" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_be_measured_is_trained_as_it_is(measured: Measured) -> None:
+    measured.error = TrialError("its process ended: SIGKILL")
+    assert choose(*LONG).config == composed(*LONG) | {"how": []}
+
+
+def test_a_run_that_is_refused_is_refused(measured: Measured) -> None:
+    measured.error = TrialError("batch_size: got 63", refused=True)
+    with pytest.raises(ConfigError, match="batch_size: got 63"):
+        choose(*LONG)
+
+
+def test_a_run_that_has_begun_keeps_its_choice(measured: Measured, tmp_path: Path) -> None:
+    directory = run_directory.create(tmp_path, "job")
+    run_directory.write_config(directory, choose(*LONG).config, [])
+    ChoiceCache(composed(*LONG), LONG).write(Choice(["device.threads=1"], 1.1, "2026-01-31"))
+    assert choose(*LONG, directory=directory).config["how"] == DDP
+    assert choose(*LONG).config["how"] == ["device.threads=1"]
+
+
+def test_processes_that_were_started_elsewhere_cannot_choose(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="how"):
+        choose(*LONG)
+
+
+def test_the_choice_is_no_part_of_the_identity_of_a_run() -> None:
+    typed = composed(*FAST, *DDP)
+    assert config_hash(typed | {"how": DDP}) == config_hash(typed)
+    assert build_run(typed | {"how": DDP}).how == DDP
+
+
+@pytest.mark.parametrize("how", ["fast", "3", "[[a]]", "null"])
+def test_other_values_are_refused(how: str) -> None:
+    with pytest.raises(ConfigError, match="how"):
+        build_run(composed(*FAST, f"how={how}"))

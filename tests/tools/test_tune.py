@@ -1,0 +1,169 @@
+"""The tool that finds the fastest way to train: its flags, its tables, its files, and all of it on two candidates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.compose import composed
+from matplotlib.image import imread
+
+from runner.cli.exit_codes import CRASHED, DONE, REFUSED
+from runner.planning import choice
+from runner.planning.trial import TooLateError, TrialError
+from runner.tools import tune
+from runner.tools.composed_run import compose_run
+from runner.tools.tune_files import experiment, picture, write
+from runner.tools.tune_tables import cells, verdict
+
+SMALL = ("model=tiny", "data.size=8", "device=cpu", "device.threads=1", "parallel=single")
+
+
+def row(*overrides: str, **values: Any) -> dict[str, Any]:
+    return {
+        "overrides": list(overrides),
+        "results": "last bits" if overrides else "bitwise",
+        "status": "measured",
+        "reason": "",
+        "samples_per_second": 1000.0,
+        "spread": [990.0, 1010.0],
+        "speedup": 1.0,
+        "uncertainty": 0.01,
+        "ties": False,
+        "memory_bytes": 5e8,
+        "startup_seconds": 1.5,
+        "break_even_steps": None,
+        "rounds": 7,
+    } | values
+
+
+def report(**values: Any) -> dict[str, Any]:
+    fast = row(
+        "parallel=ddp",
+        "parallel.processes=2",
+        samples_per_second=1500.0,
+        spread=[1485.0, 1520.0],
+        speedup=1.5,
+        break_even_steps=120.0,
+    )
+    skipped = row("precision=bf16", status="not tried", reason="16-bit arithmetic", samples_per_second=None)
+    return {
+        "typed": ["model=tiny", "epochs=2"],
+        "budget": 60.0,
+        "allowed": [],
+        "chosen": ["parallel=ddp", "parallel.processes=2"],
+        "speedup": 1.5,
+        "noise": 0.01,
+        "rows": [fast, row(), skipped],
+        "seconds": 12.3,
+        "directory": "outputs/tuned/x",
+    } | values
+
+
+def test_a_row_says_when_it_pays() -> None:
+    found = report()
+    assert cells(found["rows"][0], found) == [
+        "→ parallel=ddp parallel.processes=2",
+        "last bits",
+        "1,500 (1,485 – 1,520)",
+        "1.50 ×",
+        "500 MB",
+        "1.5 s",
+        "120 steps",
+    ]
+    assert cells(row("a=1", ties=True), found)[3:] == ["1.00 ×, a tie", "500 MB", "1.5 s", "never"]
+
+
+def test_the_verdict_says_what_to_type() -> None:
+    assert verdict(report())[1] == "run:    python -m runner model=tiny epochs=2 parallel=ddp parallel.processes=2"
+    assert "nothing is clearly faster" in verdict(report(chosen=[]))[0]
+    assert "the machine is busy" in verdict(report(noise=0.3))[0]
+
+
+def test_the_experiment_composes_to_the_chosen_config(tmp_path: Path) -> None:
+    directory = write(report(), str(tmp_path), None)
+    typed = compose_run(["model=tiny", "epochs=2", "parallel=ddp", "parallel.processes=2"])
+    assert compose_run(["experiment=tuned"], str(directory)).config == typed.config
+    assert json.loads((directory / "tune.json").read_text())["chosen"] == ["parallel=ddp", "parallel.processes=2"]
+    assert imread(directory / "tune.png").shape[0] > 100
+
+
+def test_an_experiment_inherits_one_that_was_typed() -> None:
+    text = experiment(["experiment=ten_epochs", "data.size=8", "+x.y=[1,2]", "parallel=ddp", "parallel=fsdp"])
+    lines = text.splitlines()
+    assert lines[3:8] == ["defaults:", "- ten_epochs", "- override /parallel: fsdp", "- _self_", "data:"]
+    assert "  size: 8" in lines
+
+
+def test_the_picture_has_a_bar_for_each_measured_candidate() -> None:
+    (axes,) = picture(report()).axes
+    assert [bar.get_width() for bar in axes.patches] == [1500.0, 1000.0]  # pyright: ignore[reportAttributeAccessIssue]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["→ parallel=ddp parallel.processes=2", "as it is"]
+
+
+def test_a_config_is_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = [*SMALL, f"output_root={tmp_path}", "accumulation=1", "compile=false"]
+    assert tune.main([*typed, "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    rows = {" ".join(each["overrides"]): each for each in found["rows"]}
+    assert {name: each["status"] for name, each in rows.items()} == {
+        "": "measured",
+        "precision=bf16": "not tried",
+        "channels_last=false": "measured",
+    }
+    assert rows[""]["samples_per_second"] > 0
+    assert rows[""]["rounds"] >= 3
+    assert Path(found["directory"], "experiment", "tuned.yaml").is_file()
+    assert found["chosen"] in ([], ["channels_last=false"])
+    assert not list(tmp_path.glob("tiny/*"))  # a trial leaves no run directory
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("--budget 0", "--budget"),
+        ("--budget soon", "--budget"),
+        ("--budget nan", "--budget"),
+        ("--allow everything", "--allow"),
+        ("--steps 3", "--steps"),
+        ("nonsense", "nonsense"),
+        ("resume=outputs/x", "resume"),
+        ("batch_size=0", "batch_size"),
+        ("model=resnet1", "model"),
+        ("parallel=ddp batch_size=63", "batch_size"),
+    ],
+)
+def test_mistakes_are_refused(line: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune.main(line.split()) == REFUSED
+    assert key in capsys.readouterr().err
+
+
+def test_a_budget_that_is_too_short_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def late(candidate: object, seconds: float) -> None:
+        raise TooLateError("no step within 1 s")
+
+    monkeypatch.setattr(choice, "_start", late)
+    monkeypatch.chdir(tmp_path)
+    assert tune.main([*SMALL, "--budget", "1"]) == REFUSED
+    assert "--budget" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_that_crashes_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def crash(candidate: object, seconds: float) -> None:
+        raise TrialError("MemoryError: no memory")
+
+    monkeypatch.setattr(choice, "_start", crash)
+    monkeypatch.chdir(tmp_path)
+    assert tune.main([*SMALL]) == CRASHED
+    assert "no memory" in capsys.readouterr().err
+
+
+def test_the_reference_config_is_that_of_the_command() -> None:
+    assert composed("model=tiny")["how"] == "default"
