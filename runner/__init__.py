@@ -1,6 +1,6 @@
 """A declarative experiment runner: the config selects the components of a single training loop.
 
-From Python, `runner.compose` returns a config, and `runner.train` trains it.
+From Python, `runner.compose` returns a config, `runner.train` trains it, and `runner.load` opens a saved run.
 """
 
 import importlib
@@ -11,6 +11,7 @@ from runner.system.version import __version__
 if TYPE_CHECKING:
     from runner.api.composing import Config, compose
     from runner.api.execution import train
+    from runner.api.saved import SavedRun, load
     from runner.config.errors import ConfigError
     from runner.run import CrashedError, Result
 
@@ -19,8 +20,10 @@ __all__ = [
     "ConfigError",
     "CrashedError",
     "Result",
+    "SavedRun",
     "__version__",
     "compose",
+    "load",
     "train",
 ]
 
@@ -29,7 +32,9 @@ _MODULES = {
     "ConfigError": "runner.config.errors",
     "CrashedError": "runner.run",
     "Result": "runner.run",
+    "SavedRun": "runner.api.saved",
     "compose": "runner.api.composing",
+    "load": "runner.api.saved",
     "train": "runner.api.execution",
 }
 """The module of each name. It is imported at the first use of the name, because it may take seconds (torch does)."""

@@ -16,7 +16,7 @@ from runner.config.schema import load_class, option_fields
 from runner.run import Result, Run, Session, config_hash
 from runner.storage import run_directory
 from runner.storage.durable_write import sync, write_json, write_text
-from runner.storage.manifest import DamagedError, saved_config_text, verified_manifest
+from runner.storage.manifest import CONFIG, DamagedError, saved_text, verified_manifest
 from runner.storage.safe_read import UnsafeFileError, read_regular
 from runner.storage.saved_config import UnreadableConfigError, parse_config
 from runner.storage.saved_run import checkpoints, directory_of, saved_config, saved_overrides
@@ -277,7 +277,7 @@ def _check_newest(path: Path, session: Session) -> None:
         run_directory.newest_step(path)
     )
     try:
-        text = saved_config_text(checkpoint)
+        text = saved_text(checkpoint, CONFIG)
         saved = parse_config(text.encode()) if text else {}
     except (OSError, DamagedError, ConfigError, UnreadableConfigError):
         return  # when the checkpoint is loaded, an error says why, or the previous checkpoint is taken

@@ -17,6 +17,7 @@ from runner.storage.content_checks import CONTENT_ERRORS, TensorSpec, check_coun
 from runner.storage.manifest import untrusted
 from runner.storage.run_directory import step_name
 from runner.storage.saved_config import config_text
+from runner.storage.signature import signature_text
 from runner.system import memory, torch_errors
 from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles
 
@@ -64,6 +65,7 @@ class State:
             session.collectives.timeout,
             self.hash,
             config_text(session.run.config),
+            signature_text(session.run.workload.signature()),
         )
 
     @property
@@ -83,8 +85,18 @@ class State:
             if run.resume != "never":
                 log.info("there is no checkpoint to resume from: the run starts at step 1")
             return
+        self.load(checkpoint)
+        log.info("resumed after step %d", self.step)
+        self.checkpoints.delete_leftovers()  # here, as a run that has no step left does not save again
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Load the state that is in `checkpoint`.
+
+        Raises:
+            ConfigError: if the content does not fit this run.
+        """
         try:
-            _check_shared(checkpoint, len(run.workload.metrics))
+            _check_shared(checkpoint, len(self.session.run.workload.metrics))
             self._load(checkpoint)
         except CONTENT_ERRORS as error:
             if isinstance(error, torch.OutOfMemoryError) or torch_errors.is_lost_peer(error):
@@ -92,8 +104,6 @@ class State:
             log.debug("the checkpoint cannot be loaded", exc_info=error)
             path = self.checkpoints.root / step_name(checkpoint.step)
             raise untrusted(path, f"the hashes are correct, but the content is not: {error}") from None
-        log.info("resumed after step %d", self.step)
-        self.checkpoints.delete_leftovers()  # here, as a run that has no step left does not save again
 
     def _load(self, checkpoint: Checkpoint) -> None:
         run, device = self.session.run, self.session.device

@@ -78,7 +78,14 @@ def train_rank(config: dict[str, Any], directory: Path, process: Process) -> Res
 
 
 def prepare(session: Session, directory: Path) -> State:
-    """Return the state of the run, with the model on its devices, resumed from a checkpoint if there is one.
+    """Return the state of the run, with the model on its devices, resumed from a checkpoint if there is one."""
+    state = initial_state(session, directory)
+    state.resume()
+    return state
+
+
+def initial_state(session: Session, directory: Path) -> State:
+    """Return the state of the run before its first step, with the model on its devices.
 
     The weights are initialized from the seed alone; later random numbers also depend on the rank.
     """
@@ -91,9 +98,7 @@ def prepare(session: Session, directory: Path) -> State:
     description, groups = describe_model(model), run.optimizer.parameter_groups(model)  # before a mode splits it
     model = run.parallel.place(model, session.context)
     torch.manual_seed(derive(session.seed, "rank", session.context.layout.rng_stream))
-    state = State(session, directory, model, run.optimizer.build(model, groups), description)
-    state.resume()
-    return state
+    return State(session, directory, model, run.optimizer.build(model, groups), description)
 
 
 def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest) -> str:

@@ -88,6 +88,10 @@ class Samples(ABC):
     def display_images(self, indices: list[int]) -> torch.Tensor:
         """Return samples as images for display, without normalization: uint8 [n, 1 or 3, height, width] on the CPU."""
 
+    def image_input(self) -> dict[str, Any] | None:
+        """Return the values of an `ImageInput` that makes inputs of other images; None if inputs are no such images."""
+        return None
+
     def extra_results(self) -> dict[str, Any]:
         """Return entries for `result.json`, such as the number of skipped files."""
         return {}

@@ -136,6 +136,8 @@ class FileSamples(Samples):
         pin_memory: whether to load batches into page-locked memory; None to do so only for CUDA devices.
         unreadable: record of the files that cannot be read; may be shared with another `FileSamples`.
         augment: transforms of training images in addition to those of `read`.
+        centre: side of the central square that `read` resizes without augmentation, as a fraction of the image's
+            shorter side; None if `read` does not read images in this way.
     """
 
     def __init__(
@@ -151,11 +153,13 @@ class FileSamples(Samples):
         pin_memory: bool | None,
         unreadable: Unreadable,
         augment: Augment = NO_AUGMENT,
+        centre: float | None = None,
     ):
         self.paths, self.targets, self.class_names = paths, targets, class_names
         self.num_classes = len(class_names)
         self.shape, self.read, self.mean, self.std = shape, read, mean, std
         self.workers, self.pin_memory, self.unreadable, self.augment = workers, pin_memory, unreadable, augment
+        self.centre = centre
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -206,6 +210,11 @@ class FileSamples(Samples):
 
     def labels(self) -> torch.Tensor:
         return torch.tensor(self.targets)
+
+    def image_input(self) -> dict[str, Any] | None:
+        if self.centre is None:
+            return None
+        return {"shape": self.shape, "mean": self.mean, "std": self.std, "centre": self.centre}
 
     def extra_results(self) -> dict[str, Any]:
         files = [printable(path) for path in self.unreadable.files]

@@ -116,4 +116,5 @@ class ImageFolder(Data):
             pin_memory=self.pin_memory,
             unreadable=unreadable,
             augment=augment,
+            centre=self.centre,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -80,6 +81,12 @@ class TensorSamples(Samples):
 
     def labels(self) -> torch.Tensor:
         return self.targets.cpu()
+
+    def image_input(self) -> dict[str, Any] | None:
+        channels, height, width = self.shape
+        if channels not in (1, 3) or height != width:
+            return None
+        return {"shape": self.shape, "mean": self.mean, "std": self.std, "centre": 1.0}
 
     def _move(self, device: torch.device) -> None:
         """Move the samples to `device`, unless they are already there."""

@@ -3,9 +3,10 @@
 `checkpoints/step_00000100/` contains `model.safetensors` (full tensors by parameter name), `ema.safetensors` (the same
 with averaged weights, if there is an average), `state.pt` (the optimizer
 state, the loss scaling, the metric sums since the last log, the best evaluation), `rank_0.pt` and so on (the state that
-differs between ranks), `config.yaml` (the config of the run, so that a checkpoint can be resumed by itself), and
-`manifest.json` with the SHA-256 of these files and of itself. All files are written to a temporary directory and synced
-to disk; renaming the directory commits the checkpoint. Old checkpoints are deleted after that.
+differs between ranks), `config.yaml` (the config of the run, so that a checkpoint can be resumed by itself),
+`model.json` (the names of the classes and the inputs of the model), and `manifest.json` with the SHA-256 of these files
+and of itself. All files are written to a temporary directory and synced to disk; renaming the directory commits the
+checkpoint. Old checkpoints are deleted after that.
 
 A thread of each rank does this while the training goes on. The threads use no collectives, which would get mixed up
 with those of the training: rank 0 waits until the files of the other ranks are in the temporary directory.
@@ -40,7 +41,7 @@ from safetensors import SafetensorError
 from runner.config.errors import check
 from runner.storage.content_checks import check_plain
 from runner.storage.durable_write import sync
-from runner.storage.manifest import CONFIG, DamagedError, manifest_of, untrusted, verified_manifest
+from runner.storage.manifest import CONFIG, SIGNATURE, DamagedError, manifest_of, untrusted, verified_manifest
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.run_directory import StorageError, free_name, step_name, step_of
 from runner.storage.safe_read import UnsafeFileError, check_no_link, utf8_path
@@ -86,6 +87,7 @@ class Checkpoints:
         timeout: seconds that rank 0 waits for the files of the other ranks, once its own are written.
         config_hash: hash of the config, for the manifest.
         config: the text of the config, which is written to each checkpoint; empty to write no config.
+        signature: the text of `model.json`: what a program has to know to use the model; empty to write no such file.
     """
 
     def __init__(
@@ -98,10 +100,11 @@ class Checkpoints:
         timeout: float = math.inf,
         config_hash: str = "",
         config: str = "",
+        signature: str = "",
     ):
         self.root = directory / "checkpoints"
         self.keep, self.rank, self.world_size, self.barrier, self.timeout = keep, rank, world_size, barrier, timeout
-        self.config_hash, self.config = config_hash, config
+        self.config_hash, self.texts = config_hash, {CONFIG: config, SIGNATURE: signature}
         self._writing: Future[None] | None = None
         self._failed = threading.Event()
 
@@ -187,7 +190,8 @@ class Checkpoints:
             yield
         except OSError as error:
             own = part / _rank_file(self.rank)
-            others = [part / name for name in (_MODEL, _EMA, _STATE, CONFIG, MANIFEST)] if self.rank == 0 else []
+            names = (_MODEL, _EMA, _STATE, *self.texts, MANIFEST)
+            others = [part / name for name in names] if self.rank == 0 else []
             with suppress(OSError):
                 for path in [_unfinished(own), own, *others]:
                     path.unlink(missing_ok=True)
@@ -203,8 +207,9 @@ class Checkpoints:
         # safetensors makes its files unreadable for other users; give them the mode of the other files, from the umask.
         for name in weights:
             (part / name).chmod(stat.S_IMODE((part / _STATE).stat().st_mode))
-        if self.config:
-            _write_synced(part / CONFIG, lambda path: path.write_text(self.config, encoding="utf-8"))
+        for name, text in self.texts.items():
+            if text:
+                _write_synced(part / name, partial(Path.write_text, data=text, encoding="utf-8"))
         self._wait_for_other_ranks(part)
         manifest = manifest_of(part, step=checkpoint.step, world_size=self.world_size, config_hash=self.config_hash)
         _write_synced(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))

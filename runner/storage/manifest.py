@@ -18,6 +18,7 @@ from runner.storage.safe_read import UnsafeFileError, check_no_link, open_regula
 
 NAME = "manifest.json"
 CONFIG = "config.yaml"
+SIGNATURE = "model.json"
 SCHEMA = 2
 
 _MOST_BYTES = 2**24
@@ -58,24 +59,28 @@ def verified_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def saved_config_text(directory: Path) -> str | None:
-    """Return the text of the config in a checkpoint; None if an earlier version wrote the checkpoint without a config.
+def saved_text(directory: Path, name: str) -> str | None:
+    """Return the content of a text file in a checkpoint; None if an earlier version wrote the checkpoint without it.
 
-    Only the hashes of the manifest and of the config are verified.
+    Only the hashes of the manifest and of this file are verified.
+
+    Args:
+        directory: the checkpoint.
+        name: `CONFIG` or `SIGNATURE`.
 
     Raises:
         DamagedError, ConfigError, OSError: for the same reasons as in `verified_manifest`.
     """
     with _refusals(directory):
-        sha256 = _read(directory)["files"].get(CONFIG)
+        sha256 = _read(directory)["files"].get(name)
         if sha256 is None:
             return None
-        content = read_regular(directory / CONFIG, LIMIT_BYTES)
-        _verify(directory / CONFIG, hashlib.sha256(content).hexdigest(), sha256)
+        content = read_regular(directory / name, LIMIT_BYTES)
+        _verify(directory / name, hashlib.sha256(content).hexdigest(), sha256)
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise untrusted(directory, f"{CONFIG} is not UTF-8: {error.reason}") from None
+        raise untrusted(directory, f"{name} is not UTF-8: {error.reason}") from None
 
 
 def untrusted(directory: Path, why: str) -> ConfigError:

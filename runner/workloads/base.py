@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -58,6 +58,26 @@ class Workload(ABC):
     @abstractmethod
     def build_model(self) -> torch.nn.Module:
         """Create the model on the CPU, initialized from the global random number generator of torch."""
+
+    def signature(self) -> dict[str, Any]:
+        """Return what a program has to know to use the trained model, as JSON; it is saved with every checkpoint.
+
+        The key `inputs` is the shape of an input, and `classes` are the names of the outputs. `image` has the values of
+        an `ImageInput`, or null if inputs are not images.
+        """
+        return {}
+
+    def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
+        """Create the model of a checkpoint on the CPU, with any weights; if `signature` suffices, without the data.
+
+        Args:
+            signature: the signature in the checkpoint; empty if an earlier version has written it.
+
+        Raises:
+            ConfigError: if the data is needed and missing.
+        """
+        self.prepare()
+        return self.build_model()
 
     @abstractmethod
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Any]:

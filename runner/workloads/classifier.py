@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -114,6 +114,16 @@ class Classifier(SupervisedWorkload):
     def build_model(self) -> torch.nn.Module:
         with errors_under("model"):
             return self.model.build(self.train.shape, self.train.num_classes)
+
+    def signature(self) -> dict[str, Any]:
+        samples = self.held_out
+        return {"inputs": samples.shape, "classes": samples.class_names, "image": samples.image_input()}
+
+    def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
+        if not signature:
+            return super().saved_model(signature)
+        with errors_under("model"):
+            return self.model.build(tuple(signature["inputs"]), len(signature["classes"]))
 
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
         return self._batches(plan, plan.stream(after_step), device)

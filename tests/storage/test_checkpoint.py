@@ -30,7 +30,7 @@ import runner.storage.checkpoint
 import runner.storage.manifest
 from runner.config.errors import ConfigError
 from runner.storage.checkpoint import Checkpoint, Checkpoints, delete_all
-from runner.storage.manifest import saved_config_text
+from runner.storage.manifest import CONFIG, saved_text
 from runner.storage.run_directory import StorageError
 from runner.storage.saved_config import config_text, parse_config
 
@@ -421,30 +421,30 @@ def test_all_files_have_the_mode_that_the_umask_says(tmp_path: Path, umask: int,
 def test_a_checkpoint_brings_its_config_along(tmp_path: Path) -> None:
     config = {"lr": 0.1, "name": "ü", "none": None}
     path = save_now(Checkpoints(tmp_path, keep=1, config=config_text(config)), checkpoint(1))
-    text = saved_config_text(path)
+    text = saved_text(path, CONFIG)
     assert text == config_text(config)
     assert text is not None
     assert parse_config(text.encode()) == config
     assert is_whole(Checkpoints(tmp_path, keep=1).latest(), 1)
     (path / "state.pt").unlink()
-    assert saved_config_text(path) == text, "the other files do not matter"
+    assert saved_text(path, CONFIG) == text, "the other files do not matter"
     (path / "config.yaml").write_text(text.replace("0.1", "0.2"))
     with pytest.raises(runner.storage.manifest.DamagedError, match=r"config\.yaml"):
-        saved_config_text(path)
+        saved_text(path, CONFIG)
     (path / "config.yaml").unlink()
     with pytest.raises(runner.storage.manifest.DamagedError, match=r"config\.yaml"):
-        saved_config_text(path)
+        saved_text(path, CONFIG)
 
 
 def test_a_config_of_megabytes_is_not_read_from_a_checkpoint(tmp_path: Path) -> None:
     """Its hash is right, but PyYAML would need half a minute."""
     path = save_now(Checkpoints(tmp_path, keep=1, config=config_text({"name": "x" * 1_000_000})), checkpoint(1))
     with pytest.raises(ConfigError, match="1,000,000 bytes"):
-        saved_config_text(path)
+        saved_text(path, CONFIG)
 
 
 def test_an_earlier_checkpoint_has_no_config(two: Checkpoints) -> None:
-    assert saved_config_text(two.root / "step_00000001") is None
+    assert saved_text(two.root / "step_00000001", CONFIG) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -495,7 +495,8 @@ def test_a_checkpoint_holds_plain_names_and_full_tensors(trained: Callable[..., 
         assert moments["exp_avg"].shape == parameter.shape
         assert moments["step"] == 2
     assert {file.name for file in path.iterdir()} == {"model.safetensors", "state.pt", "rank_0.pt", "config.yaml"} | {
-        "manifest.json"
+        "model.json",
+        "manifest.json",
     }
     assert zipfile.is_zipfile(path / "state.pt"), "torch's format, not a bare pickle"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from runner.tools.plot_curves import scalars
 from runner.tracking.event_file import points
+from runner.tracking.scalar_reader import scalars
 
 NAME = "events.out.tfevents.0000000001"
 

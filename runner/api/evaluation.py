@@ -1,0 +1,64 @@
+"""Evaluates a checkpoint as its run did, in the parallel mode of the run or in another one."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from runner.api.composing import compose
+from runner.cli.arguments import override_value
+from runner.config.errors import ConfigError, check
+from runner.parallel.context import Process
+from runner.run import Session, build_run, check_used
+from runner.storage.checkpoint import load
+from runner.storage.manifest import DamagedError, verified_manifest
+from runner.training import initial_state
+
+
+def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> dict[str, float]:
+    """Return the metrics of an evaluation of `checkpoint`, by TensorBoard tag. Nothing is written to its run.
+
+    With the mode, the device and the precision of the run, the metrics equal those of the run's evaluation after this
+    step, to the last bit.
+
+    Args:
+        checkpoint: the path of a checkpoint in a run directory.
+        overrides: changes of the run's config, such as `["parallel=single", "data.root=…"]`.
+
+    Raises:
+        ConfigError: if the checkpoint is damaged, or the config cannot run.
+        RankError: if a process fails.
+    """
+    source = override_value(overrides, "resume")
+    check(source is None, "resume", source, "the checkpoint of the evaluation is already named", "leave it out")
+    try:
+        verified_manifest(checkpoint)
+    except DamagedError as error:
+        raise ConfigError("checkpoint", str(checkpoint), str(error), "evaluate another one of the run") from None
+    run = build_run(dict(compose([f"resume={checkpoint}", *overrides])))
+    check_used(run, overrides)
+    launcher = run.parallel.launcher(run.device)
+    with tempfile.TemporaryDirectory(prefix="runner-evaluate-") as scratch, launcher.connect() as process:
+        session = run.prepare(process)
+        rank_main = partial(_evaluate_rank, run.config, checkpoint)
+        here = partial(_evaluate, session, checkpoint)
+        return launcher.launch(here, rank_main, session.context, Path(scratch))
+
+
+def _evaluate_rank(config: dict[str, Any], checkpoint: Path, process: Process) -> dict[str, float]:
+    """Evaluate `checkpoint` in `process`, which a launcher has started."""
+    return _evaluate(build_run(config).prepare(process), checkpoint)
+
+
+def _evaluate(session: Session, checkpoint: Path) -> dict[str, float]:
+    run = session.run
+    with run.device.settings(session.device, run.deterministic):
+        state = initial_state(session, checkpoint.parent.parent)
+        state.load(load(checkpoint, session.rank))
+        state.model.eval()
+        with state.average.applied():
+            metrics, _ = run.parallel.evaluate(state.model)
+    return {f"eval/{name}": value for name, value in metrics.items()}

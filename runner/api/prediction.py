@@ -1,0 +1,92 @@
+"""The classes that a trained model predicts for image files, which are read as the evaluation of its run reads them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from runner.config.errors import check
+from runner.data.class_folders import EXTENSIONS
+from runner.data.image_input import ImageInput
+from runner.storage.safe_read import walk
+from runner.system.utf8 import printable
+
+_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for one file.
+
+    Args:
+        file: path of the file.
+        label: name of the most probable class; empty if the file could not be read.
+        probability: the probability of this class, from 0 to 1; 0 if the file could not be read.
+        error: the reason why the file could not be read; empty if it could.
+    """
+
+    file: str
+    label: str = ""
+    probability: float = 0.0
+    error: str = ""
+
+
+def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Return the files among `paths`, and the images at any depth in the directories among them, sorted.
+
+    Raises:
+        ConfigError: with the key `FILES`, if a path does not exist, or there is no image in a directory.
+    """
+    found: list[str] = []
+    for path in map(Path, paths):
+        text, suffixes = printable(str(path)), " ".join(EXTENSIONS)
+        check(path.exists(), "FILES", text, "there is no such file or directory", "name images, or a directory of them")
+        if not path.is_dir():
+            found.append(str(path))
+            continue
+        images = [os.path.join(where, name) for where, _, names in walk(path) for name in names if _is_image(name)]
+        check(bool(images), "FILES", text, "there are no images in this directory", f"name one with {suffixes}")
+        found += sorted(images)
+    check(bool(found), "FILES", list(paths), "there is nothing to predict", "name images, or a directory of them")
+    return found
+
+
+def _is_image(name: str) -> bool:
+    return not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS
+
+
+def predict(
+    model: torch.nn.Module, inputs: ImageInput, classes: Sequence[str], files: Sequence[str]
+) -> Iterator[Prediction]:
+    """Yield the prediction for each file, in the order of the files.
+
+    Args:
+        model: a classifier in evaluation mode, on the CPU, that returns logits [n, num_classes].
+        inputs: the transform from a file to an input.
+        classes: the name of each class.
+        files: paths of the files.
+    """
+    for start in range(0, len(files), _BATCH):
+        yield from _predict_batch(model, inputs, classes, files[start : start + _BATCH])
+
+
+def _predict_batch(
+    model: torch.nn.Module, inputs: ImageInput, classes: Sequence[str], files: Sequence[str]
+) -> Iterator[Prediction]:
+    images: dict[str, torch.Tensor] = {}
+    found: dict[str, Prediction] = {}
+    for file in files:
+        try:
+            images[file] = inputs.read(file)
+        except Exception as error:  # decoders may raise anything for a damaged file
+            found[file] = Prediction(file, error=printable(f"{type(error).__name__}: {error}"))
+    if images:
+        with torch.inference_mode():
+            probabilities, best = model(inputs.normalized(torch.stack([*images.values()]))).softmax(1).max(1)
+        for file, label, probability in zip(images, best, probabilities, strict=True):
+            found[file] = Prediction(file, classes[int(label)], float(probability))
+    return (found[file] for file in files)

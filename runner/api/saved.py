@@ -1,0 +1,177 @@
+"""A saved run: its config, its metrics, and its models in plain torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.api.caller import settings_kept
+from runner.api.composing import Config, compose
+from runner.api.evaluation import evaluate_checkpoint
+from runner.api.prediction import Prediction, image_files, predict
+from runner.config.errors import ConfigError, check
+from runner.data.image_input import ImageInput
+from runner.run import build_run
+from runner.storage import checkpoint as stored
+from runner.storage.chosen import chosen_checkpoint
+from runner.storage.manifest import DamagedError
+from runner.storage.run_directory import read_result
+from runner.storage.saved_config import UnreadableConfigError
+from runner.storage.saved_run import checkpoints, saved_config, saved_overrides
+from runner.storage.signature import saved_signature
+from runner.tracking.scalar_reader import scalars
+
+
+def load(directory: str | os.PathLike[str]) -> SavedRun:
+    """Return the run in `directory`, such as `outputs/classifier/2026-01-31_12-00-00-abc123`. It may still be running.
+
+    Raises:
+        ConfigError: if there is no run whose config can be read.
+    """
+    return SavedRun(Path(directory).expanduser())
+
+
+class SavedRun:
+    """The run in a run directory. Nothing is written to it.
+
+    Args:
+        directory: the run directory.
+
+    Raises:
+        ConfigError: if there is no run whose config can be read.
+    """
+
+    def __init__(self, directory: Path):
+        try:
+            values = saved_config(directory).values
+        except UnreadableConfigError as error:
+            why = f"there is no run whose config can be read ({error})"
+            raise ConfigError("directory", str(directory), why, "name a run directory: outputs/NAME/RUN") from None
+        self.directory = directory
+        self.config = Config(values, saved_overrides(directory))
+
+    def __repr__(self) -> str:
+        return f"SavedRun({str(self.directory)!r})"
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The content of `result.json`: status, steps, metrics, best evaluation; empty if the run has not ended."""
+        return read_result(self.directory)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, in increasing order."""
+        return [int(path.name.removeprefix("step_")) for path in checkpoints(self.directory)]
+
+    def checkpoint(self, choice: str | int = "best") -> Path:
+        """Return the path of a checkpoint.
+
+        Args:
+            choice: `best` (by the evaluation), `last`, or a number of steps.
+
+        Raises:
+            ConfigError: if there is no such checkpoint.
+        """
+        return chosen_checkpoint(self.directory, choice)
+
+    def curves(self) -> dict[str, dict[int, float]]:
+        """Return every scalar that TensorBoard shows: the value by step, by tag; without event files, an empty dict."""
+        return scalars(self.directory)
+
+    def metrics(self) -> list[dict[str, float]]:
+        """Return the curves as a table with one row for each step at which anything was logged.
+
+        A row is a dict with the key `step`, and a value for each tag that was logged at that step.
+        """
+        rows: dict[int, dict[str, float]] = {}
+        for tag, values in self.curves().items():
+            for step, value in values.items():
+                rows.setdefault(step, {"step": step})[tag] = value
+        return [rows[step] for step in sorted(rows)]
+
+    def weights(self, choice: str | int = "best") -> dict[str, torch.Tensor]:
+        """Return the tensors of the model by name, on the CPU: those that were evaluated, averaged if the run averages.
+
+        Raises:
+            ConfigError: if there is no such checkpoint, or it is damaged.
+        """
+        path = self.checkpoint(choice)
+        try:
+            checkpoint = stored.load(path)
+        except DamagedError as error:
+            raise ConfigError("checkpoint", choice, str(error), "choose another checkpoint of the run") from None
+        return checkpoint.ema or checkpoint.tensors
+
+    def model(self, choice: str | int = "best") -> torch.nn.Module:
+        """Return the model of a checkpoint as a plain module, on the CPU and in evaluation mode.
+
+        In `precision=64`, its parameters are float64. Of an ensemble, it is the first member.
+
+        Args:
+            choice: as in `checkpoint`.
+
+        Raises:
+            ConfigError: if there is no such checkpoint, it is damaged, or the network cannot be built. The data is
+                needed only for checkpoints of earlier versions, and for workloads without a signature.
+        """
+        path, weights = self.checkpoint(choice), self.weights(choice)
+        initial = ("weights", "reset_head") if (self.config.get("model") or {}).get("weights") is not None else ()
+        without = [f"model.{key}={'null' if key == 'weights' else 'false'}" for key in initial]
+        with settings_kept():
+            run = build_run(dict(compose([f"resume={path}", "parallel=single", "device=cpu", *without])))
+            model = run.precision.convert(run.workload.saved_model(saved_signature(path)))
+            model.load_state_dict(weights)
+        return model.eval()
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes, in the order of the model's outputs; empty if the newest checkpoint has none."""
+        return saved_signature(self.checkpoint("last")).get("classes", [])
+
+    def evaluate(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> dict[str, float]:
+        """Return the metrics of an evaluation of a checkpoint, by TensorBoard tag.
+
+        Without overrides they equal, to the last bit, those that the run had itself after this step.
+
+        Args:
+            choice: as in `checkpoint`.
+            overrides: changes of the run's config, such as `["parallel=single", "data.root=…"]`.
+
+        Raises:
+            ConfigError: if there is no such checkpoint, or the config cannot run.
+            RankError: if a process fails.
+        """
+        with settings_kept():
+            return evaluate_checkpoint(self.checkpoint(choice), overrides)
+
+    def predict(
+        self, files: Sequence[str | os.PathLike[str]] | str | os.PathLike[str], choice: str | int = "best"
+    ) -> list[Prediction]:
+        """Return the predicted class of each image, read as the evaluation of the run reads images.
+
+        Args:
+            files: paths of images, and of directories with images at any depth.
+            choice: as in `checkpoint`.
+
+        Raises:
+            ConfigError: if there are no images, or the run is none of an image classifier.
+        """
+        found = image_files([files] if isinstance(files, str | os.PathLike) else files)
+        inputs, signature = self.image_input(choice), saved_signature(self.checkpoint(choice))
+        return list(predict(self.model(choice), inputs, signature["classes"], found))
+
+    def image_input(self, choice: str | int = "best") -> ImageInput:
+        """Return the transform with which the evaluation of the run makes inputs of images.
+
+        Raises:
+            ConfigError: if there is no such checkpoint, or it has no such transform.
+        """
+        signature = saved_signature(self.checkpoint(choice))
+        why = "its checkpoint does not say how images are read"
+        remedy = "name a run that classifies square images, of this version or a later one"
+        check(signature.get("image") is not None, "directory", str(self.directory), why, remedy)
+        return ImageInput.from_dict(signature["image"])

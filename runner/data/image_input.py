@@ -1,0 +1,54 @@
+"""The transform of an evaluation, from an image file to an input, as plain values that are saved with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runner.data.decode import ImageReader
+
+_GRAY = (0.299, 0.587, 0.114)
+"""The weights of red, green and blue in a gray value (ITU-R BT.601), as in Pillow's mode L."""
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """How the evaluation of a run makes an input of its model from an image.
+
+    Args:
+        shape: (channels, height, width) of an input; 1 channel is gray, 3 are RGB. The height equals the width.
+        mean: mean of each channel, for pixels in [0, 1]; it is subtracted.
+        std: standard deviation of each channel, for pixels in [0, 1]; normalization divides by it.
+        centre: side of the central square that is resized, as a fraction of the image's shorter side.
+    """
+
+    shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    centre: float = 1.0
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> ImageInput:
+        """Return the transform that `dataclasses.asdict` has described, perhaps after a way through JSON."""
+        shape, mean, std = (tuple(values[key]) for key in ("shape", "mean", "std"))
+        return ImageInput(shape, mean, std, values["centre"])
+
+    def read(self, path: str) -> torch.Tensor:
+        """Return the image in the file `path`, without normalization: uint8 of the shape `shape`.
+
+        Raises:
+            Exception: an exception of any type, if the file cannot be read.
+        """
+        image = ImageReader(self.shape[1], "none", 1.0, self.centre)(path, None)
+        if self.shape[0] == 3:
+            return image
+        weights = torch.tensor(_GRAY)[:, None, None]
+        return (image * weights).sum(0, keepdim=True).round().to(torch.uint8)
+
+    def normalized(self, images: torch.Tensor) -> torch.Tensor:
+        """Return inputs of the model, float32 [n, channels, height, width], given images, uint8 of the same shape."""
+        mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
+        return images.to(torch.float32).div_(255).sub_(mean).div_(std)

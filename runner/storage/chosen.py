@@ -1,0 +1,76 @@
+"""The checkpoint of a run that a user means by `best`, `last` or a number of steps. Nothing is renamed or deleted."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from runner.config.errors import ConfigError, check
+from runner.storage.checkpoint import load
+from runner.storage.content_checks import UnexpectedContentError, check_count, check_like
+from runner.storage.manifest import DamagedError, verified_manifest
+from runner.storage.run_directory import step_name
+from runner.storage.saved_run import checkpoints
+
+log = logging.getLogger(__name__)
+
+
+def chosen_checkpoint(run: Path, choice: str | int) -> Path:
+    """Return the path of a checkpoint of the run in the directory `run`.
+
+    Args:
+        run: the run directory.
+        choice: `last` is the newest intact checkpoint, `best` the one with the best evaluation; or a number of steps.
+
+    Raises:
+        ConfigError: with the key `checkpoint`, if there is no such checkpoint.
+    """
+    if choice == "last":
+        return last_checkpoint(run)
+    if choice == "best":
+        return best_checkpoint(run)
+    steps = ", ".join(path.name.removeprefix("step_").lstrip("0") or "0" for path in checkpoints(run))
+    is_step = str(choice).isdecimal() and len(str(choice)) < 20
+    check(is_step, "checkpoint", choice, "it is no number of steps", f"choose best, last, or one of {steps}")
+    path = run / "checkpoints" / step_name(int(choice))
+    check(path.is_dir(), "checkpoint", choice, f"there is no {path.name}", f"choose best, last, or one of {steps}")
+    return path
+
+
+def last_checkpoint(run: Path) -> Path:
+    """Return the path of the newest intact checkpoint of `run`; a warning is logged for each that is damaged.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    found = checkpoints(run)
+    for path in reversed(found):
+        try:
+            verified_manifest(path)
+            return path
+        except DamagedError as error:
+            log.warning("%s; trying the previous checkpoint", error)
+    why = "none of its checkpoints is intact" if found else "it has no checkpoint"
+    raise ConfigError("checkpoint", str(run), why, "let the run save one (keep=1 or more), or name another run")
+
+
+def best_checkpoint(run: Path) -> Path:
+    """Return the path of the checkpoint with the best evaluation, whose step is recorded in the newest checkpoint.
+
+    Raises:
+        ConfigError: if the run has not been evaluated, or that checkpoint does not exist.
+    """
+    newest = last_checkpoint(run)
+    try:
+        checkpoint = load(newest)
+        best: Any = checkpoint.state.get("best")
+        check_like(best, dict, "the best evaluation")
+        if best:
+            check_count(best.get("step"), "the best evaluation, step", most=checkpoint.step)
+    except (DamagedError, UnexpectedContentError) as error:
+        raise ConfigError("checkpoint", str(newest), str(error), "name another checkpoint of the run") from None
+    check(bool(best), "checkpoint", "best", f"{run} has not been evaluated", "take last, the newest one")
+    path = newest.with_name(step_name(best["step"]))
+    check(path.is_dir(), "checkpoint", "best", f"{path} does not exist", "take last, the newest one, or name another")
+    return path

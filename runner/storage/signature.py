@@ -1,0 +1,64 @@
+"""The signature of a checkpoint, `model.json`: the inputs of its model, and the names of the classes."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runner.storage.manifest import SIGNATURE, saved_text, untrusted
+from runner.storage.run_directory import LIMIT_BYTES
+
+
+def signature_text(signature: Mapping[str, Any]) -> str:
+    """Return a signature as JSON; empty if there is nothing in it, or if it is too large, as with a million classes."""
+    text = json.dumps(signature, ensure_ascii=False, indent=2) + "\n" if signature else ""
+    return text if len(text.encode()) <= LIMIT_BYTES else ""
+
+
+def saved_signature(checkpoint: Path) -> dict[str, Any]:
+    """Return the signature in a checkpoint (see `Workload.signature`); empty if there is none in it.
+
+    Raises:
+        DamagedError: if the file is damaged.
+        ConfigError: if it has other content than a run writes.
+    """
+    text = saved_text(checkpoint, SIGNATURE)
+    if text is None:
+        return {}
+    try:
+        signature = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise untrusted(checkpoint, f"{SIGNATURE} cannot be read: {reprlib.repr(error)}") from None
+    if not _is_signature(signature):
+        raise untrusted(checkpoint, f"{SIGNATURE} has other content than a run writes")
+    return signature
+
+
+def _is_signature(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    inputs, classes, image = (value.get(key) for key in ("inputs", "classes", "image"))
+    shaped = isinstance(inputs, list) and all(_is_number(size, 1, 2**16) and type(size) is int for size in inputs)
+    named = isinstance(classes, list) and classes and all(isinstance(name, str) for name in classes)
+    return bool(shaped and named and (image is None or (isinstance(image, dict) and _is_image(image, inputs))))
+
+
+def _is_image(image: dict[str, Any], inputs: Any) -> bool:
+    mean, std = image.get("mean"), image.get("std")
+    if not (isinstance(mean, list) and isinstance(std, list)):
+        return False
+    known = image.keys() == {"shape", "mean", "std", "centre"} and image["shape"] == inputs and len(inputs) == 3
+    if not known or inputs[0] not in (1, 3) or inputs[1] != inputs[2] or not _is_number(image["centre"], 1e-6, 1):
+        return False
+    return (
+        len(mean) == len(std) == inputs[0]
+        and all(_is_number(x, 0, 1) for x in mean)
+        and all(_is_number(x, 1e-9, 1) for x in std)
+    )
+
+
+def _is_number(value: Any, least: float, most: float) -> bool:
+    return type(value) in (int, float) and least <= value <= most

@@ -1,0 +1,124 @@
+"""`python -m runner.tools.predict RUN FILE|DIRECTORY …` prints the class that a run predicts for each image.
+
+Images are read as the evaluation of the run reads them: cropped, resized and normalized in the same way. A file that
+cannot be read is a row with the reason. Neither the data of the run nor its device is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.cli.exit_codes import DONE, report_error
+from runner.config.errors import ConfigError, check, escaped
+from runner.storage.durable_write import write_json, write_text
+
+if TYPE_CHECKING:
+    from runner.api.prediction import Prediction
+    from runner.api.saved import SavedRun
+
+_MOST_IMAGES = 36
+"""The number of images in a grid."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
+    options = _parser().parse_args(arguments)
+    try:
+        for flag in ("csv", "json", "grid"):
+            _check_writable(f"--{flag}", getattr(options, flag))
+        from runner.api.saved import load  # imported here: flags are checked before torch is imported
+
+        run = load(options.run)
+        predictions = run.predict(options.files, options.checkpoint)
+        _write("--csv", options.csv, lambda path: write_text(path, _as_csv(predictions)))
+        _write("--json", options.json, lambda path: write_json(path, [_row(each) for each in predictions]))
+        _write("--grid", options.grid, lambda path: _write_grid(path, run, options.checkpoint, predictions))
+    except Exception as error:
+        return report_error(error)
+    print(_as_table(predictions))
+    return DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python -m runner.tools.predict", description=__doc__, formatter_class=form, allow_abbrev=False
+    )
+    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("files", metavar="FILE|DIRECTORY", nargs="+", help="images, or directories of images")
+    parser.add_argument("--checkpoint", metavar="best|last|STEP", default="best", help="which one (default: best)")
+    parser.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
+    parser.add_argument("--json", metavar="FILE", help="also write the table as JSON")
+    parser.add_argument("--grid", metavar="FILE.png", help=f"also draw the first {_MOST_IMAGES} images")
+    return parser
+
+
+def _check_writable(flag: str, value: str | None) -> None:
+    if value is None:
+        return
+    path = Path(value).expanduser()
+    check(not path.is_dir(), flag, value, "it is a directory", "name a file")
+    check(path.parent.is_dir(), flag, value, "there is no such directory", f"mkdir -p {path.parent}")
+    is_picture = flag != "--grid" or path.suffix.lower() == ".png"
+    check(is_picture, flag, value, "it is drawn as PNG", "name a .png file")
+
+
+def _write(flag: str, value: str | None, write: Callable[[Path], None]) -> None:
+    if value is not None:
+        try:
+            write(Path(value).expanduser())
+        except OSError as error:
+            why = f"it cannot be written: {error.strerror}"
+            raise ConfigError(flag, value, why, "make room, or write it elsewhere") from None
+
+
+def _row(prediction: Prediction) -> dict[Any, Any]:
+    return {
+        "file": prediction.file,
+        "class": prediction.label,
+        "probability": prediction.probability,
+        "error": prediction.error,
+    }
+
+
+def _as_csv(predictions: list[Prediction]) -> str:
+    text = io.StringIO()
+    table = csv.DictWriter(text, ("file", "class", "probability", "error"), lineterminator="\n")
+    table.writeheader()
+    table.writerows(_row(each) for each in predictions)
+    return text.getvalue()
+
+
+def _as_table(predictions: list[Prediction]) -> str:
+    width = max(len(each.label) for each in predictions)
+    return "\n".join(
+        f"{each.label:<{width}}  {each.probability:6.1%}  {escaped(each.file)}"
+        if not each.error
+        else f"{'?':<{width}}          {escaped(each.file)}: {escaped(each.error)}"
+        for each in predictions
+    )
+
+
+def _write_grid(path: Path, run: SavedRun, checkpoint: str, predictions: list[Prediction]) -> None:
+    """Draw the first images that could be read, each with its class and the probability."""
+    import torch
+    from PIL import Image
+
+    from runner.tracking.image_grids import grid
+
+    shown = [each for each in predictions if not each.error][:_MOST_IMAGES]
+    check(bool(shown), "--grid", str(path), "none of the images could be read", "leave it out")
+    inputs = run.image_input(checkpoint)
+    captions = [f"{each.label} {each.probability:.0%}" for each in shown]
+    picture = grid(torch.stack([inputs.read(each.file) for each in shown]), captions)
+    Image.fromarray(picture.permute(1, 2, 0).numpy()).save(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

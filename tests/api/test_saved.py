@@ -1,0 +1,230 @@
+"""A saved run from Python: its model, its metrics and its evaluation are those that the run had, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.compose import FAST, built
+from helpers.events import curves
+from helpers.forged import reseal
+from helpers.runs import write_images
+from PIL import Image
+from safetensors.torch import load_file
+
+import runner
+from runner.data.image_input import ImageInput
+from runner.parallel.launch import processes
+from runner.system.forkserver import start_server
+
+SHORT = ("steps=12", "eval_every=4", "save_every=4", "keep=9", "optimizer.lr=0.2", "log_every=4")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_server() -> None:
+    """One fork server for all tests: `train` and `evaluate` stop only those that they have started."""
+    start_server(*processes.PRELOADED)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def trained(*overrides: str) -> runner.SavedRun:
+    result = runner.train([*FAST, *SHORT, *overrides])
+    assert result.directory is not None
+    return runner.load(result.directory)
+
+
+def test_a_saved_run_has_its_config_its_result_and_its_checkpoints() -> None:
+    run = trained("seed=5")
+    assert dict(run.config) == dict(runner.compose([*FAST, *SHORT, "seed=5"]))
+    assert run.config.overrides == (*FAST, *SHORT, "seed=5")
+    assert run.result == json.loads((run.directory / "result.json").read_text())
+    assert run.steps == [4, 8, 12]
+    assert run.checkpoint("last").name == run.checkpoint(12).name == "step_00000012"
+    assert run.checkpoint("best").name == f"step_{run.result['best']['step']:08d}"
+
+
+def test_curves_and_the_table_are_what_tensorboard_shows() -> None:
+    run = trained()
+    shown = curves(run.directory)
+    assert {tag: list(values.items()) for tag, values in run.curves().items()} == shown
+    table = run.metrics()
+    assert [row["step"] for row in table] == [4, 8, 12]
+    assert table[-1] == {"step": 12} | {tag: points[-1][1] for tag, points in shown.items()}
+
+
+def test_the_model_is_plain_and_has_the_weights_of_the_checkpoint() -> None:
+    run = trained()
+    state = torch.get_rng_state()
+    model = run.model(8)
+    assert torch.equal(state, torch.get_rng_state())
+    assert not model.training
+    wanted = load_file(run.checkpoint(8) / "model.safetensors")
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_model_needs_neither_the_data_nor_the_initial_weights(tmp_path: Path) -> None:
+    write_images(tmp_path / "photos")
+    torch.save(built(*FAST).workload.model.network((3, 8, 8), 2).state_dict(), "initial.pt")
+    options = ("data=imagefolder", "data.root=photos", "data.size=8", "data.workers=0", "batch_size=8")
+    run = trained(*options, "model.weights=initial.pt")
+    shutil.rmtree("photos")
+    Path("initial.pt").unlink()
+    assert run.classes == ["cat", "dog"]
+    assert run.model()(torch.zeros(2, 3, 8, 8)).shape == (2, 2)
+
+
+def test_an_average_of_the_weights_is_the_model_that_was_evaluated() -> None:
+    run = trained("ema.decay=0.9")
+    wanted = load_file(run.checkpoint("last") / "ema.safetensors")
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in run.model("last").state_dict().items())
+    assert run.evaluate("last") == evaluation(run, 12)
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_classes_but_a_model() -> None:
+    run = trained()
+    wanted = run.model("last").state_dict()
+    for step in run.steps:
+        (run.checkpoint(step) / "model.json").unlink()
+        reseal(run.checkpoint(step))
+    assert run.classes == []
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in run.model("last").state_dict().items())
+    with pytest.raises(runner.ConfigError, match="does not say how images are read"):
+        run.image_input()
+
+
+def evaluation(run: runner.SavedRun, step: int) -> dict[str, float]:
+    """The metrics of the evaluation after `step`, in all digits: the log rounds, and TensorBoard keeps 32 bits."""
+    if step == run.result["steps"]:
+        return {tag: value for tag, value in run.result["metrics"].items() if tag.startswith("eval/")}
+    state = torch.load(run.checkpoint(step) / "state.pt", weights_only=True)
+    return {tag: value for tag, value in state["metrics"].items() if tag.startswith("eval/")}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["parallel=ddp", "parallel=fsdp", "parallel=ensemble", "precision=bf16"],
+)
+def test_an_evaluation_equals_that_of_the_run_to_the_last_bit(mode: str) -> None:
+    run = trained(mode)
+    before = {path: path.stat().st_mtime_ns for path in run.directory.rglob("*")}
+    assert run.evaluate("last") == evaluation(run, 12)
+    assert {path: path.stat().st_mtime_ns for path in run.directory.rglob("*")} == before
+
+
+def test_an_earlier_checkpoint_is_evaluated_in_another_mode_and_on_other_data() -> None:
+    run = trained()
+    assert run.evaluate(4) == evaluation(run, 4)
+    assert run.evaluate(4) != evaluation(run, 8)
+    assert run.evaluate(4, ["parallel=ddp"]) == pytest.approx(evaluation(run, 4), rel=1e-6)
+    assert run.evaluate(4, ["data.holdout=0.5"])["eval/loss"] != evaluation(run, 4)["eval/loss"]
+
+
+def test_an_agent_is_evaluated_as_it_was() -> None:
+    options = ["workload=dqn", "workload.env_steps=600", "workload.warm_up=100", "device=cpu", "device.threads=1"]
+    result = runner.train([*options, "model.hidden=[8]", "batch_size=16", "workload.eval_episodes=2"])
+    assert result.directory is not None
+    assert runner.load(result.directory).evaluate("last") == result.evaluation
+
+
+@pytest.mark.parametrize(
+    ("choice", "overrides", "key"),
+    [
+        (5, [], "checkpoint"),
+        ("newest", [], "checkpoint"),
+        ("last", ["resume=auto"], "resume"),
+        ("last", ["env=acrobot"], "env"),
+        ("last", ["optimizer.lrr=1"], "optimizer.lrr"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_an_error(choice: str | int, overrides: list[str], key: str) -> None:
+    run = trained()
+    with pytest.raises(runner.ConfigError) as error:
+        run.evaluate(choice, overrides)
+    assert error.value.key == key
+
+
+def test_a_damaged_checkpoint_is_an_error_and_the_one_before_is_the_last() -> None:
+    run = trained()
+    file = run.checkpoint(12) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    for use in (run.evaluate, run.model):
+        with pytest.raises(runner.ConfigError, match="damaged"):
+            use(12)
+    assert run.checkpoint("last").name == "step_00000008"
+
+
+def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(runner.ConfigError) as error:
+        runner.load(tmp_path)
+    assert error.value.key == "directory"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Predictions
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> runner.SavedRun:
+    """A run on images of 12×16 pixels in two classes."""
+    write_images(tmp_path / "photos")
+    options = ("data.root=photos", "data.size=8", "data.centre=0.75", "data.workers=0", "batch_size=8")
+    return trained("data=imagefolder", *options)
+
+
+def test_predictions_are_those_of_the_evaluation(photos: runner.SavedRun) -> None:
+    """The probabilities equal those of the network for the inputs of the evaluation, bit for bit."""
+    workload = built("data=imagefolder", *photos.config.overrides).workload
+    workload.prepare()
+    [batch] = workload.held_out.in_order(99, (0, 1), torch.device("cpu"))
+    with torch.inference_mode():
+        wanted, labels = photos.model()(batch.inputs).softmax(1).max(1)
+    found = photos.predict(workload.held_out.paths)
+    assert [each.file for each in found] == workload.held_out.paths
+    assert [each.probability for each in found] == wanted.tolist()
+    assert [each.label for each in found] == [photos.classes[label] for label in labels]
+    assert photos.predict("photos/val") == photos.predict([Path("photos/val/cat"), "photos/val/dog"])
+
+
+def test_a_file_that_cannot_be_read_is_a_row_with_the_reason(photos: runner.SavedRun) -> None:
+    Path("photos/val/broken.png").write_text("no image")
+    Path("photos/val/notes.txt").write_text("ignored in a directory")
+    broken, *others = photos.predict("photos/val")
+    assert (broken.file, broken.label, broken.probability) == ("photos/val/broken.png", "", 0.0)
+    assert "it is not an image" in broken.error
+    assert len(others) == 8
+    assert not any(each.error for each in others)
+    assert photos.predict(["photos/val/broken.png"]) == [broken]
+
+
+def test_gray_images_are_read_for_a_model_of_gray_inputs() -> None:
+    run = trained("data.size=8")
+    pixels = torch.arange(64, dtype=torch.uint8).view(8, 8) * 4
+    Image.fromarray(pixels.numpy()).save("gray.png")
+    Image.fromarray(pixels[:, :, None].expand(8, 8, 3).contiguous().numpy()).save("rgb.png")
+    inputs = run.image_input()
+    assert torch.equal(inputs.read("gray.png"), pixels[None])
+    assert torch.equal(inputs.read("rgb.png"), pixels[None])
+    one, other = run.predict(["gray.png", "rgb.png"])
+    assert one.probability == other.probability
+
+
+@pytest.mark.parametrize("files", [[], ["nowhere.png"], ["empty"]])
+def test_nothing_to_predict_is_an_error(files: list[str]) -> None:
+    Path("empty").mkdir()
+    run = trained()
+    with pytest.raises(runner.ConfigError) as error:
+        run.predict(files)
+    assert error.value.key == "FILES"
+
+
+def test_white_is_normalized_with_the_mean_and_the_standard_deviation() -> None:
+    values = {"shape": [3, 8, 8], "mean": [0.5] * 3, "std": [0.25] * 3, "centre": 1.0}
+    inputs = ImageInput.from_dict(values)
+    assert inputs.normalized(torch.full((1, 3, 8, 8), 255, dtype=torch.uint8)).unique().tolist() == [2.0]

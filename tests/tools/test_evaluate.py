@@ -1,0 +1,71 @@
+"""`runner.tools.evaluate`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.compose import FAST
+
+import runner
+from runner.tools import evaluate
+
+
+@pytest.fixture
+def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner.Result:
+    monkeypatch.chdir(tmp_path)
+    return runner.train([*FAST, "steps=4", "save_every=2", "eval_every=2", "keep=2", "optimizer.lr=0.2"])
+
+
+def test_the_json_has_the_metrics_of_the_run(result: runner.Result, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main([str(result.directory), "--checkpoint", "last", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["metrics"] == result.evaluation
+    assert (told["step"], Path(told["checkpoint"]).name) == (4, "step_00000004")
+
+
+def test_the_best_checkpoint_is_the_default_and_overrides_are_applied(
+    result: runner.Result, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate.main([str(result.directory), "data.holdout=0.5", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["step"] == result.best["step"]
+    assert told["metrics"].keys() == result.evaluation.keys()
+    assert told["metrics"] != result.evaluation
+
+
+def test_the_text_names_the_checkpoint_and_each_metric(
+    result: runner.Result, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate.main([str(result.directory), "--checkpoint=4"]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.endswith("/checkpoints/step_00000004")
+    assert [line.split() for line in others] == [[tag, f"{value:.6g}"] for tag, value in result.evaluation.items()]
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--checkpoint", "3"], "checkpoint"),
+        (["optimizer.lrr=1"], "optimizer.lrr"),
+        (["parallel.processes"], "parallel.processes"),
+        (["--jsn"], "--jsn"),
+    ],
+)
+def test_mistakes_are_refused_with_the_key(
+    result: runner.Result, capsys: pytest.CaptureFixture[str], words: list[str], key: str
+) -> None:
+    assert evaluate.main([str(result.directory), *words]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert f"\n{key}:" in f"\n{told.err}"
+
+
+def test_a_crash_is_told_apart_from_a_refusal(result: runner.Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: object) -> Callable[..., object]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("runner.api.saved.evaluate_checkpoint", crash)
+    assert evaluate.main([str(result.directory)]) == 1

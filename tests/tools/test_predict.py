@@ -1,0 +1,70 @@
+"""`runner.tools.predict`: a table, CSV, JSON and a picture of the predictions, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from helpers.compose import FAST
+from helpers.runs import write_images
+from PIL import Image
+
+import runner
+from runner.tools import predict
+
+Told = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner.SavedRun:
+    """A run on two classes of images, and a file `photos/val/broken.png` that is no image."""
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "photos")
+    data = ("data=imagefolder", "data.root=photos", "data.size=8", "data.workers=0")
+    result = runner.train([*FAST, *data, "batch_size=8", "steps=4"])
+    Path("photos/val/broken.png").write_text("no image")
+    assert result.directory is not None
+    return runner.load(result.directory)
+
+
+def test_the_files_and_the_table_have_every_prediction(run: runner.SavedRun, capsys: Told) -> None:
+    flags = ["--csv", "p.csv", "--json", "p.json", "--grid", "p.png"]
+    assert predict.main([str(run.directory), "photos/val", *flags]) == 0
+    wanted = run.predict("photos/val")
+    rows = json.loads(Path("p.json").read_text())
+    assert [tuple(row.values()) for row in rows] == [(e.file, e.label, e.probability, e.error) for e in wanted]
+    with Path("p.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [{**row, "probability": float(row["probability"])} for row in table] == rows
+    broken, *lines = capsys.readouterr().out.splitlines()
+    assert broken.split(None, 1)[1].startswith("photos/val/broken.png: ValueError: it is not an image")
+    assert [line.split() for line in lines] == [[e.label, f"{e.probability:.1%}", e.file] for e in wanted[1:]]
+    with Image.open("p.png") as picture:
+        assert picture.format == "PNG"
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["empty"], "FILES"),
+        (["nowhere.png"], "FILES"),
+        (["photos/val", "--checkpoint", "3"], "checkpoint"),
+        (["photos/val", "--csv", "empty"], "--csv"),
+        (["photos/val", "--json", "nowhere/p.json"], "--json"),
+        (["photos/val", "--grid", "p.gif"], "--grid"),
+        (["photos/val/broken.png", "--grid", "p.png"], "--grid"),
+    ],
+)
+def test_mistakes_are_refused_with_the_key(run: runner.SavedRun, capsys: Told, words: list[str], key: str) -> None:
+    Path("empty").mkdir()
+    assert predict.main([str(run.directory), *words]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert f"\n{key}: " in f"\n{told.err}"
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: Told) -> None:
+    assert predict.main([str(tmp_path), str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("directory: ")
