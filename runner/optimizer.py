@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -226,3 +227,145 @@ class AdamW(Adam):
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
         own = self._torch_groups(model, groups)
         return torch.optim.AdamW(own, **self._shared(), betas=(self.beta1, self.beta2), eps=self.eps)
+
+
+@dataclass
+class NAdam(Adam):
+    """Adam with Nesterov momentum (Dozat, 2016; `torch.optim.NAdam`).
+
+    torch has no fused kernel for it: with `fused`, each operation is one kernel for many parameters (`foreach`).
+
+    Args:
+        momentum_decay: how fast the momentum rises to `beta1` at the beginning of the run.
+        decoupled_weight_decay: whether weight decay is decoupled, as in adamw, instead of an L2 penalty.
+    """
+
+    momentum_decay: float = 0.004
+    decoupled_weight_decay: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "momentum_decay", least=0, most=1)
+
+    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
+        return torch.optim.NAdam(
+            self._torch_groups(model, groups),
+            lr=self.lr,
+            betas=(self.beta1, self.beta2),
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            momentum_decay=self.momentum_decay,
+            decoupled_weight_decay=self.decoupled_weight_decay,
+            foreach=self.fused,
+        )
+
+
+@dataclass
+class RMSprop(Optimizer):
+    """RMSprop (Tieleman and Hinton, 2012; `torch.optim.RMSprop`), by default without momentum.
+
+    torch has no fused kernel for it: with `fused`, each operation is one kernel for many parameters (`foreach`).
+
+    Args:
+        alpha: decay rate of the running average of the squared gradient.
+        eps: term added to the denominator for numerical stability.
+        momentum: momentum factor.
+        centered: whether gradients are divided by an estimate of their standard deviation, instead of their size.
+    """
+
+    alpha: float = 0.99
+    eps: float = 1e-8
+    momentum: float = 0.0
+    centered: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "alpha", least=0, below=1)
+        check_range(self, "eps", above=0, most=1)
+        check_range(self, "momentum", least=0, most=1)
+
+    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(
+            self._torch_groups(model, groups),
+            lr=self.lr,
+            alpha=self.alpha,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            centered=self.centered,
+            foreach=self.fused,
+        )
+
+
+@dataclass
+class Muon(AdamW):
+    """Muon (Jordan et al., 2024; `torch.optim.Muon`) for matrices, and AdamW for all other parameters.
+
+    Matrices are parameters with two dimensions: the weights of linear layers, but not those of convolutions. Updates of
+    matrices are scaled to the size of AdamW's (Liu et al., Muon is Scalable for LLM Training, 2025), so that both have
+    one learning rate and weight decay. Matrices are orthogonalized in bfloat16: where modes differ in the last bit of a
+    gradient, the update may differ in the eighth. `fused` applies to AdamW.
+
+    Args:
+        momentum: momentum factor of matrices.
+        nesterov: whether matrices have Nesterov momentum.
+        ns_steps: number of Newton-Schulz iterations of an orthogonalization.
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "momentum", least=0, below=1)
+        check_range(self, "ns_steps", least=1, most=99)
+
+    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
+        sharded = any(map(_is_dtensor, model.parameters()))
+        why = "it orthogonalizes whole matrices, and parallel=fsdp shards them"
+        check(not sharded, "optimizer", "Muon", why, "parallel=ddp, or optimizer=adamw")
+        matrices: list[dict[str, Any]] = []
+        others: list[dict[str, Any]] = []
+        for group in self._torch_groups(model, groups):
+            for chosen, is_matrix in ((matrices, True), (others, False)):
+                own = [parameter for parameter in group["params"] if (parameter.dim() == 2) == is_matrix]
+                chosen.append(group | {"params": own})
+        muon = torch.optim.Muon(
+            matrices,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            ns_steps=self.ns_steps,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        adamw = torch.optim.AdamW(others, **self._shared(), betas=(self.beta1, self.beta2), eps=self.eps)
+        return _joined_class()(muon, adamw)
+
+
+@functools.cache
+def _joined_class() -> Any:
+    """Return the class of an optimizer that is made of two; it is defined here, as torch is imported late."""
+
+    class Joined(torch.optim.Optimizer):
+        """Two optimizers of different parameters, with one list of groups and one state."""
+
+        def __init__(self, *parts: torch.optim.Optimizer):
+            for number, part in enumerate(parts):
+                for group in part.param_groups:
+                    group["part"] = number
+            super().__init__([group for part in parts for group in part.param_groups], {})
+            self._parts = parts
+
+        def __getstate__(self) -> dict[str, Any]:
+            return super().__getstate__() | {"_parts": self._parts}  # for copies
+
+        def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            for number, part in enumerate(self._parts):
+                # In every step, because loading a state replaces them.
+                part.state = self.state
+                part.param_groups = [group for group in self.param_groups if group["part"] == number]
+                part.step()
+
+    return Joined

@@ -13,7 +13,8 @@ from helpers.compose import option_node
 
 from runner.config.errors import ConfigError
 from runner.config.schema import build, option_fields
-from runner.optimizer import SGD, Adam, AdamW, Optimizer, trainable
+from runner.optimizer import SGD, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop, learning_rates, trainable
+from runner.parallel import full_state
 
 CASES: list[tuple[Optimizer, Callable[[Iterable], torch.optim.Optimizer]]] = [
     (SGD(lr=0.1), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
@@ -32,7 +33,35 @@ CASES: list[tuple[Optimizer, Callable[[Iterable], torch.optim.Optimizer]]] = [
         AdamW(lr=0.01, beta1=0.8, beta2=0.95, eps=1e-4, weight_decay=0.1),
         lambda p: torch.optim.AdamW(p, 0.01, (0.8, 0.95), 1e-4, 0.1),
     ),
+    (NAdam(lr=0.01), lambda p: torch.optim.NAdam(p, 0.01)),
+    (
+        NAdam(lr=0.01, beta1=0.8, eps=1e-4, weight_decay=0.1, momentum_decay=0.1, decoupled_weight_decay=True),
+        lambda p: torch.optim.NAdam(p, 0.01, (0.8, 0.999), 1e-4, 0.1, 0.1, True),
+    ),
+    (RMSprop(lr=0.01), lambda p: torch.optim.RMSprop(p, 0.01)),
+    (
+        RMSprop(lr=0.01, alpha=0.9, eps=1e-4, weight_decay=0.1, momentum=0.5, centered=True),
+        lambda p: torch.optim.RMSprop(p, 0.01, 0.9, 1e-4, 0.1, 0.5, True),
+    ),
+    (Muon(lr=0.01, weight_decay=0.1, momentum=0.8, nesterov=False, ns_steps=4), lambda p: TwoOptimizers(list(p))),
 ]
+
+
+class TwoOptimizers:
+    """Muon for matrices and AdamW for vectors, side by side."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        matrices, vectors = ([p for p in parameters if p.dim() == number] for number in (2, 1))
+        self.muon = torch.optim.Muon(matrices, 0.01, 0.1, 0.8, False, ns_steps=4, adjust_lr_fn="match_rms_adamw")
+        self.adamw = torch.optim.AdamW(vectors, 0.01, weight_decay=0.1)
+
+    def step(self) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+    def zero_grad(self) -> None:
+        self.muon.zero_grad()
+        self.adamw.zero_grad()
 
 
 def network() -> torch.nn.Module:
@@ -41,12 +70,15 @@ def network() -> torch.nn.Module:
 
 
 def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 6) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(num_steps):
-        model(torch.randn(8, 5, generator=generator)).square().mean().backward()
+    steps(model, optimizer, torch.randn(num_steps, 8, 5, generator=torch.Generator().manual_seed(1)))
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: torch.Tensor) -> None:
+    for batch in batches:
+        model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [parameter.detach() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -62,6 +94,19 @@ def test_fused_is_passed_on() -> None:
     for kind in (SGD, Adam, AdamW):
         for fused in (True, False):
             assert kind(lr=0.1, fused=fused).build(network()).param_groups[0]["fused"] is fused
+
+
+@pytest.mark.parametrize("ours", [ours for ours, _ in CASES], ids=repr)
+def test_a_loaded_state_goes_on_bitwise(ours: Optimizer) -> None:
+    whole, first, then = network(), network(), network()
+    wanted = trained(whole, ours.build(whole), 6)
+    optimizer = ours.build(first)
+    inputs = torch.randn(6, 8, 5, generator=torch.Generator().manual_seed(1))
+    steps(first, optimizer, inputs[:3])
+    resumed = ours.build(then)
+    full_state.load(then, resumed, *full_state.collect(first, optimizer, keep=True))
+    steps(then, resumed, inputs[3:])
+    assert all(torch.equal(a, b) for a, b in zip(then.parameters(), wanted, strict=True))
 
 
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
@@ -80,10 +125,70 @@ def test_frozen_parameters_are_not_trained(kind: type[Optimizer]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Groups of parameters
+
+
+def groups_of(**options: Any) -> list[tuple[str, float, float, list[str]]]:
+    return [tuple(group) for group in SGD(lr=0.1, weight_decay=0.5, **options).parameter_groups(network())]
+
+
+def test_without_options_there_is_one_group() -> None:
+    assert groups_of() == [("", 0.1, 0.5, ["0.weight", "0.bias", "2.weight", "2.bias"])]
+    assert learning_rates(SGD(lr=0.1).build(network())) == {"lr": 0.1}
+
+
+def test_a_parameter_belongs_to_the_first_pattern_that_matches_it() -> None:
+    found = groups_of(groups={"*.bias": {"weight_decay": 0.0}, "2": {"lr": 0.3}, "0.*": {"lr": 0.2}})
+    assert found == [
+        ("", 0.1, 0.5, []),
+        ("0.*", 0.2, 0.5, ["0.weight"]),
+        ("", 0.1, 0.0, ["0.bias", "2.bias"]),
+        ("2", 0.3, 0.5, ["2.weight"]),
+    ]
+    optimizer = SGD(lr=0.1, groups={"2": {"lr": 0.3}}).build(network())
+    assert learning_rates(optimizer) == {"lr": 0.1, "lr/2": 0.3}
+
+
+def test_norms_and_biases_need_not_decay_unless_a_pattern_says_so() -> None:
+    assert groups_of(decay_norms=False, groups={"2.bias": {"weight_decay": 0.25}}) == [
+        ("", 0.1, 0.5, ["0.weight", "2.weight"]),
+        ("", 0.1, 0.0, ["0.bias"]),
+        ("", 0.1, 0.25, ["2.bias"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "got"),
+    [
+        ({"groups": {"3": {"lr": 0.1}}}, "optimizer.groups", "3"),
+        ({"groups": {"*": {"lr": 0.1}, "2": {"lr": 0.2}}}, "optimizer.groups", "2"),
+        ({"layer_decay": 0.5}, "optimizer.layer_decay", 0.5),
+    ],
+)
+def test_groups_that_no_parameter_can_be_in_are_refused(options: dict[str, Any], key: str, got: object) -> None:
+    """The network has no blocks."""
+    with pytest.raises(ConfigError) as refused:
+        groups_of(**options)
+    assert (refused.value.key, refused.value.got) == (key, got)
+
+
+def test_a_part_of_a_model_has_the_groups_of_the_whole() -> None:
+    """As a stage of a pipeline does; a group may be empty there."""
+    model, options = network(), SGD(lr=0.1, groups={"0": {"lr": 0.3}})
+    groups = options.parameter_groups(model)
+    model.get_submodule("0").weight = model.get_submodule("0").bias = None
+    optimizer = options.build(model, groups)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 0]
+    assert learning_rates(optimizer) == {"lr": 0.1, "lr/0": 0.3}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Options
 
+OPTIONS = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "nadam": NAdam, "rmsprop": RMSprop, "muon": Muon}
 
-@pytest.mark.parametrize(("name", "kind"), [("sgd", SGD), ("adam", Adam), ("adamw", AdamW)])
+
+@pytest.mark.parametrize(("name", "kind"), OPTIONS.items())
 def test_the_option_lists_all_fields(name: str, kind: type) -> None:
     node = option_node("optimizer", name)
     optimizer = build(node, Optimizer, "optimizer")
@@ -104,6 +209,15 @@ def test_the_option_lists_all_fields(name: str, kind: type) -> None:
         (Adam, {"lr": 0.1, "beta1": 1.0}, "beta1"), (Adam, {"lr": 0.1, "beta2": -0.1}, "beta2"),
         (Adam, {"lr": 0.1, "eps": 0.0}, "eps"), (AdamW, {"lr": math.nan}, "lr"),
         (AdamW, {"lr": 0.1, "beta2": 1.0}, "beta2"),
+        (NAdam, {"lr": 0.1, "momentum_decay": -1.0}, "momentum_decay"),
+        (RMSprop, {"lr": 0.1, "alpha": 1.0}, "alpha"), (RMSprop, {"lr": 0.1, "momentum": 2.0}, "momentum"),
+        (Muon, {"lr": 0.1, "momentum": 1.0}, "momentum"), (Muon, {"lr": 0.1, "ns_steps": 0}, "ns_steps"),
+        (SGD, {"lr": 0.1, "layer_decay": 0.0}, "layer_decay"), (SGD, {"lr": 0.1, "layer_decay": 1.5}, "layer_decay"),
+        (SGD, {"lr": 0.1, "groups": {"head": 0.1}}, "groups.head"), (SGD, {"lr": 0.1, "groups": {"a": {}}}, "groups.a"),
+        (SGD, {"lr": 0.1, "groups": {"a": {"lrr": 1}}}, "groups.a.lrr"),
+        (SGD, {"lr": 0.1, "groups": {"a": {"lr": 0}}}, "groups.a.lr"),
+        (SGD, {"lr": 0.1, "groups": {"a": {"lr": "high"}}}, "groups.a.lr"),
+        (SGD, {"lr": 0.1, "groups": {"a": {"weight_decay": -1.0}}}, "groups.a.weight_decay"),
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused_by_key(kind: type, options: dict[str, Any], key: str) -> None:

@@ -197,7 +197,7 @@ def test_sums_that_were_not_logged_yet_resume_on_one_rank_alone(
     assert "rank 0 saved nothing" not in caplog.text
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "nadam", "rmsprop", "muon"])
 def test_optimizer_state_gets_the_memory_format_of_its_parameters(optimizer: str) -> None:
     """torch's fused kernels on the CPU pair the numbers of two layouts wrongly, without a word."""
     run = built(*FAST, f"optimizer={optimizer}")

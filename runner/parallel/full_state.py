@@ -75,13 +75,15 @@ def load_optimizer(
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
-    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = {name: number for number, name in enumerate(order)}
-    expected = _state_of_a_step(optimizer)
-    check_like(optimizer_state, {name: dict for name in order if name in optimizer_state}, "the optimizer")
+    expected = {}  # in the order of the optimizer, in which its own state is numbered
+    for group in optimizer.param_groups:
+        form = _state_of_a_step(optimizer, group)
+        expected |= {names[id(parameter)]: form for parameter in group["params"]}
+    numbers = {name: number for number, name in enumerate(expected)}
+    check_like(optimizer_state, {name: dict for name in numbers if name in optimizer_state}, "the optimizer")
     packed = optimizer.state_dict()
     for name, state in optimizer_state.items():
-        like = {key: parameters[name] if spec is None else spec for key, spec in expected.items()}
+        like = {key: parameters[name] if spec is None else spec for key, spec in expected[name].items()}
         if like:  # the optimizer of the checkpoint may have had momentum when this one has none
             check_like(state, like, f"the optimizer, {name}")
             _check_step(name, state)
@@ -89,8 +91,8 @@ def load_optimizer(
     optimizer.load_state_dict(packed)
 
 
-def _state_of_a_step(optimizer: torch.optim.Optimizer) -> dict[str, TensorSpec | type | None]:
-    """Return the form of the state that `optimizer` keeps for each parameter after a step, by key.
+def _state_of_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, TensorSpec | type | None]:
+    """Return the form of the state that `optimizer` keeps for each parameter of `group` after a step, by key.
 
     A form is None for a tensor shaped like the parameter, a spec for any other tensor, or the type of any other value.
     torch does not document the forms, so a copy of the optimizer makes a step with a test parameter.
@@ -99,7 +101,7 @@ def _state_of_a_step(optimizer: torch.optim.Optimizer) -> dict[str, TensorSpec |
     parameter.grad = torch.zeros(_PROBE)
     copied = copy.copy(optimizer)
     copied.state = defaultdict(dict)
-    copied.param_groups = [{**optimizer.param_groups[0], "params": [parameter]}]
+    copied.param_groups = [{**group, "params": [parameter]}]
     copied.step()
     return {key: _form(value) for key, value in copied.state[parameter].items()}
 
