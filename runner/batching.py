@@ -25,12 +25,24 @@ class Accumulation:
 
     The accumulated gradient equals the gradient of the undivided share up to rounding, except with batch normalization,
     which uses the statistics of each micro-batch.
+
+    Args:
+        steps: number of micro-batches, or `auto` for as few as fit into memory, which is replaced by the number before
+            the run begins.
     """
 
-    steps: int = 1
+    steps: int | str = 1
 
     def __post_init__(self) -> None:
-        check_range(self, "steps", least=1)
+        known = self.steps == "auto" or isinstance(self.steps, int)
+        check(known, "steps", self.steps, "it is neither auto nor a whole number", "accumulation=4")
+        if isinstance(self.steps, int):
+            check_range(self, "steps", least=1)
+
+    @property
+    def count(self) -> int:
+        """The number of micro-batches; 1 if `steps` is `auto`, and the number has not been chosen."""
+        return self.steps if isinstance(self.steps, int) else 1
 
 
 class MicroBatch(NamedTuple):

@@ -113,7 +113,7 @@ class Run:
         lengths = (self.steps, self.epochs, self.workload.num_steps(self.batch_size))
         known = any(length is not None for length in lengths)
         check(known, "steps", None, "neither steps nor epochs says how long to train", "set epochs=10 or steps=1000")
-        Plan(self.batch_size, self.accumulation.steps)  # raises ConfigError if the batch is not divisible
+        Plan(self.batch_size, self.accumulation.count)  # raises ConfigError if the batch is not divisible
 
     def prepare(self, process: Process) -> Session:
         """Load the data, run the checks that need the device or the data, and return the session for `process`.
@@ -153,7 +153,7 @@ class Run:
         layout = self.parallel.layout(process.rank_info)
         plan = Plan(
             self.batch_size,
-            self.accumulation.steps,
+            self.accumulation.count,
             layout.data_shard,
             layout.step_shard,
             self.seed + layout.seed_offset,

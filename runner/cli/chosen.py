@@ -1,9 +1,10 @@
-"""`how=auto`: a run is trained in the way that was measured to be the fastest on this machine."""
+"""Options that are chosen before a run begins: `accumulation=auto` by memory, `how=auto` by speed."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from runner.config.errors import ConfigError, check
 from runner.parallel.launch.cluster import external_world_size
 from runner.planning.choice import measured_choice
 from runner.planning.choice_cache import Choice, ChoiceCache, today
+from runner.planning.micro_batches import fitting_accumulation
 from runner.planning.trial import TrialError
 from runner.run import Run, Session, build_run
 from runner.storage.saved_config import UnreadableConfigError
@@ -27,23 +29,60 @@ _SHARE, _LEAST_BUDGET, _MOST_BUDGET = 0.05, 60.0, 600.0
 """The part of a run's time that measuring may take, and the fewest and the most seconds."""
 
 
-def with_choice(job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None = None) -> Job:
+Compose = Callable[[Sequence[str]], Job]
+
+
+def with_choices(job: Job, compose: Compose, directory: Path | None = None) -> Job:
+    """Return `job` with the number of micro-batches and the way to train that are chosen for it on this machine.
+
+    What is chosen becomes part of the config, so that a resumed run is trained as before.
+
+    Args:
+        job: the composed config, and the overrides from which it was composed.
+        compose: function that composes the config from its overrides.
+        directory: the run directory if the run is a job of a sweep. If the run has begun, its choices are kept.
+
+    Raises:
+        ConfigError: if the config is refused.
+    """
+    if job.config["accumulation"].get("steps") == "auto":
+        job = with_fitting_accumulation(job, compose, directory)
+    if job.config.get("how") == "auto":
+        job = with_choice(job, compose, directory)
+    return job
+
+
+def with_fitting_accumulation(job: Job, compose: Compose, directory: Path | None = None) -> Job:
+    """Return `job`, whose config has `accumulation=auto`, with as few micro-batches as fit into memory.
+
+    The arguments and the errors are those of `with_choices`.
+    """
+    _check_started_here("accumulation")
+    typed = [text for text in job.overrides if text.lstrip("+").partition("=")[0] != "accumulation"]
+
+    def words(count: int) -> list[str]:
+        return [*typed, "accumulation=1", f"accumulation.steps={count}"]
+
+    begun = _saved(directory).get("accumulation")
+    count = begun.get("steps") if isinstance(begun, dict) else None
+    if not isinstance(count, int):
+        report = partial(_say, "accumulation")
+        try:
+            count = fitting_accumulation(lambda each: build_run(compose(words(each)).config), report)
+        except TrialError as error:
+            raise ConfigError("accumulation", "auto", error.why, "accumulation=1 shows the error in full") from None
+    return compose(words(count))
+
+
+def with_choice(job: Job, compose: Compose, directory: Path | None = None) -> Job:
     """Return `job`, whose config has `how=auto`, with the overrides that were chosen for it on this machine.
 
     The option `how` of the returned config is the list of these overrides, so that a resumed run is trained as before.
     If there is no choice for the config, it is measured, unless the run is short.
 
-    Args:
-        job: the composed config, and the overrides from which it was composed.
-        compose: function that composes the config from its overrides.
-        directory: the run directory if the run is a job of a sweep. If the run has begun, its choice is kept.
-
-    Raises:
-        ConfigError: if the config is refused.
+    The arguments and the errors are those of `with_choices`.
     """
-    started = external_world_size()
-    why = f"torchrun or SLURM has started {started} processes, and the number of processes is part of the choice"
-    check(started == 1, "how", "auto", why, "run python -m runner.tools.tune first, and type its choice")
+    _check_started_here("how")
     typed = [text for text in job.overrides if text.lstrip("+").partition("=")[0] != "how"]
     overrides = _of_begun(directory)
     if overrides is None:
@@ -52,7 +91,7 @@ def with_choice(job: Job, compose: Callable[[Sequence[str]], Job], directory: Pa
     return Job(compose(words).config | {"how": overrides}, words)
 
 
-def _chosen(job: Job, typed: list[str], compose: Callable[[Sequence[str]], Job]) -> list[str]:
+def _chosen(job: Job, typed: list[str], compose: Compose) -> list[str]:
     """Return the overrides that are chosen for the config, and print why."""
     cache = ChoiceCache(job.config, typed)
     choice, problem = cache.read()
@@ -60,7 +99,7 @@ def _chosen(job: Job, typed: list[str], compose: Callable[[Sequence[str]], Job])
         with cache.lock():
             choice, problem = cache.read()  # another run may have measured it meanwhile
             if problem:
-                _say(f"{problem}, and ignored")
+                _say("how", f"{problem}, and ignored")
             if choice is None:
                 choice = _measured(typed, compose)
                 if choice is not None:
@@ -69,11 +108,11 @@ def _chosen(job: Job, typed: list[str], compose: Callable[[Sequence[str]], Job])
         return []
     words = " ".join(choice.overrides)
     faster = f"{words}: {choice.speedup:.2f} × as fast as without" if words else "nothing is faster than without"
-    _say(f"{faster} (measured on this machine, {choice.measured})")
+    _say("how", f"{faster} (measured on this machine, {choice.measured})")
     return choice.overrides
 
 
-def _measured(typed: list[str], compose: Callable[[Sequence[str]], Job]) -> Choice | None:
+def _measured(typed: list[str], compose: Compose) -> Choice | None:
     """Return the choice that is measured now; None if the run is too short."""
     lengths: list[float] = []
 
@@ -82,37 +121,51 @@ def _measured(typed: list[str], compose: Callable[[Sequence[str]], Job]) -> Choi
         worthwhile = lengths[0] >= _LEAST_SECONDS
         seconds = min(_MOST_BUDGET, max(_LEAST_BUDGET, _SHARE * lengths[0])) if worthwhile else 0.0
         if worthwhile:
-            _say(f"about {lengths[0] / 60:,.0f} minutes as it is: other ways are measured for {seconds:.0f} s")
+            _say("how", f"about {lengths[0] / 60:,.0f} minutes as it is: other ways are measured for {seconds:.0f} s")
         return seconds
 
     def run(more: Sequence[str]) -> Run:
         return build_run(compose([*typed, *more]).config)
 
     try:
-        found = measured_choice(run, typed, _FIRST_SECONDS, report=_say, budget_for=budget)
+        found = measured_choice(run, typed, _FIRST_SECONDS, report=partial(_say, "how"), budget_for=budget)
     except TrialError as error:
         if error.refused:
             raise ConfigError(
                 "how", "auto", error.why, "see the message; how=default trains without measuring"
             ) from None
-        _say(f"its steps cannot be measured ({error.why}): trained as it is")
+        _say("how", f"its steps cannot be measured ({error.why}): trained as it is")
         return None
     if lengths[0] < _LEAST_SECONDS:
-        _say(f"about {lengths[0]:.0f} s: too short to measure other ways; trained as it is")
+        _say("how", f"about {lengths[0]:.0f} s: too short to measure other ways; trained as it is")
         return None
     return Choice(found["chosen"], found["speedup"], today())
 
 
 def _of_begun(directory: Path | None) -> list[str] | None:
     """Return the choice of the run in `directory`; None if none has begun there."""
-    if directory is None or not directory.exists():
-        return None
-    try:
-        how: Any = saved_config(directory).values.get("how")
-    except UnreadableConfigError:
-        return None
+    how: Any = _saved(directory).get("how")
     return [str(text) for text in how] if isinstance(how, list) else None
 
 
-def _say(line: str) -> None:
-    print(f"how=auto: {line}", file=sys.stderr, flush=True)
+def _saved(directory: Path | None) -> Mapping[str, Any]:
+    """Return the config of the run in `directory`; empty if none has begun there."""
+    if directory is None or not directory.exists():
+        return {}
+    try:
+        return saved_config(directory).values
+    except UnreadableConfigError:
+        return {}
+
+
+def _check_started_here(key: str) -> None:
+    started = external_world_size()
+    why = f"torchrun or SLURM has started {started} processes, each of which would choose by itself"
+    remedy = (
+        "choose on one machine first (python -m runner.tools.tune, python -m runner.tools.plan), and type the choice"
+    )
+    check(started == 1, key, "auto", why, remedy)
+
+
+def _say(key: str, line: str) -> None:
+    print(f"{key}=auto: {line}", file=sys.stderr, flush=True)

@@ -139,10 +139,10 @@ def run_single(job: Job, compose: Callable[[Sequence[str]], Job], directory: Pat
     from runner.run import build_run  # imported here: --help and Hydra's own flags need no components
 
     run = build_run(job.config)
-    if run.how == "auto":
-        from runner.cli.chosen import with_choice
+    if "auto" in (run.how, run.accumulation.steps):
+        from runner.cli.chosen import with_choices
 
-        job = with_choice(job, compose, directory)
+        job = with_choices(job, compose, directory)
         run = build_run(job.config)
     # Imported here: config errors are reported before torch is imported.
     from runner.cli.run_job import print_summary, run_one

@@ -199,7 +199,7 @@ class Candidates:
         except ConfigError:
             yield words  # it is refused, with the reason
             return
-        samples = run.batch_size // run.accumulation.steps
+        samples = run.batch_size // run.accumulation.count
         stages = session.context.world_size
         counts = {min(divisors(samples), key=lambda n: abs(n - stages * each)) for each in _MICRO_BATCHES_PER_STAGE}
         operations = trace_blocks(session, samples)
@@ -278,7 +278,7 @@ def _normalized_together(run: Run, context: Context) -> Any:
     ranks = []
     for rank in range(context.world_size):
         layout = layout_of(run, rank, context.world_size)
-        plan = type(context.plan)(run.batch_size, run.accumulation.steps, layout.data_shard, layout.step_shard)
+        plan = type(context.plan)(run.batch_size, run.accumulation.count, layout.data_shard, layout.step_shard)
         groups = []
         for micro in plan.micro_batches(1 + layout.step_shard[0]):
             size = (micro.stop - micro.start) // parts

@@ -6,19 +6,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-
 from runner.config.errors import ConfigError
 from runner.planning.candidates import Candidate, Candidates, Compose
+from runner.planning.device_memory import available_bytes, needed_bytes
 from runner.planning.session import prepared
 from runner.planning.trace import trace
 from runner.planning.trial import Trial
 from runner.planning.tuning import Row, Search, as_plain
 from runner.run import Session
-from runner.system.memory import host_memory
-
-_PROCESS_BYTES = 0.4e9
-"""What a process takes in addition to its tensors."""
 
 
 def measured_choice(
@@ -47,8 +42,7 @@ def measured_choice(
     began = time.perf_counter()
     candidates = Candidates(compose, typed)
     session = candidates.session
-    memory = _Memory(session.device)
-    search = Search(_start, budget - (time.perf_counter() - began), allowed, memory.has_room, report=report)
+    search = Search(_start, budget - (time.perf_counter() - began), allowed, _has_room, report=report)
     chosen = search.run(
         map(candidates.judged, candidates.layouts()),
         candidates.refinements(),
@@ -62,36 +56,23 @@ def _start(candidate: Candidate, seconds: float) -> Trial:
     return Trial(candidate.run.config, seconds)
 
 
-class _Memory:
-    """The memory of the device, which trials share with those that wait."""
+def _has_room(candidate: Candidate, default: Row, waiting: Sequence[Row]) -> bool:
+    """Return whether there is enough memory for a candidate.
 
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def has_room(self, candidate: Candidate, default: Row, waiting: Sequence[Row]) -> bool:
-        """Return whether the device has enough memory for a candidate.
-
-        Args:
-            candidate: the candidate.
-            default: the row of the run as it is, whose processes are those that take most if a batch is divided.
-            waiting: the rows whose trials are waiting.
-        """
-        if candidate.run is None or candidate is default.candidate:
-            return True
-        available = self._available(waiting)
-        world_size = len(candidate.run.parallel.launcher(candidate.run.device).devices)
-        if default.memory_bytes * world_size < available:
-            return True
-        try:
-            ranks = trace(prepared(candidate.run))
-        except ConfigError:
-            return True  # its trial says why it is refused
-        return sum(rank.peak_bytes + _PROCESS_BYTES for rank in ranks) * world_size / len(ranks) < available
-
-    def _available(self, waiting: Sequence[Row]) -> float:
-        """Return the bytes that are available."""
-        if self._device.type == "cuda":  # without a CUDA context, which would itself take memory
-            total = torch.cuda.get_device_properties(self._device).total_memory * torch.cuda.device_count()
-            return total - sum(row.memory_bytes for row in waiting)
-        machine = host_memory()
-        return min(limit for limit in (machine["available_bytes"], machine["limit_bytes"]) if limit is not None)
+    Args:
+        candidate: the candidate.
+        default: the row of the run as it is.
+        waiting: the rows whose trials are waiting. On a CPU, what they have is not available anyway.
+    """
+    if candidate.run is None or candidate is default.candidate:
+        return True
+    try:
+        session = prepared(candidate.run)
+    except ConfigError:
+        return True  # its trial says why it is refused
+    available = available_bytes(session)
+    if session.device.type == "cuda":
+        available -= sum(row.memory_bytes for row in waiting)
+    if default.memory_bytes * session.context.world_size < available:
+        return True  # no process needs more than the only process of the run as it is
+    return needed_bytes(session, trace(session)) < available

@@ -20,7 +20,7 @@ from runner.device import synchronize
 from runner.parallel.context import Process
 from runner.parallel.launch.supervisor import RankError
 from runner.run import Result, Session, build_run
-from runner.system import memory
+from runner.system import memory, torch_errors
 from runner.system.forkserver import METHOD, become_command, start_server
 from runner.training import prepare, refused_by_torch, train_step
 
@@ -40,11 +40,15 @@ class TrialError(Exception):
     Args:
         why: the reason in one line.
         refused: whether the config is refused, so that a run of it would be refused too.
+        out_of_memory: whether a step needed more memory than there is.
     """
 
-    def __init__(self, why: str, refused: bool = False):
-        super().__init__(why)
-        self.why, self.refused = why, refused
+    def __init__(self, why: str, refused: bool = False, out_of_memory: bool = False):
+        super().__init__(why, refused, out_of_memory)
+        self.why, self.refused, self.out_of_memory = why, refused, out_of_memory
+
+    def __str__(self) -> str:
+        return self.why
 
 
 class TooLateError(TrialError):
@@ -207,6 +211,8 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
             try:
                 message = train(count)
             except Exception as error:
+                if torch_errors.is_out_of_memory(error):  # on this rank; the others will only miss it
+                    connection.send(TrialError(str(error).strip().splitlines()[0], out_of_memory=True))
                 raise refused_by_torch(run, error) or error from None
             if process.rank_info.rank == 0:
                 connection.send(message)

@@ -32,6 +32,15 @@ def nondeterministic_operation(error: BaseException) -> str:
     return text.splitlines()[0].split(". You can turn off")[0]
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocator raised `error` because there is not enough memory.
+
+    On CUDA this is `torch.OutOfMemoryError`; the allocator for the CPU raises a RuntimeError. No GitHub issue is known.
+    """
+    texts = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
+
+
 def is_single_value_batch_norm(error: BaseException) -> bool:
     """Return whether batch normalization raised `error` because a channel has a single value and thus no variance.
 

@@ -64,3 +64,17 @@ def test_a_trial_ends_with_the_process_that_started_it() -> None:
     trial._process.join(PATIENCE)
     assert trial._process.exitcode == 0
     trial._directory.cleanup()
+
+
+def test_a_step_that_runs_out_of_memory_is_an_error_of_its_own() -> None:
+    trial = Trial(
+        composed("model=convnet", "data.size=32", "device=cpu", "batch_size=512", "device.threads=1"), PATIENCE
+    )
+    process = psutil.Process(trial._process.pid)
+    enough = process.memory_info().vms + 10_000_000  # for Python; a step allocates ten times as much
+    process.rlimit(psutil.RLIMIT_AS, (enough, enough))
+    with pytest.raises(TrialError) as caught:
+        trial.steps(1, PATIENCE)
+    trial.close(kill=True)
+    assert caught.value.out_of_memory, caught.value.why
+    assert not caught.value.refused

@@ -1,0 +1,104 @@
+"""`accumulation=auto`: the largest micro-batch that fits into the memory of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from runner.config.errors import ConfigError
+from runner.parallel.pipelining.micro_batches import divisors
+from runner.planning.device_memory import available_bytes, needed_bytes
+from runner.planning.session import prepared
+from runner.planning.trace import RankPlan, trace
+from runner.planning.trial import Trial, TrialError
+from runner.run import Run, Session
+
+_CERTAIN = 0.5
+"""The part of the memory below which a predicted peak is not tried."""
+
+_PATIENCE = 1800.0
+"""Seconds that the first steps may take."""
+
+
+def fitting_accumulation(
+    compose: Callable[[int], Run],
+    report: Callable[[str], None],
+    available: Callable[[Session], float] = available_bytes,
+    start: Callable[..., Trial] = Trial,
+) -> int:
+    """Return the smallest number of micro-batches per step with which a run fits into the memory of its devices.
+
+    The peak is predicted. If it is close to what is available, two steps are tried in processes of their own, so that
+    an attempt that fails leaves nothing in the run: neither in its weights and random states nor in its curves. Only an
+    error of the allocator leads to smaller micro-batches. All processes of the run get the same number.
+
+    Args:
+        compose: function that returns the run with a number of micro-batches; it may raise ConfigError.
+        report: function that is called with a line about each attempt.
+        available: function that returns the memory in bytes for all processes of the run.
+        start: the class of trials.
+
+    Raises:
+        ConfigError: if the run is refused, or does not fit even with one sample in a micro-batch.
+        TrialError: if the run cannot train for another reason.
+    """
+    whole = prepared(compose(1))
+    room = available(whole)
+    tried: ConfigError | None = None
+    count, failed = 0, False
+    for each in divisors(whole.plan.batch_size // whole.plan.data_shard[1]):
+        if each < 2 * count:
+            continue
+        try:
+            run = compose(each)
+            session = prepared(run)
+        except ConfigError as error:  # a pipeline cannot split every number of samples
+            tried = error
+            continue
+        count = each
+        ranks = trace(session)
+        needed = needed_bytes(session, ranks)
+        what = f"{count} micro-batch{'es' * (count > 1)}: {needed / 1e9:,.2f} of {room / 1e9:,.2f} GB"
+        if needed > room:
+            report(f"{what}: does not fit")
+            continue
+        if (failed or needed > _CERTAIN * room) and not _trains(start, run):
+            failed = True  # there is less memory than it seems, and the next attempt is made however little it needs
+            report(f"{what}: out of memory")
+            continue
+        report(f"{what}{_normalization(ranks, whole, count)}")
+        return count
+    if not count and tried is not None:
+        raise tried
+    smaller = "a smaller batch_size, model.checkpoint_activations=true, parallel=fsdp, or precision=bf16"
+    raise ConfigError("accumulation", "auto", "the run does not fit even with the smallest micro-batches", smaller)
+
+
+def _trains(start: Callable[..., Trial], run: Run) -> bool:
+    """Return whether two steps of `run` do not run out of memory.
+
+    Raises:
+        TrialError: if they fail for another reason.
+    """
+    try:
+        trial = start(run.config, _PATIENCE)
+    except TrialError as error:
+        if error.out_of_memory:
+            return False
+        raise
+    try:
+        trial.steps(1, _PATIENCE)  # the optimizer state is allocated at the end of the first one
+    except TrialError as error:
+        if error.out_of_memory:
+            return False
+        raise
+    finally:
+        trial.close()
+    return True
+
+
+def _normalization(ranks: list[RankPlan], whole: Session, count: int) -> str:
+    """Return what smaller micro-batches change in a network with batch normalization."""
+    if count == 1 or not any(rank.normalizes for rank in ranks):
+        return ""
+    size = whole.plan.batch_size // whole.plan.data_shard[1]
+    return f"; batch normalization sees {size // count} samples at a time, not {size} (model.norm=group does not)"

@@ -1,0 +1,128 @@
+"""`accumulation=auto`: the fewest micro-batches that fit, by prediction where it is clear and else by an attempt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.compose import FAST, built
+
+from runner.config.errors import ConfigError
+from runner.planning.device_memory import needed_bytes
+from runner.planning.micro_batches import fitting_accumulation
+from runner.planning.session import prepared
+from runner.planning.trace import trace
+from runner.planning.trial import Burst, TrialError
+from runner.run import Run
+from runner.system.torch_errors import is_out_of_memory
+
+TYPED = ("model=convnet", "data.size=32", "device=cpu", "batch_size=512")
+
+
+class Attempts:
+    """Stands for `Trial`: an attempt runs out of memory with fewer than `least` micro-batches.
+
+    Args:
+        least: the fewest micro-batches that fit.
+        error: another error of every attempt.
+    """
+
+    def __init__(self, least: int = 1, error: TrialError | None = None):
+        self.least, self.error = least, error
+        self.counts: list[int] = []
+
+    def __call__(self, config: dict[str, Any], seconds: float) -> Attempts:
+        self.counts.append(config["accumulation"]["steps"])
+        if self.error:
+            raise self.error
+        if self.counts[-1] < self.least:
+            raise TrialError("CUDA out of memory", out_of_memory=True)
+        return self
+
+    def steps(self, count: int, seconds: float) -> Burst:
+        return Burst(1.0, 1.0)
+
+    def close(self, kill: bool = False) -> None: ...
+
+
+def fitting(memory: float, attempts: Attempts, *typed: str) -> tuple[int, list[str]]:
+    def compose(count: int) -> Run:
+        return built(*TYPED, *typed, "accumulation=1", f"accumulation.steps={count}")
+
+    said: list[str] = []
+    found = fitting_accumulation(compose, said.append, lambda session: memory, attempts)  # type: ignore[arg-type]
+    return found, said
+
+
+def needed(count: int, *typed: str) -> float:
+    session = prepared(built(*TYPED, *typed, f"accumulation.steps={count}"))
+    return needed_bytes(session, trace(session))
+
+
+def test_what_clearly_fits_is_not_tried() -> None:
+    attempts = Attempts()
+    assert fitting(100e9, attempts)[0] == 1
+    assert attempts.counts == []
+
+
+def test_what_is_predicted_not_to_fit_is_not_tried() -> None:
+    attempts = Attempts()
+    between = (needed(2) + needed(4)) / 2
+    found, said = fitting(between, attempts)
+    assert (found, attempts.counts) == (4, [4])
+    assert [line.split(":")[0] for line in said] == ["1 micro-batch", "2 micro-batches", "4 micro-batches"]
+
+
+def test_an_attempt_that_runs_out_of_memory_is_divided_further() -> None:
+    attempts = Attempts(least=8)
+    assert fitting(1.5 * needed(1), attempts)[0] == 8
+    assert attempts.counts == [1, 2, 4, 8]  # all of them, as the prediction was wrong
+
+
+def test_only_that_error_divides_further() -> None:
+    attempts = Attempts(error=TrialError("RuntimeError: something else"))
+    with pytest.raises(TrialError, match="something else"):
+        fitting(1.5 * needed(1), attempts)
+    assert attempts.counts == [1]
+
+
+def test_a_run_that_does_not_fit_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="accumulation") as caught:
+        fitting(1e6, Attempts())
+    assert "fsdp" in str(caught.value)
+
+
+def test_the_processes_share_the_batch() -> None:
+    found, _ = fitting(1.5 * needed(1, "parallel=ddp"), Attempts(least=6), "parallel=ddp", "batch_size=12")
+    assert found == 6
+    with pytest.raises(ConfigError, match="batch_size"):
+        fitting(100e9, Attempts(), "parallel=ddp", "batch_size=13")
+
+
+def test_numbers_that_a_pipeline_cannot_split_are_left_out() -> None:
+    typed = ("parallel=pipeline", "parallel.num_micro_batches=4", "batch_size=24")
+    found, said = fitting(1.5 * needed(1, *typed), Attempts(least=3), *typed)
+    assert found == 6  # of 1, 2, 3 and 6, as each has to be a multiple of 4 samples
+    assert len(said) == 3
+
+
+def test_it_is_said_what_batch_normalization_sees() -> None:
+    resnet = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=64", "batch_size=16")
+    _, said = fitting(1.2 * needed(1, *resnet), Attempts(least=2), *resnet)
+    assert "batch normalization sees 8 samples at a time, not 16" in said[-1]
+    assert "batch normalization" not in said[0]
+
+
+def test_errors_of_allocators_are_recognized() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_what_is_not_chosen_counts_as_one() -> None:
+    assert built(*FAST, "accumulation=auto").accumulation.count == 1
+    with pytest.raises(ConfigError, match="accumulation"):
+        built(*FAST, "accumulation.steps=many")
