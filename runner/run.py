@@ -142,6 +142,7 @@ class Run:
             num_steps=num_steps,
             eval_every=eval_every,
             save_every=once_an_epoch if self.save_every is None else self.save_every,
+            steps_per_epoch=epoch,
         )
 
     def context(self, process: Process) -> Context:
@@ -189,6 +190,7 @@ class Session:
         num_steps: number of optimizer steps of the whole run.
         eval_every: number of steps between evaluations; 0 to evaluate only at the end.
         save_every: number of steps between checkpoints; 0 to save only at the end.
+        steps_per_epoch: number of steps of one pass over the training data; None if the workload has no epochs.
     """
 
     run: Run
@@ -197,6 +199,7 @@ class Session:
     num_steps: int
     eval_every: int
     save_every: int
+    steps_per_epoch: float | None = None
 
     @property
     def device(self) -> torch.device:

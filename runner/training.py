@@ -185,6 +185,8 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     recorder.scalars(means, step)
     recorder.scalars({"train/gradient_norm": norm} | learning_rates(state.optimizer), step)
     recorder.scalars(run.precision.scalars() | run.workload.scalars() | run.parallel.scalars(), step)
+    if state.session.steps_per_epoch:
+        recorder.scalars({"epoch": step / state.session.steps_per_epoch}, step)
     rates = state.step_timer.rates(state.session.plan.samples_per_round)
     recorder.scalars(rates | memory.usage(state.session.device), step)
 
@@ -201,7 +203,9 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
     log.debug("step %d: %s", state.step, in_words(metrics))
     recorder.scalars(metrics, state.step)
     recorder.images(run.workload.images(sums) | run.parallel.images(state.directory), state.step)
-    return state.record_evaluation(metrics)
+    is_best = state.record_evaluation(metrics)
+    recorder.scalars({f"best/{run.workload.best[0]}": state.best["value"]}, state.step)
+    return is_best
 
 
 def introduce(state: State, recorder: Recorder) -> None:

@@ -25,6 +25,7 @@ GOOD, BAD, PLAIN = (20, 110, 60), (185, 35, 45), (90, 90, 90)
 
 _WHITE, _INK = (255, 255, 255), (40, 40, 40)
 _DARKEST = (8, 48, 107)
+_BAR = (47, 111, 159)
 _GAP, _STRIP, _FONT = 4, 18, 12
 _UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 _SPELLED = str.maketrans({"→": "->", "–": "-", "×": "x", "ß": "ss", "æ": "ae", "ø": "o", "ł": "l"})
@@ -45,7 +46,13 @@ def gif(frames: torch.Tensor, seconds: float = 0.04) -> bytes:
     return buffer.getvalue()
 
 
-def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | None = None) -> torch.Tensor:
+def grid(
+    images: torch.Tensor,
+    captions: Sequence[str],
+    good: Sequence[bool] | None = None,
+    second_lines: Sequence[str] = (),
+    widest: int = 0,
+) -> torch.Tensor:
     """Arrange images in a square grid, each with a caption below it.
 
     Small images are scaled up by an integer factor, so that their longer side has at least 64 pixels; large images are
@@ -53,8 +60,10 @@ def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | N
 
     Args:
         images: uint8 [n, 1 or 3, height, width].
-        captions: n captions, which are truncated to the width of an image.
+        captions: n captions, which are truncated to the width of a cell.
         good: n flags, which make the captions green (True) or red (False); None makes all captions gray.
+        second_lines: n further lines of the captions; empty for captions of one line.
+        widest: cells are widened to their captions, up to this number of pixels; 0: cells are as wide as images.
 
     Returns:
         uint8 [3, height, width].
@@ -63,18 +72,61 @@ def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | N
 
     colors = [PLAIN] * len(images) if good is None else [GOOD if right else BAD for right in good]
     width, height = _tile_size(images.shape[3], images.shape[2])
-    cell_width, cell_height = width + _GAP, height + _STRIP + _GAP
+    lines = list(zip(captions, second_lines, strict=True)) if second_lines else [(caption,) for caption in captions]
+    longest = max((font(_FONT).getlength(_drawable(line)) for each in lines for line in each), default=0)
+    cell = max(width, min(widest, math.ceil(longest) + 8))
+    strip = 2 * _STRIP - 4 if second_lines else _STRIP
+    cell_width, cell_height = cell + _GAP, height + strip + _GAP
     columns = max(1, math.ceil(math.sqrt(len(images))))
     rows = max(1, math.ceil(len(images) / columns))
     canvas = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _GAP), _WHITE)
     draw = ImageDraw.Draw(canvas)
     scaling = Image.Resampling.NEAREST if width >= images.shape[3] else Image.Resampling.BOX
-    for i, (image, caption, color) in enumerate(zip(images, captions, colors, strict=True)):
+    for i, (image, caption, color) in enumerate(zip(images, lines, colors, strict=True)):
         left, top = _GAP + i % columns * cell_width, _GAP + i // columns * cell_height
-        canvas.paste(_to_pillow(image).resize((width, height), scaling), (left, top))
-        draw.rectangle((left, top + height, left + width - 1, top + height + _STRIP - 1), color)
-        center = (left + width / 2, top + height + _STRIP / 2)
-        draw.text(center, _truncated(caption, width - 4, _FONT), _WHITE, font(_FONT), anchor="mm")
+        canvas.paste(_to_pillow(image).resize((width, height), scaling), (left + (cell - width) // 2, top))
+        draw.rectangle((left, top + height, left + cell - 1, top + height + strip - 1), color)
+        for number, line in enumerate(caption):
+            center = (left + cell / 2, top + height + _STRIP / 2 + number * (_STRIP - 4))
+            draw.text(center, _truncated(line, cell - 4, _FONT), _WHITE, font(_FONT), anchor="mm")
+    return to_tensor(canvas)
+
+
+def class_shares(counts: torch.Tensor, class_names: Sequence[str], most: int = 40) -> torch.Tensor:
+    """Draw the accuracy of each class as a bar, from the lowest to the highest, with the number of its samples.
+
+    Classes without samples are left out.
+
+    Args:
+        counts: a confusion matrix, int64 [classes, classes], whose rows are the true classes; on any device.
+        class_names: the name of each class.
+        most: maximum number of bars. If there are more classes, the ones with the lowest accuracy are drawn.
+
+    Returns:
+        uint8 [3, height, width].
+    """
+    from PIL import Image, ImageDraw
+
+    counts = counts.cpu()
+    right, total = counts.diagonal().tolist(), counts.sum(1).tolist()
+    shares = sorted((right[i] / total[i], i) for i in range(len(total)) if total[i])[:most]
+    names = {i: _truncated(class_names[i], 110, _FONT) for _, i in shares}
+    margin = 16 + math.ceil(max((font(_FONT).getlength(name) for name in names.values()), default=0))
+    bar, row, top = 240, 20, 28
+    canvas = Image.new("RGB", (margin + bar + 110, top + row * len(shares) + _GAP), _WHITE)
+    draw = ImageDraw.Draw(canvas)
+    left_out = (
+        f" (the lowest {len(shares)} of {sum(map(bool, total))} classes)" if len(shares) < sum(map(bool, total)) else ""
+    )
+    draw.text((margin, top / 2), f"accuracy of each class{left_out}", _INK, font(_FONT + 1), anchor="lm")
+    for number, (share, i) in enumerate(shares):
+        y = top + row * number
+        draw.text((margin - 8, y + row / 2), names[i], _INK, font(_FONT), anchor="rm")
+        draw.rectangle((margin, y + 3, margin + bar, y + row - 4), (232, 236, 241))
+        if share:
+            draw.rectangle((margin, y + 3, margin + round(share * bar), y + row - 4), _BAR)
+        text = f"{100 * share:.1f} %  of {_abbreviated(total[i])}"
+        draw.text((margin + bar + 8, y + row / 2), text, _INK, font(_FONT), anchor="lm")
     return to_tensor(canvas)
 
 

@@ -7,6 +7,8 @@ import sys
 import time
 from contextlib import suppress
 
+from runner.system.section_timer import timer
+
 
 class Progress:
     """A progress display that prints a line to standard error every `interval` seconds, for files, pipes and CI.
@@ -22,7 +24,8 @@ class Progress:
     def __init__(self, num_steps: int, batch_size: int, first_step: int = 0):
         self.num_steps, self.batch_size = num_steps, batch_size
         self._metrics: dict[str, float] = {}
-        self._since, self._since_step = time.perf_counter(), first_step
+        self._first_step, self._began = first_step, time.perf_counter()
+        self._since, self._since_step, self._since_paused = self._began, first_step, timer.paused()
         self._rate = 0.0
 
     def __enter__(self) -> Progress:
@@ -40,9 +43,11 @@ class Progress:
         now = time.perf_counter()
         if now - self._since < self.interval and step < self.num_steps:
             return
-        if step > self._since_step and now > self._since:
-            self._rate = (step - self._since_step) / (now - self._since)
-        self._since, self._since_step = now, step
+        paused = timer.paused()
+        training = now - self._since - (paused - self._since_paused)
+        if step > self._since_step and training > 0:
+            self._rate = (step - self._since_step) / training
+        self._since, self._since_step, self._since_paused = now, step, paused
         with suppress(OSError):  # a terminal that was closed, or a full disk: the run goes on
             self.show(step)
 
@@ -51,14 +56,19 @@ class Progress:
         print(f"step {step}/{self.num_steps}  {self.summary(step)}", file=sys.stderr, flush=True)
 
     def summary(self, step: int) -> str:
-        """Return the metrics, the throughput and the remaining time after `step`, as text."""
+        """Return the metrics, the throughput and the remaining time after `step`, as text.
+
+        The throughput is that of the last seconds, without logging, evaluations and checkpoints. The remaining time
+        follows from all steps of this session, and includes these.
+        """
         parts = [
             f"{name.removeprefix('train/')} {value:.4g}" for name, value in self._metrics.items() if name.count("/") < 2
         ]
         if self._rate:
+            per_step = (self._since - self._began) / (self._since_step - self._first_step)
             parts += [
                 f"{self._rate * self.batch_size:,.0f} samples/s",
-                f"{_clock((self.num_steps - step) / self._rate)} left",
+                f"{_clock((self.num_steps - step) * per_step)} left",
             ]
         return "  ".join(parts)
 

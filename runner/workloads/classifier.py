@@ -14,7 +14,7 @@ from runner.config.errors import check, check_range, errors_under
 from runner.data.base import Batch, Data, shard_bounds
 from runner.data.mixing import Mixing
 from runner.model.base import Model
-from runner.tracking.image_grids import confusion_matrix, grid
+from runner.tracking.image_grids import class_shares, confusion_matrix, grid
 from runner.tracking.metrics import MetricSums
 from runner.workloads.base import SupervisedWorkload
 
@@ -175,6 +175,8 @@ class Classifier(SupervisedWorkload):
             # Class index plus 1 of each sample; 0 for samples of other shards and for unreadable files.
             "predictions": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
             "targets": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
+            # Probability of the predicted class in 1/1000, so that a rounding error does not change which are shown.
+            "confidence": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
         }
         if device.type == "mps":  # Metal has no float64
             sums["loss"] = sums["loss"].float()
@@ -192,6 +194,7 @@ class Classifier(SupervisedWorkload):
             stop = start + len(batch.targets)
             sums["predictions"][start:stop] = predicted + 1
             sums["targets"][start:stop] = batch.targets + 1
+            sums["confidence"][start:stop] = (1000 * outputs.softmax(1).amax(1)).round().long()
             start = stop
         return sums
 
@@ -206,21 +209,28 @@ class Classifier(SupervisedWorkload):
 
     def images(self, sums: MetricSums) -> dict[str, torch.Tensor]:
         predictions, targets = sums["predictions"].cpu() - 1, sums["targets"].cpu() - 1
-        wrong = (predictions != targets).nonzero().flatten()
-        seen = (targets >= 0).nonzero().flatten()
-        images = {"eval/samples": self._captioned(seen[:_MAX_IMAGES], predictions, targets)}
-        if len(wrong):
-            images["eval/misclassified"] = self._captioned(wrong[:_MAX_IMAGES], predictions, targets)
+        confidence = sums["confidence"].cpu()
+        seen, wrong = targets >= 0, predictions != targets
+        images = {"eval/samples": self._captioned(_of_each_class(seen, targets), predictions, targets, confidence)}
+        if wrong.any():
+            chosen = _of_each_class(wrong, targets, confidence)
+            images["eval/misclassified"] = self._captioned(chosen, predictions, targets, confidence)
         if num_classes := int(len(sums["confusion"]) ** 0.5):
             counts = sums["confusion"].cpu().view(num_classes, num_classes)
             images["eval/confusion"] = confusion_matrix(counts, self.held_out.class_names)
+            images["eval/class_accuracy"] = class_shares(counts, self.held_out.class_names)
         return images
 
-    def _captioned(self, indices: torch.Tensor, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        names = self.held_out.class_names
-        pairs = [(int(predictions[i]), int(targets[i])) for i in indices]
-        captions = [names[p] if p == t else f"{names[p]}, is {names[t]}" for p, t in pairs]
-        return grid(self.held_out.display_images(indices.tolist()), captions, [p == t for p, t in pairs])
+    def _captioned(
+        self, indices: torch.Tensor, predictions: torch.Tensor, targets: torch.Tensor, confidence: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a grid of the held-out images with `indices`; the other arguments are those of all of them."""
+        names, rows = self.held_out.class_names, indices.tolist()
+        pairs = [(int(predictions[i]), int(targets[i])) for i in rows]
+        predicted = [f"{names[p]} {int(confidence[i]) / 10:.0f}%" for i, (p, _) in zip(rows, pairs, strict=True)]
+        true = ["" if p == t else f"is {names[t]}" for p, t in pairs]
+        right = [p == t for p, t in pairs]
+        return grid(self.held_out.display_images(rows), predicted, right, true if any(true) else (), widest=160)
 
     def extra_results(self) -> dict[str, Any]:
         return {key: value for samples in (self.train, self.held_out) for key, value in samples.extra_results().items()}
@@ -229,3 +239,28 @@ class Classifier(SupervisedWorkload):
         stream = self._batches(plan, plan.micro_batches(step), device)
         inputs, targets = zip(*stream, strict=True)
         return {"inputs": torch.cat(inputs).cpu(), "targets": torch.cat(targets).cpu()}
+
+
+def _of_each_class(shown: torch.Tensor, targets: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the indices of at most 36 samples, from all classes in turn.
+
+    Args:
+        shown: bool [n]: which samples may be returned.
+        targets: the class of each sample, int64 [n].
+        keys: int64 [n]; samples with large keys are returned first. None: in the order of the samples and classes.
+
+    Returns:
+        int64 [m]: the first of each class, then the second of each class, and so on.
+    """
+    indices = shown.nonzero().flatten()
+    order = torch.zeros_like(indices) if keys is None else -keys[indices]
+    indices = indices[order.argsort(stable=True)]
+    classes = targets[indices]
+    by_class = classes.argsort(stable=True)
+    counts = torch.bincount(classes)
+    starts = counts.cumsum(0) - counts
+    rank = torch.empty_like(classes)  # among the samples of the same class
+    rank[by_class] = torch.arange(len(classes)) - starts[classes[by_class]]
+    within = classes if keys is None else torch.arange(len(classes))
+    turn = rank * (int(within.max()) + 1 if len(within) else 1) + within
+    return indices[turn.argsort(stable=True)][:_MAX_IMAGES]

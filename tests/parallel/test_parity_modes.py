@@ -193,7 +193,7 @@ def images(directory: Path) -> dict[str, list[tuple[int, bytes]]]:
     """(step, PNG) of every image, by tag."""
     read = events(directory)
     found = {tag: [(p.step, p.encoded_image_string) for p in read.Images(tag)] for tag in read.Tags()["images"]}
-    assert found.keys() == {"eval/samples", "eval/misclassified", "eval/confusion"}
+    assert found.keys() == {"eval/samples", "eval/misclassified", "eval/confusion", "eval/class_accuracy"}
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runner.tracking import image_grids
-from runner.tracking.image_grids import BAD, GOOD, PLAIN, confusion_matrix, grid
+from runner.tracking.image_grids import BAD, GOOD, PLAIN, class_shares, confusion_matrix, grid
 
 GAP, STRIP = 4, 18
 
@@ -80,6 +80,29 @@ def test_a_caption_is_written_in_its_strip_and_nowhere_else() -> None:
 def test_there_are_as_many_columns_as_rows(num_images: int, columns: int, rows: int) -> None:
     picture = grid(torch.zeros(num_images, 1, 64, 64, dtype=torch.uint8), [""] * num_images)
     assert picture.shape == (3, rows * (64 + STRIP + GAP) + GAP, columns * (64 + GAP) + GAP)
+
+
+def test_lines_of_captions_lie_below_each_other_and_widen_their_cells() -> None:
+    images = torch.zeros(4, 1, 64, 64, dtype=torch.uint8)
+    captions, second = ["automobile 98%", "a", "b", "c"], ["is truck", "", "", ""]
+    picture = grid(images, captions, second_lines=second, widest=160)
+    width = (picture.shape[2] - GAP) // 2 - GAP
+    assert 80 < width < 120
+    assert picture.shape[1] == 2 * (64 + 2 * STRIP - 4 + GAP) + GAP
+    assert grid(images, ["x" * 100, *captions[1:]], widest=160).shape[2] == 2 * (160 + GAP) + GAP
+    assert grid(images, ["x" * 100, *captions[1:]]).shape[2] == 2 * (64 + GAP) + GAP
+
+
+def test_bars_show_the_accuracy_of_each_class_from_the_lowest() -> None:
+    counts = torch.tensor([[8, 2, 0], [5, 5, 0], [0, 0, 0]])
+    picture = class_shares(counts, ["cat", "dog", "none"])
+    blue = (picture == torch.tensor((47, 111, 159))[:, None, None]).all(0)
+    rows = [blue[28 + 20 * number + 10].sum().item() for number in range(2)]
+    assert rows == [121, 193], "5 of 10, then 8 of 10, of 240 pixels; the class without samples is left out"
+    assert picture.shape[1] == 28 + 2 * 20 + 4
+    many = class_shares(torch.eye(100, dtype=torch.int64), [str(i) for i in range(100)])
+    assert many.shape[1] == 28 + 40 * 20 + 4
+    assert class_shares(torch.zeros(2, 2, dtype=torch.int64), ["a", "b"]).shape[0] == 3
 
 
 def test_no_image_gives_an_empty_picture() -> None:

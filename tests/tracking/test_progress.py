@@ -19,6 +19,7 @@ from helpers.command import PATIENCE, environment
 from helpers.compose import FAST
 
 import runner.tracking.progress
+from runner.system.section_timer import timer
 from runner.tracking.progress import Bar, Progress, Silent, progress_for
 
 BATCH = 64
@@ -61,15 +62,32 @@ def test_a_line_every_five_seconds_shows_the_metrics(hand: Hand, capsys: pytest.
     assert re.fullmatch(r"step (99|100|101)/1000  loss 2.346  accuracy 0.5  640 samples/s  1:[23]\d left", second)
 
 
-def test_the_rate_is_that_of_the_last_seconds(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rate_is_that_of_the_last_seconds_and_the_time_left_that_of_all_steps(
+    hand: Hand, capsys: pytest.CaptureFixture[str]
+) -> None:
     progress = Progress(num_steps=10_000, batch_size=BATCH)
     for step, seconds in ((100, 10), (100 + 5, 10), (100 + 5 + 400, 20)):  # 10, 0.5 and 20 steps a second
         hand.now += seconds
         progress.step(step)
     assert [line.partition("  ")[2] for line in lines(capsys)] == [
         "640 samples/s  16:30 left",
-        "32 samples/s  5:29:50 left",
-        "1,280 samples/s  7:55 left",
+        "32 samples/s  31:25 left",  # 9,895 steps at 20 s per 105
+        "1,280 samples/s  12:32 left",  # 9,495 steps at 40 s per 505
+    ]
+
+
+def test_an_evaluation_counts_for_the_time_left_and_not_for_the_rate(
+    hand: Hand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(timer, "paused", lambda: 0.0)
+    progress = Progress(num_steps=20, batch_size=BATCH)
+    for step, paused in ((10, 30.0), (20, 60.0)):  # ten steps a second, then an evaluation of half a minute
+        hand.now += 31
+        monkeypatch.setattr(timer, "paused", lambda paused=paused: paused)
+        progress.step(step)
+    assert [line.partition("  ")[2] for line in lines(capsys)] == [
+        "640 samples/s  0:31 left",
+        "640 samples/s  0:00 left",
     ]
 
 

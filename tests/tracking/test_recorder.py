@@ -24,6 +24,7 @@ from runner.tracking.recorder import Recorder, typed_values
 from runner.tracking.tensorboard import TensorBoard
 
 PLAIN = ("data.crop=0", "batch_size=32", "schedule=constant", "optimizer.lr=0.05")
+PICTURES = {"eval/samples", "eval/misclassified", "eval/confusion", "eval/class_accuracy"}
 TIMES = {"time/samples_per_second", "time/step_seconds", "time/data_share"}
 
 
@@ -72,11 +73,15 @@ def test_each_point_is_the_mean_since_the_last_log(trained: Callable[..., Traine
 
 def test_the_tags_of_a_run(trained: Callable[..., Trained]) -> None:
     run = trained("steps=6", "log_every=2", "eval_every=3")
-    training = {"train/loss", "train/accuracy", "train/gradient_norm", "lr", "memory/allocated", "memory/peak", *TIMES}
+    training = {"train/loss", "train/accuracy", "train/gradient_norm", "lr", "epoch"}
+    training |= {"memory/allocated", "memory/peak", *TIMES}
     read = curves(run.directory)
-    assert set(read) == training | {"eval/loss", "eval/accuracy"}
+    assert set(read) == training | {"eval/loss", "eval/accuracy", "best/accuracy"}
     assert all([step for step, _ in read[tag]] == [2, 4, 6] for tag in training)
-    assert all([step for step, _ in read[tag]] == [3, 6] for tag in ("eval/loss", "eval/accuracy"))
+    assert all([step for step, _ in read[tag]] == [3, 6] for tag in ("eval/loss", "eval/accuracy", "best/accuracy"))
+    assert read["epoch"] == [(step, pytest.approx(64 * step / 1438)) for step in (2, 4, 6)]
+    best = [max(value for _, value in read["eval/accuracy"][: number + 1]) for number in range(2)]
+    assert [value for _, value in read["best/accuracy"]] == best
     assert all(value > 0 for tag in TIMES for _, value in read[tag])
     assert all(value < 1 for _, value in read["time/data_share"])
     steps_per_second = [value / 64 for _, value in read["time/samples_per_second"]]
@@ -94,7 +99,7 @@ def test_the_learning_rate_of_the_step_is_logged(trained: Callable[..., Trained]
 def test_images_are_logged_at_every_evaluation(trained: Callable[..., Trained]) -> None:
     run = trained("steps=4", "eval_every=2")
     read = events(run.directory)
-    assert set(read.Tags()["images"]) == {"eval/samples", "eval/misclassified", "eval/confusion"}
+    assert set(read.Tags()["images"]) == PICTURES
     for tag in read.Tags()["images"]:
         assert [point.step for point in read.Images(tag)] == [2, 4]
         for point in read.Images(tag):
@@ -106,7 +111,7 @@ def test_images_are_logged_at_every_evaluation(trained: Callable[..., Trained]) 
 def test_without_mistakes_no_misclassified_images_are_logged(trained: Callable[..., Trained]) -> None:
     run = trained("steps=1")
     right = run.run.workload.held_out.targets + 1  # pyright: ignore[reportAttributeAccessIssue]
-    sums = {"confusion": torch.zeros(0), "predictions": right, "targets": right}
+    sums = {"confusion": torch.zeros(0), "predictions": right, "targets": right, "confidence": right}
     assert set(run.run.workload.images(sums)) == {"eval/samples"}
 
 

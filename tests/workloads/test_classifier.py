@@ -9,11 +9,13 @@ import torch
 from helpers.compose import FAST, built
 from torch.nn.functional import cross_entropy
 
+import runner.workloads.classifier
 from runner.batching import Plan
 from runner.config.errors import ConfigError
-from runner.workloads.classifier import Classifier
+from runner.workloads.classifier import Classifier, _of_each_class
 
 CPU = torch.device("cpu")
+PICTURES = ("eval/samples", "eval/confusion", "eval/class_accuracy")
 
 
 def classifier(*overrides: str) -> Any:
@@ -107,12 +109,58 @@ def test_images_show_samples_mistakes_and_the_confusion_matrix() -> None:
     held_out = workload.held_out
     right = torch.nn.functional.one_hot(held_out.targets, 10).float()
     sums = workload.evaluate(fixed(right), (0, 1), CPU)
-    assert workload.images(sums).keys() == {"eval/samples", "eval/confusion"}, "there are no mistakes"
+    assert workload.images(sums).keys() == {*PICTURES}, "there are no mistakes"
     sums = workload.evaluate(fixed(right.roll(1, 1)), (0, 1), CPU)
     images = workload.images(sums)
-    assert images.keys() == {"eval/samples", "eval/misclassified", "eval/confusion"}
+    assert images.keys() == {*PICTURES, "eval/misclassified"}
     for image in images.values():
         assert (image.dtype, image.shape[0]) == (torch.uint8, 3)
+
+
+def test_pictures_show_all_classes_and_the_most_confident_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = classifier()
+    targets = workload.held_out.targets
+    predicted = (targets + 1) % 10
+    predicted[::3] = targets[::3]
+    margins = torch.arange(1.0, 1 + len(targets)) / 50
+    outputs = torch.nn.functional.one_hot(predicted, 10) * margins[:, None]
+    confidence = outputs.softmax(1).amax(1)
+    shown: list[tuple[Any, ...]] = []
+
+    def noted(
+        images: torch.Tensor, captions: list[str], good: list[bool], true: list[str], widest: int
+    ) -> torch.Tensor:
+        rows = [
+            int((workload.held_out.display_images(range(len(targets))) == i).all((1, 2, 3)).int().argmax())
+            for i in images
+        ]
+        shown.append((rows, captions, good, true))
+        return torch.zeros(3, 1, 1, dtype=torch.uint8)
+
+    monkeypatch.setattr(runner.workloads.classifier, "grid", noted)
+    workload.images(workload.evaluate(fixed(outputs), (0, 1), CPU))
+    (samples, _, rated, _), (mistakes, captions, wrong, true) = shown
+    assert targets[samples[:10]].tolist() == list(range(10))
+    assert rated == (predicted[samples] == targets[samples]).tolist()
+    assert len(samples) == len(mistakes) == 36
+    assert not any(wrong)
+    assert sorted(targets[mistakes[:10]].tolist()) == list(range(10)), "one of each class first"
+    for label in range(10):
+        [first] = [i for i in mistakes[:10] if targets[i] == label]
+        of_class = [i for i in range(len(targets)) if targets[i] == label and predicted[i] != label]
+        assert confidence[first] >= max(confidence[i] for i in of_class) - 5e-4, "its most confident mistake"
+    in_thousandths = (1000 * confidence[mistakes[:10]]).round().tolist()
+    assert in_thousandths == sorted(in_thousandths, reverse=True)
+    first = mistakes[0]
+    assert (captions[0], true[0]) == (f"{predicted[first]} {100 * confidence[first]:.0f}%", f"is {targets[first]}")
+
+
+def test_few_samples_of_few_classes_are_shown_once() -> None:
+    targets = torch.tensor([2, 2, 0, 2, 0, -1])
+    assert _of_each_class(targets >= 0, targets).tolist() == [2, 0, 4, 1, 3]
+    keys = torch.tensor([5, 9, 1, 7, 3, 8])
+    assert _of_each_class(targets >= 0, targets, keys).tolist() == [1, 4, 3, 2, 0]
+    assert _of_each_class(targets > 5, targets, keys).tolist() == []
 
 
 def test_a_batch_that_diverged_is_that_of_its_step() -> None:
