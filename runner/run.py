@@ -122,6 +122,7 @@ class Run:
             ConfigError: if a check fails. No file is written before all checks have passed.
         """
         context = self.context(process)
+        self.tracking.check()
         self.parallel.check(context)
         self.workload.check_plan(context.plan)
         self.precision.check_device(context.device)

@@ -19,6 +19,13 @@ class Tracker:
     again, and then logs all steps from `first_step` on, including steps that an earlier session has already logged.
     """
 
+    def check(self) -> None:
+        """Check that the backend can be used, before the run begins; called on every rank.
+
+        Raises:
+            ConfigError: with the key `tracking`, for example if a package is not installed.
+        """
+
     def open(self, directory: Path, first_step: int) -> None:
         """Start a session. A run has one session when it starts, and another session each time it is resumed.
 

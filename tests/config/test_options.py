@@ -44,6 +44,9 @@ ABSENT_HERE = {
     "device=cuda": ("device.kind: got 'cuda'", "CUDA"),
     "device=mps": ("device.kind: got 'mps'", "Metal"),
 }
+for package in ("wandb", "mlflow"):
+    if find_spec(package) is None:
+        ABSENT_HERE[f"tracking={package}"] = (f"tracking: got '{package}'", "not installed")
 if torch.cuda.is_available():
     del ABSENT_HERE["device=cuda"]
 if torch.backends.mps.is_available():

@@ -1,0 +1,75 @@
+"""Tracking with MLflow (`tracking=mlflow`), by default in an SQLite file."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from runner.tracking.remote import RemoteTracker
+
+if TYPE_CHECKING:
+    import torch
+
+_LONGEST = 6000
+"""The largest number of characters of a parameter in MLflow."""
+
+
+@dataclass
+class MLflow(RemoteTracker):
+    """A tracker that logs to MLflow: scalars as metrics, the config as parameters, images and texts as artifacts.
+
+    https://mlflow.org/docs/latest/ml/tracking/
+
+    Args:
+        uri: the tracking server, or the SQLite file, as in `mlflow ui --backend-store-uri URI`.
+        experiment: the name of the experiment that the run belongs to.
+    """
+
+    package: ClassVar[str] = "mlflow"
+
+    uri: str = "sqlite:///outputs/mlflow.db"
+    experiment: str = "runner"
+
+    def start(self, directory: Path, identifier: str) -> str:
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+
+        artifacts = None
+        if self.uri.startswith("sqlite:///"):  # beside the file, not in the working directory
+            folder = Path(self.uri.removeprefix("sqlite:///")).resolve().parent
+            folder.mkdir(parents=True, exist_ok=True)
+            artifacts = (folder / "mlflow_artifacts").as_uri()
+        self._client: Any = MlflowClient(tracking_uri=self.uri)
+        if identifier:
+            self._run = identifier
+            self._client.update_run(self._run, status="RUNNING")
+            return self._run
+        known = self._client.get_experiment_by_name(self.experiment)
+        number = known.experiment_id if known else self._client.create_experiment(self.experiment, artifacts)
+        self._run = self._client.create_run(number, run_name=directory.name).info.run_id
+        return self._run
+
+    def log_scalars(self, values: dict[str, float], step: int) -> None:
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+
+        now = int(1000 * time.time())
+        self._client.log_batch(self._run, [Metric(tag, value, now, step) for tag, value in values.items()])
+
+    def log_images(self, images: dict[str, torch.Tensor], step: int) -> None:
+        for tag, pixels in images.items():
+            array = pixels.permute(1, 2, 0).contiguous().numpy()
+            self._client.log_image(self._run, array, f"{tag}/step_{step:08d}.png")
+
+    def log_texts(self, texts: dict[str, str]) -> None:
+        for tag, text in texts.items():
+            self._client.log_text(self._run, text, f"{tag}.txt")
+
+    def log_config(self, config: dict[str, float | str | bool]) -> None:
+        known = self._client.get_run(self._run).data.params  # which cannot change, and a resumed run logs them again
+        for key, value in config.items():
+            if key not in known:
+                self._client.log_param(self._run, key, str(value)[:_LONGEST])
+
+    def finish(self, done: bool) -> None:
+        self._client.set_terminated(self._run, "FINISHED" if done else "KILLED")

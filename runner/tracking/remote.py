@@ -1,0 +1,126 @@
+"""The base class of trackers that call other packages, which may be slow, or fail."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from runner.config.errors import check
+from runner.tracking.base import Tracker
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+_MOST_WAITING = 10_000
+"""The largest number of calls that wait to be made: curves of hours, if the network is down."""
+
+
+@dataclass
+class RemoteTracker(Tracker, ABC):
+    """A tracker whose calls are made by a thread, in order, so that training does not wait for them.
+
+    The first error is logged; after it, nothing more is tracked, and the run goes on. What still waits when the process
+    is killed is lost. The identifier of the run in the backend is kept in the run directory, so that a resumed run goes
+    on in the same one.
+    """
+
+    package: ClassVar[str]
+    """The name of the package, and of the extra that installs it."""
+    patience: ClassVar[float] = 60.0
+    """Seconds to wait at the end of the run for the calls that were not made yet."""
+
+    def check(self) -> None:
+        remedy = f"pip install -e '.[{self.package}]'"
+        check(find_spec(self.package) is not None, "tracking", self.package, "it is not installed", remedy)
+
+    @abstractmethod
+    def start(self, directory: Path, identifier: str) -> str:
+        """Begin to track, and return the identifier of the run in the backend.
+
+        Args:
+            directory: the run directory.
+            identifier: the identifier of the run to continue; empty for a new one.
+        """
+
+    @abstractmethod
+    def log_scalars(self, values: dict[str, float], step: int) -> None:
+        """Log scalars by tag."""
+
+    @abstractmethod
+    def log_images(self, images: dict[str, torch.Tensor], step: int) -> None:
+        """Log RGB images, uint8 [3, height, width] on the CPU, by tag."""
+
+    @abstractmethod
+    def log_texts(self, texts: dict[str, str]) -> None:
+        """Log texts by tag."""
+
+    @abstractmethod
+    def log_config(self, config: dict[str, float | str | bool]) -> None:
+        """Log the whole config, by dotted key."""
+
+    @abstractmethod
+    def finish(self, done: bool) -> None:
+        """End the session; `done` is whether the run has reached its last step."""
+
+    def open(self, directory: Path, first_step: int) -> None:
+        self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(_MOST_WAITING)
+        self._failed = False
+        self._thread = threading.Thread(target=self._make_calls, name=f"tracking {self.package}", daemon=True)
+        self._thread.start()
+        self._call(lambda: self._start(directory))
+
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        self._call(lambda: self.log_scalars(dict(values), step))
+
+    def images(self, images: dict[str, torch.Tensor], step: int) -> None:
+        stills = {tag: pixels.cpu() for tag, pixels in images.items() if pixels.dim() == 3}
+        self._call(lambda: self.log_images(stills, step))
+
+    def texts(self, texts: dict[str, str], step: int) -> None:
+        self._call(lambda: self.log_texts(texts))
+
+    def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
+        self._call(lambda: self.log_config(config))
+
+    def close(self, done: bool) -> None:
+        self._call(lambda: self.finish(done))
+        try:
+            self._calls.put(None, timeout=self.patience)
+            self._thread.join(self.patience)
+        except queue.Full:
+            log.debug("%s takes no more calls", self.package)
+        if self._thread.is_alive():
+            self._fail(f"it has not answered for {self.patience:g} s")
+
+    def _start(self, directory: Path) -> None:
+        file = directory / f"{self.package}_run.txt"
+        saved = file.read_text(encoding="utf-8").strip() if file.exists() else ""
+        file.write_text(self.start(directory, saved) + "\n", encoding="utf-8")
+
+    def _call(self, call: Callable[[], Any]) -> None:
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._fail(f"{_MOST_WAITING:,} calls wait to be made")
+
+    def _make_calls(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if not self._failed:
+                try:
+                    call()
+                except Exception as error:  # of any type: it comes from another package, its network or its disk
+                    self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, why: str) -> None:
+        if not self._failed:
+            self._failed = True
+            log.warning("tracking with %s ends here, and the run goes on: %s", self.package, why)

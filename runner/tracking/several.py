@@ -1,0 +1,70 @@
+"""Tracking with several backends at once (`tracking=several`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from runner.config.errors import check, did_you_mean
+from runner.config.options import option_files
+from runner.config.schema import build
+from runner.tracking.base import Tracker
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Several(Tracker):
+    """A tracker that passes everything to several others, in turn.
+
+    Args:
+        names: the options of conf/tracking/ to combine, each with its defaults.
+    """
+
+    names: list[str] = field(default_factory=lambda: ["tensorboard", "csv"])
+
+    def __post_init__(self) -> None:
+        files = option_files()["tracking"]
+        known = [name for name in files if name != "several"]
+        check(len(self.names) > 0, "names", self.names, "it is empty", "tracking=none tracks nothing")
+        check(len(set(self.names)) == len(self.names), "names", self.names, "a name is there twice", "leave one out")
+        for name in self.names:
+            check(name in known, "names", name, "there is no such tracker;", did_you_mean(name, known))
+        nodes: list[Any] = [OmegaConf.to_container(OmegaConf.load(files[name])) for name in self.names]
+        self._trackers = [build(node, Tracker, "tracking") for node in nodes]
+
+    def check(self) -> None:
+        for tracker in self._trackers:
+            tracker.check()
+
+    def open(self, directory: Path, first_step: int) -> None:
+        for tracker in self._trackers:
+            tracker.open(directory, first_step)
+
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        for tracker in self._trackers:
+            tracker.scalars(values, step)
+
+    def images(self, images: dict[str, torch.Tensor], step: int) -> None:
+        for tracker in self._trackers:
+            tracker.images(images, step)
+
+    def texts(self, texts: dict[str, str], step: int) -> None:
+        for tracker in self._trackers:
+            tracker.texts(texts, step)
+
+    def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
+        for tracker in self._trackers:
+            tracker.hyperparameters(config, typed)
+
+    def flush(self) -> None:
+        for tracker in self._trackers:
+            tracker.flush()
+
+    def close(self, done: bool) -> None:
+        for tracker in self._trackers:
+            tracker.close(done)

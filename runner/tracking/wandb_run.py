@@ -1,0 +1,69 @@
+"""Tracking with Weights & Biases (`tracking=wandb`), by default offline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from runner.config.errors import check_choice
+from runner.tracking.remote import RemoteTracker
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Wandb(RemoteTracker):
+    """A tracker that logs to Weights & Biases, with optimizer steps as the x-axis.
+
+    https://docs.wandb.ai/ref/python/
+
+    Args:
+        project: the project that the run belongs to.
+        mode: `offline` writes to the run directory, from where `wandb sync` uploads it; `online` uploads during the
+            run.
+    """
+
+    package: ClassVar[str] = "wandb"
+
+    project: str = "runner"
+    mode: str = "offline"
+
+    def __post_init__(self) -> None:
+        check_choice(self, "mode", ("offline", "online"))
+
+    def start(self, directory: Path, identifier: str) -> str:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        settings = wandb.Settings(console="off", silent=True)
+        self._run: Any = wandb.init(
+            project=self.project,
+            id=identifier or None,
+            name=directory.name,
+            dir=str(directory),
+            mode=self.mode,
+            resume="allow",
+            settings=settings,
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        return self._run.id
+
+    def log_scalars(self, values: dict[str, float], step: int) -> None:
+        self._run.log({"step": step, **values})
+
+    def log_images(self, images: dict[str, torch.Tensor], step: int) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        arrays = {tag: pixels.permute(1, 2, 0).contiguous().numpy() for tag, pixels in images.items()}
+        self._run.log({"step": step} | {tag: wandb.Image(array) for tag, array in arrays.items()})
+
+    def log_texts(self, texts: dict[str, str]) -> None:
+        self._run.summary.update(texts)
+
+    def log_config(self, config: dict[str, float | str | bool]) -> None:
+        self._run.config.update(config, allow_val_change=True)
+
+    def finish(self, done: bool) -> None:
+        self._run.finish(exit_code=0 if done else 1)

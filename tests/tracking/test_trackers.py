@@ -1,0 +1,231 @@
+"""Trackers beside TensorBoard: a CSV file, several at once, and those of other packages, which may fail."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import os
+import threading
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from helpers.compose import FAST, built, prepared, train_in
+from helpers.events import curves
+from helpers.rank_work import stop_at
+
+from runner.config.errors import ConfigError
+from runner.tracking.base import Tracker
+from runner.tracking.csv_file import CsvFile
+from runner.tracking.remote import RemoteTracker
+
+STEPS = ("steps=6", "log_every=1", "eval_every=3", "save_every=2")
+
+
+def points(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of every curve in the CSV file of a run directory."""
+    with (directory / "curves.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["step", "tag", "value"]
+    found: dict[str, list[tuple[int, float]]] = {}
+    for step, tag, value in rows:
+        found.setdefault(tag, []).append((int(step), float(value)))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A CSV file, and several trackers
+
+
+def test_several_trackers_get_every_point_once_and_also_across_a_resume(tmp_path: Path) -> None:
+    overrides = (*FAST, *STEPS, "tracking=several", "tracking.names=[tensorboard,csv]")
+    train_in(tmp_path, built(*overrides), partial(stop_at, 3, 0))
+    with (tmp_path / "curves.csv").open("a") as file:
+        file.write("4,train/loss,1.0\n5,train/lo")  # after the last checkpoint, the last line torn
+    train_in(tmp_path, built(*overrides))
+    got, wanted = points(tmp_path), curves(tmp_path)
+    assert got.keys() == wanted.keys()
+    for tag, values in wanted.items():
+        assert [step for step, _ in got[tag]] == [step for step, _ in values]
+        assert [value for _, value in got[tag]] == pytest.approx([value for _, value in values], rel=1e-6)
+    assert [step for step, _ in got["train/loss"]] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("fails_at", ["open", "write", "fsync"])
+def test_a_csv_file_that_cannot_be_written_is_told_once(
+    fails_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tracker = CsvFile()
+    with monkeypatch.context() as patch, caplog.at_level("WARNING", logger="runner"):
+        if fails_at == "open":
+            patch.setattr(os, "replace", full)
+        tracker.open(tmp_path, 1)
+        tracker.scalars({"train/loss": 1.0}, 1)
+        if fails_at == "fsync":
+            patch.setattr(os, "fsync", full)
+        if fails_at == "write":
+            patch.setattr(csv, "writer", full)
+        for step in (2, 3):
+            tracker.scalars({"train/loss": 1.0}, step)
+            tracker.flush()
+        tracker.close(True)
+    assert [record.getMessage().count("No space left") for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("tracking=several", "tracking.names=[]"), "tracking.names"),
+        (("tracking=several", "tracking.names=[csv,csv]"), "tracking.names"),
+        (("tracking=several", "tracking.names=[csv,tensorbord]"), "tracking.names"),
+        (("tracking=several", "tracking.names=[several]"), "tracking.names"),
+        (("tracking=csv", "tracking.file=../a.csv"), "tracking.file"),
+        (("tracking=wandb", "tracking.mode=on"), "tracking.mode"),
+    ],
+)
+def test_options_that_name_no_tracker_are_refused(overrides: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        built(*FAST, *overrides)
+    assert refusal.value.key == key
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backends of other packages
+
+
+@dataclass
+class Noted(RemoteTracker):
+    """A backend that notes its calls, and fails in the one named `broken`."""
+
+    package: ClassVar[str] = "torch"
+    broken: str = ""
+
+    def __post_init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def _note(self, name: str, *values: Any) -> None:
+        self.may_go_on.wait()
+        self.calls.append((name, *values))
+        if name == self.broken:
+            raise ConnectionError("no route to host")
+
+    def start(self, directory: Path, identifier: str) -> str:
+        self._note("start", identifier)
+        return identifier or "id7"
+
+    def log_scalars(self, values: dict[str, float], step: int) -> None:
+        self._note("scalars", values, step)
+
+    def log_images(self, images: dict[str, torch.Tensor], step: int) -> None:
+        self._note("images", list(images), step)
+
+    def log_texts(self, texts: dict[str, str]) -> None:
+        self._note("texts", texts)
+
+    def log_config(self, config: dict[str, float | str | bool]) -> None:
+        self._note("config", config)
+
+    def finish(self, done: bool) -> None:
+        self._note("finish", done)
+
+
+def use(tracker: Tracker, directory: Path) -> None:
+    """A session of a few calls."""
+    tracker.open(directory, 1)
+    tracker.hyperparameters({"seed": 0}, {})
+    for step in (1, 2):
+        tracker.scalars({"train/loss": 0.5}, step)
+    tracker.images({"still": torch.zeros(3, 2, 2), "film": torch.zeros(4, 3, 2, 2)}, 2)
+    tracker.close(True)
+
+
+def test_calls_are_made_in_order_and_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path) -> None:
+    first, second = Noted(), Noted()
+    use(first, tmp_path)
+    use(second, tmp_path)
+    scalars = [("scalars", {"train/loss": 0.5}, step) for step in (1, 2)]
+    rest = [("config", {"seed": 0}), *scalars, ("images", ["still"], 2), ("finish", True)]
+    assert first.calls == [("start", ""), *rest]
+    assert second.calls == [("start", "id7"), *rest]
+
+
+@pytest.mark.parametrize("broken", ["start", "scalars", "finish"])
+def test_a_backend_that_fails_is_told_once_and_left_alone(
+    broken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = Noted(broken)
+    with caplog.at_level("WARNING", logger="runner"):
+        use(tracker, tmp_path)
+    [record] = caplog.records
+    assert "ConnectionError: no route to host" in record.getMessage()
+    assert tracker.calls[-1][0] == broken
+    assert [call[0] for call in tracker.calls].count(broken) == 1
+
+
+def test_a_backend_that_hangs_does_not_slow_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = Noted()
+    tracker.may_go_on.clear()
+    monkeypatch.setattr(Noted, "patience", 0.01)
+    with caplog.at_level("WARNING", logger="runner"):
+        use(tracker, tmp_path)
+    assert tracker.calls == []
+    assert len(caplog.records) == 1
+    tracker.may_go_on.set()
+
+
+def test_a_run_is_done_although_its_tracker_fails(tmp_path: Path) -> None:
+    run = built(*FAST, *STEPS)
+    object.__setattr__(run, "tracking", Noted("scalars"))
+    assert train_in(tmp_path, run).result.status == "done"
+
+
+@pytest.mark.parametrize("package", ["wandb", "mlflow"])
+def test_a_package_that_is_not_installed_is_refused_before_the_run(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.tracking.remote.find_spec", lambda name: None)
+    for overrides in ([f"tracking={package}"], ["tracking=several", f"tracking.names=[csv,{package}]"]):
+        with pytest.raises(ConfigError) as refusal:
+            prepared(built(*FAST, *overrides))
+        assert (refusal.value.key, refusal.value.got) == ("tracking", package)
+        assert f"pip install -e '.[{package}]'" in refusal.value.remedy
+
+
+@pytest.mark.filterwarnings("default")
+def test_mlflow_has_every_point_in_one_run(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    overrides = (*FAST, *STEPS, "tracking=mlflow", f"tracking.uri={uri}")
+    train_in(tmp_path / "run", built(*overrides), partial(stop_at, 3, 0))
+    result = train_in(tmp_path / "run", built(*overrides)).result
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    [run] = client.search_runs([client.get_experiment_by_name("runner").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["optimizer.lr"] == "0.05"
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert sorted({point.step for point in history}) == [1, 2, 3, 4, 5, 6]
+    assert {item.path for item in client.list_artifacts(run.info.run_id)} == {"eval", "config.txt", "environment.txt"}
+    assert run.info.artifact_uri.startswith(f"file://{tmp_path}/mlflow_artifacts/")
+    assert run.data.metrics["eval/accuracy"] == pytest.approx(result.metrics["eval/accuracy"])
+
+
+@pytest.mark.filterwarnings("default")
+def test_wandb_writes_to_the_run_directory_and_resumes_the_run(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    overrides = (*FAST, *STEPS, "tracking=wandb")
+    train_in(tmp_path / "run", built(*overrides), partial(stop_at, 3, 0))
+    identifier = (tmp_path / "run" / "wandb_run.txt").read_text()
+    assert train_in(tmp_path / "run", built(*overrides)).result.status == "done"
+    assert (tmp_path / "run" / "wandb_run.txt").read_text() == identifier
+    files = list((tmp_path / "run").glob(f"wandb/offline-run-*-{identifier.strip()}"))
+    assert files
