@@ -8,10 +8,11 @@ checkpoint are verified before it is read.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +26,9 @@ from runner.model.weights import read_weights
 from runner.storage.checkpoint import load
 from runner.storage.content_checks import UnexpectedContentError, check_count, check_like
 from runner.storage.manifest import NAME as MANIFEST
-from runner.storage.manifest import DamagedError, untrusted, verified_manifest
+from runner.storage.manifest import SIGNATURE, DamagedError, untrusted, verified_manifest
 from runner.storage.run_directory import step_name, step_of
+from runner.storage.signature import saved_signature
 
 Tensors = dict[str, torch.Tensor]
 
@@ -34,11 +36,21 @@ PREFIX = "module."
 """The prefix of parameter names in the state dict of DataParallel and DistributedDataParallel."""
 
 _CHECKPOINT_WEIGHTS = "model.safetensors"
-_WRITERS: dict[str, Callable[[Tensors, Path], None]] = {
+
+
+def _save_state_dict(tensors: Tensors, path: Path, _: dict[str, str] | None) -> None:
+    torch.save(tensors, path)  # a state dict has no place for metadata
+
+
+_WRITERS: dict[str, Callable[[Tensors, Path, dict[str, str] | None], None]] = {
     ".safetensors": save_file,
-    ".pt": torch.save,
-    ".pth": torch.save,
+    ".pt": _save_state_dict,
+    ".pth": _save_state_dict,
 }
+
+
+PROGRAMS = (".pt2", ".onnx")
+"""The suffixes of programs: of `torch.export`, and ONNX."""
 
 
 class Weights(NamedTuple):
@@ -47,10 +59,12 @@ class Weights(NamedTuple):
     Args:
         tensors: tensors by name, on the CPU.
         origin: a description of the file or checkpoint from which the weights were read.
+        signature: names of classes and the shape of an input; empty if they are not known.
     """
 
     tensors: Tensors
     origin: str
+    signature: Mapping[str, Any] = {}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,8 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     destination = Path(options.destination).expanduser()
     try:
         check_destination(destination, options.force)
+        if destination.suffix in PROGRAMS:
+            print(exported(Path(options.source).expanduser(), destination, options.best, options.module_prefix))
+            return 0
         weights = read(Path(options.source).expanduser(), options.best)
-        write(weights.tensors, destination, PREFIX if options.module_prefix else "")
+        write(weights.tensors, destination, PREFIX if options.module_prefix else "", weights.signature)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -70,13 +87,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def exported(source: Path, destination: Path, best: bool, module_prefix: bool) -> str:
+    """Export the model of a run as a program, and return what to say of it.
+
+    Raises:
+        ConfigError: if it cannot be exported, or a flag has no effect.
+    """
+    from runner.tools.convert_program import check_exporter, export_program  # imported here: they need a run's modules
+
+    check(not module_prefix, "--module-prefix", True, "a program has no names of parameters", "leave it out")
+    named = best and step_of(source) is not None
+    check(not named, "--best", True, f"{source} is not a run directory", "name the run directory as SOURCE")
+    check_exporter(destination)
+    checkpoint = export_program(source, "best" if best else "last", destination)
+    return f"{destination}: the model of {checkpoint}; its outputs were compared"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m runner.tools.convert", description="Extract the weights of a run, or convert a file of weights."
     )
     parser.add_argument("source", metavar="SOURCE", help="a run directory, a checkpoint in it, or a file of weights")
     parser.add_argument(
-        "destination", metavar="DESTINATION", help="a .safetensors file, or a state dict as .pt or .pth"
+        "destination",
+        metavar="DESTINATION",
+        help="weights: a .safetensors file, or a state dict as .pt or .pth; the model as a program: .pt2 or .onnx",
     )
     parser.add_argument("--best", action="store_true", help="take the best checkpoint of the run, not the newest")
     parser.add_argument(
@@ -97,9 +132,9 @@ def check_destination(path: Path, force: bool) -> None:
         ConfigError: if the suffix of `path` is not supported, if `path` is a directory, if its parent directory does
             not exist or is a checkpoint, or if the file exists and `force` is False.
     """
-    formats = "name a .safetensors file, or a state dict as .pt or .pth"
-    why = f"its suffix must be one of {', '.join(_WRITERS)}"
-    check(path.suffix in _WRITERS, "DESTINATION", str(path), why, formats)
+    formats = "name a .safetensors file, a state dict as .pt or .pth, or a program as .pt2 or .onnx"
+    why = f"its suffix must be one of {', '.join((*_WRITERS, *PROGRAMS))}"
+    check(path.suffix in (*_WRITERS, *PROGRAMS), "DESTINATION", str(path), why, formats)
     check(path.parent.is_dir(), "DESTINATION", str(path), "there is no such directory", f"mkdir -p {path.parent}")
     check(not path.is_dir(), "DESTINATION", str(path), "it is a directory", formats)
     elsewhere = "write it elsewhere: a checkpoint must not change"
@@ -167,7 +202,8 @@ def _read_checkpoint(path: Path) -> Weights:
         manifest = verified_manifest(path)
         if _CHECKPOINT_WEIGHTS not in manifest["files"]:  # it may be a pipe or a device
             raise untrusted(path, f"{MANIFEST} does not list {_CHECKPOINT_WEIGHTS}")
-        return Weights(load_file(path / _CHECKPOINT_WEIGHTS), f"{path}, after step {manifest['step']}")
+        origin = f"{path}, after step {manifest['step']}"
+        return Weights(load_file(path / _CHECKPOINT_WEIGHTS), origin, saved_signature(path))
 
 
 @contextmanager
@@ -190,13 +226,14 @@ def _read_file(path: Path) -> Tensors:
         raise ConfigError("SOURCE", error.got, error.why, error.remedy) from None
 
 
-def write(tensors: Tensors, path: Path, prefix: str = "") -> None:
+def write(tensors: Tensors, path: Path, prefix: str = "", signature: Mapping[str, Any] | None = None) -> None:
     """Write `tensors` to the file `path` atomically, in the format given by the suffix of `path`.
 
     Args:
         tensors: tensors by name.
         path: a .safetensors, .pt or .pth file.
         prefix: a prefix that is added to each name.
+        signature: names of classes and the shape of an input, which a .safetensors file holds in its metadata.
 
     Raises:
         ConfigError: if the format does not support a tensor, or the file cannot be written.
@@ -205,7 +242,7 @@ def write(tensors: Tensors, path: Path, prefix: str = "") -> None:
     named = {prefix + name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        _WRITERS[path.suffix](named, part)
+        _WRITERS[path.suffix](named, part, {SIGNATURE: json.dumps(signature)} if signature else None)
         with part.open("rb") as file:
             os.fsync(file.fileno())  # before the rename, or a crash could leave an empty file
         os.replace(part, path)

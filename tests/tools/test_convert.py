@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from helpers.command import environment, run_command
 from helpers.compose import FAST, Trained, built
 from helpers.forged import ABSENT, changed, reseal, write
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from runner.storage.checkpoint import Checkpoint
@@ -127,9 +129,18 @@ def test_there_and_back_again_is_the_same_bytes(run: Trained, tmp_path: Path) ->
         (tmp_path / "a.safetensors", "b.pt", "--module-prefix"),
         (tmp_path / "b.pt", "c.pth"),
         (tmp_path / "c.pth", "d.safetensors"),
+        (tmp_path / "a.safetensors", "e.safetensors"),
     ):
         assert converted(source, tmp_path / destination, *flags) == 0
-    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "d.safetensors").read_bytes()
+    assert (tmp_path / "e.safetensors").read_bytes() == (tmp_path / "d.safetensors").read_bytes()
+
+
+def test_the_names_of_the_classes_are_in_the_file(run: Trained, tmp_path: Path) -> None:
+    assert converted(run.directory, tmp_path / "a.safetensors") == 0
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        signature = json.loads(file.metadata()["model.json"])
+    assert signature["classes"] == [str(digit) for digit in range(10)]
+    assert signature["inputs"] == [1, 8, 8]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -332,7 +343,7 @@ def test_best_is_of_a_run_directory_that_has_been_evaluated(
 def test_what_cannot_be_written_is_refused(run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inside = checkpoints(run)[0] / "copy.pt"
     for destination, why in {
-        tmp_path / "out.onnx": "its suffix must be one of .safetensors, .pt, .pth\n  name a",
+        tmp_path / "out.gguf": "its suffix must be one of .safetensors, .pt, .pth, .pt2, .onnx\n  name a",
         run.directory / "nowhere" / "out.pt": f"there is no such directory\n  mkdir -p {run.directory / 'nowhere'}",
         inside: "it is inside a checkpoint\n  write it elsewhere",
     }.items():
@@ -363,7 +374,7 @@ def test_a_file_may_replace_itself(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_what_was_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def half(tensors: Tensors, path: Path) -> None:
+    def half(tensors: Tensors, path: Path, _: object) -> None:
         path.write_bytes(b"half of it")
         raise error
 

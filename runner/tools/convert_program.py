@@ -1,0 +1,117 @@
+"""Exports the model of a run as a program that needs neither this project nor its network: `.pt2` or `.onnx`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.api.saved import load
+from runner.config.errors import ConfigError, check
+from runner.storage.manifest import SIGNATURE
+from runner.storage.saved_run import directory_of
+from runner.storage.signature import saved_signature
+
+TOLERANCE = 1e-5
+"""The largest difference between an output of the program and that of the model, relative to the largest output."""
+
+
+def export_program(source: Path, choice: str | int, path: Path) -> str:
+    """Export the model of a checkpoint to `path`, in the format given by the suffix, and return the checkpoint's path.
+
+    The program takes inputs float32 [n, …] of any n, normalized as in the evaluation, and returns the model's outputs.
+    Its outputs are compared with those of the model before it is written.
+
+    Args:
+        source: a run directory, or a checkpoint in one.
+        choice: `best`, `last` or a number of steps; not used if `source` is a checkpoint.
+        path: a .pt2 or .onnx file, which is replaced if it exists.
+
+    Raises:
+        ConfigError: if the model cannot be exported, or the outputs of the program differ.
+    """
+    is_run = (source / "checkpoints").is_dir() or source.parent.name == "checkpoints"
+    check(is_run, "SOURCE", str(source), "it is not a run", "name a run directory, or a checkpoint in one")
+    run = load(directory_of(source))
+    checkpoint = source if source.parent.name == "checkpoints" else run.checkpoint(choice)
+    signature = saved_signature(checkpoint)
+    why = "its checkpoint does not say what the inputs are"
+    check(
+        "inputs" in signature, "SOURCE", str(source), why, "name a run of a classifier, of this version or a later one"
+    )
+    model = run.model(int(checkpoint.name.removeprefix("step_")))
+    inputs = torch.rand(3, *signature["inputs"], generator=torch.Generator().manual_seed(0))
+    part = path.with_name(f".{os.getpid()}.part{path.suffix}")
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's exporters, about their own internals
+            wanted = model(inputs)
+            outputs = _EXPORTERS[path.suffix](model, inputs, json.dumps(signature), part)
+        difference = float((outputs - wanted).abs().max() / wanted.abs().max().clamp(min=1))
+        why = f"its outputs differ from those of the model by {difference:.2g}"
+        check(difference <= TOLERANCE, "DESTINATION", str(path), why, "write the weights: .safetensors or .pt")
+        os.replace(part, path)
+    except ConfigError:
+        raise
+    except Exception as error:  # the exporters raise anything
+        why = f"the model cannot be exported: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise ConfigError("DESTINATION", str(path), why, "write the weights: .safetensors or .pt") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+    return str(checkpoint)
+
+
+def check_exporter(path: Path) -> None:
+    """Check that the packages are installed that the format given by the suffix of `path` needs.
+
+    Raises:
+        ConfigError: if one is missing.
+    """
+    missing = [name for name in ("onnx", "onnxscript") if path.suffix == ".onnx" and not importlib.util.find_spec(name)]
+    why, remedy = f"{' and '.join(missing)} is not installed", "pip install 'runner[export]', or name a .pt2 file"
+    check(not missing, "DESTINATION", str(path), why, remedy)
+
+
+def _export_torch(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> torch.Tensor:
+    """Write a program of `torch.export`, and return its outputs for `inputs`.
+
+    https://docs.pytorch.org/docs/stable/export.html
+    """
+    program = torch.export.export(model, (inputs,), dynamic_shapes=_any_batch())
+    torch.export.save(program, path, extra_files={SIGNATURE: signature})
+    return torch.export.load(path).module()(inputs)
+
+
+def _export_onnx(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> torch.Tensor:
+    """Write an ONNX model, and return its outputs for `inputs`, from the reference implementation of ONNX.
+
+    https://docs.pytorch.org/docs/stable/onnx.html
+    """
+    from onnx.reference import ReferenceEvaluator
+
+    names: Any = {"input_names": ["inputs"], "output_names": ["outputs"]}
+    program: Any = torch.onnx.export(model, (inputs,), dynamo=True, dynamic_shapes=_any_batch(), verbose=False, **names)
+    program.model.metadata_props[SIGNATURE] = signature
+    program.save(path)
+    outputs: Any = ReferenceEvaluator(str(path)).run(None, {"inputs": inputs.numpy()})
+    return torch.from_numpy(outputs[0])
+
+
+def _any_batch() -> Any:
+    return ({0: torch.export.Dim("batch")},)
+
+
+_EXPORTERS: dict[str, Callable[[torch.nn.Module, torch.Tensor, str, Path], torch.Tensor]] = {
+    ".pt2": _export_torch,
+    ".onnx": _export_onnx,
+}
+
+SUFFIXES = tuple(_EXPORTERS)

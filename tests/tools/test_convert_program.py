@@ -1,0 +1,72 @@
+"""The model of a run as a program: its outputs are those of the model, for batches of any size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.compose import FAST
+
+import runner
+from runner.tools import convert, convert_program
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner.SavedRun:
+    monkeypatch.chdir(tmp_path)
+    result = runner.train([*FAST, "steps=4", "save_every=2", "keep=2", "eval_every=2", "optimizer.lr=0.2"])
+    assert result.directory is not None
+    return runner.load(result.directory)
+
+
+def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
+def test_a_torch_program_computes_what_the_model_does(run: runner.SavedRun) -> None:
+    assert convert.main([str(run.directory), "model.pt2"]) == 0
+    files = {"model.json": ""}
+    program = torch.export.load("model.pt2", extra_files=files).module()
+    assert json.loads(files["model.json"])["classes"] == run.classes
+    for count in (1, 5):
+        inputs = torch.randn(count, 1, 8, 8)
+        assert_close(program(inputs), run.model("last")(inputs))
+
+
+def test_an_onnx_model_computes_what_the_model_does(run: runner.SavedRun) -> None:
+    onnx, _ = pytest.importorskip("onnx"), pytest.importorskip("onnxscript")
+    from onnx.reference import ReferenceEvaluator
+
+    assert convert.main([str(run.checkpoint(2)), "model.onnx"]) == 0
+    metadata = {each.key: each.value for each in onnx.load("model.onnx").metadata_props}
+    assert json.loads(metadata["model.json"])["classes"] == run.classes
+    for count in (1, 5):
+        inputs = torch.randn(count, 1, 8, 8)
+        [outputs] = ReferenceEvaluator("model.onnx").run(None, {"inputs": inputs.numpy()})
+        assert_close(torch.from_numpy(outputs), run.model(2)(inputs).detach())
+
+
+def test_a_program_with_other_outputs_is_not_written(
+    run: runner.SavedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(convert_program._EXPORTERS, ".pt2", lambda model, inputs, *_: model(inputs) * 1.001 + 0.001)
+    assert convert.main([str(run.directory), "model.pt2"]) == 2
+    assert "its outputs differ from those of the model by 0.00" in capsys.readouterr().err
+    assert not Path("model.pt2").exists()
+
+
+def test_what_cannot_be_exported_is_refused(
+    run: runner.SavedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({}, "weights.pt")
+    monkeypatch.setattr(convert_program.importlib.util, "find_spec", lambda name: None)
+    for words, key in {
+        ("weights.pt", "model.pt2"): "SOURCE",
+        (str(run.checkpoint(2)), "model.pt2", "--best"): "--best",
+        (str(run.directory), "model.pt2", "--module-prefix"): "--module-prefix",
+        (str(run.directory), "model.onnx"): "DESTINATION",
+    }.items():
+        assert convert.main([*words]) == 2
+        assert capsys.readouterr().err.startswith(f"{key}: ")
