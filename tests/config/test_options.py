@@ -44,7 +44,7 @@ ABSENT_HERE = {
     "device=cuda": ("device.kind: got 'cuda'", "CUDA"),
     "device=mps": ("device.kind: got 'mps'", "Metal"),
 }
-for package in ("wandb", "mlflow"):
+for package in ("wandb", "mlflow", "trackio"):
     if find_spec(package) is None:
         ABSENT_HERE[f"tracking={package}"] = (f"tracking: got '{package}'", "not installed")
 if torch.cuda.is_available():

@@ -189,7 +189,7 @@ def test_a_run_is_done_although_its_tracker_fails(tmp_path: Path) -> None:
     assert train_in(tmp_path, run).result.status == "done"
 
 
-@pytest.mark.parametrize("package", ["wandb", "mlflow"])
+@pytest.mark.parametrize("package", ["wandb", "mlflow", "trackio"])
 def test_a_package_that_is_not_installed_is_refused_before_the_run(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,3 +229,18 @@ def test_wandb_writes_to_the_run_directory_and_resumes_the_run(tmp_path: Path) -
     assert (tmp_path / "run" / "wandb_run.txt").read_text() == identifier
     files = list((tmp_path / "run").glob(f"wandb/offline-run-*-{identifier.strip()}"))
     assert files
+
+
+@pytest.mark.filterwarnings("default")
+def test_trackio_has_every_point_in_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    overrides = (*FAST, *STEPS, "tracking=trackio")
+    train_in(tmp_path / "run", built(*overrides), partial(stop_at, 3, 0))
+    train_in(tmp_path / "run", built(*overrides))
+    points = [(each["step"], each["train/loss"]) for each in storage.get_logs("runner", "run") if "train/loss" in each]
+    assert [step for step, _ in points] == [1, 2, 3, 4, 5, 6]
+    assert storage.get_run_config("runner", "run")["optimizer.lr"] == 0.05
+    assert capfd.readouterr().out == "", "standard output is for the result"

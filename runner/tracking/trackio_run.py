@@ -1,0 +1,56 @@
+"""Tracking with Trackio (`tracking=trackio`), in SQLite files of this machine."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from runner.tracking.remote import RemoteTracker
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Trackio(RemoteTracker):
+    """A tracker that logs scalars and images to Trackio, which `trackio show` displays.
+
+    https://huggingface.co/docs/trackio. The environment variable TRACKIO_DIR names the directory of its files.
+
+    Args:
+        project: the project that the run belongs to.
+    """
+
+    package: ClassVar[str] = "trackio"
+
+    project: str = "runner"
+
+    def start(self, directory: Path, identifier: str) -> str:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        self._trackio: Any = trackio
+        name = identifier or directory.name
+        quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        with redirect_stdout(sys.stderr):  # it prints, and standard output is for the result of the run
+            self._run = trackio.init(project=self.project, name=name, resume="allow", **quiet)
+        return name
+
+    def log_scalars(self, values: dict[str, float], step: int) -> None:
+        self._run.log(values, step=step)
+
+    def log_images(self, images: dict[str, torch.Tensor], step: int) -> None:
+        arrays = {tag: pixels.permute(1, 2, 0).contiguous().numpy() for tag, pixels in images.items()}
+        self._run.log({tag: self._trackio.Image(array) for tag, array in arrays.items()}, step=step)
+
+    def log_texts(self, texts: dict[str, str]) -> None:
+        """Log nothing: the config is logged by key, and Trackio keeps what it knows of it when it logs first."""
+
+    def log_config(self, config: dict[str, float | str | bool]) -> None:
+        self._run.config.update(config)
+
+    def finish(self, done: bool) -> None:
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
