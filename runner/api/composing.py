@@ -30,10 +30,11 @@ class Config(Mapping[str, Any]):
     Args:
         values: the values by key; components are dicts with a `_target_`.
         overrides: the overrides from which the config was composed.
+        config_dir: the directory of options of the user's own that they refer to, or None.
     """
 
-    def __init__(self, values: Mapping[str, Any], overrides: Sequence[str] = ()):
-        self._values, self.overrides = dict(values), tuple(overrides)
+    def __init__(self, values: Mapping[str, Any], overrides: Sequence[str] = (), config_dir: str | None = None):
+        self._values, self.overrides, self.config_dir = dict(values), tuple(overrides), config_dir
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
@@ -68,9 +69,10 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str]
     words = arguments.overrides_first(overrides)
     flags = [word for word in words if word.startswith("-")]
     check(not flags, "".join(flags[:1]), ABSENT, "flags belong to the command", "leave it out")
+    folder = None if config_dir is None else os.fspath(config_dir)
     with _hydra_of_our_own(), _config_errors():
-        job = compose_run(composer_of(words, None if config_dir is None else os.fspath(config_dir)), words)
-    return Config(job.config, job.overrides)
+        job = compose_run(composer_of(words, folder), words)
+    return Config(job.config, job.overrides, folder)
 
 
 def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:

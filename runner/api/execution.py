@@ -7,6 +7,8 @@ from copy import deepcopy
 
 from runner.api.caller import settings_kept
 from runner.api.composing import Config, compose
+from runner.cli.chosen import with_choices
+from runner.cli.composition import Job
 from runner.cli.run_job import run_one
 from runner.run import CrashedError, Result, build_run
 
@@ -29,8 +31,14 @@ def train(config: Config | Sequence[str] = ()) -> Result:
         CrashedError: if the training crashed. Its `__cause__` is the error, and its `result` has the run directory.
     """
     composed = config if isinstance(config, Config) else compose(config)
+
+    def again(overrides: Sequence[str]) -> Job:
+        other = compose(overrides, config_dir=composed.config_dir)
+        return Job(dict(other), list(other.overrides))
+
     with settings_kept():
-        result = run_one(build_run(deepcopy(dict(composed))), list(composed.overrides))
+        job = with_choices(Job(deepcopy(dict(composed)), list(composed.overrides)), again)
+        result = run_one(build_run(job.config), job.overrides)
     if result.status == "crashed":
         raise CrashedError(result) from result.cause
     return result

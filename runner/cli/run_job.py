@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-from runner.config.errors import ConfigError, escaped
+from runner.config.errors import ConfigError, check, escaped
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError
 from runner.resume import claimed_directory, finished
@@ -47,6 +47,8 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
     root = Path(run.output_root) / run.name
     parent, name = (root, None) if directory is None else (directory.parent, directory.name)
     check_used(run, overrides)
+    for key, value in {"how": run.how, "accumulation": run.accumulation.steps}.items():
+        check(value != "auto", key, value, "it has not been chosen", "type the choice of runner.tools.tune or plan")
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as process, ExitStack() as claims:
         check_same_config(run.config, process.collectives)

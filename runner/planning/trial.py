@@ -21,7 +21,7 @@ from runner.parallel.context import Process
 from runner.parallel.launch.supervisor import RankError
 from runner.run import Result, Session, build_run
 from runner.system import memory, torch_errors
-from runner.system.forkserver import METHOD, become_command, start_server
+from runner.system.forkserver import METHOD, become_command, start_server, without_main_module
 from runner.training import prepare, refused_by_torch, train_step
 
 PRELOADED = ("torch", "torch._dynamo", "runner.planning.trial")
@@ -84,7 +84,8 @@ class Trial:
         began = time.perf_counter()
         context: Any = get_context(METHOD)
         self._process = context.Process(target=_run_trial, args=(config, self._directory.name, own))
-        self._process.start()
+        with without_main_module():
+            self._process.start()
         own.close()  # so that the connection is at its end once all processes of the trial have ended
         try:
             self._receive(seconds)

@@ -177,3 +177,11 @@ def recorded_main() -> Callable[[], object]:
 
     assert main() is not None
     return main
+
+
+def test_options_that_are_chosen_before_a_run_are_chosen(tmp_path: Path) -> None:
+    result = runner.train([*WORDS, "accumulation=auto", "how=auto"])  # it fits, and it is short
+    assert result.directory is not None
+    config = runner.load(result.directory).config
+    assert (config["accumulation"]["steps"], config["how"]) == (1, [])
+    assert_bitwise(result.directory, weights(runner.train(WORDS).directory))  # pyright: ignore[reportArgumentType]
