@@ -11,6 +11,9 @@ from typing import Any
 from runner.storage.manifest import SIGNATURE, saved_text, untrusted
 from runner.storage.run_directory import LIMIT_BYTES
 
+_LARGEST = 4096
+"""The largest size of a dimension: a forged file must not make predictions take any amount of memory."""
+
 
 def signature_text(signature: Mapping[str, Any]) -> str:
     """Return a signature as JSON; empty if there is nothing in it, or if it is too large, as with a million classes."""
@@ -41,7 +44,7 @@ def _is_signature(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     inputs, classes, image = (value.get(key) for key in ("inputs", "classes", "image"))
-    shaped = isinstance(inputs, list) and all(_is_number(size, 1, 2**16) and type(size) is int for size in inputs)
+    shaped = isinstance(inputs, list) and all(_is_number(size, 1, _LARGEST) and type(size) is int for size in inputs)
     named = isinstance(classes, list) and classes and all(isinstance(name, str) for name in classes)
     return bool(shaped and named and (image is None or (isinstance(image, dict) and _is_image(image, inputs))))
 

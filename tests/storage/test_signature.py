@@ -1,0 +1,76 @@
+"""The signature of a checkpoint: written as it is, and refused if a run cannot have written it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.forged import reseal
+from helpers.saved import save_now
+
+from runner.config.errors import ConfigError
+from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.storage.manifest import DamagedError
+from runner.storage.signature import saved_signature, signature_text
+
+IMAGE = {"shape": [1, 8, 8], "mean": [0.5], "std": [0.25], "centre": 1.0}
+SIGNATURE = {"inputs": [1, 8, 8], "classes": ["zero", "Größe"], "image": IMAGE}
+
+
+def saved(directory: Path, text: str) -> Path:
+    """A checkpoint with this text in `model.json`."""
+    checkpoints = Checkpoints(directory, keep=1, signature=text)
+    return save_now(checkpoints, Checkpoint(1, {"weight": torch.zeros(1)}, {}, {}))
+
+
+@pytest.mark.parametrize("signature", [SIGNATURE, SIGNATURE | {"image": None}])
+def test_a_signature_is_read_as_it_was_written(tmp_path: Path, signature: dict[str, Any]) -> None:
+    assert saved_signature(saved(tmp_path, signature_text(signature))) == signature
+
+
+def test_a_checkpoint_may_have_none(tmp_path: Path) -> None:
+    assert signature_text({}) == ""
+    assert signature_text({"classes": ["x" * 10] * 100_000}) == "", "it would be too large to be read"
+    assert saved_signature(saved(tmp_path, "")) == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"inputs": [1, 8, 8.5]},
+        {"inputs": [1, 10**6, 10**6]},
+        {"inputs": "1"},
+        {"classes": []},
+        {"classes": [1, 2]},
+        {"image": []},
+        {"image": IMAGE | {"shape": [1, 9, 9]}},
+        {"image": IMAGE | {"mean": [0.5, 0.5]}},
+        {"image": IMAGE | {"mean": None}},
+        {"image": IMAGE | {"std": [0.0]}},
+        {"image": IMAGE | {"centre": 0}},
+        {"image": IMAGE | {"more": 1}},
+        {"inputs": [2, 8, 8], "image": IMAGE | {"shape": [2, 8, 8], "mean": [0, 0], "std": [1, 1]}},
+    ],
+)
+def test_what_no_run_writes_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = saved(tmp_path, json.dumps(SIGNATURE | change))
+    with pytest.raises(ConfigError, match="other content than a run writes"):
+        saved_signature(path)
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", "3"])
+def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="do not trust it"):
+        saved_signature(saved(tmp_path, text))
+
+
+def test_a_changed_file_is_damaged_unless_its_hash_is_changed_too(tmp_path: Path) -> None:
+    path = saved(tmp_path, signature_text(SIGNATURE))
+    (path / "model.json").write_text(signature_text(SIGNATURE | {"classes": ["one"]}))
+    with pytest.raises(DamagedError):
+        saved_signature(path)
+    reseal(path)
+    assert saved_signature(path)["classes"] == ["one"]
