@@ -6,7 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -57,6 +57,9 @@ class Optimizer(ABC):
     groups: dict[str, Any] | None = None  # not {}: Hydra would refuse to override it
     layer_decay: float = 1.0
     decay_norms: bool = True
+
+    needs_whole_parameters: ClassVar[bool] = False
+    """Whether an update of a parameter needs all of its elements, which modes that shard parameters do not have."""
 
     def __post_init__(self) -> None:
         check_range(self, "lr", above=0, most=_LARGEST)
@@ -312,6 +315,8 @@ class Muon(AdamW):
         ns_steps: number of Newton-Schulz iterations of an orthogonalization.
     """
 
+    needs_whole_parameters: ClassVar[bool] = True
+
     momentum: float = 0.95
     nesterov: bool = True
     ns_steps: int = 5
@@ -322,9 +327,6 @@ class Muon(AdamW):
         check_range(self, "ns_steps", least=1, most=99)
 
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
-        sharded = any(map(_is_dtensor, model.parameters()))
-        why = "it orthogonalizes whole matrices, and parallel=fsdp shards them"
-        check(not sharded, "optimizer", "Muon", why, "parallel=ddp, or optimizer=adamw")
         matrices: list[dict[str, Any]] = []
         others: list[dict[str, Any]] = []
         for group in self._torch_groups(model, groups):

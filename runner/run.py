@@ -113,6 +113,9 @@ class Run:
         lengths = (self.steps, self.epochs, self.workload.num_steps(self.batch_size))
         known = any(length is not None for length in lengths)
         check(known, "steps", None, "neither steps nor epochs says how long to train", "set epochs=10 or steps=1000")
+        whole = self.optimizer.needs_whole_parameters and self.parallel.shards_parameters
+        why = f"it needs whole parameters, and {type(self.parallel).__name__.lower()} shards them"
+        check(not whole, "optimizer", type(self.optimizer).__name__, why, "parallel=ddp, or optimizer=adamw")
         Plan(self.batch_size, self.accumulation.count)  # raises ConfigError if the batch is not divisible
 
     def prepare(self, process: Process) -> Session:

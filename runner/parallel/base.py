@@ -36,6 +36,9 @@ class Parallel:
     description: ClassVar[str] = "single device"
     """The name of the mode in the first lines of the log."""
 
+    shards_parameters: ClassVar[bool] = False
+    """Whether a process has only a shard of each parameter when the optimizer updates it."""
+
     def launcher(self, choice: Device) -> Launcher:
         """Return the launcher that starts or joins the processes of the mode, on the devices that `choice` selects.
 

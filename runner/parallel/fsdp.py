@@ -40,6 +40,7 @@ class FSDP(MultiProcess):
     """
 
     description: ClassVar[str] = "FSDP2"
+    shards_parameters: ClassVar[bool] = True
 
     reshard_after_forward: bool = True
     offload: bool = False

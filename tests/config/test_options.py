@@ -66,6 +66,7 @@ REFUSED: dict[frozenset[str], tuple[str, str]] = {
 }
 for mode in ("model", "pipeline"):
     REFUSED[frozenset(("workload=dqn", f"parallel={mode}"))] = ("workload: got 'DQN'", "loss")
+REFUSED[frozenset(("optimizer=muon", "parallel=fsdp"))] = ("optimizer: got 'Muon'", "fsdp")
 REFUSED[frozenset(("workload=dqn", "debug=overfit"))] = ("workload.overfit_batches:", "DQN")
 if find_spec("Box2D") is None:
     REFUSED[frozenset(("workload=dqn", "env=lunarlander"))] = ("env.id: got 'LunarLander-v3'", "box2d")
