@@ -16,9 +16,11 @@ _DELETION = re.compile(r"~[\w./@-]+")
 _NUMBER = re.compile(r"[+-]?\d[\w.]*")
 _PATHS = ("output_root", "resume", "data.root", "model.weights")
 _TEXTS = (*_PATHS, "name")
+SUMMARY = "--summary"
+"""The flag that prints a table of the network instead of training it."""
 _SWITCHES = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
-    *("--shell-completion", "-sc"),
+    *("--shell-completion", "-sc", SUMMARY),
 )
 _FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
 RUN_DIRECTORY = "--run-directory"

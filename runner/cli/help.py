@@ -31,6 +31,7 @@ def help_text(config_dir: str | None = None) -> str:
     lines += [f"  {line.rstrip()}" for line in root if re.match(r"[a-z_]+: .*#", line)]
     lines += [
         "",
+        "--summary prints a table of the network, and trains nothing",
         "--cfg job prints the composed config · --config-dir DIR adds your own options · --version",
         "--hydra-help describes --info, --multirun and all other flags",
         "python -m runner.tools.doctor describes this machine",

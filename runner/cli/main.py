@@ -75,6 +75,8 @@ def compose_and_run(arguments: list[str]) -> list[int]:
     for flag in (command_line.RUN_DIRECTORY, command_line.DETACHED):
         arguments = command_line.without_flag(arguments, flag)
     arguments = command_line.overrides_first(arguments)
+    shows_model = command_line.SUMMARY in arguments
+    arguments = [word for word in arguments if word != command_line.SUMMARY]
     from hydra._internal.utils import get_args_parser  # imported here: --help needs no Hydra
 
     from runner.api.composing import compose_run, composer_of
@@ -83,7 +85,7 @@ def compose_and_run(arguments: list[str]) -> list[int]:
     parser = get_args_parser()
     parser.error = command_line.refuse_usage  # type: ignore[method-assign]
     flags = parser.parse_args(arguments)
-    check_flags(flags)
+    check_flags(flags, shows_model)
     overrides = [command_line.quoted(word, is_sweep) for word in flags.overrides]
     composer = Composer(flags.config_dir) if is_sweep else composer_of(flags.overrides, flags.config_dir)
     if flags.cfg is not None:
@@ -102,17 +104,28 @@ def compose_and_run(arguments: list[str]) -> list[int]:
         return run_sweep(jobs, flags.overrides, flags.config_dir, pipe)
     else:
         compose = partial(compose_run, composer)
+        if shows_model:
+            from runner.cli.model_table import print_model_table
+            from runner.run import build_run
+
+            print_model_table(build_run(compose(flags.overrides).config))
+            return []
         return [run_single(compose(flags.overrides), compose, directory)]
     return []
 
 
-def check_flags(flags: Namespace) -> None:
+def check_flags(flags: Namespace, shows_model: bool) -> None:
     """Check that the flags can be used together.
+
+    Args:
+        flags: Hydra's flags.
+        shows_model: whether `--summary` was typed, too.
 
     Raises:
         ConfigError: if two flags ask for different things, or a flag has no effect without another one.
     """
     what = {
+        "--summary": shows_model,
         "--run": flags.run,
         "--multirun": flags.multirun,
         "--cfg": flags.cfg is not None,

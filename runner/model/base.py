@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -86,3 +88,10 @@ class Model(ABC):
             shape: shape of one input; (channels, height, width) for images.
             num_classes: number of outputs.
         """
+
+
+def without_memory(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """Return the network that `build` creates, on the meta device: its tensors have no values."""
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that loading weights into meta tensors has no effect
+        return build()

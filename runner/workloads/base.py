@@ -79,6 +79,13 @@ class Workload(ABC):
         self.prepare()
         return self.build_model()
 
+    def input_shape(self) -> tuple[int, ...] | None:
+        """Return the shape of one input of the model, such as (channels, height, width).
+
+        None (the default) if the model's forward pass does not take a single tensor; `--summary` is then refused.
+        """
+        return None
+
     @abstractmethod
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Any]:
         """Yield the micro-batches of this process for all steps after `after_step`, without end.

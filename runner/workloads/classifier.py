@@ -125,6 +125,9 @@ class Classifier(SupervisedWorkload):
         with errors_under("model"):
             return self.model.build(tuple(signature["inputs"]), len(signature["classes"]))
 
+    def input_shape(self) -> tuple[int, ...]:
+        return self.train.shape
+
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
         return self._batches(plan, plan.stream(after_step), device)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 
 from models.blocks import blocks_of as listed_blocks
 from runner.config.errors import check, check_range, did_you_mean
+from runner.model.base import without_memory
 from runner.parallel.context import Context
 from runner.workloads.base import SupervisedWorkload, Workload
 
@@ -59,7 +59,7 @@ class Partition:
             ConfigError: if the network cannot be split in this way; the error names the key in full, such as
                 `parallel.cuts`.
         """
-        names = [name for name, _ in blocks_of(_without_memory(supervised(workload)))]
+        names = [name for name, _ in blocks_of(without_memory(supervised(workload).build_model))]
         why = f"the network has {len(names)} blocks: {', '.join(names)}"
         check(count <= len(names), "parallel.stages", count, why, f"at most parallel.stages={len(names)}")
         if self.cuts != "auto":
@@ -85,13 +85,6 @@ def supervised(workload: Workload) -> SupervisedWorkload:
     known = isinstance(workload, SupervisedWorkload)
     check(known, "workload", type(workload).__name__, why, remedy)
     return cast(SupervisedWorkload, workload)
-
-
-def _without_memory(workload: Workload) -> torch.nn.Module:
-    """Return the network of `workload`, built on the meta device."""
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that loading weights into meta tensors has no effect
-        return workload.build_model()
 
 
 def blocks_of(model: torch.nn.Module) -> Blocks:

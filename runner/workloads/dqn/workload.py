@@ -161,6 +161,9 @@ class DQN(Workload):
             online = self.model.build(self.env.shape, self.env.num_actions)
         return WithTarget(online, *(observation_statistics(self.env, self.warm_up) if self.normalize else ()))
 
+    def input_shape(self) -> tuple[int, ...]:
+        return self.env.shape
+
     # -----------------------------------------------------------------------------------------------------------------
     # Acting, which produces the batches
 

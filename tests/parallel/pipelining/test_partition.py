@@ -13,7 +13,8 @@ from helpers.compose import built
 
 from models.convnet import ConvNet
 from runner.config.errors import ConfigError
-from runner.parallel.pipelining import block_time, partition
+from runner.model.base import without_memory
+from runner.parallel.pipelining import block_time
 from runner.parallel.pipelining.partition import (
     BlockProfile,
     Partition,
@@ -104,7 +105,7 @@ def test_a_list_of_cuts_says_how_many_stages_there_are() -> None:
 def test_the_checks_allocate_no_weights() -> None:
     run = built("model=resnet50", "data.size=8", "parallel=pipeline", "parallel.cuts=[layer2]")
     run.workload.prepare()
-    assert all(parameter.is_meta for parameter in partition._without_memory(run.workload).parameters())
+    assert all(parameter.is_meta for parameter in without_memory(run.workload.build_model).parameters())
     with pytest.raises(ConfigError) as refusal:
         Partition(stages=19).check_partition(run.workload, 19)
     assert (refusal.value.key, refusal.value.got) == ("parallel.stages", 19)

@@ -1,0 +1,80 @@
+"""The table of a network."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.compose import FAST, built
+
+from models.convnet import ConvNet
+from runner.cli.main import run_command
+from runner.model.base import without_memory
+from runner.model.table import Row, formatted, rows_of
+
+
+def test_a_row_for_each_block_and_their_sum() -> None:
+    model = without_memory(lambda: ConvNet(1, 8, 8, 10, channels=(16, 32), kernel_size=3, padding=1, hidden=64))
+    model.get_submodule("conv1").requires_grad_(False)
+    assert rows_of(model, (1, 8, 8)) == [
+        Row("conv1", "Conv2d ReLU MaxPool2d", (16, 4, 4), 160, 0, 2 * 9 * 16 * 64),
+        Row("conv2", "Conv2d ReLU MaxPool2d", (32, 2, 2), 4640, 4640, 2 * 9 * 16 * 32 * 16),
+        Row("hidden", "Flatten Linear ReLU", (64,), 8256, 8256, 2 * 128 * 64),
+        Row("head", "Linear", (10,), 650, 650, 2 * 64 * 10),
+        Row("total", "ConvNet", (10,), 13706, 13546, 2 * (9 * 16 * 64 + 9 * 16 * 32 * 16 + 128 * 64 + 640)),
+    ]
+
+
+class Branches(torch.nn.Module):
+    """A network that lists no blocks, and does not call one of its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)])
+        self.unused = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_network_without_blocks_has_a_row_for_each_child() -> None:
+    assert rows_of(without_memory(Branches), (3,)) == [
+        Row("layers.0", "Linear", (4,), 16, 16, 24),
+        Row("layers.1", "Linear", (2,), 10, 10, 16),
+        Row("unused", "Linear", None, 12, 12, 0),
+        Row("total", "Branches", (2,), 38, 38, 40),
+    ]
+
+
+def test_columns_are_aligned() -> None:
+    lines = formatted(
+        [Row("stem", "Conv2d", (64, 7, 7), 1234567, 0, 5), Row("x", "Linear", None, 1, 1, 12)]
+    ).splitlines()
+    assert lines[0] == "block  type    output  parameters  trained  FLOPs"
+    assert lines[1] == "stem   Conv2d  64×7×7   1,234,567        0      5"
+    assert lines[2] == "x      Linear                   1        1     12"
+
+
+@pytest.mark.parametrize("words", [FAST, ("workload=dqn",)], ids=["classifier", "dqn"])
+def test_the_command_prints_the_table_and_leaves_nothing_behind(
+    words: tuple[str, ...], tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command([*words, "--summary"]) == 0
+    printed = capsys.readouterr().out
+    trained = sum(p.numel() for p in _model(words).parameters() if p.requires_grad)
+    assert f"{trained:,}" in printed.splitlines()[-2]
+    assert printed.splitlines()[-1].startswith("for one input of ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _model(words: tuple[str, ...]) -> torch.nn.Module:
+    run = built(*words)
+    run.workload.prepare()
+    return run.workload.build_model()
+
+
+def test_a_sweep_has_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["-m", "seed=0,1", "--summary"]) == 2
+    assert "--summary --multirun" in capsys.readouterr().err
