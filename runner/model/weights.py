@@ -89,16 +89,22 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
         tensors |= {name: own[name] for name in head}
     # Files from old versions of PyTorch lack num_batches_tracked, which load_state_dict adds if it is not strict.
     missing = [name for name in own if name not in tensors and not name.endswith("num_batches_tracked")]
-    unexpected = [name for name in tensors if name not in own]
+    unexpected = [name for name in tensors if name not in own and not name.startswith(_AUXILIARY)]
     reshaped = [name for name, tensor in tensors.items() if name in own and tensor.shape != own[name].shape]
     if missing or unexpected or reshaped:
         shapes = [f"{name} {list(tensors[name].shape)} instead of {list(own[name].shape)}" for name in reshaped]
         lists = {"missing": missing, "unexpected": unexpected, "of a different shape": shapes}
         why = "; ".join(f"{kind}: {_first_three(names)}" for kind, names in lists.items() if names)
         remedy = _OTHER_CLASSES if head.issuperset(missing + unexpected + reshaped) else _OTHER_NETWORK
+        body = [name for name in reshaped if name not in head]
+        if not missing and not unexpected and len(body) == 1 and _differ_in_channels(tensors[body[0]], own[body[0]]):
+            remedy = f"the weights are for images of {tensors[body[0]].shape[1]} channels: choose data that has as many"
         raise ConfigError("weights", path, f"the tensors in the file are not those of this network ({why})", remedy)
     model.load_state_dict(tensors, strict=False)
 
+
+_AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
+"""What the names of auxiliary classifiers begin with, without which torchvision's Inception networks are built."""
 
 _OTHER_CLASSES = "only the last layer differs: model.reset_head=true loads all layers except the last"
 _OTHER_NETWORK = "choose the model that the weights belong to, or weights of this model"
@@ -114,6 +120,11 @@ def _head(model: torch.nn.Module) -> set[str]:
         layer = [child for child in layer if any(True for _ in child.parameters())][-1]
     last = {id(parameter) for parameter in layer.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in last}
+
+
+def _differ_in_channels(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two weights of convolutions differ only in the number of input channels."""
+    return one.dim() == 4 and (one.shape[:1], one.shape[2:]) == (other.shape[:1], other.shape[2:])
 
 
 def _first_three(names: list[str]) -> str:

@@ -34,7 +34,7 @@ def commands(text: str) -> list[list[str]]:
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("python -m runner ")]
     words = [shlex.split(line, comments=True)[3:] for line in lines]
     # Files that are not there, directories of one's own, and what is not a run.
-    left_out = ("resume=o", "model.weights=", "--config-dir", "--help", "--version", "[")
+    left_out = ("resume=o", "model.weights=", "--config-dir", "--help", "--version", "--summary", "[")
     return [line for line in words if not any(word.startswith(left_out) for word in line)]
 
 

@@ -16,6 +16,7 @@ from models.resnet import DEPTHS, NORMS, STEMS
 from runner.config.errors import ConfigError
 from runner.config.schema import build, option_fields
 from runner.model.base import Model
+from runner.model.by_name import Torchvision
 from runner.model.convnet import ConvNet
 from runner.model.resnet import ResNet
 from runner.model.weights import read_weights
@@ -239,6 +240,24 @@ def test_a_head_of_the_same_classes_is_left_fresh_too(tmp_path: Path) -> None:
         ConvNet(weights=path, reset_head=True).build(SHAPE, 10).state_dict()["head.fc.weight"],
         small().state_dict()["head.fc.weight"],
     )
+
+
+def test_weights_for_images_of_other_channels_are_refused_with_their_number(tmp_path: Path) -> None:
+    path = tmp_path / "imagenet.pth"
+    torch.save(torchvision.models.shufflenet_v2_x0_5(num_classes=7).state_dict(), path)
+    for reset_head in (False, True):
+        with pytest.raises(ConfigError) as refused:
+            Torchvision(name="shufflenet_v2_x0_5", weights=str(path), reset_head=reset_head).build((1, 32, 32), 10)
+        assert (refused.value.key, refused.value.got) == ("weights", str(path))
+        assert "conv1.0.weight [24, 3, 3, 3] instead of [24, 1, 3, 3]" in refused.value.why
+        assert "images of 3 channels" in refused.value.remedy
+
+
+def test_weights_of_auxiliary_classifiers_are_left_out(tmp_path: Path) -> None:
+    network = ConvNet().build(SHAPE, 10)
+    path = spelled(tmp_path, "plain.pt", network.state_dict() | {"AuxLogits.fc.weight": torch.zeros(3)})
+    loaded = ConvNet(weights=path).build(SHAPE, 10)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), network.parameters(), strict=True))
 
 
 def test_reset_head_needs_a_network_that_names_its_head(tmp_path: Path) -> None:

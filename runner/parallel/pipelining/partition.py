@@ -20,7 +20,10 @@ from runner.workloads.base import SupervisedWorkload, Workload
 Blocks = list[tuple[str, "torch.nn.Module"]]
 """The blocks of a network by name, in forward order; the network can be split between any two consecutive blocks."""
 
-_SPLITTABLE = "choose another model (convnet, resnet18, resnet50, …), or parallel=single"
+_SPLITTABLE = (
+    "choose another model (convnet, resnet50, torchvision, …), parallel=ddp or fsdp, "
+    "or give the network a method blocks() that returns [(name, module), …] in forward order"
+)
 
 
 @dataclass
