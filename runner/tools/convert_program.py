@@ -95,7 +95,7 @@ def _export_onnx(model: torch.nn.Module, inputs: torch.Tensor, signature: str, p
 
     https://docs.pytorch.org/docs/stable/onnx.html
     """
-    from onnx.reference import ReferenceEvaluator
+    from onnx.reference import ReferenceEvaluator  # pyright: ignore[reportMissingImports]  # an extra
 
     names: Any = {"input_names": ["inputs"], "output_names": ["outputs"]}
     program: Any = torch.onnx.export(model, (inputs,), dynamo=True, dynamic_shapes=_any_batch(), verbose=False, **names)
