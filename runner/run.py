@@ -340,18 +340,22 @@ def build_run(config: Mapping[str, Any]) -> Run:
 
 
 def check_used(run: Run, overrides: Iterable[str]) -> None:
-    """Check that the workload of `run` uses the config groups that the user has overridden.
+    """Check that the workload of `run` uses the config groups that the user has overridden, each with one option.
 
     Args:
         run: the run.
         overrides: the overrides as typed: `env=acrobot`, `data.size=32`.
 
     Raises:
-        ConfigError: if an overridden config group is not used, because the run would ignore what the user asked for.
+        ConfigError: if an overridden config group is not used, or only the last of several options, because the run
+            would ignore what the user asked for.
     """
     used = component_fields(type(run.workload))
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
+        several = key in CONFIG_GROUPS and value.startswith("[")
+        remedy = f"tracking=several tracking.names={value}" if key == "tracking" else "choose one of them"
+        check(not several, key, value, "only the last of several options of a group would be used", remedy)
         group = key.partition(".")[0]
         why = f"{type(run.workload).__name__} is not made from any {group}"
         check(

@@ -52,6 +52,15 @@ def test_steps_follow_from_epochs(overrides: list[str], steps: int) -> None:
     assert session_of(*overrides).num_steps == steps
 
 
+def test_several_options_of_a_group_are_refused() -> None:
+    """Hydra would merge them into one."""
+    typed = [*FAST, "tracking=[tensorboard,csv]"]
+    with pytest.raises(ConfigError) as refusal:
+        check_used(built(*typed), typed)
+    assert (refusal.value.key, refusal.value.got) == ("tracking", "[tensorboard,csv]")
+    assert refusal.value.remedy == "tracking=several tracking.names=[tensorboard,csv]"
+
+
 def test_rounding_errors_in_epochs_add_no_step() -> None:
     """0.1 · 3 · 10 is 3.0000000000000004: what is too much by a rounding error is no step."""
     run = dataclasses.replace(built(*FAST), epochs=0.1 * 3, workload=endless(10.0))
