@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torchvision import models
 from torchvision.models.regnet import BlockParams
 
@@ -65,10 +66,10 @@ def _class_of(name: str) -> type[nn.Module]:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, which reads values of tensors that it creates, so that it works on the meta device too."""
+    """Return `function`, which reads values of tensors that it creates, so that they have values in every mode."""
 
     def call(*arguments: Any, **options: Any) -> Any:
-        with torch.device("cpu"):
+        with torch.device("cpu"), _disable_current_modes():  # of fake tensors
             return function(*arguments, **options)
 
     return call

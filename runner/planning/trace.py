@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from models.blocks import blocks_of
 from runner.batching import Plan
 from runner.data.base import Samples
 from runner.parallel.base import Parallel
@@ -200,8 +201,7 @@ def _saved(state: State) -> dict[str, int]:
 
 def _blocks(model: torch.nn.Module) -> list[str]:
     """Return the names of the blocks of `model` that have tensors on this rank; empty if the model has no blocks."""
-    blocks: Any = getattr(model, "blocks", list)()
-    return [name for name, block in blocks if any(True for _ in block.parameters())]
+    return [name for name, block in blocks_of(model) if any(True for _ in block.parameters())]
 
 
 def _classify(tracker: MemoryTracker, state: State) -> None:

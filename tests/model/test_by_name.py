@@ -14,6 +14,7 @@ from models import torchvision_network
 from runner.config.errors import ConfigError
 from runner.model import by_name
 from runner.model.by_name import Timm, Torchvision
+from runner.system.fake_tensors import fake_tensors
 
 SMALL = "shufflenet_v2_x0_5"
 
@@ -61,6 +62,12 @@ def test_every_network_is_laid_out_without_memory_and_has_typed_options() -> Non
     assert all(set(torchvision_network.options_of(name).values()) <= {int, float, bool} for name in names)
     assert torchvision_network.options_of("vit_b_16")["dropout"] is float
     assert "num_classes" not in torchvision_network.options_of("vit_b_16")
+
+
+def test_a_network_whose_widths_torchvision_computes_with_tensors_is_planned() -> None:
+    with fake_tensors():
+        model = Torchvision(name="regnet_y_400mf").build((3, 64, 64), 10)
+        assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 10)
 
 
 def test_a_wrong_name_is_refused_with_the_nearest() -> None:
