@@ -83,7 +83,7 @@ REFUSED = {
     "optimizer.lr=${nope}": ["optimizer.lr:", "'nope' not found"],
     "seed=${nope:1}": ["seed:", "Unsupported interpolation type nope"],
     "smoke": ["smoke:", "KEY=VALUE", "seed=1"],
-    "optimizer": ["optimizer:", "KEY=VALUE", "optimizer=adam, optimizer=adamw, optimizer=sgd"],
+    "optimizer": ["optimizer:", "KEY=VALUE", "optimizer=adam, optimizer=adamw, optimizer="],
     "seed =1": ["seed =1:", "KEY=VALUE"],
     "=3": ["=3:", "KEY=VALUE"],
     "—multirun": ["—multirun:", "KEY=VALUE"],
