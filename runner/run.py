@@ -28,7 +28,7 @@ from runner.parallel.context import Context, Process
 from runner.precision import Precision
 from runner.profiler import Profiler
 from runner.schedule import Schedule
-from runner.stop import Stop
+from runner.stop.rules import Stop
 from runner.system.secrets import redacted_values
 from runner.tracking.base import Tracker
 from runner.workloads.base import Workload

@@ -195,11 +195,11 @@ def changed(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return new
 
 
-def test_the_hash_covers_everything_but_where_the_run_is_written_and_tracked() -> None:
+def test_the_hash_covers_what_is_computed() -> None:
     config = composed()
     before = config_hash(config)
     same = {path[0] for path in leaves(config) if config_hash(changed(config, path)) == before}
-    assert same == {"name", "output_root", "resume", "tracking"}
+    assert same == {"name", "output_root", "resume", "tracking", "how"}
     changes = {path[0] for path in leaves(config) if config_hash(changed(config, path)) != before}
     assert not same & changes, "all of a group, or nothing of it"
     assert len(leaves(config)) > 40

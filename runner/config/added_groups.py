@@ -12,7 +12,7 @@ from typing import Any
 ADDED_GROUPS: dict[str, dict[str, Any]] = {
     "ema": {"_target_": "runner.ema.options.Ema", "decay": None},
     "stop": {
-        "_target_": "runner.stop.Stop",
+        "_target_": "runner.stop.rules.Stop",
         "metric": None,
         "patience": None,
         "min_delta": 0.0,

@@ -139,7 +139,7 @@ def test_values_near_these_limits_are_accepted() -> None:
 
 
 def test_groups_are_the_folders_of_conf_and_numbers_are_in_order() -> None:
-    assert groups()["accumulation"] == ["1", "2", "4", "8", "16"]
+    assert groups()["accumulation"] == ["1", "2", "4", "8", "16", "auto"]
     assert set(groups()) == {path.parent.name for path in CONF.glob("*/*.yaml")}
 
 

@@ -18,7 +18,7 @@ from helpers.runs import assert_same, only_run, outcome
 
 from runner.config.errors import ConfigError
 from runner.run import Session
-from runner.stop import Stop, Stopping
+from runner.stop.rules import Stop, Stopping
 from runner.storage.content_checks import UnexpectedContentError
 from runner.tracking.metrics import StepTimer
 
