@@ -3,12 +3,14 @@
 From Python, `runner.compose` returns a config, `runner.train` trains it, and `runner.load` opens a saved run.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from runner.system.version import __version__
 
+# Not imported from `typing`: `python -m runner` runs this file before the command removes the working directory, where
+# there may be a typing.py, from the import path.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from runner.api.composing import Config, compose
     from runner.api.execution import train
     from runner.api.saved import SavedRun, load
@@ -40,7 +42,9 @@ _MODULES = {
 """The module of each name. It is imported at the first use of the name, because it may take seconds (torch does)."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
+    import importlib  # imported here, for the same reason
+
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)

@@ -13,7 +13,7 @@ from runner.config.errors import ConfigError, check
 from runner.parallel.launch.cluster import external_world_size
 from runner.planning.choice import measured_choice
 from runner.planning.choice_cache import Choice, ChoiceCache, today
-from runner.planning.micro_batches import fitting_accumulation
+from runner.planning.fitting import fitting_accumulation
 from runner.planning.trial import TrialError
 from runner.run import Run, Session, build_run
 from runner.storage.saved_config import UnreadableConfigError

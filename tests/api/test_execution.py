@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -167,9 +168,13 @@ def test_new_processes_do_not_import_the_program_that_starts_them(recorded_main:
 
 
 @pytest.fixture
-def recorded_main() -> Callable[[], object]:
-    """What `multiprocessing` tells a new process to import as its main module."""
+def recorded_main(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    """What `multiprocessing` tells a new process to import as its main module, in a program that has a file."""
     from multiprocessing.spawn import get_preparation_data
+
+    program = ModuleType("__main__")
+    program.__file__ = __file__
+    monkeypatch.setitem(sys.modules, "__main__", program)
 
     def main() -> object:
         told = get_preparation_data("child")

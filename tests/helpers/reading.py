@@ -28,4 +28,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from helpers.reading import Echo  # workers do not import the main module
+
     main()

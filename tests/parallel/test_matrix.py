@@ -22,7 +22,8 @@ from runner.run import build_run
 from runner.training import train
 
 MODES = ("single", "dp", "ddp", "fsdp", "ensemble", "hogwild")
-PRECISIONS, ACCUMULATIONS = sorted(groups()["precision"]), sorted(groups()["accumulation"])
+PRECISIONS = sorted(groups()["precision"])
+ACCUMULATIONS = sorted({*groups()["accumulation"]} - {"auto"})  # which is replaced by a number before a run begins
 OVERRIDES = (*FAST, "steps=2", "batch_size=32", "schedule=constant", "log_every=2", "eval_every=0", "data.holdout=0.01")
 
 TOLERANCES = {"16": 0.01, "bf16": 0.01}

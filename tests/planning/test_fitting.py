@@ -10,7 +10,7 @@ from helpers.compose import FAST, built
 
 from runner.config.errors import ConfigError
 from runner.planning.device_memory import needed_bytes
-from runner.planning.micro_batches import fitting_accumulation
+from runner.planning.fitting import fitting_accumulation
 from runner.planning.session import prepared
 from runner.planning.trace import trace
 from runner.planning.trial import Burst, TrialError
