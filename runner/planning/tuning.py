@@ -33,7 +33,7 @@ _LEAST_DIFFERENCE = 0.01
 _UNKNOWN = 0.1
 """The uncertainty of a ratio that has been measured only once or twice."""
 
-_RESERVED = 0.25
+_RESERVED = 0.15
 """The part of the budget that is kept for the rounds of the finalists."""
 
 
@@ -62,6 +62,7 @@ class Row:
         startup_seconds: seconds until its first step was done; it includes the compilation of the model.
         memory_bytes: peak memory of its processes.
         bursts: seconds per step, by the number of the round.
+        is_hopeless: whether it was dropped after its first burst, because it was much slower than the best one.
     """
 
     candidate: Candidate
@@ -71,6 +72,7 @@ class Row:
     memory_bytes: float = 0.0
     bursts: dict[int, float] = field(default_factory=dict)
     error: TrialError | None = None
+    is_hopeless: bool = False
     trial: Trains | None = None
     burst_length: int = 1
 
@@ -222,14 +224,24 @@ class Search:
             row.status, row.reason = "refused", candidate.refusal
         elif candidate.results not in self._allowed:
             row.reason = RESULTS[candidate.results]
+        elif slow := self._slow_relative(candidate):
+            row.status, row.reason = "dropped", f"{' '.join(slow.overrides)} is much slower than others"
         elif not self._makes_room(candidate):
             row.status, row.reason = "dropped", "it does not fit into memory"
-        elif seconds <= 0:
+        elif seconds <= (0 if row is self.default else self.default.startup_seconds):
             row.reason = "the budget is spent"
         else:
             self._begin(row, seconds)
         self._report(describe(row))
         return row
+
+    def _slow_relative(self, candidate: Candidate) -> Row | None:
+        """Return a row of the same parallel mode and number of processes that was much slower than others, or None."""
+        same = candidate.overrides[:2]
+        if not same or not same[0].startswith("parallel"):
+            return None
+        slow = (row for row in self.rows if row.is_hopeless and row.overrides[:2] == same)
+        return next(slow, None)
 
     def _makes_room(self, candidate: Candidate) -> bool:
         """End the slowest trials until there is room for `candidate`, and return whether there is."""
@@ -253,6 +265,7 @@ class Search:
         row.status = "measured"
         self._round_of({id(each): each for each in (self.default, row)}.values())
         if row.trial is not None and ratio(row, self._live()[0]).value > _HOPELESS and row is not self.default:
+            row.is_hopeless = True
             self._end(row)
 
     def _choose_burst_length(self, row: Row, until: float) -> None:

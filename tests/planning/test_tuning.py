@@ -103,6 +103,17 @@ def test_slow_candidates_cost_little_time() -> None:
     assert max(machine.trained[f"slow{i}"] for i in range(10)) < machine.trained["fast"] / 2
 
 
+def test_relatives_of_a_slow_candidate_are_not_measured() -> None:
+    pipelines = [f"parallel=pipeline parallel.processes=2 parallel.split_size={size}" for size in (16, 8, 4)]
+    others = ["parallel=ddp parallel.processes=2", "parallel=pipeline parallel.processes=4"]
+    seconds = {"": 0.010, **dict.fromkeys(pipelines, 0.050), **dict.fromkeys(others, 0.011)}
+    search = Machine(seconds).search()
+    search.run(candidates(seconds), [])
+    found = {" ".join(row.overrides): row.status for row in search.rows}
+    assert [found[name] for name in pipelines] == ["measured", "dropped", "dropped"]
+    assert [found[name] for name in others] == ["measured", "measured"]
+
+
 def test_the_budget_is_kept() -> None:
     seconds = {"": 0.010, **{f"c{i}": 0.010 + 0.0001 * i for i in range(30)}}
     machine = Machine(seconds, 0.05, startup={f"c{i}": 4.0 for i in range(30)})
