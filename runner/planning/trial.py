@@ -75,7 +75,8 @@ class Trial:
     """
 
     def __init__(self, config: dict[str, Any], seconds: float):
-        start_server(*PRELOADED)
+        with _quiet_tracker():
+            start_server(*PRELOADED)
         config = config | {"resume": "never"}
         if "timeout" in config["parallel"]:
             config["parallel"] = config["parallel"] | {"timeout": _PATIENT}
@@ -146,6 +147,20 @@ class Trial:
                     self._process.kill()
         self._process.join()
         self._directory.cleanup()
+
+
+@contextlib.contextmanager
+def _quiet_tracker() -> Iterator[None]:
+    """Do not let the resource tracker, which starts here, warn of what a killed trial has left, and it cleans up."""
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [before, "ignore:resource_tracker:UserWarning"]))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 def _ending(code: int | None) -> str:

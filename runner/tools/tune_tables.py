@@ -52,12 +52,16 @@ def cells(row: dict[str, Any], report: dict[str, Any]) -> list[str]:
     return [
         f"{mark}{name_of(row)}",
         row["results"],
-        f"{row['samples_per_second']:,.4g} ({low:,.4g} – {high:,.4g})",
+        f"{_rate(row['samples_per_second'])} ({_rate(low)} – {_rate(high)})",
         f"{row['speedup']:.2f} ×{', a tie' if row['ties'] else ''}" if row["overrides"] else "1",
         size(row["memory_bytes"]),
         f"{row['startup_seconds']:.1f} s",
         "" if not row["overrides"] else "never" if steps is None else f"{steps:,.0f} steps" if steps else "at once",
     ]
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _others(report: dict[str, Any]) -> Table | None:
