@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.measure import write
@@ -66,7 +67,9 @@ def combinations(overrides: Sequence[str], allowed: str) -> Iterator[Candidate]:
         if candidates.judged(layout).results not in kinds:
             continue
         changes: list[list[Overrides]] = []
-        for change in candidates.refinements():
+        for change in candidates.groups():
+            if not isinstance(change, partial):
+                continue  # the layouts
             words = [candidate.overrides[len(layout) :] for candidate in change(layout) if candidate.results in kinds]
             changes.append([(), *words])
         for chosen in itertools.product(*changes):

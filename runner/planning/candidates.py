@@ -215,20 +215,25 @@ class Candidates:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def refinements(self) -> list[Callable[[Overrides], Iterator[Candidate]]]:
+    def groups(self) -> list[Callable[[Overrides], Iterator[Candidate]]]:
         """Return functions that yield candidates, given the overrides of the fastest one so far.
 
-        Each function changes one option.
+        Each function changes one option, or the parallel mode with its processes and threads.
         """
         changes = [
-            partial(self._changed, "parallel.schedule", ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")),
             partial(self._changed, "precision", self._precisions()),
+            self._laid_out,
+            partial(self._changed, "parallel.schedule", ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")),
             partial(self._changed, "channels_last", (True, False) if self._convolves else ()),
             partial(self._changed, "accumulation", (1, 2, 4)),
             partial(self._changed, "data.workers", self._workers()),
             partial(self._changed, "compile", (False, True, "blocks")),
         ]
-        return [change for change in changes if self._is_free(change.args[0])]
+        return [each for each in changes if not isinstance(each, partial) or self._is_free(each.args[0])]
+
+    def _laid_out(self, overrides: Overrides) -> Iterator[Candidate]:
+        """Yield the candidate with `overrides` in each of the `layouts` but the first."""
+        return (self.judged((*layout, *overrides)) for layout in self.layouts() if layout)
 
     def _changed(self, key: str, values: Iterable[Any], overrides: Overrides) -> Iterator[Candidate]:
         """Yield the candidate with `overrides` after each change of `key` to another one of `values`."""

@@ -44,8 +44,8 @@ def measured_choice(
     session = candidates.session
     search = Search(_start, budget - (time.perf_counter() - began), allowed, _has_room, report=report)
     chosen = search.run(
-        map(candidates.judged, candidates.layouts()),
-        candidates.refinements(),
+        candidates.judged(()),
+        candidates.groups(),
         lambda row: None if budget_for is None else budget_for(session, row.step_seconds),
     )
     return as_plain(search, chosen, session.run.batch_size) | {"seconds": time.perf_counter() - began}

@@ -37,7 +37,7 @@ _RESERVED = 0.15
 """The part of the budget that is kept for the rounds of the finalists."""
 
 
-Refinements = Sequence[Callable[[Overrides], Iterable[Candidate]]]
+Groups = Sequence[Callable[[Overrides], Iterable[Candidate]]]
 
 
 class Trains(Protocol):
@@ -149,30 +149,29 @@ class Search:
     ):
         self._start, self._budget, self._allowed = start, budget, {*ALLOWED, *allowed}
         self._has_room, self._clock, self._report = has_room, clock, report
-        self._began, self._round = clock(), 0
+        self._began, self._group_ends, self._round = clock(), 0.0, 0
         self.rows: list[Row] = []
 
     def run(
         self,
-        layouts: Iterable[Candidate],
-        refinements: Refinements,
+        default: Candidate,
+        groups: Groups,
         budget_for: Callable[[Row], float | None] = lambda row: None,
     ) -> Row:
-        """Measure candidates, and return the fastest; the first one, if no other is clearly faster.
+        """Measure candidates, and return the fastest; the default, if no other is clearly faster.
 
         Args:
-            layouts: the candidates to begin with. The first one is the run as it is.
-            refinements: functions that return candidates which change one option of the fastest one so far, given the
-                overrides of that one.
-            budget_for: function that returns the seconds for the others, given the first candidate's row; 0 to
-                measure none of them, None if the budget is for all.
+            default: the run as it is.
+            groups: functions that return candidates, which change the fastest one so far; they are given its overrides.
+                A group takes at most half of the time that is left, so that the last ones are tried too.
+            budget_for: function that returns the seconds for the others, given the default's row; 0 to measure none of
+                them, None if the budget is for all.
 
         Raises:
-            TrialError: if the first candidate cannot train.
+            TrialError: if the default cannot train.
         """
         try:
-            layouts = iter(layouts)
-            self._try(next(layouts))
+            self._try(default)
             if self.default.error is not None:
                 raise self.default.error
             seconds = budget_for(self.default)
@@ -180,10 +179,9 @@ class Search:
                 self._budget, self._began = seconds, self._clock()
             if seconds == 0:
                 return self.default
-            for candidate in layouts:
-                self._try(candidate)
-            self._halve(3)
-            for group in refinements:
+            for number, group in enumerate(groups, start=1):
+                part = 0.5 if number < len(groups) else 1.0
+                self._group_ends = self._clock() + part * (self._left() - self._reserved())
                 tried = [self._try(candidate) for candidate in group(self._live()[0].overrides)]
                 if any(row.trial for row in tried):
                     self._halve(2)
@@ -217,9 +215,7 @@ class Search:
         """Start a candidate and measure a burst, unless it is refused or not allowed, or has no room or time."""
         row = Row(candidate)
         self.rows.append(row)
-        seconds = self._left()
-        if row is not self.default:  # time for the last rounds, too
-            seconds -= max(_RESERVED * self._budget, 2 * self.default.step_seconds * self.default.burst_length)
+        seconds = self._left() if row is self.default else self._group_ends - self._clock()
         if candidate.refusal:
             row.status, row.reason = "refused", candidate.refusal
         elif candidate.results not in self._allowed:
@@ -234,6 +230,10 @@ class Search:
             self._begin(row, seconds)
         self._report(describe(row))
         return row
+
+    def _reserved(self) -> float:
+        """Return the seconds that are kept for the last rounds."""
+        return max(_RESERVED * self._budget, 2 * self.default.step_seconds * self.default.burst_length)
 
     def _slow_relative(self, candidate: Candidate) -> Row | None:
         """Return a row of the same parallel mode and number of processes that was much slower than others, or None."""

@@ -48,7 +48,7 @@ def test_what_is_typed_is_kept() -> None:
     assert layouts("device=cpu", "device.threads=1", "parallel=single") == [""]
     assert layouts("device=cpu", "parallel=ddp", "parallel.processes=2") == [""]
     assert layouts("device=cpu", "parallel=ddp", cores=4) == ["", "parallel.processes=4"]
-    refined = [change("") for change in of(*FAST, "compile=false", "accumulation.steps=2").refinements()]
+    refined = [change(()) for change in of(*FAST, "compile=false", "accumulation.steps=2", "parallel=single").groups()]
     found = {text for group in refined for candidate in group for text in candidate.overrides}
     assert found == {"precision=bf16", "channels_last=false"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,12 @@ def candidates(names: Iterable[str], results: str = LAST_BITS) -> list[Candidate
     return [Candidate(tuple(name.split()), None, results if name else BITWISE) for name in names]
 
 
+def search_all(search: Search, layouts: Iterable[Candidate], *groups: Any, **options: Any) -> Row:
+    """The result of a search among `layouts`, the first of which is the default, and then in further groups."""
+    default, *others = layouts
+    return search.run(default, [lambda overrides: iter(others), *groups], **options)
+
+
 def changes(*options: str) -> list[Callable[[Overrides], Iterator[Candidate]]]:
     """Functions that add one of the options to a candidate."""
 
@@ -84,7 +91,7 @@ def changes(*options: str) -> list[Callable[[Overrides], Iterator[Candidate]]]:
 def test_the_fastest_candidate_is_found(noise: float) -> None:
     seconds = {"": 0.010, "a": 0.012, "b": 0.007, "c": 0.011, "d": 0.030, "e": 0.0072, "f": 0.009}
     machine = Machine(seconds, noise)
-    chosen = machine.search().run(candidates(seconds), [])
+    chosen = search_all(machine.search(), candidates(seconds))
     assert seconds[" ".join(chosen.overrides)] <= 1.03 * min(seconds.values())
     assert machine.running == 0
 
@@ -93,13 +100,13 @@ def test_candidates_are_compared_within_rounds() -> None:
     """The machine becomes five times as slow while candidates are tried; those that are tried later do not lose."""
     seconds = {"": 0.010, "a": 0.012, "b": 0.011, "c": 0.009}
     machine = Machine(seconds, 0.02, slowness=lambda now: 1.0 if now < 4 else 5.0)
-    assert machine.search().run(candidates(seconds), []).overrides == ("c",)
+    assert search_all(machine.search(), candidates(seconds)).overrides == ("c",)
 
 
 def test_slow_candidates_cost_little_time() -> None:
     seconds = {"": 0.010, "fast": 0.005, **{f"slow{i}": 0.050 for i in range(10)}}
     machine = Machine(seconds, 0.02)
-    machine.search().run(candidates(seconds), [])
+    search_all(machine.search(), candidates(seconds))
     assert max(machine.trained[f"slow{i}"] for i in range(10)) < machine.trained["fast"] / 2
 
 
@@ -108,7 +115,7 @@ def test_relatives_of_a_slow_candidate_are_not_measured() -> None:
     others = ["parallel=ddp parallel.processes=2", "parallel=pipeline parallel.processes=4"]
     seconds = {"": 0.010, **dict.fromkeys(pipelines, 0.050), **dict.fromkeys(others, 0.011)}
     search = Machine(seconds).search()
-    search.run(candidates(seconds), [])
+    search_all(search, candidates(seconds))
     found = {" ".join(row.overrides): row.status for row in search.rows}
     assert [found[name] for name in pipelines] == ["measured", "dropped", "dropped"]
     assert [found[name] for name in others] == ["measured", "measured"]
@@ -118,7 +125,7 @@ def test_the_budget_is_kept() -> None:
     seconds = {"": 0.010, **{f"c{i}": 0.010 + 0.0001 * i for i in range(30)}}
     machine = Machine(seconds, 0.05, startup={f"c{i}": 4.0 for i in range(30)})
     search = machine.search(budget=30.0)
-    search.run(candidates(seconds), [])
+    search_all(search, candidates(seconds))
     assert machine.now < 33
     assert "the budget is spent" in {row.reason for row in search.rows}
 
@@ -126,37 +133,37 @@ def test_the_budget_is_kept() -> None:
 def test_what_cannot_be_told_apart_from_the_default_is_not_chosen() -> None:
     machine = Machine({"": 0.0100, "a": 0.0099, "b": 0.0101}, 0.05)
     search = machine.search()
-    assert search.run(candidates(["", "a", "b"]), []) is search.default
+    assert search_all(search, candidates(["", "a", "b"])) is search.default
     assert ratio(search.rows[1], search.default).is_clear is False
 
 
 def test_of_equals_the_first_to_start_is_chosen() -> None:
     machine = Machine({"": 0.010, "compiled": 0.00699, "plain": 0.007}, 0.02, startup={"compiled": 8.0})
-    assert machine.search().run(candidates(["", "compiled", "plain"]), []).overrides == ("plain",)
+    assert search_all(machine.search(), candidates(["", "compiled", "plain"])).overrides == ("plain",)
 
 
 def test_options_are_added_to_the_fastest_candidate() -> None:
     seconds = {"": 0.010, "a": 0.008, "a x": 0.009, "a y": 0.006, "a y z": 0.005}
     machine = Machine(seconds, 0.02)
     search = machine.search()
-    assert search.run(candidates(["", "a"]), changes("x", "y", "z")).overrides == ("a", "y", "z")
+    assert search_all(search, candidates(["", "a"]), *changes("x", "y", "z")).overrides == ("a", "y", "z")
 
 
 def test_results_that_are_not_allowed_are_rows_only() -> None:
     machine = Machine({"": 0.010, "bf16": 0.001, "ddp": 0.002})
     layouts = [*candidates([""]), *candidates(["bf16"], SIXTEEN_BITS), *candidates(["ddp"], STATISTICS)]
     search = machine.search()
-    assert search.run(layouts, []) is search.default
+    assert search_all(search, layouts) is search.default
     assert [row.status for row in search.rows] == ["measured", "not tried", "not tried"]
     search = machine.search(allowed=[SIXTEEN_BITS])
-    assert search.run(layouts, []).overrides == ("bf16",)
+    assert search_all(search, layouts).overrides == ("bf16",)
 
 
 def test_a_candidate_that_fails_is_a_row() -> None:
     machine = Machine({"": 0.010, "broken": -1.0, "b": 0.007})
     layouts = [*candidates(["", "broken", "b"]), Candidate(("odd",), None, refusal="it does not divide")]
     search = machine.search()
-    assert search.run(layouts, []).overrides == ("b",)
+    assert search_all(search, layouts).overrides == ("b",)
     found = {" ".join(row.overrides): (row.status, row.reason) for row in search.rows}
     assert found["broken"] == ("crashed", "MemoryError: no memory")
     assert found["odd"] == ("refused", "it does not divide")
@@ -165,33 +172,33 @@ def test_a_candidate_that_fails_is_a_row() -> None:
 
 def test_a_run_that_cannot_train_ends_the_search() -> None:
     with pytest.raises(TrialError, match="no memory"):
-        Machine({"": -1.0}).search().run(candidates([""]), [])
+        search_all(Machine({"": -1.0}).search(), candidates([""]))
 
 
 def test_trials_end_where_memory_is_short() -> None:
     seconds = {"": 0.010, "a": 0.008, "b": 0.009, "c": 0.007}
     machine = Machine(seconds)
     search = machine.search(has_room=lambda candidate, default, waiting: len(waiting) < 2)
-    assert search.run(candidates(seconds), []).overrides == ("c",)
+    assert search_all(search, candidates(seconds)).overrides == ("c",)
     assert machine.running == 0
     search = machine.search(has_room=lambda candidate, *rows: not candidate.overrides)
-    search.run(candidates(["", "a"]), [])
+    search_all(search, candidates(["", "a"]))
     assert (search.rows[1].status, search.rows[1].reason) == ("dropped", "it does not fit into memory")
 
 
 def test_a_search_may_end_after_the_default() -> None:
     machine = Machine({"": 0.010, "a": 0.001})
     search = machine.search()
-    assert search.run(candidates(["", "a"]), [], lambda row: 0.0) is search.default
+    assert search_all(search, candidates(["", "a"]), budget_for=lambda row: 0.0) is search.default
     assert len(search.rows) == 1
     search = machine.search(budget=2.0)
-    assert search.run(candidates(["", "a"]), [], lambda row: 1000 * row.step_seconds).overrides == ("a",)
+    assert search_all(search, candidates(["", "a"]), budget_for=lambda row: 1000 * row.step_seconds).overrides == ("a",)
 
 
 def test_rows_as_plain_values() -> None:
     machine = Machine({"": 0.010, "a": 0.005}, startup={"a": 11.0})
     search = machine.search()
-    chosen = search.run([*candidates(["", "a"]), *candidates(["bf16"], SIXTEEN_BITS)], [])
+    chosen = search_all(search, [*candidates(["", "a"]), *candidates(["bf16"], SIXTEEN_BITS)])
     plain = as_plain(search, chosen, samples=64)
     assert (plain["chosen"], plain["speedup"], plain["noise"]) == (["a"], pytest.approx(2.0), pytest.approx(0.0))
     fast, default, skipped = plain["rows"]
