@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from models.blocks import blocks_of
 from runner.config.errors import ConfigError
 from runner.config.schema import component_fields, option_fields
+from runner.model.base import without_memory
 from runner.parallel.base import Parallel
 from runner.parallel.context import Context
 from runner.parallel.multiprocess import MultiProcess
@@ -24,7 +26,6 @@ from runner.planning.trace import trace_blocks
 from runner.precision import TF32, BFloat16
 from runner.run import Run
 from runner.system.cpu import usable_core_numbers
-from runner.system.fake_tensors import fake_tensors
 
 BITWISE, LAST_BITS, ROUNDING = "bitwise", "last bits", "rounding"
 SIXTEEN_BITS, STATISTICS, ASYNCHRONOUS, OTHER = "16 bits", "statistics", "asynchronous", "other"
@@ -94,12 +95,11 @@ class Candidates:
         self._cores = len(usable_core_numbers())
         self.session = prepared(self.base)
         self._on_cpu = self.session.device.type == "cpu"
-        with fake_tensors(), torch.random.fork_rng(devices=[]):
-            model = self.base.workload.build_model()
+        model = without_memory(self.base.workload.build_model)
         modules = list(model.modules())
         self._normalizes = any(isinstance(module, _BatchNorm) for module in modules)
         self._convolves = any(isinstance(module, torch.nn.Conv2d) for module in modules)
-        self._has_blocks = hasattr(model, "blocks")
+        self._has_blocks = bool(blocks_of(model))
 
     def judged(self, overrides: Overrides) -> Candidate:
         """Return the candidate with `overrides`, after the checks that need no data."""

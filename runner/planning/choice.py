@@ -9,7 +9,7 @@ from typing import Any
 from runner.config.errors import ConfigError
 from runner.planning.candidates import Candidate, Candidates, Compose
 from runner.planning.device_memory import available_bytes, needed_bytes
-from runner.planning.session import prepared
+from runner.planning.session import first_process, prepared
 from runner.planning.trace import trace
 from runner.planning.trial import Trial
 from runner.planning.tuning import Row, Search, as_plain
@@ -66,13 +66,14 @@ def _has_room(candidate: Candidate, default: Row, waiting: Sequence[Row]) -> boo
     """
     if candidate.run is None or candidate is default.candidate:
         return True
+    process = first_process(candidate.run)
+    available = available_bytes(process)
+    if process.devices[0].type == "cuda":
+        available -= sum(row.memory_bytes for row in waiting)
+    if default.memory_bytes * process.rank_info.world_size < available:
+        return True  # no process needs more than the run as it is; the prediction would read the data again
     try:
         session = prepared(candidate.run)
     except ConfigError:
         return True  # its trial says why it is refused
-    available = available_bytes(session)
-    if session.device.type == "cuda":
-        available -= sum(row.memory_bytes for row in waiting)
-    if default.memory_bytes * session.context.world_size < available:
-        return True  # no process needs more than the only process of the run as it is
-    return needed_bytes(session, trace(session)) < available
+    return needed_bytes(session.device, trace(session)) < available

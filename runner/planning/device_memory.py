@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from runner.parallel.context import Process
 from runner.planning.trace import RankPlan
-from runner.run import Session
 from runner.system.memory import host_memory
 
 _PROCESS_BYTES = 0.4e9
@@ -17,24 +17,28 @@ _USABLE = 0.95
 """The part of a GPU's memory that is left by its context and by gaps between tensors."""
 
 
-def available_bytes(session: Session) -> float:
-    """Return the memory for all processes of a run in bytes."""
-    context = session.context
-    if session.device.type == "cuda":  # not `mem_get_info`, whose context would itself take memory
-        count = max(context.world_size, len(context.process.devices))
-        return _USABLE * torch.cuda.get_device_properties(session.device).total_memory * count
+def available_bytes(process: Process) -> float:
+    """Return the memory for all processes of a run in bytes.
+
+    Args:
+        process: any of them.
+    """
+    device = process.devices[0]
+    if device.type == "cuda":  # not `mem_get_info`, whose context would itself take memory
+        count = max(process.rank_info.world_size, len(process.devices))
+        return _USABLE * torch.cuda.get_device_properties(device).total_memory * count
     machine = host_memory()
     return min(limit for limit in (machine["available_bytes"], machine["limit_bytes"]) if limit is not None)
 
 
-def needed_bytes(session: Session, ranks: Sequence[RankPlan]) -> float:
+def needed_bytes(device: torch.device, ranks: Sequence[RankPlan]) -> float:
     """Return the predicted memory of all processes of a run in bytes.
 
     Args:
-        session: the prepared run.
+        device: the device of a rank.
         ranks: what its ranks take; on GPUs, where each rank has its own, the largest of them counts for all.
     """
     peaks = [rank.peak_bytes for rank in ranks]
-    if session.device.type == "cuda":
+    if device.type == "cuda":
         return max(peaks) * len(ranks)
     return sum(peaks) + _PROCESS_BYTES * len(ranks)

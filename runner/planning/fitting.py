@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from runner.config.errors import ConfigError
+from runner.parallel.context import Process
 from runner.parallel.pipelining.micro_batches import divisors
 from runner.planning.device_memory import available_bytes, needed_bytes
 from runner.planning.session import prepared
@@ -22,7 +23,7 @@ _PATIENCE = 1800.0
 def fitting_accumulation(
     compose: Callable[[int], Run],
     report: Callable[[str], None],
-    available: Callable[[Session], float] = available_bytes,
+    available: Callable[[Process], float] = available_bytes,
     start: Callable[..., Trial] = Trial,
 ) -> int:
     """Return the smallest number of micro-batches per step with which a run fits into the memory of its devices.
@@ -42,7 +43,7 @@ def fitting_accumulation(
         TrialError: if the run cannot train for another reason.
     """
     whole = prepared(compose(1))
-    room = available(whole)
+    room = available(whole.context.process)
     tried: ConfigError | None = None
     count, failed = 0, False
     for each in divisors(whole.plan.batch_size // whole.plan.data_shard[1]):
@@ -56,7 +57,7 @@ def fitting_accumulation(
             continue
         count = each
         ranks = trace(session)
-        needed = needed_bytes(session, ranks)
+        needed = needed_bytes(session.device, ranks)
         what = f"{count} micro-batch{'es' * (count > 1)}: {needed / 1e9:,.2f} of {room / 1e9:,.2f} GB"
         if needed > room:
             report(f"{what}: does not fit")

@@ -20,7 +20,7 @@ from runner.planning.trial import Burst, TooLateError, TrialError
 _BURST_SECONDS = 0.4
 """How long a candidate trains in a round, if its steps are shorter."""
 
-_HOPELESS = 1.6
+_MUCH_SLOWER = 1.6
 """A candidate whose steps take this many times as long as the best one's is dropped after its first burst."""
 
 _FINALISTS = 3
@@ -32,6 +32,13 @@ _LEAST_DIFFERENCE = 0.01
 
 _UNKNOWN = 0.1
 """The uncertainty of a ratio that has been measured only once or twice."""
+
+_DEVIATION_OF_MAD, _ERROR_OF_MEDIAN = 1.4826, 1.2533
+"""Of normally distributed values: the standard deviation, in units of the median absolute deviation; and the standard
+error of the median, in units of that of the mean."""
+
+BUDGET_SPENT = "the budget is spent"
+"""Why a candidate that could have been measured was not."""
 
 _RESERVED = 0.15
 """The part of the budget that is kept for the rounds of the finalists."""
@@ -58,11 +65,10 @@ class Row:
         candidate: the candidate.
         status: `measured`, `refused`, `crashed`, `dropped` (before it was measured) or `not tried`.
         reason: why it was not measured.
-        error: what ended its trial, if it was refused, crashed, or took too long.
         startup_seconds: seconds until its first step was done; it includes the compilation of the model.
         memory_bytes: peak memory of its processes.
         bursts: seconds per step, by the number of the round.
-        is_hopeless: whether it was dropped after its first burst, because it was much slower than the best one.
+        is_much_slower: whether it was dropped after its first burst, because it was much slower than the best one.
     """
 
     candidate: Candidate
@@ -71,8 +77,7 @@ class Row:
     startup_seconds: float = 0.0
     memory_bytes: float = 0.0
     bursts: dict[int, float] = field(default_factory=dict)
-    error: TrialError | None = None
-    is_hopeless: bool = False
+    is_much_slower: bool = False
     trial: Trains | None = None
     burst_length: int = 1
 
@@ -82,12 +87,12 @@ class Row:
 
     @property
     def step_seconds(self) -> float:
-        """The median of the seconds per iteration of the training loop."""
+        """The median of the seconds of an optimizer step."""
         return statistics.median(self.bursts.values())
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The quartiles of the seconds per iteration of the training loop."""
+        """The quartiles of the seconds of an optimizer step."""
         values = list(self.bursts.values())
         if len(values) < 2:
             return values[0], values[0]
@@ -117,8 +122,8 @@ def ratio(row: Row, other: Row) -> Ratio:
     if not values:
         return Ratio(row.step_seconds / other.step_seconds, _UNKNOWN)
     middle = statistics.median(values)
-    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
-    known = 2 * 1.2533 * deviation / len(values) ** 0.5 if len(values) > 2 else _UNKNOWN
+    deviation = _DEVIATION_OF_MAD * statistics.median(abs(value - middle) for value in values)
+    known = 2 * _ERROR_OF_MEDIAN * deviation / len(values) ** 0.5 if len(values) > 2 else _UNKNOWN
     return Ratio(middle, max(_LEAST_DIFFERENCE, known))
 
 
@@ -168,12 +173,10 @@ class Search:
                 them, None if the budget is for all.
 
         Raises:
-            TrialError: if the default cannot train.
+            TrialError: if the default cannot train, or fails later, as the others are compared with it.
         """
         try:
             self._try(default)
-            if self.default.error is not None:
-                raise self.default.error
             seconds = budget_for(self.default)
             if seconds is not None:
                 self._budget, self._began = seconds, self._clock()
@@ -222,10 +225,10 @@ class Search:
             row.reason = RESULTS[candidate.results]
         elif slow := self._slow_relative(candidate):
             row.status, row.reason = "dropped", f"{' '.join(slow.overrides)} is much slower than others"
+        elif seconds <= (0 if row is self.default else self.default.startup_seconds):
+            row.reason = BUDGET_SPENT
         elif not self._makes_room(candidate):
             row.status, row.reason = "dropped", "it does not fit into memory"
-        elif seconds <= (0 if row is self.default else self.default.startup_seconds):
-            row.reason = "the budget is spent"
         else:
             self._begin(row, seconds)
         self._report(describe(row))
@@ -240,7 +243,7 @@ class Search:
         same = candidate.overrides[:2]
         if not same or not same[0].startswith("parallel"):
             return None
-        slow = (row for row in self.rows if row.is_hopeless and row.overrides[:2] == same)
+        slow = (row for row in self.rows if row.is_much_slower and row.overrides[:2] == same)
         return next(slow, None)
 
     def _makes_room(self, candidate: Candidate) -> bool:
@@ -263,9 +266,9 @@ class Search:
             self._fail(row, error)
             return
         row.status = "measured"
-        self._round_of({id(each): each for each in (self.default, row)}.values())
-        if row.trial is not None and ratio(row, self._live()[0]).value > _HOPELESS and row is not self.default:
-            row.is_hopeless = True
+        self._round_of([row] if row is self.default else [self.default, row])
+        if row.trial is not None and ratio(row, self._live()[0]).value > _MUCH_SLOWER and row is not self.default:
+            row.is_much_slower = True
             self._end(row)
 
     def _choose_burst_length(self, row: Row, until: float) -> None:
@@ -279,10 +282,9 @@ class Search:
             row.burst_length = max(1, round(count * _BURST_SECONDS / max(taken, 1e-6)))
             count = min(row.burst_length, 8 * count)
 
-    def _round_of(self, rows: Iterable[Row]) -> None:
+    def _round_of(self, rows: list[Row]) -> None:
         """Let each of the rows train for a burst, in another order each time; a row that fails is dropped."""
         self._round += 1
-        rows = list(rows)
         first = self._round % len(rows)
         for row in [*rows[first:], *rows[:first]]:
             try:
@@ -296,11 +298,13 @@ class Search:
             row.memory_bytes = max(row.memory_bytes, burst.memory_bytes)
 
     def _fail(self, row: Row, error: TrialError) -> None:
+        """Drop a row whose trial has failed; if it is that of the default, the search ends with the error."""
         late = isinstance(error, TooLateError)
         row.status, row.reason = "refused" if error.refused else "dropped" if late else "crashed", error.why
-        row.error = error
         row.bursts.clear()
         self._end(row, kill=True)
+        if row is self.default:
+            raise error
 
     def _end(self, row: Row, kill: bool = False) -> None:
         if row.trial is not None:
@@ -370,7 +374,7 @@ def as_plain(search: Search, chosen: Row, samples: int) -> dict[str, Any]:
         samples: number of samples in an optimizer step.
     """
     measured = search.measured()
-    others = [row for row in search.rows if row not in measured]
+    others = [row for row in search.rows if not row.bursts]
     return {
         "chosen": list(chosen.overrides),
         "speedup": 1 / ratio(chosen, search.default).value,

@@ -49,7 +49,7 @@ from runner.storage.torch_file import load_tensors
 
 log = logging.getLogger(__name__)
 
-_MODEL, _EMA, _STATE = "model.safetensors", "ema.safetensors", "state.pt"
+_MODEL, EMA, _STATE = "model.safetensors", "ema.safetensors", "state.pt"
 _POLL_SECONDS = 0.005
 
 
@@ -190,7 +190,7 @@ class Checkpoints:
             yield
         except OSError as error:
             own = part / _rank_file(self.rank)
-            names = (_MODEL, _EMA, _STATE, *self.texts, MANIFEST)
+            names = (_MODEL, EMA, _STATE, *self.texts, MANIFEST)
             others = [part / name for name in names] if self.rank == 0 else []
             with suppress(OSError):
                 for path in [_unfinished(own), own, *others]:
@@ -200,7 +200,7 @@ class Checkpoints:
             raise StorageError(part, error.strerror or str(error)) from error
 
     def _commit(self, checkpoint: Checkpoint, part: Path) -> None:
-        weights = {_MODEL: checkpoint.tensors} | ({_EMA: checkpoint.ema} if checkpoint.ema else {})
+        weights = {_MODEL: checkpoint.tensors} | ({EMA: checkpoint.ema} if checkpoint.ema else {})
         for name, tensors in weights.items():
             _write_synced(part / name, partial(safetensors.torch.save_file, tensors))
         _write_synced(part / _STATE, lambda path: _save(checkpoint.state, path))
@@ -338,7 +338,7 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
         state=_loaded(path / _STATE, _plain),
         local=_loaded(path / local, _plain) if local in manifest["files"] else {},
         world_size=manifest["world_size"],
-        ema=_loaded(path / _EMA, _tensors) if _EMA in manifest["files"] else {},
+        ema=_loaded(path / EMA, _tensors) if EMA in manifest["files"] else {},
     )
 
 

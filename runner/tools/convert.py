@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from runner.config.errors import ConfigError, check
 from runner.model.weights import read_weights
-from runner.storage.checkpoint import load
+from runner.storage.checkpoint import EMA, load
 from runner.storage.content_checks import UnexpectedContentError, check_count, check_like
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.manifest import SIGNATURE, DamagedError, untrusted, verified_manifest
@@ -156,8 +156,9 @@ def read(source: Path, best: bool = False) -> Weights:
     """
     others = "name a run directory, a checkpoint in one, or a file of weights"
     check(source.exists(), "SOURCE", str(source), "there is no such file or directory", others)
-    if source.name == _CHECKPOINT_WEIGHTS and (source.parent / MANIFEST).is_file():
-        source = source.parent  # read as a checkpoint, which verifies the hash
+    named = ""
+    if source.name in (_CHECKPOINT_WEIGHTS, EMA) and (source.parent / MANIFEST).is_file():
+        source, named = source.parent, source.name  # read as a checkpoint, which verifies the hash
     if (source / "checkpoints").is_dir():
         return _read_checkpoint(_best(source) if best else _newest(source))
     check(not best, "--best", True, f"{source} is not a run directory", "name the run directory as SOURCE")
@@ -165,7 +166,7 @@ def read(source: Path, best: bool = False) -> Weights:
         return Weights(_read_file(source), str(source))
     is_checkpoint = (source / MANIFEST).exists() or step_of(source) is not None
     check(is_checkpoint, "SOURCE", str(source), "it contains no checkpoint", others)
-    return _read_checkpoint(source)
+    return _read_checkpoint(source, named)
 
 
 def _newest(run: Path) -> Path:
@@ -197,13 +198,15 @@ def _best(run: Path) -> Path:
     return path
 
 
-def _read_checkpoint(path: Path) -> Weights:
+def _read_checkpoint(path: Path, named: str = "") -> Weights:
+    """Read the weights of a checkpoint: the file `named`, or those that were evaluated, which may be averages."""
     with _errors_as_source(path):
         manifest = verified_manifest(path)
-        if _CHECKPOINT_WEIGHTS not in manifest["files"]:  # it may be a pipe or a device
-            raise untrusted(path, f"{MANIFEST} does not list {_CHECKPOINT_WEIGHTS}")
-        origin = f"{path}, after step {manifest['step']}"
-        return Weights(load_file(path / _CHECKPOINT_WEIGHTS), origin, saved_signature(path))
+        name = named or (EMA if EMA in manifest["files"] else _CHECKPOINT_WEIGHTS)
+        if name not in manifest["files"]:  # it may be a pipe or a device
+            raise untrusted(path, f"{MANIFEST} does not list {name}")
+        origin = f"{path}, after step {manifest['step']}{', averaged' if name == EMA else ''}"
+        return Weights(load_file(path / name), origin, saved_signature(path))
 
 
 @contextmanager

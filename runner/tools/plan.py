@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -41,14 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = plan(overrides, options.config_dir, options.devices, options.memory, options.machine, options.measure)
     except Exception as error:
         return report_error(error)
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        from rich.console import Console
+    from runner.tools.output import print_report  # imported here: flags are checked without them
+    from runner.tools.plan_tables import render
 
-        from runner.tools.plan_tables import render
-
-        Console(width=None if sys.stdout.isatty() else 140).print(render(report))
+    print_report(report, options.json, render)
     return 0 if report["fits"] is not False else DOES_NOT_FIT
 
 

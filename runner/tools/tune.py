@@ -19,7 +19,6 @@ Exit codes: 0: tuned, even if nothing is faster than the config as it is. 1: the
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -51,14 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return CRASHED
     except Exception as error:
         return report_error(error)
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        from rich.console import Console
+    from runner.tools.output import print_report  # imported here: flags are checked without them
+    from runner.tools.tune_tables import render
 
-        from runner.tools.tune_tables import render
-
-        Console(width=None if sys.stdout.isatty() else 140).print(render(report))
+    print_report(report, options.json, render)
     return DONE
 
 

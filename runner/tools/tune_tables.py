@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from runner.planning.tuning import BUDGET_SPENT
 from runner.tools.plan_tables import size
 
 AS_IT_IS = "as it is"
@@ -83,6 +84,9 @@ def verdict(report: dict[str, Any]) -> list[str]:
     if noise > _BUSY:
         why = f"the config's own steps vary by ± {noise:.0%}"
         lines.append(f"the machine is busy: {why}, so that smaller differences cannot be seen")
+    if spent := sum(row["reason"] == BUDGET_SPENT for row in report["rows"]):
+        more = f"--budget {2 * report['budget']:.0f} takes more time"
+        lines.append(f"{spent} candidate{'s were' if spent > 1 else ' was'} not measured: {BUDGET_SPENT} ({more})")
     if not report["chosen"]:
         return [*lines, f"nothing is clearly faster than the config as it is ({report['seconds']:.0f} s)"]
     directory = shlex.quote(os.path.relpath(report["directory"]))

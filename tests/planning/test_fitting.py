@@ -57,7 +57,7 @@ def fitting(memory: float, attempts: Attempts, *typed: str) -> tuple[int, list[s
 
 def needed(count: int, *typed: str) -> float:
     session = prepared(built(*TYPED, *typed, f"accumulation.steps={count}"))
-    return needed_bytes(session, trace(session))
+    return needed_bytes(session.device, trace(session))
 
 
 def test_what_clearly_fits_is_not_tried() -> None:

@@ -170,6 +170,13 @@ def test_a_candidate_that_fails_is_a_row() -> None:
     assert machine.running == 0
 
 
+def test_a_default_that_fails_later_ends_the_search() -> None:
+    machine = Machine({"": 0.010, "a": 0.005}, slowness=lambda now: -1.0 if now > 4 else 1.0)
+    with pytest.raises(TrialError, match="no memory"):
+        search_all(machine.search(), candidates(["", "a"]))
+    assert machine.running == 0
+
+
 def test_a_run_that_cannot_train_ends_the_search() -> None:
     with pytest.raises(TrialError, match="no memory"):
         search_all(Machine({"": -1.0}).search(), candidates([""]))

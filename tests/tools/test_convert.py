@@ -83,6 +83,21 @@ def test_best_means_the_checkpoint_with_the_best_evaluation(
     assert same(read(tmp_path / "out.pt"), saved(run, best))
 
 
+def test_averaged_weights_are_read_as_they_were_evaluated(trained: Callable[..., Trained], tmp_path: Path) -> None:
+    run = trained("steps=4", "ema.decay=0.9")
+    newest, out = checkpoints(run)[-1], tmp_path / "out.safetensors"
+    plain, averaged = load_file(newest / "model.safetensors"), load_file(newest / "ema.safetensors")
+    assert not same(plain, averaged), "or the test would see nothing"
+    for source, wanted in {
+        run.directory: averaged,
+        newest: averaged,
+        newest / "model.safetensors": plain,
+        newest / "ema.safetensors": averaged,
+    }.items():
+        assert converted(source, out, "--force") == 0
+        assert same(read(out), wanted)
+
+
 def test_what_the_run_calls_its_best_is_meant(run: Trained, tmp_path: Path) -> None:
     assert converted(run.directory, tmp_path / "out.pt", "--best") == 0
     assert same(read(tmp_path / "out.pt"), saved(run, run.result.best["step"]))

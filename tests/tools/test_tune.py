@@ -13,6 +13,7 @@ from matplotlib.image import imread
 from runner.cli.exit_codes import CRASHED, DONE, REFUSED
 from runner.planning import choice
 from runner.planning.trial import TooLateError, TrialError
+from runner.planning.tuning import BUDGET_SPENT
 from runner.tools import tune
 from runner.tools.composed_run import compose_run
 from runner.tools.tune_files import experiment, picture, write
@@ -80,6 +81,9 @@ def test_the_verdict_says_what_to_type() -> None:
     assert verdict(report())[1] == "run:    python -m runner model=tiny epochs=2 parallel=ddp parallel.processes=2"
     assert "nothing is clearly faster" in verdict(report(chosen=[]))[0]
     assert "the machine is busy" in verdict(report(noise=0.3))[0]
+    late = row("compile=true", status="not tried", reason=BUDGET_SPENT, samples_per_second=None)
+    assert verdict(report(rows=[row(), late]))[0].startswith("1 candidate was not measured")
+    assert "--budget 120" in verdict(report(rows=[row(), late, late]))[0]
 
 
 def test_the_experiment_composes_to_the_chosen_config(tmp_path: Path) -> None:
