@@ -1,4 +1,4 @@
-# make run [ARGS="precision=bf16 optimizer.lr=0.05"] · make test · make faults · make bench
+# make run [ARGS="precision=bf16 optimizer.lr=0.05"] · make test · make test-all · make faults · make bench
 # Each sets up .venv by itself first: all it needs is Python 3.11+ and the package registry.
 
 PYTHON ?= python3
@@ -14,6 +14,10 @@ test: .venv/ready
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(ARGS)
+
+test-all:
+	@echo "the tests on every supported Python and with the lowest versions: an hour or more; docs/versions.md has the last results"
+	@$(PYTHON) -m benchmarks.versions $(ARGS)
 
 faults: .venv/ready
 	@echo "faults: all of them, an hour or so on two cores; make test tries a selection"
@@ -42,6 +46,6 @@ bench: .venv/bench
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-all build *.egg-info .pytest_cache .ruff_cache
 
-.PHONY: run test faults bench clean
+.PHONY: run test test-all faults bench clean
