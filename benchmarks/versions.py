@@ -36,10 +36,13 @@ PACKAGES = {
 """The versions of the packages that a Python is tested with."""
 
 QUICK = (
-    *("faults", "sweep", "planning", "tools/test_tune.py", "tools/test_plan.py", "tools/test_plot.py"),
-    *("parallel/launch", "parallel/pipelining/test_parity_pipeline.py"),
+    *("config", "models", "system", "tracking", "parallel/test_ddp.py", "parallel/test_fsdp.py", "test_device.py"),
+    *("parallel/pipelining/test_schedules.py", "parallel/test_compiling.py", "parallel/test_full_state.py"),
+    *("storage/test_torch_file.py", "storage/test_content_checks.py", "data/test_workers.py", "data/test_decode.py"),
+    *("test_optimizer.py", "test_packaging.py", "test_parity.py", "test_precision.py", "test_seeds.py"),
+    *("workloads/test_classifier.py", "env"),
 )
-"""Files and folders of tests that `--quick` leaves out: what takes long, and depends least on versions."""
+"""Files and folders of tests/ that `--quick` runs: what touches Python and torch where their versions differ."""
 
 SHOWN = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "gymnasium", "tensorboard", "scikit-learn")
 """The packages whose versions the table shows."""
@@ -50,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [f"{python}-{packages}" for python in PYTHONS for packages in PACKAGES]
     parser = argparse.ArgumentParser("make test-all", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--quick", action="store_true", help=f"leave out {', '.join(QUICK)}")
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
+    parser.add_argument("--tests", nargs="+", default=[], metavar="PATH", help="only these files and folders of tests/")
     parser.add_argument("--keep", action="store_true", help="keep the environments, 5 GB each")
     parser.add_argument("--processes", type=int, default=3, help="test processes at once; %(default)s by default")
     options = parser.parse_args(arguments)
@@ -68,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def tested(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Set up the environment `name`, run the tests in it, and return what came of it as plain values."""
     version, _, packages = name.partition("-")
-    left_out = list(QUICK) if options.quick else []
-    row = {"date": time.strftime("%Y-%m-%d"), "left_out": left_out, "versions": {}, "errors": [], "minutes": 0.0}
+    selected = options.tests or (list(QUICK) if options.quick else [])
+    row = {"date": time.strftime("%Y-%m-%d"), "tests": selected, "versions": {}, "errors": [], "minutes": 0.0}
     row |= {"passed": 0, "failed": [], "skipped": {}, "machine": f"{platform.system()} {platform.machine()}"}
     interpreter = find_python(version)
     if interpreter is None:
@@ -82,7 +86,7 @@ def tested(name: str, options: argparse.Namespace) -> dict[str, Any]:
             return row | {"errors": [problem]}
         begin = time.monotonic()
         row["versions"] = {"python": version_of(directory), **installed(directory)}
-        row |= run_tests(directory, constraints, left_out, options.processes, ENVIRONMENTS / f"{name}.xml")
+        row |= run_tests(directory, constraints, selected, options.processes, ENVIRONMENTS / f"{name}.xml")
         return row | {"minutes": round((time.monotonic() - begin) / 60, 1)}
     finally:
         if not options.keep:
@@ -150,20 +154,20 @@ def installed(directory: Path) -> dict[str, str]:
 
 
 def run_tests(
-    directory: Path, constraints: Path, left_out: Sequence[str], processes: int, report: Path
+    directory: Path, constraints: Path, selected: Sequence[str], processes: int, report: Path
 ) -> dict[str, Any]:
     """Run the tests in the environment, and return what passed, failed and was skipped.
 
     Args:
         directory: the environment.
         constraints: the constraints with which it was set up.
-        left_out: files and folders of tests/ that are not run.
+        selected: files and folders of tests/; all of them if it is empty.
         processes: the number of test processes.
         report: where pytest writes its report as JUnit XML.
     """
     report.unlink(missing_ok=True)
     command = [directory / "bin" / "python", "-m", "pytest", f"--numprocesses={processes}", "--dist=loadfile"]
-    command += ["--no-loadscope-reorder", f"--junitxml={report}", *(f"--ignore=tests/{each}" for each in left_out)]
+    command += ["--no-loadscope-reorder", f"--junitxml={report}", *(f"tests/{each}" for each in selected)]
     variables = {**os.environ, "RUNNER_CONSTRAINTS": str(constraints)}
     done = subprocess.run(command, cwd=ROOT, env=variables, check=False)
     if not report.exists():
@@ -206,7 +210,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
             lines.append(f"| {name} | | *not run* | | | | |")
             continue
         versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
-        selection = " (a selection)" if row["left_out"] else ""
+        selection = " of a selection" if row["tests"] else ""
         counts = f"{row['passed']:,}{selection} | {len(row['failed'])} | {sum(row['skipped'].values())}"
         result = "*not run* | | " if row["errors"] else counts
         lines.append(f"| {name} | {versions} | {result} | {row['minutes']} | {row['date']} |")
@@ -217,8 +221,8 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
 _HEAD = """# Versions
 
 `make test-all` runs the tests of `make test` in an environment of its own for each supported Python, once with
-`lowest`, the lower bounds in `pyproject.toml`, and once with `pinned`, the versions in `constraints.txt`; it writes this page.
-`make test-all ARGS="--only 3.12-lowest --quick"` runs a selection. An environment takes 5 GB while it is tested.
+`lowest`, the lower bounds in `pyproject.toml`, and once with `pinned`, the versions in `constraints.txt`. It writes this
+page. `make test-all ARGS="--only 3.12-lowest --quick"` runs a selection. An environment takes 5 GB while it is tested.
 
 - Hydra 1.3 does not run on Python 3.14.
 - torch 2.15 is not among the supported versions until there is a torchvision for it."""
@@ -249,14 +253,16 @@ def _reasons(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _selections(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the lines that say what was left out of a selection."""
-    quick = {name: row["left_out"] for name, row in rows.items() if row["left_out"]}
-    if not quick:
-        return []
+    """Return the lines that say which tests were selected, where it was not all of them."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, row in rows.items():
+        names.setdefault(tuple(row["tests"]), []).append(name)
     lines = [
-        f"- {name}: without {', '.join(f'`tests/{each}`' for each in left_out)}" for name, left_out in quick.items()
+        f"- {', '.join(where)}: {', '.join(f'`tests/{each}`' for each in selected)}"
+        for selected, where in names.items()
+        if selected
     ]
-    return ["## Selections", "", *lines]
+    return ["## Selections", "", *lines] if lines else []
 
 
 def _summary(row: dict[str, Any]) -> str:

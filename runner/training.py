@@ -22,7 +22,7 @@ from runner.parallel.context import Process
 from runner.run import CrashedError, Result, Run, Session, build_run, describe_model
 from runner.seeds import derive
 from runner.state import State
-from runner.system import memory, torch_errors
+from runner.system import memory, torch_errors, torch_private
 from runner.system.provenance import environment
 from runner.system.secrets import redacted_values
 from runner.system.section_timer import timer
@@ -98,6 +98,7 @@ def initial_state(session: Session, directory: Path) -> State:
     description, groups = describe_model(model), run.optimizer.parameter_groups(model)  # before a mode splits it
     model = run.parallel.place(model, session.context)
     torch.manual_seed(derive(session.seed, "rank", session.context.layout.rng_stream))
+    torch_private.defer_compiler()  # optimizers import it: a second before the first step
     return State(session, directory, model, run.optimizer.build(model, groups), description)
 
 

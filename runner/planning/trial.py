@@ -24,7 +24,7 @@ from runner.system import memory, torch_errors
 from runner.system.forkserver import METHOD, become_command, start_server, without_main_module
 from runner.training import prepare, refused_by_torch, train_step
 
-PRELOADED = ("torch", "torch._dynamo", "runner.planning.trial")
+PRELOADED = ("torch", "runner.planning.trial")
 """Modules that every trial imports; the fork server imports them once."""
 
 _PATIENT = 24 * 3600.0

@@ -1,5 +1,7 @@
 """Lazy import of torch: it is loaded at its first use, so that `--help` and config errors appear 1 to 2 s earlier.
 
+Its compiler is loaded when it is first used, too (see `runner.system.torch_private`).
+
 The slow import of torch is https://github.com/pytorch/pytorch/issues/97106. This file becomes unnecessary if the import
 becomes fast, or with the `lazy import` statement of Python 3.15 (PEP 810).
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -24,14 +27,23 @@ class _Lazy(ModuleType):
     """
 
     def __getattr__(self, name: str) -> Any:
-        spec = self.__spec__
-        assert spec is not None
-        assert spec.loader is not None
-        self.__class__ = ModuleType  # pyright: ignore[reportAttributeAccessIssue]
-        self.__path__ = spec.submodule_search_locations or []
-        with exceptions_postponed():
-            spec.loader.exec_module(self)
+        _load(self)
         return getattr(self, name)
+
+
+_loaded: dict[str, Callable[[], None]] = {}
+"""For each lazy package, a function to call once it is loaded."""
+
+
+def _load(package: _Lazy) -> None:
+    spec = package.__spec__
+    assert spec is not None
+    assert spec.loader is not None
+    package.__class__ = ModuleType  # pyright: ignore[reportAttributeAccessIssue]
+    package.__path__ = spec.submodule_search_locations or []
+    with exceptions_postponed():
+        spec.loader.exec_module(package)
+    _loaded.pop(spec.name)()
 
 
 class _Submodules(MetaPathFinder, Loader):
@@ -42,10 +54,10 @@ class _Submodules(MetaPathFinder, Loader):
     """
 
     def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
-        package = sys.modules.get(name.partition(".")[0])
-        if not isinstance(package, _Lazy) or package.__name__ == name:
+        package = sys.modules.get(name.rpartition(".")[0])
+        if not isinstance(package, _Lazy):
             return None
-        _ = package.__version__  # an attribute that is still missing: loads the package
+        _load(package)
         module = sys.modules.get(name)
         if module is None:
             return PathFinder.find_spec(name, package.__path__)
@@ -66,13 +78,30 @@ def import_lazily(*names: str) -> None:
 
     Packages that have been imported already, or are not installed, are ignored.
     """
+    for name in names:
+        defer(name, {})
+
+
+def defer(name: str, stand_ins: Mapping[str, Callable[..., Any]], loaded: Callable[[], None] = lambda: None) -> None:
+    """Defer loading the package `name`, as `import_lazily` does, past the use of some of its functions.
+
+    Args:
+        name: the package. If it is part of another one, that one is loaded.
+        stand_ins: functions that take the place of the package's functions of the same names until it is loaded.
+        loaded: function that is called as soon as the package is loaded.
+    """
+    spec = importlib.util.find_spec(name) if name not in sys.modules else None
+    if spec is None:
+        return
     if not any(isinstance(finder, _Submodules) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Submodules())
-    for name in names:
-        spec = importlib.util.find_spec(name) if name not in sys.modules else None
-        if spec is not None:
-            module = _Lazy(name)
-            module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, name
-            module.__file__ = spec.origin  # `inspect` reads it from every module, even while torch is being loaded
-            module.__path__ = []
-            sys.modules[name] = module
+    module = _Lazy(name)
+    module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, name
+    module.__file__ = spec.origin  # `inspect` reads it from every module, even while torch is being loaded
+    module.__path__ = []
+    vars(module).update(stand_ins)  # loading the package defines the real ones
+    _loaded[name] = loaded
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, module)

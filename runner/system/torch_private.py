@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from runner.system.lazy_import import defer
+
 
 def num_operations() -> int:
     """Return the number of gloo operations that this process has started, over all of its process groups.
@@ -23,6 +25,30 @@ def num_operations() -> int:
     cpu, groups = torch.device("cpu"), list(distributed_c10d._world.pg_map)
     backends: list[Any] = [group._get_backend(cpu) for group in groups]
     return sum(backend._get_sequence_number_for_group() for backend in backends)
+
+
+def defer_compiler() -> None:
+    """Defer loading `torch._dynamo`, the front end of the compiler, until a function is compiled.
+
+    All optimizers of torch import it, in order to call two functions that do nothing unless a function is being
+    compiled. That takes about a second before the first step of every run. If torch imported it only to compile, this
+    function would be unnecessary. No torch issue is known.
+    """
+    disabled: list[Any] = []
+
+    def disable(fn: Any, recursive: bool = True, **options: Any) -> Any:
+        disabled.append(fn)
+        return fn
+
+    def forget_disabled() -> None:
+        for fn in disabled:  # functions decorated with `torch._disable_dynamo`, which keep the result of `disable`
+            vars(fn).pop("__dynamo_disable", None)
+
+    defer("torch._dynamo", {"graph_break": _do_nothing, "disable": disable}, forget_disabled)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
 
 
 def allow_recompilations(count: int) -> None:
@@ -61,16 +87,12 @@ def pipeline_actions(
     stages = [
         SimpleNamespace(stage_index=n, is_first=n == 0, is_last=False, has_backward=True, **shared) for n in numbers
     ]
-    order = schedule(stages, num_micros, loss_fn=_no_loss).pipeline_order
+    order = schedule(stages, num_micros, loss_fn=_do_nothing).pipeline_order
     kinds = ("F", "B", "I", "W")
     return [
         [(each[0], str(each[1].value), each[2]) for each in order[worker] if each and each[1].value in kinds]
         for worker in range(num_workers)
     ]
-
-
-def _no_loss(*_: Any) -> None:
-    pass
 
 
 def found_inf_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -30,3 +30,9 @@ SLOW = ("submodule", "submodule_by_another_name", "name_in_a_submodule", "unpick
 )
 def test_the_first_use_loads_the_whole_package_once(first_use: str) -> None:
     use_lazily(first_use)
+
+
+def test_the_compiler_is_loaded_when_it_is_used_and_then_as_if_it_had_been_there() -> None:
+    words = [sys.executable, "-m", "helpers.deferred_compiler"]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -34,7 +34,7 @@ from runner.system.gpu import busy_gpus, visible_gpus
 
 log = logging.getLogger(__name__)
 
-PRELOADED = ("torch", "torch._dynamo", "runner.cli.run_job", "runner.cli.composition")
+PRELOADED = ("torch", "runner.cli.run_job", "runner.cli.composition")
 """Modules that every job imports; the server imports them once."""
 
 _RECHECK_GPUS = 5.0
