@@ -221,7 +221,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
 _HEAD = """# Versions
 
 `make test-all` runs the tests of `make test` in an environment of its own for each supported Python, once with
-`lowest`, the lower bounds in `pyproject.toml`, and once with `pinned`, the versions in `constraints.txt`. It writes this
+`lowest`, the lower bounds in `pyproject.toml`, and once with `pinned`, those in `constraints.txt`. It writes this
 page. `make test-all ARGS="--only 3.12-lowest --quick"` runs a selection. An environment takes 5 GB while it is tested.
 
 - Hydra 1.3 does not run on Python 3.14.
