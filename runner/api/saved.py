@@ -15,7 +15,7 @@ from runner.api.evaluation import evaluate_checkpoint
 from runner.api.prediction import Prediction, image_files, predict
 from runner.config.errors import ConfigError, check
 from runner.data.image_input import ImageInput
-from runner.run import build_run
+from runner.run import Run, build_run
 from runner.storage import checkpoint as stored
 from runner.storage.chosen import chosen_checkpoint
 from runner.storage.manifest import DamagedError
@@ -106,26 +106,40 @@ class SavedRun:
             raise ConfigError("checkpoint", choice, str(error), "choose another checkpoint of the run") from None
         return checkpoint.ema or checkpoint.tensors
 
-    def model(self, choice: str | int = "best") -> torch.nn.Module:
+    def model(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> torch.nn.Module:
         """Return the model of a checkpoint as a plain module, on the CPU and in evaluation mode.
 
         In `precision=64`, its parameters are float64. Of an ensemble, it is the first member.
 
         Args:
             choice: as in `checkpoint`.
+            overrides: changes of the run's config, such as `["env.id=my_package:Own-v0"]`.
 
         Raises:
             ConfigError: if there is no such checkpoint, it is damaged, or the network cannot be built. The data is
                 needed only for checkpoints of earlier versions, and for workloads without a signature.
         """
-        path, weights = self.checkpoint(choice), self.weights(choice)
-        initial = ("weights", "reset_head") if (self.config.get("model") or {}).get("weights") is not None else ()
-        without = [f"model.{key}={'null' if key == 'weights' else 'false'}" for key in initial]
+        weights = self.weights(choice)
         with settings_kept():
-            run = build_run(dict(compose([f"resume={path}", "parallel=single", "device=cpu", *without])))
-            model = run.precision.convert(run.workload.saved_model(saved_signature(path)))
+            run = self.on_one_device(choice, overrides)
+            model = run.precision.convert(run.workload.saved_model(saved_signature(self.checkpoint(choice))))
             model.load_state_dict(weights)
         return model.eval()
+
+    def on_one_device(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> Run:
+        """Return the run of a checkpoint's config with `parallel=single device=cpu`, not yet prepared.
+
+        Args:
+            choice: as in `checkpoint`.
+            overrides: changes of the run's config.
+
+        Raises:
+            ConfigError: if there is no such checkpoint, or the config is refused.
+        """
+        initial = ("weights", "reset_head") if (self.config.get("model") or {}).get("weights") is not None else ()
+        without = [f"model.{key}={'null' if key == 'weights' else 'false'}" for key in initial]
+        words = [f"resume={self.checkpoint(choice)}", "parallel=single", "device=cpu", *without, *overrides]
+        return build_run(dict(compose(words)))
 
     @property
     def classes(self) -> list[str]:

@@ -64,7 +64,10 @@ class Env:
         return {}
 
     def prepare(self) -> None:
-        """Set `shape`, `num_actions` and `longest` (the maximum episode length), which are read from one environment.
+        """Set the attributes that are read from one environment.
+
+        These are `shape` (of an observation), `num_actions`, `longest` (the maximum episode length; None without a
+        limit), `frames_per_second` (at which its author shows it) and `shared_rng` (see `Vector`).
 
         Raises:
             ConfigError: if the environment does not exist, cannot be created, or has spaces that are not supported.
@@ -73,7 +76,8 @@ class Env:
 
         spec = self._spec()
         single = self._make_one(spec)
-        self._can_render = "rgb_array" in single.metadata.get("render_modes", ())
+        self._render_modes = tuple(single.metadata.get("render_modes", ()))
+        self.frames_per_second = float(single.metadata.get("render_fps") or 25)
         self._is_builtin = type(single.unwrapped).__module__.startswith("gymnasium.")
         self.shape, self.num_actions = shape_and_actions(self.id, single)
         self.longest = self.max_episode_steps or spec.max_episode_steps
@@ -87,13 +91,13 @@ class Env:
             with self.vector(self.num_envs) as vector:  # start all processes once, so that failures end the run early
                 vector.reset(0)
 
-    def vector(self, num_envs: int, in_process: bool = False, render: bool = False) -> Vector:
+    def vector(self, num_envs: int, in_process: bool = False, render_mode: str | None = None) -> Vector:
         """Create environments that are stepped together. The result is a context manager that closes the environments.
 
         Args:
             num_envs: number of environments to create.
             in_process: run the environments in this process even if `vectorization` is `async`.
-            render: enable rendering.
+            render_mode: `rgb_array` enables `Vector.render`, and `human` shows a window; None renders nothing.
 
         Raises:
             ConfigError: if the environments cannot be started.
@@ -101,17 +105,24 @@ class Env:
         from runner.env.vector import Vector, make  # imported here: it imports gymnasium and numpy
 
         spec = self._spec()
-        vectorization = "sync" if in_process and self.vectorization == "async" else self.vectorization
+        # gymnasium's vectorized implementations have no window
+        sync = (in_process and self.vectorization == "async") or render_mode == "human"
+        vectorization = "sync" if sync else self.vectorization
         try:
-            return Vector(make(spec, num_envs, vectorization, self._options(render)), self.id)
+            return Vector(make(spec, num_envs, vectorization, self._options(render_mode)), self.id)
         except (OSError, EOFError, RuntimeError) as error:
             why = f"they cannot be started: {type(error).__name__}: {error}"
             raise ConfigError("num_envs", num_envs, why, "reduce it, or env.vectorization=sync") from None
 
-    def cannot_be_drawn(self) -> tuple[str, str] | None:
-        """Return why this environment cannot be rendered, and the remedy; None if it can be rendered."""
-        if not self._can_render:
-            return f"{self.id} does not support rendering", "set workload.record_video=false"
+    def cannot_be_drawn(self, render_mode: str, otherwise: str) -> tuple[str, str] | None:
+        """Return why this environment cannot be rendered, and the remedy; None if it can be rendered.
+
+        Args:
+            render_mode: `rgb_array` or `human`.
+            otherwise: the remedy where the environment itself does not support this.
+        """
+        if render_mode not in self._render_modes:
+            return f"{self.id} does not support render_mode={render_mode}", otherwise
         if self._is_builtin and importlib.util.find_spec("pygame") is None:
             return (
                 "pygame, which renders the environments, is not installed",
@@ -119,8 +130,8 @@ class Env:
             )
         return None
 
-    def _options(self, render: bool) -> dict[str, Any]:
-        options: dict[str, Any] = {"render_mode": "rgb_array"} if render else {}
+    def _options(self, render_mode: str | None = None) -> dict[str, Any]:
+        options: dict[str, Any] = {"render_mode": render_mode} if render_mode else {}
         return options | ({"max_episode_steps": self.max_episode_steps} if self.max_episode_steps else {})
 
     def _spec(self) -> EnvSpec:
@@ -143,7 +154,7 @@ class Env:
         import gymnasium
 
         try:
-            return gymnasium.make(spec, **self._options(render=False))
+            return gymnasium.make(spec, **self._options())
         except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
             sentence = str(error).splitlines()[0]
             extra = next((name for family, name in _EXTRAS.items() if family in str(spec.entry_point)), "")

@@ -1,18 +1,63 @@
-"""Prints the result of a tool."""
+"""Prints and writes the results of tools."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
+from runner.config.errors import ConfigError, check
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def print_report(report: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], RenderableType]) -> None:
     """Print a result as JSON, or as the tables that `render` makes of it, as wide as the terminal."""
+    from rich.console import Console  # imported here: not all tools print tables
+
     if as_json:
         print(json.dumps(report, indent=2))
     else:
         Console(width=None if sys.stdout.isatty() else 140).print(render(report))
+
+
+def check_writable(flag: str, value: str | None, suffix: str = "") -> None:
+    """Check that the file that a flag names can be created.
+
+    Args:
+        flag: the flag, such as `--csv`.
+        value: the path that was typed; None if the flag was not.
+        suffix: the end that the name must have.
+
+    Raises:
+        ConfigError: if the path is a directory, its directory is missing, or its suffix is another.
+    """
+    if value is None:
+        return
+    path = Path(value).expanduser()
+    check(not path.is_dir(), flag, value, "it is a directory", "name a file")
+    check(path.parent.is_dir(), flag, value, "there is no such directory", f"mkdir -p {path.parent}")
+    why = f"it is written as {suffix[1:].upper()}"
+    check(not suffix or path.suffix.lower() == suffix, flag, value, why, f"name a {suffix} file")
+
+
+def write_or_refuse(flag: str, value: str | None, write: Callable[[Path], object]) -> None:
+    """Call `write` with the path that a flag names; without a path, do nothing.
+
+    Args:
+        flag: the flag, such as `--csv`.
+        value: the path that was typed; None if the flag was not.
+        write: writes the file.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    if value is not None:
+        try:
+            write(Path(value).expanduser())
+        except OSError as error:
+            why = f"it cannot be written: {error.strerror}"
+            raise ConfigError(flag, value, why, "make room, or write it elsewhere") from None

@@ -10,13 +10,14 @@ import argparse
 import csv
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.cli.exit_codes import DONE, report_error
-from runner.config.errors import ConfigError, check, escaped
+from runner.config.errors import check, escaped
 from runner.storage.durable_write import write_json, write_text
+from runner.tools.output import check_writable, write_or_refuse
 
 if TYPE_CHECKING:
     from runner.api.prediction import Prediction
@@ -30,15 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
     options = _parser().parse_args(arguments)
     try:
-        for flag in ("csv", "json", "grid"):
-            _check_writable(f"--{flag}", getattr(options, flag))
+        for flag, suffix in (("csv", ""), ("json", ""), ("grid", ".png")):
+            check_writable(f"--{flag}", getattr(options, flag), suffix)
         from runner.api.saved import load  # imported here: flags are checked before torch is imported
 
         run = load(options.run)
         predictions = run.predict(options.files, options.checkpoint)
-        _write("--csv", options.csv, lambda path: write_text(path, _as_csv(predictions)))
-        _write("--json", options.json, lambda path: write_json(path, [_row(each) for each in predictions]))
-        _write("--grid", options.grid, lambda path: _write_grid(path, run, options.checkpoint, predictions))
+        write_or_refuse("--csv", options.csv, lambda path: write_text(path, _as_csv(predictions)))
+        write_or_refuse("--json", options.json, lambda path: write_json(path, [_row(each) for each in predictions]))
+        write_or_refuse("--grid", options.grid, lambda path: _write_grid(path, run, options.checkpoint, predictions))
     except Exception as error:
         return report_error(error)
     print(_as_table(predictions))
@@ -57,25 +58,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="also write the table as JSON")
     parser.add_argument("--grid", metavar="FILE.png", help=f"also draw the first {_MOST_IMAGES} images")
     return parser
-
-
-def _check_writable(flag: str, value: str | None) -> None:
-    if value is None:
-        return
-    path = Path(value).expanduser()
-    check(not path.is_dir(), flag, value, "it is a directory", "name a file")
-    check(path.parent.is_dir(), flag, value, "there is no such directory", f"mkdir -p {path.parent}")
-    is_picture = flag != "--grid" or path.suffix.lower() == ".png"
-    check(is_picture, flag, value, "it is drawn as PNG", "name a .png file")
-
-
-def _write(flag: str, value: str | None, write: Callable[[Path], None]) -> None:
-    if value is not None:
-        try:
-            write(Path(value).expanduser())
-        except OSError as error:
-            why = f"it cannot be written: {error.strerror}"
-            raise ConfigError(flag, value, why, "make room, or write it elsewhere") from None
 
 
 def _row(prediction: Prediction) -> dict[Any, Any]:

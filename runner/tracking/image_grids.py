@@ -10,7 +10,7 @@ import functools
 import io
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,11 +31,11 @@ _UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 _SPELLED = str.maketrans({"→": "->", "–": "-", "×": "x", "ß": "ss", "æ": "ae", "ø": "o", "ł": "l"})
 
 
-def gif(frames: torch.Tensor, seconds: float = 0.04) -> bytes:
+def gif(frames: Iterable[torch.Tensor], seconds: float = 0.04) -> bytes:
     """Encode frames as a looping GIF.
 
     Args:
-        frames: uint8 [n, 3, height, width].
+        frames: at least one, each uint8 [3, height, width].
         seconds: duration of a frame, in seconds.
     """
     from PIL import Image

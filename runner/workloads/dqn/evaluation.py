@@ -9,6 +9,7 @@ import torch
 
 from runner.data.base import shard_bounds
 from runner.env.base import Env
+from runner.env.vector import Vector
 from runner.seeds import derive
 from runner.tracking.metrics import MetricSums
 
@@ -60,15 +61,48 @@ def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], devi
 def record_video(env: Env, infer: Infer, device: torch.device) -> torch.Tensor:
     """Play an episode and return every second frame at half resolution, uint8 [frames, 3, height, width] on the CPU."""
     frames: list[torch.Tensor] = []
-    with env.vector(1, in_process=True, render=True) as vector:
-        vector.reset(derive(0, "film"))
-        for step in range(env.longest or _MAX_STEPS):
-            if step % 2 == 0:
-                frames.append(torch.from_numpy(vector.render()[::2, ::2].copy()).permute(2, 0, 1))
+
+    def keep(vector: Vector, step: int) -> None:
+        if step % 2 == 0:
+            frames.append(frame(vector)[:, ::2, ::2].contiguous())
+
+    play_one(env, infer, device, derive(0, "film"), "rgb_array", keep)
+    return torch.stack(frames)
+
+
+def play_one(
+    env: Env,
+    infer: Infer,
+    device: torch.device,
+    seed: int,
+    render_mode: str,
+    before_step: Callable[[Vector, int], None] = lambda vector, step: None,
+) -> tuple[float, int]:
+    """Play an episode that is rendered, and return its return and its length in steps.
+
+    Args:
+        env: the options of the environment.
+        infer: function that returns action values for observations on the device.
+        device: device of the model.
+        seed: the seed of the initial state.
+        render_mode: `rgb_array`, or `human` for a window.
+        before_step: called with the environment and the number of the step, from 0, before each step.
+    """
+    total, length = 0.0, 0
+    with env.vector(1, in_process=True, render_mode=render_mode) as vector:
+        vector.reset(seed)
+        for length in range(1, (env.longest or _MAX_STEPS) + 1):
+            before_step(vector, length - 1)
             steps = vector.step(_greedy_actions(infer, vector.observations, device))
+            total += float(steps.rewards[0])
             if (steps.terminated | steps.truncated).any():
                 break
-    return torch.stack(frames)
+    return total, length
+
+
+def frame(vector: Vector) -> torch.Tensor:
+    """Return what the first environment shows, uint8 [3, height, width] on the CPU."""
+    return torch.from_numpy(vector.render().copy()).permute(2, 0, 1)
 
 
 def _greedy_actions(infer: Infer, observations: np.ndarray, device: torch.device) -> np.ndarray:

@@ -123,7 +123,8 @@ class DQN(Workload):
         check(num_dims is None or len(shape) == num_dims, "model", name, why, "use model=qnet")
         why = f"{observed}, and only vectors are supported"
         check(len(shape) < 3, "env.id", self.env.id, why, "choose another environment")
-        if self.record_video and (missing := self.env.cannot_be_drawn()):
+        missing = self.record_video and self.env.cannot_be_drawn("rgb_array", "set workload.record_video=false")
+        if missing:
             raise ConfigError("workload.record_video", True, *missing)
         self._check_memory()
 

@@ -1,0 +1,124 @@
+"""`python -m runner.tools.play RUN [OVERRIDE …]` shows a trained agent in a window; `--film FILE.gif` films it instead.
+
+The agent always takes the action with the highest value, as in an evaluation. The return and the length of each episode
+are printed. Overrides change the config of the run: `env.max_episode_steps=1000` plays longer episodes. Drawing needs
+pygame: pip install -e '.[render]'.
+
+Exit codes: 0: played. 2: there is no such run or checkpoint, or it cannot be shown. 130: ended with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from runner.cli.exit_codes import DONE, INTERRUPTED, report_error
+from runner.config.errors import ABSENT, ConfigError, check
+from runner.seeds import derive
+from runner.tools.output import check_writable, write_or_refuse
+
+if TYPE_CHECKING:
+    import torch
+
+    from runner.api.saved import SavedRun
+    from runner.env.base import Env
+    from runner.env.vector import Vector
+
+_MOST_FRAMES = 2_000
+"""The number of frames in a film: they are kept in memory until it is written, 0.7 MB each."""
+
+_FRAMES_PER_SECOND = 25
+"""Films of environments that are shown at more leave frames out."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Play as the command line says, and return the exit code."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python -m runner.tools.play", description=__doc__, formatter_class=form, allow_abbrev=False
+    )
+    parser.add_argument("run", metavar="RUN", help="the run directory of an agent")
+    parser.add_argument("--checkpoint", metavar="best|last|STEP", default="best", help="which one (default: best)")
+    parser.add_argument("--episodes", metavar="N", type=int, default=1, help="number of episodes (default: 1)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the initial states (default: 0)")
+    parser.add_argument("--film", metavar="FILE.gif", help="write a film instead of showing a window")
+    options, overrides = parser.parse_known_args(arguments)
+    try:
+        flags = [word for word in overrides if word.startswith("-")]
+        check(not flags, "".join(flags[:1]), ABSENT, "there is no such flag of this tool;", "--help lists them")
+        check(options.episodes >= 1, "--episodes", options.episodes, "nothing would be played", "use --episodes 1")
+        check_writable("--film", options.film, ".gif")
+        from runner.api.saved import load  # imported here: flags are checked before torch is imported
+
+        run = load(options.run)
+        env, model = _environment(run, options.checkpoint, overrides), run.model(options.checkpoint, overrides)
+        _play(env, model, options.seed, options.episodes, options.film)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        return report_error(error)
+    return DONE
+
+
+def _environment(run: SavedRun, checkpoint: str, overrides: Sequence[str]) -> Env:
+    """Return the environment that the agent of `run` was trained in, prepared."""
+    from runner.run import check_used
+    from runner.workloads.dqn.workload import DQN
+
+    built = run.on_one_device(checkpoint, overrides)
+    check_used(built, overrides)
+    workload = built.workload
+    if not isinstance(workload, DQN):
+        why = f"it is a run of workload={type(workload).__name__.lower()}, and only agents play"
+        raise ConfigError("directory", str(run.directory), why, "name a run of workload=dqn")
+    workload.prepare()
+    return workload.env
+
+
+def _play(env: Env, model: torch.nn.Module, seed: int, num_episodes: int, film: str | None) -> None:
+    import torch
+
+    from runner.tracking.image_grids import gif
+    from runner.workloads.dqn.evaluation import frame, play_one
+
+    render_mode, otherwise = ("human", "film it: --film FILE.gif") if film is None else ("rgb_array", "leave it out")
+    if missing := env.cannot_be_drawn(render_mode, otherwise):
+        raise ConfigError("--film", film or ABSENT, *missing)
+    has_window = film is not None or _has_display()
+    check(has_window, "--film", ABSENT, "there is no display on which a window could open", otherwise)
+    dtype, device = next(model.parameters()).dtype, torch.device("cpu")
+    every = max(1, round(env.frames_per_second / _FRAMES_PER_SECOND))
+    frames: list[torch.Tensor] = []
+
+    def keep(vector: Vector, step: int) -> None:
+        if film is not None and step % every == 0:
+            why = f"a film has at most {_MOST_FRAMES} frames, and episode {episode} has more"
+            check(len(frames) < _MOST_FRAMES, "--episodes", num_episodes, why, "play fewer, or shorter ones")
+            frames.append(frame(vector))
+
+    for episode in range(num_episodes):
+        state_seed = derive(seed, "play", episode)
+        total, length = play_one(env, lambda batch: model(batch.to(dtype)), device, state_seed, render_mode, keep)
+        print(f"episode {episode}: return {total:g}, {length} steps")
+    write_or_refuse("--film", film, lambda path: path.write_bytes(gif(frames, every / env.frames_per_second)))
+
+
+def _has_display() -> bool:
+    """Return whether pygame can open a window; without a display it would draw where nobody sees it."""
+    os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+    try:
+        import pygame  # pyright: ignore[reportMissingImports]
+    except ImportError:  # the environment draws without it
+        return True
+    try:
+        pygame.display.init()
+    except pygame.error:
+        return False
+    return pygame.display.get_driver() not in ("offscreen", "dummy") or "SDL_VIDEODRIVER" in os.environ
+
+
+if __name__ == "__main__":
+    sys.exit(main())
