@@ -37,7 +37,7 @@ def train(config: Config | Sequence[str] = ()) -> Result:
         return Job(dict(other), list(other.overrides))
 
     with settings_kept():
-        job = with_choices(Job(deepcopy(dict(composed)), list(composed.overrides)), again)
+        job = with_choices(Job(deepcopy(dict(composed)), list(composed.overrides)), again, None, composed.config_dir)
         result = run_one(build_run(job.config), job.overrides)
     if result.status == "crashed":
         raise CrashedError(result) from result.cause

@@ -32,7 +32,7 @@ _SHARE, _LEAST_BUDGET, _MOST_BUDGET = 0.05, 60.0, 600.0
 Compose = Callable[[Sequence[str]], Job]
 
 
-def with_choices(job: Job, compose: Compose, directory: Path | None = None) -> Job:
+def with_choices(job: Job, compose: Compose, directory: Path | None = None, config_dir: str | None = None) -> Job:
     """Return `job` with the number of micro-batches and the way to train that are chosen for it on this machine.
 
     What is chosen becomes part of the config, so that a resumed run is trained as before.
@@ -41,6 +41,7 @@ def with_choices(job: Job, compose: Compose, directory: Path | None = None) -> J
         job: the composed config, and the overrides from which it was composed.
         compose: function that composes the config from its overrides.
         directory: the run directory if the run is a job of a sweep. If the run has begun, its choices are kept.
+        config_dir: a directory with options of the user's own, parallel modes among them; None if there is none.
 
     Raises:
         ConfigError: if the config is refused.
@@ -48,7 +49,7 @@ def with_choices(job: Job, compose: Compose, directory: Path | None = None) -> J
     if job.config["accumulation"].get("steps") == "auto":
         job = with_fitting_accumulation(job, compose, directory)
     if job.config.get("how") == "auto":
-        job = with_choice(job, compose, directory)
+        job = with_choice(job, compose, directory, config_dir)
     return job
 
 
@@ -74,7 +75,7 @@ def with_fitting_accumulation(job: Job, compose: Compose, directory: Path | None
     return compose(words(count))
 
 
-def with_choice(job: Job, compose: Compose, directory: Path | None = None) -> Job:
+def with_choice(job: Job, compose: Compose, directory: Path | None = None, config_dir: str | None = None) -> Job:
     """Return `job`, whose config has `how=auto`, with the overrides that were chosen for it on this machine.
 
     The option `how` of the returned config is the list of these overrides, so that a resumed run is trained as before.
@@ -86,12 +87,12 @@ def with_choice(job: Job, compose: Compose, directory: Path | None = None) -> Jo
     typed = [text for text in job.overrides if text.lstrip("+").partition("=")[0] != "how"]
     overrides = _of_begun(directory)
     if overrides is None:
-        overrides = _chosen(job, typed, compose)
+        overrides = _chosen(job, typed, compose, config_dir)
     words = [*typed, *overrides]
     return Job(compose(words).config | {"how": overrides}, words)
 
 
-def _chosen(job: Job, typed: list[str], compose: Compose) -> list[str]:
+def _chosen(job: Job, typed: list[str], compose: Compose, config_dir: str | None) -> list[str]:
     """Return the overrides that are chosen for the config, and print why."""
     cache = ChoiceCache(job.config, typed)
     choice, problem = cache.read()
@@ -101,7 +102,7 @@ def _chosen(job: Job, typed: list[str], compose: Compose) -> list[str]:
             if problem:
                 _say("how", f"{problem}, and ignored")
             if choice is None:
-                choice = _measured(typed, compose)
+                choice = _measured(typed, compose, config_dir)
                 if choice is not None:
                     cache.write(choice)
     if choice is None:
@@ -112,7 +113,7 @@ def _chosen(job: Job, typed: list[str], compose: Compose) -> list[str]:
     return choice.overrides
 
 
-def _measured(typed: list[str], compose: Compose) -> Choice | None:
+def _measured(typed: list[str], compose: Compose, config_dir: str | None) -> Choice | None:
     """Return the choice that is measured now; None if the run is too short."""
     lengths: list[float] = []
 
@@ -128,7 +129,8 @@ def _measured(typed: list[str], compose: Compose) -> Choice | None:
         return build_run(compose([*typed, *more]).config)
 
     try:
-        found = measured_choice(run, typed, _FIRST_SECONDS, report=partial(_say, "how"), budget_for=budget)
+        report = partial(_say, "how")
+        found = measured_choice(run, typed, _FIRST_SECONDS, (), report, config_dir, budget)
     except TrialError as error:
         if error.refused:
             raise ConfigError(

@@ -110,7 +110,7 @@ def compose_and_run(arguments: list[str]) -> list[int]:
 
             print_model_table(build_run(compose(flags.overrides).config))
             return []
-        return [run_single(compose(flags.overrides), compose, directory)]
+        return [run_single(compose(flags.overrides), compose, directory, flags.config_dir)]
     return []
 
 
@@ -141,13 +141,16 @@ def check_flags(flags: Namespace, shows_model: bool) -> None:
         )
 
 
-def run_single(job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None) -> int:
+def run_single(
+    job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None, config_dir: str | None
+) -> int:
     """Run `job` as a single run, and return its exit code.
 
     Args:
         job: the composed config.
         compose: function that composes a config from overrides.
         directory: the run directory; None: a new directory in `output_root`, or the directory that `resume` names.
+        config_dir: a directory with options of the user's own; None if there is none.
     """
     from runner.run import build_run  # imported here: --help and Hydra's own flags need no components
 
@@ -155,7 +158,7 @@ def run_single(job: Job, compose: Callable[[Sequence[str]], Job], directory: Pat
     if "auto" in (run.how, run.accumulation.steps):
         from runner.cli.chosen import with_choices
 
-        job = with_choices(job, compose, directory)
+        job = with_choices(job, compose, directory, config_dir)
         run = build_run(job.config)
     # Imported here: config errors are reported before torch is imported.
     from runner.cli.run_job import print_summary, run_one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -99,3 +100,23 @@ class Context:
     def world_size(self) -> int:
         """The number of processes of the run."""
         return self.process.rank_info.world_size
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The information about a run from which a parallel mode proposes options for it.
+
+    Args:
+        world_size: the number of processes of the run.
+        samples: number of samples of one forward and backward pass through the network.
+        normalizes: whether the network has batch normalization.
+        typed: names of the mode's options that the user has typed, which are kept.
+        block_costs: function that returns the floating-point operations of each block of the network for a number of
+            samples, in any unit; None if the network cannot be divided into blocks.
+    """
+
+    world_size: int
+    samples: int
+    normalizes: bool
+    typed: frozenset[str]
+    block_costs: Callable[[int], Sequence[float]] | None

@@ -42,6 +42,8 @@ class Ensemble(MultiProcess):
 
     description: ClassVar[str] = "ensemble"
 
+    may_be_faster: ClassVar[bool] = False  # it trains more models
+
     collectives_class: ClassVar[type[ProcessGroup]] = MemberMeans
 
     def layout(self, rank_info: RankInfo) -> Layout:

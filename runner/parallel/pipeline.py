@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,14 +19,14 @@ from runner.optimizer import trainable
 from runner.parallel import full_state
 from runner.parallel.base import move
 from runner.parallel.compiling import compile_in_place
-from runner.parallel.context import Context, Layout
+from runner.parallel.context import Context, Layout, Tuning
 from runner.parallel.devices import devices_of_one_process
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import RankInfo, external_world_size
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.pipelining.gantt import gantt
-from runner.parallel.pipelining.micro_batches import MicrobatchConstraint, num_micro_batches
+from runner.parallel.pipelining.micro_batches import SCHEDULES, MicrobatchConstraint, divisors, num_micro_batches
 from runner.parallel.pipelining.partition import (
     BlockProfile,
     Partition,
@@ -46,6 +48,8 @@ log = logging.getLogger(__name__)
 
 _ONE_STAGE_EACH = ("gpipe", "1f1b")
 _PICTURE = "pipeline.png"
+_TRIED_PER_STAGE = (2, 4, 8)
+"""The numbers of micro-batches per stage that `tune` tries."""
 
 
 @dataclass
@@ -72,6 +76,8 @@ class Pipeline(Partition, MultiProcess):
 
     description: ClassVar[str] = "pipeline"
 
+    speed_options: ClassVar[Mapping[str, Sequence[Any]]] = MappingProxyType({"schedule": SCHEDULES})
+
     engine: str = "processes"
     schedule: str = "gpipe"
     split_size: int | None = None
@@ -80,7 +86,7 @@ class Pipeline(Partition, MultiProcess):
 
     def __post_init__(self) -> None:
         check_choice(self, "engine", ("processes", "streams"))
-        check_choice(self, "schedule", (*_ONE_STAGE_EACH, "interleaved_1f1b", "zero_bubble"))
+        check_choice(self, "schedule", SCHEDULES)
         check_choice(self, "batch_norm", ("micro", "defer"))
         check_range(self, "split_size", least=1)
         check_range(self, "num_micro_batches", least=1)
@@ -92,6 +98,29 @@ class Pipeline(Partition, MultiProcess):
             why = "engine=streams queues all forward passes before the backward passes"
             gpipe = "parallel.schedule=gpipe, or parallel.engine=processes"
             check(self.schedule == "gpipe", "schedule", self.schedule, why, gpipe)
+
+    @property
+    def schedules(self) -> Sequence[str]:
+        """The schedules that the engine has."""
+        return SCHEDULES if self.engine == "processes" else SCHEDULES[:1]
+
+    def alternatives(self, tuning: Tuning) -> Iterator[dict[str, Any]]:
+        """Yield, for some numbers of micro-batches, the schedule with the smallest predicted bubble."""
+        from runner.parallel.pipelining.bubbles import bubbles  # imported here: a run predicts none
+
+        if tuning.block_costs is None or {"split_size", "num_micro_batches"} & tuning.typed:
+            yield {}
+            return
+        stages, samples = tuning.world_size, tuning.samples
+        counts = {min(divisors(samples), key=lambda n: abs(n - stages * each)) for each in _TRIED_PER_STAGE}
+        costs = tuning.block_costs(samples)  # of a smaller micro-batch they are in the same proportions
+        schedules = (self.schedule,) if "schedule" in tuning.typed else self.schedules
+        rows = {row["num_micro_batches"]: row for row in bubbles(schedules, stages, samples, lambda size: costs)}
+        for count in sorted(counts):
+            cells = {name: cell for name, cell in rows[count].items() if isinstance(cell, dict)}
+            if cells:
+                best = min(cells, key=lambda name: cells[name]["bubble"])
+                yield {"split_size": samples // count} | ({} if best == self.schedule else {"schedule": best})
 
     # -----------------------------------------------------------------------------------------------------------------
     # Stages, processes and devices

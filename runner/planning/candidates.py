@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +14,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.blocks import blocks_of
 from runner.config.errors import ConfigError
+from runner.config.options import option_files
 from runner.config.schema import component_fields, option_fields
 from runner.model.base import without_memory
 from runner.parallel.base import Parallel
-from runner.parallel.context import Context
+from runner.parallel.context import Context, Process, Tuning
 from runner.parallel.multiprocess import MultiProcess
-from runner.parallel.pipeline import Pipeline
-from runner.parallel.pipelining.micro_batches import divisors
-from runner.planning.bubbles import bubbles
 from runner.planning.session import first_process, layout_of, prepared
 from runner.planning.trace import trace_blocks
 from runner.precision import TF32, BFloat16
@@ -53,7 +52,6 @@ PERMISSIONS = {
 """What may be allowed in addition, as it is typed."""
 
 _BITWISE_KEYS = ("data.workers", "data.prefetch", "data.pin_memory", "model.checkpoint_activations")
-_MICRO_BATCHES_PER_STAGE = (2, 4, 8)
 
 Compose = Callable[[Sequence[str]], Run]
 Overrides = tuple[str, ...]
@@ -84,10 +82,12 @@ class Candidates:
     Args:
         compose: function that returns the run with further overrides; it may raise ConfigError.
         typed: the overrides of the run.
+        config_dir: a directory with options of the user's own; None if there is none.
     """
 
     compose: Compose
     typed: Sequence[str]
+    config_dir: str | None = None
 
     def __post_init__(self) -> None:
         self.base = self.compose(())
@@ -148,11 +148,19 @@ class Candidates:
             yield single
         if not isinstance(base, MultiProcess) or free:
             yield from ((*single, *threads) for threads in self._threads())
-        modes = ["ddp", "fsdp", "pipeline", "hogwild"] if free else [""]
-        for mode in modes:
-            chosen = (f"parallel={mode}",) if mode else ()
-            if mode or isinstance(base, MultiProcess):
-                yield from self._processes(chosen)
+        if free:
+            for mode in self._modes():
+                yield from self._processes((f"parallel={mode}",))
+        elif isinstance(base, MultiProcess):
+            yield from self._processes(())
+
+    def _modes(self) -> Iterator[str]:
+        """Yield the names of the modes that may be faster than a single device, the user's own included."""
+        more = [] if self.config_dir is None else [Path(self.config_dir).expanduser()]
+        for name in option_files(*more)["parallel"]:
+            run = _composed(self.compose, (f"parallel={name}",))
+            if run is not None and run.parallel.may_be_faster:
+                yield name
 
     def _threads(self) -> Iterator[Overrides]:
         """Yield numbers of threads of a single process that are below the number of cores."""
@@ -174,44 +182,32 @@ class Candidates:
         else:
             options = [chosen]
         for words in options:
-            if isinstance(run.parallel, Pipeline):
-                yield from self._pipelines(words)
-                continue
-            if chosen or self.session.context.world_size != self._world_size(words):
-                yield words
-            if "sync_batch_norm" in option_fields(type(run.parallel)) and self._normalizes:
-                yield (*words, "parallel.sync_batch_norm=true")
+            yield from self._alternatives(words, is_base=not chosen)
 
-    def _world_size(self, words: Overrides) -> int:
-        run = _composed(self.compose, words)
-        return 0 if run is None else first_process(run).rank_info.world_size
+    def _alternatives(self, words: Overrides, is_base: bool) -> Iterator[Overrides]:
+        """Yield what the mode proposes for the run with the overrides `words`.
 
-    def _pipelines(self, words: Overrides) -> Iterator[Overrides]:
-        """Yield the schedule with the smallest bubble for some numbers of micro-batches."""
+        Args:
+            words: overrides that choose the mode and its processes.
+            is_base: whether the mode is that of the run as it is.
+        """
         run = _composed(self.compose, words)
-        free = self._is_free("parallel.split_size") and self._is_free("parallel.num_micro_batches")
-        if run is None or not free or not self._has_blocks or not isinstance(run.parallel, Pipeline):
-            yield words
-            return
-        mode = run.parallel
-        try:
-            session = prepared(run)
-        except ConfigError:
+        process = _first_process(run)
+        if run is None or process is None:
             yield words  # it is refused, with the reason
             return
-        samples = run.batch_size // run.accumulation.count
-        stages = session.context.world_size
-        counts = {min(divisors(samples), key=lambda n: abs(n - stages * each)) for each in _MICRO_BATCHES_PER_STAGE}
-        operations = trace_blocks(session, samples)
-        rows = {row["num_micro_batches"]: row for row in bubbles(mode, stages, samples, lambda size: operations)}
-        for count in sorted(counts):
-            cells = {name: cell for name, cell in rows[count].items() if isinstance(cell, dict)}
-            if not self._is_free("parallel.schedule"):
-                cells = {name: cell for name, cell in cells.items() if name == mode.schedule}
-            if cells:
-                best = min(cells, key=lambda name: cells[name]["bubble"])
-                schedule = () if best == mode.schedule else (f"parallel.schedule={best}",)
-                yield (*words, f"parallel.split_size={samples // count}", *schedule)
+        world_size = process.rank_info.world_size
+        tuning = Tuning(
+            world_size,
+            run.batch_size // run.accumulation.count,
+            self._normalizes,
+            frozenset(key.partition(".")[2] for key in self._keys if key.startswith("parallel.")),
+            partial(trace_blocks, self.session) if self._has_blocks else None,
+        )
+        for options in run.parallel.alternatives(tuning):
+            is_new = bool(options) or not is_base or world_size != self.session.context.world_size
+            if is_new and not tuning.typed & options.keys():
+                yield (*words, *(f"parallel.{name}={_as_typed(value)}" for name, value in options.items()))
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -223,7 +219,7 @@ class Candidates:
         changes = [
             partial(self._changed, "precision", self._precisions()),
             self._laid_out,
-            partial(self._changed, "parallel.schedule", ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")),
+            self._retuned,
             partial(self._changed, "channels_last", (True, False) if self._convolves else ()),
             partial(self._changed, "accumulation", (1, 2, 4)),
             partial(self._changed, "data.workers", self._workers()),
@@ -235,15 +231,18 @@ class Candidates:
         """Yield the candidate with `overrides` in each of the `layouts` but the first."""
         return (self.judged((*layout, *overrides)) for layout in self.layouts() if layout)
 
+    def _retuned(self, overrides: Overrides) -> Iterator[Candidate]:
+        """Yield the candidate with `overrides` after each change of one of its mode's `speed_options`."""
+        for name, values in self.compose(overrides).parallel.speed_options.items():
+            if self._is_free(f"parallel.{name}"):
+                yield from self._changed(f"parallel.{name}", values, overrides)
+
     def _changed(self, key: str, values: Iterable[Any], overrides: Overrides) -> Iterator[Candidate]:
         """Yield the candidate with `overrides` after each change of `key` to another one of `values`."""
         run = self.compose(overrides)
-        group, _, name = key.partition(".")
-        if name and group == "parallel" and not hasattr(run.parallel, name):
-            return
         kept = tuple(text for text in overrides if text.partition("=")[0] != key)
         for value in values:
-            words = (*kept, f"{key}={str(value).lower()}")
+            words = (*kept, f"{key}={_as_typed(value)}")
             changed = _composed(self.compose, words)
             if changed is None or changed.config != run.config:
                 yield self.judged(words)
@@ -269,6 +268,19 @@ def _composed(compose: Compose, words: Overrides) -> Run | None:
         return None
 
 
+def _first_process(run: Run | None) -> Process | None:
+    """Return rank 0 of the run; None if its processes or devices are refused."""
+    try:
+        return None if run is None else first_process(run)
+    except ConfigError:
+        return None
+
+
+def _as_typed(value: Any) -> str:
+    """Return the value of an option as it is typed: `true`, `8`, `1f1b`."""
+    return str(value).lower()
+
+
 def _data(run: Run) -> Any:
     return getattr(run.workload, "data", None)
 
@@ -278,7 +290,7 @@ def _normalized_together(run: Run, context: Context) -> Any:
 
     The groups of a rank are in the order in which they update the running statistics.
     """
-    synchronized = getattr(run.parallel, "sync_batch_norm", False)
+    synchronized = run.parallel.synchronizes_batch_norm
     parts = run.parallel.num_microbatches(context)
     ranks = []
     for rank in range(context.world_size):

@@ -22,6 +22,7 @@ def measured_choice(
     budget: float,
     allowed: Iterable[str] = (),
     report: Callable[[str], None] = lambda line: None,
+    config_dir: str | None = None,
     budget_for: Callable[[Session, float], float] | None = None,
 ) -> dict[str, Any]:
     """Measure the candidates of a run, and return the result as plain values.
@@ -32,6 +33,7 @@ def measured_choice(
         budget: seconds that the search may take.
         allowed: the kinds of results that the choice may have, in addition to those that need no permission.
         report: function that is called with a line about each candidate that has been tried.
+        config_dir: a directory with options of the user's own, parallel modes among them; None if there is none.
         budget_for: function that returns the budget for the other candidates, given the prepared run and the seconds
             of its step; 0 to measure none of them. None: the budget is for all candidates.
 
@@ -40,7 +42,7 @@ def measured_choice(
         TrialError: if the run cannot train, or its first steps take longer than the budget.
     """
     began = time.perf_counter()
-    candidates = Candidates(compose, typed)
+    candidates = Candidates(compose, typed, config_dir)
     session = candidates.session
     search = Search(_start, budget - (time.perf_counter() - began), allowed, _has_room, report=report)
     chosen = search.run(

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.errors import ConfigError
 from runner.parallel.pipeline import Pipeline
-from runner.planning.bubbles import bubbles
+from runner.parallel.pipelining.bubbles import bubbles
 from runner.planning.costs import Machine
 from runner.planning.measure import Parts, measure, step_seconds
 from runner.planning.session import layout_of, prepared
@@ -139,9 +139,9 @@ def _pipeline(session: Session, ranks: Sequence[RankPlan], parts: Parts | None) 
     num_workers = session.context.world_size if mode.engine == "processes" else mode.asked_stages or stages
     if parts is None:
         operations = trace_blocks(session, batch["samples_per_pass"])
-        rows = bubbles(mode, num_workers, samples, lambda size: operations)
+        rows = bubbles(mode.schedules, num_workers, samples, lambda size: operations)
     else:
-        rows = bubbles(mode, num_workers, samples, parts.blocks)
+        rows = bubbles(mode.schedules, num_workers, samples, parts.blocks)
         sizes = [sum(rank.saved.values()) for rank in ranks]
         cells = [cell for row in rows for cell in row.values() if isinstance(cell, dict)]
         for cell in cells:

@@ -130,7 +130,7 @@ def tune(
         return compose_run([*overrides, *more], config_dir, "tune")
 
     run = compose(())
-    report = measured_choice(compose, overrides, budget, allowed, said)
+    report = measured_choice(compose, overrides, budget, allowed, said, config_dir)
     report = {"typed": list(overrides), "budget": budget, "allowed": list(allowed), **report}
     return report | {"directory": str(write(report, run.output_root, config_dir))}
 

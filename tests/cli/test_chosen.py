@@ -39,7 +39,9 @@ class Measured:
         compose: Callable[[Sequence[str]], Any],
         typed: Sequence[str],
         budget: float,
+        allowed: Sequence[str],
         report: Callable[[str], None],
+        config_dir: str | None,
         budget_for: Callable[[Any, float], float],
     ) -> dict[str, Any]:
         if self.error:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
 from helpers.compose import FAST, built
+from hydra.errors import HydraException
 
+from runner.config.errors import ConfigError
+from runner.parallel.context import Tuning
+from runner.parallel.fsdp import FSDP
 from runner.planning import candidates as module
 from runner.planning.candidates import Candidates
 from runner.run import Run
@@ -42,6 +48,41 @@ def test_layouts_are_modes_processes_and_threads() -> None:
     }
     assert sum(text.startswith("parallel=pipeline parallel.processes=2 parallel.split_size=") for text in found) == 3
     assert len({*found}) == len(found)
+
+
+def test_a_mode_of_ones_own_is_tried_with_what_it_proposes(tmp_path: Path) -> None:
+    (tmp_path / "parallel").mkdir()
+    (tmp_path / "parallel" / "mine.yaml").touch()
+
+    class Mine(FSDP):
+        speed_options: ClassVar[dict[str, Any]] = {"timeout": (60.0, 300.0)}
+
+        def alternatives(self, tuning: Tuning) -> Iterator[dict[str, Any]]:
+            proposals.append(tuning)
+            yield {"max_restarts": tuning.samples}
+
+    def compose(more: Sequence[str]) -> Run:
+        try:
+            run = built("model=convnet", "device=cpu", *(text.replace("=mine", "=fsdp") for text in more))
+        except HydraException as error:
+            raise ConfigError("overrides", more, str(error), "another mode") from error
+        if "parallel=mine" in more:
+            run.parallel = Mine(run.parallel.processes, run.parallel.timeout)  # pyright: ignore
+        return run
+
+    proposals: list[Tuning] = []
+    with patch.object(module, "usable_core_numbers", lambda: [0, 1]):
+        candidates = Candidates(compose, (), str(tmp_path))
+        words = ("parallel=mine", "parallel.processes=2", "parallel.max_restarts=64")
+        assert words in [*candidates.layouts()]
+    assert [(each.world_size, each.samples, each.normalizes) for each in proposals] == [(2, 64, False)]
+    changes = [each.overrides for group in candidates.groups() for each in group(words)]
+    assert (*words, "parallel.timeout=60.0") in changes
+
+
+def test_modes_that_are_never_faster_are_not_tried() -> None:
+    found = " ".join(layouts("model=convnet", "device=cpu"))
+    assert not any(f"parallel={mode}" in found for mode in ("single", "dp", "model", "ensemble"))
 
 
 def test_what_is_typed_is_kept() -> None:

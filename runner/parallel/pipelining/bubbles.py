@@ -6,24 +6,22 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.micro_batches import MicrobatchConstraint, divisors
 from runner.parallel.pipelining.partition import balanced
 from runner.parallel.pipelining.simulation import simulate
 from runner.parallel.pipelining.timeline import bubble
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 BlockTimes = Callable[[int], Sequence[float]]
 
 _FORWARD = 1 / 3
 """The part of a block's time that is its forward pass: each of the two gradients takes about as long."""
 
 
-def bubbles(mode: Pipeline, num_workers: int, samples: int, times: BlockTimes) -> list[dict[str, Any]]:
+def bubbles(schedules: Sequence[str], num_workers: int, samples: int, times: BlockTimes) -> list[dict[str, Any]]:
     """Return the bubble for each number of micro-batches, the fewest first.
 
     Args:
-        mode: the pipeline.
+        schedules: the schedules; with `engine=streams` only `gpipe`.
         num_workers: number of processes or, with `engine=streams`, of stages.
         samples: number of samples in one pass through the pipeline.
         times: function that returns the time of each block for a number of samples, in any unit.
@@ -33,7 +31,6 @@ def bubbles(mode: Pipeline, num_workers: int, samples: int, times: BlockTimes) -
         a dict with the `bubble`, the idle share of the processes' time, and the `time` of all computations in the unit
         of `times`; or None where the schedule does not work with so many micro-batches or stages.
     """
-    schedules = SCHEDULES if mode.engine == "processes" else SCHEDULES[:1]
     return [
         {"split_size": samples // count, "num_micro_batches": count}
         | {name: _simulated(name, num_workers, count, times(samples // count)) for name in schedules}
