@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from runner.config.errors import check, check_choice, check_range
-from runner.system.cpu import cpu_model
+from runner.system.cpu import cores_per_process, cpu_model, local_world_size, usable_core_numbers
 
 
 @dataclass
@@ -23,7 +23,8 @@ class Device:
         indices: the indices of the CUDA devices that a parallel mode with several devices may use; empty for all
             visible devices.
         threads: the number of CPU threads that each process uses for an operation (`torch.set_num_threads`); null for
-            torch's default or, if there are several processes, for an equal share of the cores.
+            torch's default or, if there are several processes, for an equal share of the cores. On the CPU, null leaves
+            one core to each data worker, unless the environment variable OMP_NUM_THREADS is set.
     """
 
     kind: str = "auto"
@@ -94,18 +95,19 @@ class Device:
         return [torch.device("cuda", index) for index in self.indices or range(count)]
 
     @contextmanager
-    def settings(self, device: torch.device, deterministic: bool) -> Iterator[None]:
+    def settings(self, device: torch.device, deterministic: bool, num_data_workers: int = 0) -> Iterator[None]:
         """Set torch's global flags for one run, and restore them afterwards, because a process may train several runs.
 
         Args:
             device: the device of this process.
             deterministic: whether to allow only deterministic algorithms (`torch.use_deterministic_algorithms`).
+            num_data_workers: number of data worker processes of this process.
         """
         before = torch.get_num_threads(), torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
         if deterministic:
             # https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.set_num_threads(self.threads or before[0])
+        torch.set_num_threads(self.threads or _default_threads(device, num_data_workers))
         torch.backends.cudnn.benchmark = device.type == "cuda" and not deterministic
         _use_deterministic(deterministic)
         if device.type == "cuda":
@@ -119,6 +121,44 @@ class Device:
 
 
 _AVAILABLE = "device=auto chooses an available device; `python -m runner.tools.doctor` lists them"
+
+
+def _default_threads(device: torch.device, num_data_workers: int) -> int:
+    """Return the number of threads of an operation, which leaves cores to the data workers, at most half of them.
+
+    A thread that has to wait for a core holds up the others of its operation: beside a busy data worker, two threads on
+    two cores can take several times as long as one.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or not num_data_workers or "OMP_NUM_THREADS" in os.environ:
+        return threads
+    cores = cores_per_process()
+    return max(1, min(threads, max(cores - num_data_workers, cores // 2)))
+
+
+def oversubscription(device: torch.device, num_data_workers: int) -> str:
+    """Return why the processes of a run on this machine get in each other's way; an empty string if they do not.
+
+    Args:
+        device: the device of this process. Beside an accelerator, only one thread of the process counts.
+        num_data_workers: number of data worker processes of each process.
+    """
+    processes, cores = local_world_size(), len(usable_core_numbers())
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    total = processes * (threads + num_data_workers)
+    if total <= cores:
+        return ""
+    each = f"{threads} compute thread{'s' * (threads > 1)}"
+    each += f" and {num_data_workers} data worker{'s' * (num_data_workers > 1)}" if num_data_workers else ""
+    most = max(1, cores // processes - num_data_workers)
+    if most < threads:
+        remedy = f"device.threads={most}"
+    elif num_data_workers:
+        remedy = f"data.workers={max(0, cores // processes - 1)}"
+    else:
+        remedy = f"parallel.processes={cores}"
+    many = f"{processes} processes with {each} each" if processes > 1 else each
+    return f"{many}: {total} threads compete for {cores} core{'s' * (cores > 1)}; try {remedy}"
 
 
 def _use_deterministic(wanted: bool) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,10 @@ class Session:
     def rank(self) -> int:
         """The rank of this process; rank 0 writes the results."""
         return self.context.rank
+
+    def settings(self) -> AbstractContextManager[None]:
+        """Return a context in which torch's global flags are those of the run (see `Device.settings`)."""
+        return self.run.device.settings(self.device, self.run.deterministic, self.run.workload.num_data_workers)
 
     def describe(self, model: str, directory: Path) -> str:
         """Return the first lines of the log, such as the model, the device, the batch size and the run directory.

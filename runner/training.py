@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from runner.batching import Step
 from runner.config.errors import ConfigError
+from runner.device import oversubscription
 from runner.optimizer import learning_rates
 from runner.parallel.context import Process
 from runner.run import CrashedError, Result, Run, Session, build_run, describe_model
@@ -42,13 +43,13 @@ def train(session: Session, directory: Path) -> Result:
         ConfigError: if torch rejects the config in the first step.
         CrashedError: if a step raises any other error; the exception holds the result up to that step.
     """
-    run, device, writes = session.run, session.device, session.rank == 0
-    with run.device.settings(device, run.deterministic):
+    run, writes = session.run, session.rank == 0
+    with session.settings():
         state = prepare(session, directory)
         with (
             Recorder(run.tracking, directory, state.step, visible=writes) as recorder,
             progress_for(session.num_steps, run.batch_size, state.step, visible=writes) as progress,
-            run.profiler.profile(directory, device),
+            run.profiler.profile(directory, session.device),
             StopRequest() as stop,
         ):
             introduce(state, recorder)
@@ -214,6 +215,8 @@ def introduce(state: State, recorder: Recorder) -> None:
     session = state.session
     config = OmegaConf.to_yaml(OmegaConf.create(redacted_values(session.run.config)))
     log.info("%s", session.describe(state.model_description, state.directory))
+    if session.rank == 0 and (why := oversubscription(session.device, session.run.workload.num_data_workers)):
+        log.warning("%s", why)
     log.debug("config:\n%s", config)
     recorder.texts({"config": config, "environment": json.dumps(environment(), indent=2)})
     recorder.hyperparameters(session.run.config)

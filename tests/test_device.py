@@ -12,7 +12,7 @@ from helpers.compose import option_node
 import runner.device
 from runner.config.errors import ConfigError
 from runner.config.schema import build, option_fields
-from runner.device import Device
+from runner.device import Device, oversubscription
 
 
 @pytest.fixture
@@ -125,6 +125,58 @@ def test_settings_hold_for_the_run_and_are_put_back(deterministic: bool, monkeyp
     with Device().settings(torch.device("cpu"), deterministic):
         assert switches() == (before[0], False, deterministic)
     assert switches() == before
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "workers", "threads"),
+    [(2, 1, 0, 8), (2, 1, 1, 1), (2, 1, 2, 1), (8, 1, 2, 6), (8, 1, 7, 4), (8, 2, 1, 3), (1, 1, 1, 1)],
+)
+def test_by_default_data_workers_have_cores_of_their_own(
+    cores: int, processes: int, workers: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    chosen: list[int] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "get_num_threads", lambda: 8)
+        patched.setattr(torch, "set_num_threads", chosen.append)
+        for device in (Device(), Device(threads=5)):
+            with device.settings(torch.device("cpu"), False, workers):
+                pass
+        patched.setenv("OMP_NUM_THREADS", "8")
+        with Device().settings(torch.device("cpu"), False, workers):
+            pass
+    assert chosen[::2] == [threads, 5, 8]
+    assert chosen[1::2] == [8, 8, 8]  # put back
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "threads", "workers", "expected"),
+    [
+        (2, 1, 2, 0, ""),
+        (2, 1, 1, 1, ""),
+        (2, 1, 2, 1, "2 compute threads and 1 data worker: 3 threads compete for 2 cores; try device.threads=1"),
+        (2, 1, 1, 3, "1 compute thread and 3 data workers: 4 threads compete for 2 cores; try data.workers=1"),
+        (2, 3, 1, 0, "3 processes with 1 compute thread each: 3 threads compete for 2 cores; try parallel.processes=2"),
+    ],
+)
+def test_more_threads_than_cores_are_noticed(
+    cores: int, processes: int, threads: int, workers: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "get_num_threads", lambda: threads)
+        assert oversubscription(torch.device("cpu"), workers) == expected
+
+
+def test_beside_a_gpu_one_thread_of_a_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "get_num_threads", lambda: 2)
+        assert oversubscription(torch.device("cuda"), 1) == ""
+        assert "data.workers=1" in oversubscription(torch.device("cuda"), 2)
 
 
 def test_settings_are_put_back_after_an_error() -> None:

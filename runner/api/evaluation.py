@@ -55,7 +55,7 @@ def _evaluate_rank(config: dict[str, Any], checkpoint: Path, process: Process) -
 
 def _evaluate(session: Session, checkpoint: Path) -> dict[str, float]:
     run = session.run
-    with run.device.settings(session.device, run.deterministic):
+    with session.settings():
         state = initial_state(session, checkpoint.parent.parent)
         state.load(load(checkpoint, session.rank))
         state.model.eval()

@@ -47,6 +47,9 @@ class Samples(ABC):
     shape: tuple[int, int, int]
     """(channels, height, width) of one input."""
 
+    num_workers: int = 0
+    """Number of worker processes that load training batches, in each process of the run."""
+
     @abstractmethod
     def __len__(self) -> int: ...
 

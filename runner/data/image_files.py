@@ -158,6 +158,7 @@ class FileSamples(Samples):
         self.paths, self.targets, self.class_names = paths, targets, class_names
         self.num_classes = len(class_names)
         self.shape, self.read, self.mean, self.std = shape, read, mean, std
+        self.num_workers = workers.count
         self.workers, self.pin_memory, self.unreadable, self.augment = workers, pin_memory, unreadable, augment
         self.centre = centre
 

@@ -41,7 +41,8 @@ class ImageFolder(Data):
         std: standard deviation of red, green and blue, for pixels in [0, 1]; the inputs are divided by it.
         on_error: if a file cannot be read, `raise` an error or `skip` the file with a warning.
         workers: number of data loading processes of each rank; 0 to load data in the process of the rank itself; null
-            for one less than the number of CPU cores per rank, but at most eight.
+            for one less than the number of CPU cores per rank, but at most eight; without an accelerator, for a quarter
+            of the cores.
         prefetch: number of batches that each worker loads in advance.
         timeout: number of seconds to wait for a batch before the run ends with an error.
         pin_memory: whether to load batches into page-locked memory, from which copies to CUDA devices are asynchronous;

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from runner.data.worker_watchdog import POLL, Watch
-from runner.system.cpu import allowed_cores
+from runner.system.cpu import cores_per_process
 from runner.system.forkserver import METHOD, start_server, without_main_module
 
 
@@ -85,9 +85,14 @@ class Workers:
 
 
 def default_count() -> int:
-    """Return the default number of workers per rank: one less than the number of cores per rank, but at most eight."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of a distributed run share the cores
-    return max(0, min(8, allowed_cores() // processes - 1))
+    """Return the default number of workers per rank, at most eight, and always less than the cores per rank.
+
+    It is one less than the cores per rank if an accelerator computes. On a CPU, where a network takes much longer than
+    decoding its inputs, it is about a quarter of them.
+    """
+    cores = cores_per_process()
+    accelerated = torch.cuda.is_available() or torch.backends.mps.is_available()
+    return min(8, cores - 1 if accelerated else (cores + 2) // 4, cores - 1)
 
 
 def _exit_with_parent(_: int) -> None:

@@ -128,7 +128,8 @@ class Candidates:
             other = ROUNDING if isinstance(run.precision, TF32) else OTHER
             return SIXTEEN_BITS if isinstance(run.precision, BFloat16) else other
         keys = {text.partition("=")[0] for text in overrides}
-        return BITWISE if keys <= set(_BITWISE_KEYS) else LAST_BITS
+        other_threads = "data.workers" in keys and self._on_cpu and run.device.threads is None
+        return BITWISE if keys <= set(_BITWISE_KEYS) and not other_threads else LAST_BITS
 
     # -----------------------------------------------------------------------------------------------------------------
 

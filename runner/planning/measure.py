@@ -81,7 +81,7 @@ def measure_rank(config: dict[str, Any], directory: Path, process: Process) -> R
     """Measure the parts in `process`; rank 0 writes their means over all ranks to `parts.json`."""
     run = build_run(config)
     session = run.prepare(process)
-    with run.device.settings(session.device, run.deterministic):
+    with session.settings():
         run.precision.prepare(session.device)
         model = run.precision.convert(run.workload.build_model())
         if isinstance(run.parallel, FSDP) and session.context.channels_last:  # it shards weights in the usual format

@@ -199,7 +199,7 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
     """Train as many steps as rank 0 is asked for over `connection`, again and again, until it is asked for none."""
     run = build_run(config)
     session = run.prepare(process)
-    with run.device.settings(session.device, run.deterministic):
+    with session.settings():
         state = prepare(session, directory)
         batches = run.workload.batches(state.model, session.plan, 0, session.device)
         state.model.train()

@@ -54,6 +54,16 @@ def usable_core_numbers() -> list[int]:
     return _affinity() if quota is None else _affinity()[: max(1, int(quota))]
 
 
+def local_world_size() -> int:
+    """Return the number of processes of this run on this machine, which share its cores."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def cores_per_process() -> int:
+    """Return the number of cores for each process of this run on this machine, at least one."""
+    return max(1, len(usable_core_numbers()) // local_world_size())
+
+
 def usable_cores(processor: dict[str, Any]) -> float:
     """Return how many cores this process may keep busy, given its affinity mask and its control group's CPU quota.
 

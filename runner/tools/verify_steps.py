@@ -115,7 +115,7 @@ def record_runs(configs: Sequence[dict[str, Any]], directory: Path, process: Pro
     for number, config in enumerate(configs):
         run = build_run(config)
         session = run.prepare(process)
-        with run.device.settings(session.device, run.deterministic):
+        with session.settings():
             try:
                 steps = record(session, directory)
             except DivergedError as error:  # raised on all ranks, because the losses are reduced over all ranks

@@ -40,6 +40,11 @@ class Workload(ABC):
             ConfigError: if the data is missing or cannot be used; the error names the key, such as `data.root`.
         """
 
+    @property
+    def num_data_workers(self) -> int:
+        """The number of worker processes that load batches, in each process of the run; called after `prepare`."""
+        return 0
+
     def steps_per_epoch(self, batch_size: int) -> float | None:
         """Return the number of optimizer steps per epoch; None if the workload has no epochs."""
         return None

@@ -70,6 +70,10 @@ class Classifier(SupervisedWorkload):
         check(not both, "balance_classes", True, why, "leave one of the two out")
         check_range(self, "overfit_batches", least=0)
 
+    @property
+    def num_data_workers(self) -> int:
+        return self.train.num_workers
+
     def prepare(self) -> None:
         with errors_under("data"):
             self.train, self.held_out = self.data.load()

@@ -176,12 +176,15 @@ def test_a_mistake_in_the_reader_is_raised_as_it_is(count):
 
 
 @pytest.mark.parametrize(
-    ("cores", "processes", "count"), [(1, 1, 0), (2, 1, 1), (6, 1, 5), (64, 1, 8), (16, 4, 3), (2, 2, 0)]
+    ("cores", "processes", "count", "beside_a_gpu"),
+    [(1, 1, 0, 0), (2, 1, 1, 1), (6, 1, 2, 5), (64, 1, 8, 8), (16, 4, 1, 3), (2, 2, 0, 0)],
 )
-def test_the_default_leaves_a_core_to_each_training_process(monkeypatch, cores, processes, count):
+def test_the_default_leaves_a_core_to_each_training_process(monkeypatch, cores, processes, count, beside_a_gpu):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    assert default_count() == count
+    for gpu, expected in ((False, count), (True, beside_a_gpu)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert default_count() == expected
 
 
 # ---------------------------------------------------------------------------------------------------------------------
