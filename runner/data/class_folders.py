@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from runner.config.errors import ABSENT, ConfigError, check
+from runner.data.folder_cache import Listing, Stamp, cached, stamp
 from runner.seeds import derive
 
 log = logging.getLogger(__name__)
@@ -39,12 +41,60 @@ def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
     remedy = "give a directory that contains one directory of images per class"
     check(os.path.exists(root), "root", str(root), "there is no such directory", remedy)
     check(root.is_dir(), "root", str(root), "it is a file", remedy)
-    folders = _folders(root)
+    real = os.path.realpath(root)  # the cache does not depend on how the directory is named
+    train, held_out, notes = cached([real, holdout], partial(_listed, root, holdout))
+    for note in notes:
+        log.info("%s: %s", root, note)
+    return _joined(root, train), _joined(root, held_out)
+
+
+def _joined(root: Path, classes: Files) -> Files:
+    prefix = str(root / "x")[:-1]
+    return {name: [prefix + path for path in paths] for name, paths in classes.items()}
+
+
+class _Visited:
+    """The directories that have been listed, and what there is to say about them.
+
+    Args:
+        root: the directory of the data set.
+    """
+
+    def __init__(self, root: Path):
+        self.root, self.notes, self.num_files = root, list[str](), 0
+        self.directories: dict[str, Stamp] | None = {}
+
+    def add(self, path: str) -> None:
+        """Add a directory that is about to be listed."""
+        if self.directories is not None:
+            self.directories.setdefault(os.path.realpath(path), stamp(path))
+
+    def check_link(self, path: str) -> None:
+        """If `path`, which is no image, is a symbolic link, its target can change: the listing must not be cached."""
+        if os.path.islink(path):
+            self.directories = None
+
+    def relative(self, classes: Files) -> Files:
+        """Return the same files with paths relative to the root."""
+        start = len(str(self.root / "x")) - 1
+        return {name: [path[start:] for path in paths] for name, paths in classes.items()}
+
+
+def _listed(root: Path, holdout: float) -> Listing:
+    """List the training images and the held-out images, and what there is to say about them."""
+    visited = _Visited(root)
+    train, held_out = _found(root, holdout, visited)
+    values = [visited.relative(train), visited.relative(held_out), visited.notes]
+    return Listing(values, visited.directories, visited.num_files)
+
+
+def _found(root: Path, holdout: float, visited: _Visited) -> tuple[Files, Files]:
+    folders = _folders(root, visited)
     name = next((name for name in HELD_OUT if name in folders), None)
     if "train" in folders and name is not None:
-        log.info("%s: training on train/, evaluating on %s/", root, name)
-        return _same_classes(_classes(root / "train"), _classes(root / name), root, name)
-    present = [split for split in ("train", *HELD_OUT) if split in folders and _folders(root / split)]
+        visited.notes.append(f"training on train/, evaluating on {name}/")
+        return _same_classes(_classes(root / "train", visited), _classes(root / name, visited), root, name)
+    present = [split for split in ("train", *HELD_OUT) if split in folders and _folders(root / split, visited)]
     check(
         not present,
         "root",
@@ -52,7 +102,7 @@ def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
         f"it contains {', '.join(present)}/, but not both train/ and one of {', '.join(HELD_OUT)}",
         f"add the missing one, or set data.root={root / (present or ['train'])[0]} to split its images",
     )
-    return _split(_classes(root), root, holdout)
+    return _split(_classes(root, visited), root, holdout)
 
 
 def _same_classes(train: Files, held_out: Files, root: Path, name: str) -> tuple[Files, Files]:
@@ -72,57 +122,68 @@ def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
     why = f"these classes have only one image, but one must be held out: {_first_five(small)}"
     check(not small, "root", str(root), why, "add images to these classes, or remove their directories")
     train, held_out = {}, {}
+    start = len(str(root / "x")) - 1
     for name, paths in classes.items():
-        order = sorted(paths, key=lambda path: derive(0, "holdout", os.path.relpath(path, root).replace(os.sep, "/")))
+        order = sorted(paths, key=lambda path: derive(0, "holdout", path[start:].replace(os.sep, "/")))
         count = min(max(1, round(holdout * len(paths))), len(paths) - 1)
         held_out[name], train[name] = sorted(order[:count]), sorted(order[count:])
     return train, held_out
 
 
-def _classes(folder: Path) -> Files:
+def _classes(folder: Path, visited: _Visited) -> Files:
     """Return the images of each class. Every subdirectory of `folder` is a class; its images may be at any depth."""
-    names = _folders(folder)
+    names = _folders(folder, visited)
     why = f"{folder} contains {len(names)} class directories, and classification needs at least two"
     check(len(names) > 1, "root", str(folder), why, "put the images of each class into a separate directory")
     others: Counter[str] = Counter()
-    classes = {name: _images(folder / name, others) for name in names}
+    classes = {name: _images(folder / name, others, visited) for name in names}
     empty = [name for name, paths in classes.items() if not paths]
     why = f"these class directories contain no images ({' '.join(EXTENSIONS)}): {_first_five(empty)}"
     check(not empty, "root", str(folder), why, "add images to these directories, or remove them")
     if others:
         kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(10))
-        log.info("%s: ignored %d files without an image extension (%s)", folder, others.total(), kinds)
+        part = f"{folder.name}/: " if folder != visited.root else ""
+        visited.notes.append(f"{part}ignored {others.total()} files without an image extension ({kinds})")
     return classes
 
 
-def _folders(path: Path) -> list[str]:
+def _folders(path: Path, visited: _Visited) -> list[str]:
     try:
-        return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+        visited.add(str(path))
+        entries = list(os.scandir(path))
+        for entry in entries:
+            visited.check_link(entry.path)
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:
         _cannot_read(error)
 
 
-def _images(path: Path, others: Counter[str]) -> list[str]:
+def _images(path: Path, others: Counter[str], visited: _Visited) -> list[str]:
     """Return the images below `path`; add the numbers of other files to `others`, by extension or as `hidden`."""
     images: list[str] = []
     seen = {str(parent) for parent in Path(os.path.realpath(path)).parents}  # they hold images of other classes
     for where, folders, names in os.walk(path, followlinks=True, onerror=_cannot_read):
         real = os.path.realpath(where)
+        visited.check_link(where)
         folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
         if real in seen:  # a symbolic link to a parent directory
             continue
         seen.add(real)
+        visited.add(where)
         levels = where.count(os.sep) - str(path).count(os.sep)
         why = f"{path} contains directories that are nested more than {MOST_LEVELS} times"
         check(levels <= MOST_LEVELS, "root", ABSENT, why, "put the images into fewer levels")
         for name in names:
             extension = os.path.splitext(name)[1].lower()
+            if extension not in EXTENSIONS:
+                visited.check_link(os.path.join(where, name))
             if name.startswith("."):
                 others["hidden"] += 1
             elif extension in EXTENSIONS:
                 images.append(os.path.join(where, name))
             else:
                 others[extension or "without extension"] += 1
+    visited.num_files += len(images) + others.total()
     return sorted(images)
 
 

@@ -19,6 +19,7 @@ from runner.storage.durable_write import write_text
 from runner.system.cpu import cpu_model, usable_core_numbers
 from runner.system.memory import host_memory
 from runner.system.secrets import redacted_values
+from runner.system.user_cache import cache_directory
 from runner.system.version import __version__
 
 _NOT_HOW_FAST = (
@@ -57,7 +58,7 @@ class ChoiceCache:
     """
 
     def __init__(self, config: Mapping[str, Any], typed: Sequence[str], root: Path | None = None):
-        root = root or cache_directory()
+        root = root or cache_directory("choices")
         values = redacted_values({key: value for key, value in config.items() if key not in _NOT_HOW_FAST})
         keys = sorted({text.lstrip("+~").partition("=")[0] for text in typed} - set(_NOT_HOW_FAST))
         text = json.dumps([values, keys], sort_keys=True, default=str)
@@ -112,13 +113,6 @@ class ChoiceCache:
 def today() -> str:
     """Return the date, such as 2026-01-31."""
     return time.strftime("%Y-%m-%d")
-
-
-def cache_directory() -> Path:
-    """Return the directory of the cache: https://specifications.freedesktop.org/basedir-spec/latest/."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()
-    return root / "runner" / "choices"
 
 
 def fingerprint() -> dict[str, Any]:

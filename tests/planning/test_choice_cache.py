@@ -12,6 +12,7 @@ from helpers.compose import FAST, composed
 
 from runner.planning import choice_cache
 from runner.planning.choice_cache import Choice, ChoiceCache
+from runner.system.user_cache import cache_directory
 
 CHOICE = Choice(["parallel=ddp", "parallel.processes=2"], 1.4, "2026-01-31")
 
@@ -81,6 +82,6 @@ def test_a_cache_that_cannot_be_written_to_is_none(tmp_path: Path) -> None:
 
 def test_the_cache_is_in_the_user_s_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert choice_cache.cache_directory() == tmp_path / "runner" / "choices"
+    assert cache_directory("choices") == tmp_path / "runner" / "choices"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification says to ignore
-    assert choice_cache.cache_directory() == Path("~/.cache/runner/choices").expanduser()
+    assert cache_directory("choices") == Path("~/.cache/runner/choices").expanduser()
