@@ -574,6 +574,7 @@ def test_resuming_an_earlier_checkpoint_sets_later_ones_aside(tmp_path: Path) ->
     assert code == 0, console
     assert "resumed after step 6" in console
     names = {f"step_{step:08d}" for step in (3, 6, 9, 12)} | {f"step_{step:08d}.superseded" for step in (9, 12)}
+    names |= {"index.json"}
     assert {checkpoint.name for checkpoint in (path / "checkpoints").iterdir()} == names
     assert json.loads((path / "result.json.superseded").read_text())["status"] == "done"
     assert_same(outcome(path), before)

@@ -6,7 +6,7 @@ state, the loss scaling, the metric sums since the last log, the best evaluation
 differs between ranks), `config.yaml` (the config of the run, so that a checkpoint can be resumed by itself),
 `model.json` (the names of the classes and the inputs of the model), and `manifest.json` with the SHA-256 of these files
 and of itself. All files are written to a temporary directory and synced to disk; renaming the directory commits the
-checkpoint. Old checkpoints are deleted after that.
+checkpoint. After that, `checkpoints/index.json` is written, and old checkpoints are deleted.
 
 A thread of each rank does this while the training goes on. The threads use no collectives, which would get mixed up
 with those of the training: rank 0 waits until the files of the other ranks are in the temporary directory.
@@ -39,6 +39,7 @@ import torch
 from safetensors import SafetensorError
 
 from runner.config.errors import check
+from runner.storage.checkpoint_index import INDEX, write_index
 from runner.storage.content_checks import check_plain
 from runner.storage.durable_write import sync
 from runner.storage.manifest import CONFIG, SIGNATURE, DamagedError, manifest_of, untrusted, verified_manifest
@@ -173,6 +174,7 @@ class Checkpoints:
             if self.rank == 0:
                 self._commit(checkpoint, part)
         if self.rank == 0:
+            self._index(checkpoint)
             self._prune(best_step)
         log.debug("the checkpoint of step %d took %.2f s to write", checkpoint.step, time.perf_counter() - since)
 
@@ -243,6 +245,12 @@ class Checkpoints:
         except OSError as error:
             log.warning("leftovers of checkpoints cannot be deleted: %s", error)
 
+    def _index(self, checkpoint: Checkpoint) -> None:
+        try:
+            write_index(self.root, checkpoint.step, checkpoint.state.get("best", {}))
+        except OSError as error:  # the new checkpoint is complete: go on, and try again after the next one
+            log.warning("%s cannot be written: %s", self.root / INDEX, error)
+
     def _prune(self, best_step: int | None) -> None:
         try:
             _remove(self.root, [step for step in self.steps()[: -max(1, self.keep)] if step != best_step])
@@ -296,7 +304,10 @@ def delete_all(directory: Path) -> None:
     """Delete all checkpoints in the run directory `directory`; if this fails, log a warning."""
     root = directory / "checkpoints"
     try:
-        _remove(root, _steps(root))
+        steps = _steps(root)
+        if root.is_dir():
+            (root / INDEX).unlink(missing_ok=True)
+        _remove(root, steps)
     except OSError as error:
         log.warning("checkpoints cannot be deleted: %s", error)
 

@@ -1,8 +1,13 @@
-"""The checkpoint of a run that a user means by `best`, `last` or a number of steps. Nothing is renamed or deleted."""
+"""The checkpoint of a run that a user means by `best`, `last` or a number of steps. Nothing is renamed or deleted.
+
+`checkpoints/index.json` is not read: the checkpoints say the same, and their hashes are verified.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,8 @@ from runner.storage.run_directory import step_name
 from runner.storage.saved_run import checkpoints
 
 log = logging.getLogger(__name__)
+
+_ANOTHER = "name another checkpoint of the run"
 
 
 def chosen_checkpoint(run: Path, choice: str | int) -> Path:
@@ -42,16 +49,17 @@ def last_checkpoint(run: Path) -> Path:
     """Return the path of the newest intact checkpoint of `run`; a warning is logged for each that is damaged.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: with the key `checkpoint`, if there is none, or no run has written the newest intact one.
     """
     found = checkpoints(run)
     for path in reversed(found):
         try:
-            verified_manifest(path)
+            with _errors_of(path):
+                verified_manifest(path)
             return path
         except DamagedError as error:
             log.warning("%s; trying the previous checkpoint", error)
-    why = "none of its checkpoints is intact" if found else "it has no checkpoint"
+    why = "none of its checkpoints is intact" if found else "it has no checkpoint yet"
     raise ConfigError("checkpoint", str(run), why, "let the run save one (keep=1 or more), or name another run")
 
 
@@ -59,18 +67,40 @@ def best_checkpoint(run: Path) -> Path:
     """Return the path of the checkpoint with the best evaluation, whose step is recorded in the newest checkpoint.
 
     Raises:
-        ConfigError: if the run has not been evaluated, or that checkpoint does not exist.
+        NoBestError: if the run has not been evaluated, or that checkpoint does not exist.
+        ConfigError: with the key `checkpoint`, as in `last_checkpoint`.
     """
     newest = last_checkpoint(run)
     try:
-        checkpoint = load(newest)
+        with _errors_of(newest):
+            checkpoint = load(newest)
         best: Any = checkpoint.state.get("best")
         check_like(best, dict, "the best evaluation")
         if best:
             check_count(best.get("step"), "the best evaluation, step", most=checkpoint.step)
     except (DamagedError, UnexpectedContentError) as error:
-        raise ConfigError("checkpoint", str(newest), str(error), "name another checkpoint of the run") from None
-    check(bool(best), "checkpoint", "best", f"{run} has not been evaluated", "take last, the newest one")
+        raise ConfigError("checkpoint", str(newest), str(error), _ANOTHER) from None
+    if not best:
+        raise NoBestError(f"{run} has not been evaluated", "take last, the newest one")
     path = newest.with_name(step_name(best["step"]))
-    check(path.is_dir(), "checkpoint", "best", f"{path} does not exist", "take last, the newest one, or name another")
+    if not path.is_dir():
+        raise NoBestError(f"{path} does not exist", "take last, the newest one, or name another")
     return path
+
+
+class NoBestError(ConfigError):
+    """Raised when a run has no checkpoint with a best evaluation, although it has others."""
+
+    def __init__(self, why: str, remedy: str):
+        super().__init__("checkpoint", "best", why, remedy)
+
+
+@contextmanager
+def _errors_of(checkpoint: Path) -> Iterator[None]:
+    """Convert errors raised while `checkpoint` is read, except those about damage, to ones about this choice of it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError("checkpoint", str(checkpoint), error.why, _ANOTHER) from None
+    except OSError as error:
+        raise ConfigError("checkpoint", str(checkpoint), str(error), _ANOTHER) from None

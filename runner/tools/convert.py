@@ -23,11 +23,11 @@ from safetensors.torch import load_file, save_file
 
 from runner.config.errors import ConfigError, check
 from runner.model.weights import read_weights
-from runner.storage.checkpoint import EMA, load
-from runner.storage.content_checks import UnexpectedContentError, check_count, check_like
+from runner.storage.checkpoint import EMA
+from runner.storage.chosen import NoBestError, best_checkpoint, last_checkpoint
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.manifest import SIGNATURE, DamagedError, untrusted, verified_manifest
-from runner.storage.run_directory import step_name, step_of
+from runner.storage.run_directory import step_of
 from runner.storage.signature import saved_signature
 
 Tensors = dict[str, torch.Tensor]
@@ -160,7 +160,7 @@ def read(source: Path, best: bool = False) -> Weights:
     if source.name in (_CHECKPOINT_WEIGHTS, EMA) and (source.parent / MANIFEST).is_file():
         source, named = source.parent, source.name  # read as a checkpoint, which verifies the hash
     if (source / "checkpoints").is_dir():
-        return _read_checkpoint(_best(source) if best else _newest(source))
+        return _read_checkpoint(_chosen(source, best))
     check(not best, "--best", True, f"{source} is not a run directory", "name the run directory as SOURCE")
     if source.is_file():
         return Weights(_read_file(source), str(source))
@@ -169,33 +169,15 @@ def read(source: Path, best: bool = False) -> Weights:
     return _read_checkpoint(source, named)
 
 
-def _newest(run: Path) -> Path:
-    """Return the path of the newest intact checkpoint of `run`. Damaged checkpoints are not renamed or deleted."""
-    found = [path for path in (run / "checkpoints").iterdir() if step_of(path) is not None]
-    for path in sorted(found, key=lambda path: step_of(path) or 0, reverse=True):
-        with _errors_as_source(path):
-            try:
-                verified_manifest(path)
-                return path
-            except DamagedError as error:
-                print(f"{error}; trying the previous checkpoint", file=sys.stderr)
-    why = "none of its checkpoints is intact" if found else "it has no checkpoint yet"
-    raise ConfigError("SOURCE", str(run), why, "let the run save one (keep=1 or more), or name another run")
-
-
-def _best(run: Path) -> Path:
-    """Return the path of the checkpoint with the best evaluation, whose step is recorded in the newest checkpoint."""
-    newest = _newest(run)
-    with _errors_as_source(newest):
-        checkpoint = load(newest)
-        best: Any = checkpoint.state.get("best")
-        check_like(best, dict, "the best evaluation")
-        if best:
-            check_count(best.get("step"), "the best evaluation, step", most=checkpoint.step)
-    check(bool(best), "--best", True, f"{run} has not been evaluated", "leave out --best to take the newest checkpoint")
-    path = newest.with_name(step_name(best["step"]))
-    check(path.is_dir(), "--best", True, f"{path} does not exist", "leave out --best, or name another checkpoint")
-    return path
+def _chosen(run: Path, best: bool) -> Path:
+    """Return the path of the best or the newest intact checkpoint of `run`, with errors in the words of this tool."""
+    try:
+        return best_checkpoint(run) if best else last_checkpoint(run)
+    except NoBestError as error:
+        remedy = "leave out --best to take the newest checkpoint, or name another one as SOURCE"
+        raise ConfigError("--best", True, error.why, remedy) from None
+    except ConfigError as error:
+        raise ConfigError("SOURCE", error.got, error.why, error.remedy) from None
 
 
 def _read_checkpoint(path: Path, named: str = "") -> Weights:
@@ -217,7 +199,7 @@ def _errors_as_source(checkpoint: Path) -> Iterator[None]:
         yield
     except ConfigError as error:
         why = error.why
-    except (DamagedError, SafetensorError, UnexpectedContentError, OSError) as error:
+    except (DamagedError, SafetensorError, OSError) as error:
         why = str(error)
     check(not why, "SOURCE", str(checkpoint), why, "name another checkpoint of the run")
 

@@ -7,6 +7,7 @@ state that a power loss may leave of them, otherwise a few.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import random
 import shutil
@@ -170,11 +171,23 @@ class Found:
         assert not list(path.rglob("*.corrupt*")), "a checkpoint was damaged"
         if found is not None:
             assert_content(found, reference)
+            self._check_index(path, found.step)
             EventFile(path, step + 1).close()
             logged = {tag: [point for point in points if point[0] <= step] for tag, points in compared(path).items()}
             for tag, points in reference.curves.items():
                 wanted = [point for point in points if point[0] <= step]
                 assert logged.get(tag, []) == wanted, tag
+
+    def _check_index(self, path: Path, newest: int) -> None:
+        """Fail unless the index names checkpoints that are there, and is late by one checkpoint at most."""
+        file = path / "checkpoints" / "index.json"
+        if not file.exists():
+            assert self.mark.saved == 0, "the index is lost"
+            return
+        last = json.loads(file.read_text())["last"]
+        if not list(file.parent.glob("*.superseded")):  # until the next checkpoint, it is that of the run as it was
+            assert self.mark.saved <= last["step"] <= newest
+            assert (file.parent / last["checkpoint"]).is_dir()
 
 
 def assert_content(found: Checkpoint | None, reference: Reference) -> None:

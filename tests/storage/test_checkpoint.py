@@ -30,6 +30,7 @@ import runner.storage.checkpoint
 import runner.storage.manifest
 from runner.config.errors import ConfigError
 from runner.storage.checkpoint import Checkpoint, Checkpoints, delete_all
+from runner.storage.chosen import chosen_checkpoint
 from runner.storage.manifest import CONFIG, saved_text
 from runner.storage.run_directory import StorageError
 from runner.storage.saved_config import config_text, parse_config
@@ -57,6 +58,11 @@ def is_whole(found: Checkpoint | None, step: int) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A crash at every point
+
+
+def indexed(directory: Path) -> dict[str, Any]:
+    """The content of the index of a run's checkpoints."""
+    return json.loads((directory / "checkpoints" / "index.json").read_text(encoding="utf-8"))
 
 
 class Crash(BaseException):
@@ -137,8 +143,12 @@ def test_a_crash_at_any_call_leaves_a_whole_checkpoint(
         assert is_whole(found, 1) or is_whole(found, 2), (point, disk.calls[-1])
         assert ended or renamed or is_whole(found, 1), "not there before it is renamed"
         assert not list(directory.rglob("*.corrupt*")), (point, disk.calls[-1])
+        assert 0 <= found.step - indexed(directory)["last"]["step"] <= 1, (
+            "the index is whole, one checkpoint late at most"
+        )
         save_now(Checkpoints(directory, keep=1), checkpoint(3))  # the next session tidies up, and goes on
-        assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_00000003"]
+        assert {path.name for path in (directory / "checkpoints").iterdir()} == {"step_00000003", "index.json"}
+        assert indexed(directory) == {"last": {"checkpoint": "step_00000003", "step": 3}, "best": None}
         assert is_whole(Checkpoints(directory, keep=1).latest(), 3)
     assert point > 15, "every write, sync, rename and deletion is one point"
 
@@ -154,7 +164,9 @@ def test_the_order_is_sync_rename_sync_delete(tmp_path: Path, monkeypatch: pytes
     assert written == {"model.safetensors", "state.pt", "rank_0.pt.part", "manifest.json"}
     assert {name for call, name in order[:commit] if call == "fsync"} >= {*written, "tmp.step_00000002"}
     assert order[commit + 1] == ("fsync", "checkpoints")
-    assert ("replace", "step_00000001") in order[commit + 2 :], "the old one goes only then"
+    index = order.index(("replace", ".index.json.part"))
+    assert order[index - 1 : index + 2 : 2] == [("fsync", ".index.json.part"), ("fsync", "checkpoints")]
+    assert commit + 2 < index < order.index(("replace", "step_00000001")), "the old one goes only then"
     assert not disk.unsynced
 
 
@@ -162,7 +174,9 @@ def test_a_step_saved_again_sets_the_first_one_aside(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     save_now(checkpoints, checkpoint(1))
     save_now(checkpoints, checkpoint(1))
-    assert {path.name for path in checkpoints.root.iterdir()} == {"step_00000001", "step_00000001.superseded"}
+    assert {path.name for path in checkpoints.root.iterdir()} == {
+        *("step_00000001", "step_00000001.superseded", "index.json")
+    }
     assert is_whole(checkpoints.latest(), 1)
 
 
@@ -242,7 +256,7 @@ def test_a_run_without_a_valid_checkpoint_is_not_resumed(two: Checkpoints) -> No
         assert "step_00000001, step_00000002" in refused.value.why
         assert "a new run, without resume" in refused.value.remedy
     names = {path.name for path in two.root.iterdir()}
-    assert names == {"step_00000001", "step_00000002"}, "what is refused stays as it was"
+    assert names == {"step_00000001", "step_00000002", "index.json"}, "what is refused stays as it was"
 
 
 def test_checkpoints_that_were_set_aside_stay(two: Checkpoints) -> None:
@@ -351,6 +365,61 @@ def test_none_is_kept_once_the_run_is_done(tmp_path: Path) -> None:
     delete_all(tmp_path / "without any")
 
 
+def test_the_index_names_the_last_and_the_best_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    best: dict[str, Any] = {}
+    for step, value in ((1, 0.25), (2, 0.75), (3, None), (4, None)):
+        best = best if value is None else {"metric": "eval/accuracy", "value": value, "step": step}
+        saved = checkpoint(step)
+        saved.state["best"] = dict(best)
+        save_now(checkpoints, saved, best["step"])
+    assert indexed(tmp_path) == {
+        "last": {"checkpoint": "step_00000004", "step": 4},
+        "best": {"checkpoint": "step_00000002", "metric": "eval/accuracy", "value": 0.75, "step": 2},
+    }
+    assert checkpoints.steps() == [2, 4], "what it names is there"
+    shutil.rmtree(checkpoints.root / "step_00000002")
+    saved = checkpoint(5)
+    saved.state["best"] = dict(best)
+    save_now(checkpoints, saved, 2)
+    assert indexed(tmp_path) == {"last": {"checkpoint": "step_00000005", "step": 5}, "best": None}
+
+
+def test_an_index_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    save_now(checkpoints, checkpoint(1))
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, logger="runner"):
+        patched.setattr(runner.storage.checkpoint, "write_index", full)
+        save_now(checkpoints, checkpoint(2))
+    assert is_whole(checkpoints.latest(), 2)
+    [record] = caplog.records
+    assert "index.json cannot be written: [Errno 28] No space left on device" in record.getMessage()
+    assert indexed(tmp_path)["last"]["step"] == 1
+    save_now(checkpoints, checkpoint(3))
+    assert indexed(tmp_path)["last"]["step"] == 3
+
+
+def test_a_forged_index_changes_nothing(tmp_path: Path) -> None:
+    """Neither what is resumed nor what `best` and `last` mean: another program may have written it."""
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        saved = checkpoint(step)
+        saved.state["best"] = {"metric": "eval/accuracy", "value": 0.5, "step": 2}
+        save_now(checkpoints, saved, 2)
+    forged = {"last": {"checkpoint": "step_00000001", "step": 1}, "best": {"checkpoint": "../x", "step": 10**40}}
+    for text in (json.dumps(forged), "[" * 100_000, "\0"):
+        (checkpoints.root / "index.json").write_text(text)
+        assert chosen_checkpoint(tmp_path, "last") == checkpoints.root / "step_00000003"
+        assert chosen_checkpoint(tmp_path, "best") == checkpoints.root / "step_00000002"
+        assert is_whole(checkpoints.latest(), 3)
+
+
 def test_a_run_that_keeps_no_checkpoint_is_done(tmp_path: Path) -> None:
     code, said = run_command(*FAST, "steps=4", "save_every=1", "keep=0", cwd=tmp_path)
     assert code == 0, said
@@ -367,7 +436,7 @@ def test_checkpoints_set_aside_are_not_pruned(tmp_path: Path) -> None:
         (checkpoints.root / name).mkdir(parents=True)
     for step in (3, 4):
         save_now(checkpoints, checkpoint(step))
-    assert {path.name for path in checkpoints.root.iterdir()} == {*asides, "step_00000004"}
+    assert {path.name for path in checkpoints.root.iterdir()} == {*asides, "step_00000004", "index.json"}
 
 
 def test_other_directories_are_left_alone(two: Checkpoints) -> None:
@@ -399,7 +468,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
     assert "step_00000001" in record.getMessage()
     assert "step_00000003" not in record.getMessage()
     save_now(two, checkpoint(4))  # which tries again
-    assert {path.name for path in two.root.iterdir()} == {"step_00000003", "step_00000004"}
+    assert {path.name for path in two.root.iterdir()} == {"step_00000003", "step_00000004", "index.json"}
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o027, 0o640)])

@@ -18,6 +18,7 @@ from helpers.forged import ABSENT, changed, reseal, write
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from runner.storage import chosen
 from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint import load as checkpoint_at
 from runner.tools import convert
@@ -34,7 +35,7 @@ def run(trained: Callable[..., Trained]) -> Trained:
 
 
 def checkpoints(run: Trained) -> list[Path]:
-    return sorted((run.directory / "checkpoints").iterdir())
+    return sorted((run.directory / "checkpoints").glob("step_*"))
 
 
 def saved(run: Trained, step: int) -> Tensors:
@@ -111,7 +112,7 @@ def call_best(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         checkpoint.state["best"] = {"metric": "eval/accuracy", "value": 0.5, "step": step}
         return checkpoint
 
-    monkeypatch.setattr(convert, "load", told)
+    monkeypatch.setattr(chosen, "load", told)
 
 
 def test_a_checkpoint_means_itself_also_by_its_file(run: Trained, tmp_path: Path) -> None:
@@ -235,15 +236,14 @@ def test_the_command_takes_the_file(run: Trained, tmp_path: Path) -> None:
 # What is refused
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
-    run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(run: Trained, tmp_path: Path) -> None:
     damage(checkpoints(run)[-1] / "model.safetensors")
-    assert converted(run.directory, tmp_path / "out.pt") == 0
+    program = [sys.executable, "-m", "runner.tools.convert", run.directory, "out.pt"]
+    ran = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
     assert same(read(tmp_path / "out.pt"), saved(run, 3))
-    told = capsys.readouterr().err
-    assert "step_00000004/model.safetensors is damaged" in told
-    assert "trying the previous checkpoint" in told
+    why = "is damaged: its SHA-256 is not the manifest's; trying the previous checkpoint"
+    assert ran.stderr == f"{checkpoints(run)[-1]}/model.safetensors {why}\n"
     assert checkpoints(run)[-1].name == "step_00000004", "another process may be at work there: nothing is renamed"
 
 

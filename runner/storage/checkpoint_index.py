@@ -1,0 +1,37 @@
+"""`checkpoints/index.json`, which names the last and the best checkpoint of a run, for people and other programs.
+
+Rank 0 writes the file atomically after each checkpoint is committed and before old ones are deleted, so it names
+checkpoints that exist, and lags behind by one checkpoint if the run is killed in between. Nothing in this project reads
+it: what is the best is recorded in the checkpoints themselves, whose hashes are verified. Links with these names were
+no alternative, because run directories with links are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runner.storage.durable_write import write_json
+from runner.storage.run_directory import step_name
+
+INDEX = "index.json"
+
+
+def write_index(root: Path, last_step: int, best: Mapping[str, Any]) -> None:
+    """Write the index of the directory `root`, such as `{"last": {"checkpoint": "step_00000040", "step": 40}, …}`.
+
+    Args:
+        root: the directory of the checkpoints.
+        last_step: the step of the newest checkpoint.
+        best: the `metric`, the `value` and the `step` of the best evaluation; empty if there is none. `best` in the
+            index is null without an evaluation, and if the checkpoint of that step does not exist.
+
+    Raises:
+        OSError: if the file cannot be written; it then keeps its previous content.
+    """
+    step = best.get("step")
+    index: dict[str, Any] = {"last": {"checkpoint": step_name(last_step), "step": last_step}, "best": None}
+    if step is not None and (root / step_name(step)).is_dir():
+        index["best"] = {"checkpoint": step_name(step), **best}
+    write_json(root / INDEX, index)
