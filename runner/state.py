@@ -36,6 +36,7 @@ class State:
         model: the model, as returned by the parallel mode's `place`.
         optimizer: optimizer of the model's parameters.
         model_description: description of the model, for the first lines of the log.
+        model_table: table of the blocks of the model and their parameters.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class State:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         model_description: str = "",
+        model_table: str = "",
     ):
         self.session, self.directory, self.model, self.optimizer = session, directory, model, optimizer
-        self.model_description = model_description
+        self.model_description, self.model_table = model_description, model_table
         self.step, self.logged_step = 0, 0
         self.average = session.run.ema.build(model)
         self.stopping = session.run.stop.build(session.run.workload.eval_metrics(), session.collectives.from_rank_0)

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from runner.batching import Step
 from runner.config.errors import ConfigError
 from runner.device import oversubscription
+from runner.model.table import formatted, parameter_rows
 from runner.optimizer import learning_rates
 from runner.parallel.context import Process
 from runner.run import CrashedError, Result, Run, Session, build_run, describe_model
@@ -96,11 +97,12 @@ def initial_state(session: Session, directory: Path) -> State:
     run.precision.prepare(session.device)
     torch.manual_seed(derive(session.seed, "weights"))
     model = run.precision.convert(run.workload.build_model())
-    description, groups = describe_model(model), run.optimizer.parameter_groups(model)  # before a mode splits it
+    description, table = describe_model(model), formatted(parameter_rows(model))  # before a mode splits it
+    groups = run.optimizer.parameter_groups(model)
     model = run.parallel.place(model, session.context)
     torch.manual_seed(derive(session.seed, "rank", session.context.layout.rng_stream))
     torch_private.defer_compiler()  # optimizers import it: a second before the first step
-    return State(session, directory, model, run.optimizer.build(model, groups), description)
+    return State(session, directory, model, run.optimizer.build(model, groups), description, table)
 
 
 def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest) -> str:
@@ -211,14 +213,16 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
 
 
 def introduce(state: State, recorder: Recorder) -> None:
-    """Log what is trained, the config and the environment."""
+    """Log what is trained, a table of the model, the config and the environment."""
     session = state.session
     config = OmegaConf.to_yaml(OmegaConf.create(redacted_values(session.run.config)))
     log.info("%s", session.describe(state.model_description, state.directory))
     if session.rank == 0 and (why := oversubscription(session.device, session.run.workload.num_data_workers)):
         log.warning("%s", why)
+    log.debug("model:\n%s", state.model_table)
     log.debug("config:\n%s", config)
-    recorder.texts({"config": config, "environment": json.dumps(environment(), indent=2)})
+    texts = {"model": state.model_table, "config": config, "environment": json.dumps(environment(), indent=2)}
+    recorder.texts(texts)
     recorder.hyperparameters(session.run.config)
 
 

@@ -1,4 +1,8 @@
-"""A table of a network: the outputs, parameters and floating-point operations of its blocks, found without values."""
+"""Tables of a network: the parameters of its blocks, and their outputs and floating-point operations.
+
+The latter two are found without values, and only for `--summary`: the operators for tensors without values import
+sympy and more, which takes as much CPU time as the start of a small run.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from models.blocks import blocks_of
 
@@ -17,11 +20,11 @@ class Row(NamedTuple):
     Args:
         name: name of the block.
         kind: its class; of a block that groups several layers, their classes.
-        output: shape of its output for one sample; None if it was not called, or returns no tensor.
+        output: shape of its output for one sample; None if it was not called, returns no tensor, or is not known.
         parameters: number of its parameters.
         trained: number of its parameters that require gradients.
         flops: floating-point operations of its forward pass for one sample, where a multiplication and an addition are
-            two; only matrix products, convolutions and attention count.
+            two; only matrix products, convolutions and attention count. None if they are not known.
     """
 
     name: str
@@ -29,7 +32,13 @@ class Row(NamedTuple):
     output: tuple[int, ...] | None
     parameters: int
     trained: int
-    flops: int
+    flops: int | None
+
+
+def parameter_rows(model: torch.nn.Module) -> list[Row]:
+    """Return the rows of `rows_of` for a network on any device, without outputs and floating-point operations."""
+    rows = [Row(name, _kind(part), None, *_counts(part), None) for name, part in _parts(model)]
+    return [*rows, Row("total", type(model).__name__, None, *_counts(model), None)]
 
 
 def rows_of(model: torch.nn.Module, shape: tuple[int, ...]) -> list[Row]:
@@ -39,7 +48,9 @@ def rows_of(model: torch.nn.Module, shape: tuple[int, ...]) -> list[Row]:
         model: the network, on the meta device.
         shape: shape of one input.
     """
-    parts = blocks_of(model) or _children(model)
+    from torch.utils.flop_counter import FlopCounterMode  # imported here: its imports take a tenth of a second
+
+    parts = _parts(model)
     outputs: dict[str, tuple[int, ...]] = {}
     flops = dict.fromkeys((name for name, _ in parts), 0)
     x = torch.zeros(1, *shape, device="meta")
@@ -76,20 +87,22 @@ def rows_of(model: torch.nn.Module, shape: tuple[int, ...]) -> list[Row]:
 
 
 def formatted(rows: Iterable[Row]) -> str:
-    """Return `rows` as aligned text, one line each, below a line of headings."""
+    """Return `rows` as aligned text, one line each, below a line of headings; without columns that are empty."""
     cells: list[tuple[str, ...]] = [("block", "type", "output", "parameters", "trained", "FLOPs")]
     for row in rows:
         shape = "" if row.output is None else "×".join(map(str, row.output))
-        cells.append((row.name, row.kind, shape, *(f"{count:,}" for count in row[3:])))
-    widths = [max(len(line[column]) for line in cells) for column in range(6)]
+        cells.append((row.name, row.kind, shape, *("" if count is None else f"{count:,}" for count in row[3:])))
+    columns = [column for column in range(6) if any(line[column] for line in cells[1:])]
+    widths = {column: max(len(line[column]) for line in cells) for column in columns}
     lines = [
-        [
-            line[column].ljust(widths[column]) if column < 3 else line[column].rjust(widths[column])
-            for column in range(6)
-        ]
+        [line[column].ljust(widths[column]) if column < 3 else line[column].rjust(widths[column]) for column in columns]
         for line in cells
     ]
     return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def _parts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    return blocks_of(model) or _children(model)
 
 
 def _children(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:

@@ -9,7 +9,7 @@ from helpers.compose import FAST, built
 from models.convnet import ConvNet
 from runner.cli.main import run_command
 from runner.model.base import without_memory
-from runner.model.table import Row, formatted, rows_of
+from runner.model.table import Row, formatted, parameter_rows, rows_of
 
 
 def test_a_row_for_each_block_and_their_sum() -> None:
@@ -44,6 +44,18 @@ def test_a_network_without_blocks_has_a_row_for_each_child() -> None:
         Row("layers.1", "Linear", (2,), 10, 10, 16),
         Row("unused", "Linear", None, 12, 12, 0),
         Row("total", "Branches", (2,), 38, 38, 40),
+    ]
+
+
+def test_the_table_of_parameters_needs_no_forward_pass() -> None:
+    model = Branches()
+    model.layers[0].weight.requires_grad_(False)
+    assert formatted(parameter_rows(model)).splitlines() == [
+        "block     type      parameters  trained",
+        "layers.0  Linear            16        4",
+        "layers.1  Linear            10       10",
+        "unused    Linear            12       12",
+        "total     Branches          38       26",
     ]
 
 

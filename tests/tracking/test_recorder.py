@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,24 @@ def test_texts_are_the_config_and_the_environment(trained: Callable[..., Trained
     assert run.run.config["optimizer"]["lr"] == 0.07
     [(_, environment)] = text(run.directory, "environment")
     assert json.loads(environment)["versions"]["torch"] == torch.__version__
+
+
+def test_a_table_of_the_model_is_in_tensorboard_and_in_the_log(
+    trained: Callable[..., Trained], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="runner"):
+        run = trained("steps=1", "model.freeze=[conv1.*]")
+    lines = [
+        "block   type                   parameters  trained",
+        "conv1   Conv2d ReLU MaxPool2d         160        0",
+        "conv2   Conv2d ReLU MaxPool2d       4,640    4,640",
+        "hidden  Flatten Linear ReLU         8,256    8,256",
+        "head    Linear                        650      650",
+        "total   ConvNet                    13,706   13,546",
+    ]
+    [(step, table)] = text(run.directory, "model")
+    assert (step, table.splitlines()) == (1, lines)
+    assert f"model:\n{table}" in [record.getMessage() for record in caplog.records]
 
 
 def test_each_session_logs_its_own_config_once(trained: Callable[..., Trained]) -> None:
