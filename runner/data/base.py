@@ -1,4 +1,8 @@
-"""The interface of data sets: `Data` holds options and loads samples, and `Samples` yields batches of them."""
+"""The interface of data sets: `Data` holds options and loads samples, and `Samples` yields batches of them.
+
+Samples may be any tensors. What a workload has to know beside them is in a subclass of `Samples`: `LabeledSamples` for
+classification, `RegressionSamples` for regression.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """A micro-batch on the device of the model."""
+    """A micro-batch of n samples on the device of the model."""
 
     inputs: torch.Tensor
-    """float32 [n, channels, height, width], normalized."""
+    """[n, *shape], as the model takes them: float32 [n, channels, height, width] for images, normalized."""
     targets: torch.Tensor
-    """int64 [n]: class indices."""
+    """[n, …], as the loss takes them: class indices int64 [n], or the values to predict float32 [n, num_targets]."""
 
 
 class DataError(Exception):
@@ -40,12 +44,15 @@ class DataError(Exception):
 
 
 class Samples(ABC):
-    """A data set of labeled images that orders, augments and batches its own samples."""
+    """A data set that orders, augments and batches its own samples.
 
-    num_classes: int
-    class_names: list[str]
-    shape: tuple[int, int, int]
-    """(channels, height, width) of one input."""
+    There is no collate function: `batches` and `in_order` yield whole batches, whose first dimension is that of the
+    samples. `ArraySamples` does so for any tensors in memory, by indexing; images are stacked by the worker that has
+    read them. Sequences of different lengths are padded to one length, with the padding marked in the targets.
+    """
+
+    shape: tuple[int, ...]
+    """Shape of one input, such as (channels, height, width)."""
 
     num_workers: int = 0
     """Number of worker processes that load training batches, in each process of the run."""
@@ -55,7 +62,7 @@ class Samples(ABC):
 
     @abstractmethod
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
-        """Yield shuffled and augmented training batches.
+        """Yield shuffled and augmented training batches, one for each of `micros`.
 
         Args:
             micros: the micro-batches of this process, as ranges of positions in the stream of shuffled samples.
@@ -78,6 +85,19 @@ class Samples(ABC):
             device: device of the batches.
         """
 
+    def extra_results(self) -> dict[str, Any]:
+        """Return entries for `result.json`, such as the number of skipped files."""
+        return {}
+
+
+class LabeledSamples(Samples):
+    """Images with a class each, for classification."""
+
+    num_classes: int
+    class_names: list[str]
+    shape: tuple[int, int, int]
+    """(channels, height, width) of one input."""
+
     def labels(self) -> torch.Tensor:
         """Return the class index of every sample, int64 [n] on the CPU; a data set that knows them need not load them.
 
@@ -95,9 +115,20 @@ class Samples(ABC):
         """Return the values of an `ImageInput` that makes inputs of other images; None if inputs are no such images."""
         return None
 
-    def extra_results(self) -> dict[str, Any]:
-        """Return entries for `result.json`, such as the number of skipped files."""
-        return {}
+
+class RegressionSamples(Samples):
+    """Samples with values to predict, float32 [num_targets] each.
+
+    The targets may be standardized: a value is `target · target_std + target_mean`.
+    """
+
+    target_names: list[str]
+    target_mean: list[float]
+    target_std: list[float]
+
+    def standardization(self) -> dict[str, dict[str, list[float]]]:
+        """Return the `mean` and the `std` of the `targets` and, if they are standardized, of the `inputs`, as JSON."""
+        return {"targets": {"mean": self.target_mean, "std": self.target_std}}
 
 
 def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import torch
 
 from runner.batching import MicroBatch, SampleOrder
 from runner.data.augment import NO_AUGMENT, Augment
-from runner.data.base import Batch, DataError, Samples, shard_bounds
+from runner.data.base import Batch, DataError, LabeledSamples, shard_bounds
 from runner.data.prefetch import to_device
 from runner.data.workers import Workers
 from runner.seeds import sample_seeds, uniforms
@@ -121,7 +121,7 @@ class Unreadable:
             log.warning("skipped %s: %s", printable(path), why)
 
 
-class FileSamples(Samples):
+class FileSamples(LabeledSamples):
     """Labeled images in files.
 
     Args:

@@ -9,11 +9,11 @@ import torch
 
 from runner.batching import MicroBatch, SampleOrder
 from runner.data.augment import NO_AUGMENT, Augment
-from runner.data.base import Batch, Samples, shard_bounds
+from runner.data.base import Batch, LabeledSamples, shard_bounds
 from runner.seeds import sample_seeds, uniforms
 
 
-class TensorSamples(Samples):
+class TensorSamples(LabeledSamples):
     """Labeled images in two tensors.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from runner.batching import MicroBatch
-from runner.data.base import Batch, Samples
+from runner.data.base import Batch, LabeledSamples
 from runner.seeds import derive
 
 
@@ -37,7 +37,7 @@ class Mixing:
         return self.mixup > 0 or self.cutmix > 0
 
     def batches(
-        self, samples: Samples, micros: Iterable[MicroBatch], batch_size: int, seed: int, device: torch.device
+        self, samples: LabeledSamples, micros: Iterable[MicroBatch], batch_size: int, seed: int, device: torch.device
     ) -> Iterator[Batch]:
         """Yield mixed batches, whose targets are probabilities: float32 [n, num_classes].
 

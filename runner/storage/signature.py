@@ -1,8 +1,9 @@
-"""The signature of a checkpoint, `model.json`: the inputs of its model, and the names of the classes."""
+"""The signature of a checkpoint, `model.json`: the inputs of its model, and the names of the classes or targets."""
 
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,8 +46,33 @@ def _is_signature(value: Any) -> bool:
         return False
     inputs, classes, image = (value.get(key) for key in ("inputs", "classes", "image"))
     shaped = isinstance(inputs, list) and all(_is_number(size, 1, _LARGEST) and type(size) is int for size in inputs)
-    named = isinstance(classes, list) and classes and all(isinstance(name, str) for name in classes)
-    return bool(shaped and named and (image is None or (isinstance(image, dict) and _is_image(image, inputs))))
+    if not shaped:
+        return False
+    if "targets" in value:
+        return value.keys() == {"inputs", "targets", "scale"} and _is_scale(value["scale"], value["targets"], inputs)
+    return _are_names(classes) and (image is None or (isinstance(image, dict) and _is_image(image, inputs)))
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+
+
+def _is_scale(scale: Any, targets: Any, inputs: Any) -> bool:
+    """Return whether `scale` has the mean and the standard deviation of all `targets`, and perhaps those of inputs."""
+    if not _are_names(targets) or not isinstance(scale, dict):
+        return False
+    lengths = {"targets": len(targets), "inputs": math.prod(inputs)}
+    if "targets" not in scale or not scale.keys() <= lengths.keys():
+        return False
+    return all(_are_moments(scale[key], lengths[key]) for key in scale)
+
+
+def _are_moments(value: Any, length: int) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"mean", "std"}:
+        return False
+    mean, std = value["mean"], value["std"]
+    lists = isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == length
+    return lists and all(_is_number(x, -1e38, 1e38) for x in mean) and all(_is_number(x, 1e-38, 1e38) for x in std)
 
 
 def _is_image(image: dict[str, Any], inputs: Any) -> bool:

@@ -67,8 +67,9 @@ class Workload(ABC):
     def signature(self) -> dict[str, Any]:
         """Return what a program has to know to use the trained model, as JSON; it is saved with every checkpoint.
 
-        The key `inputs` is the shape of an input, and `classes` are the names of the outputs. `image` has the values of
-        an `ImageInput`, or null if inputs are not images.
+        The key `inputs` is the shape of an input. For classification, `classes` are the names of the outputs, and
+        `image` has the values of an `ImageInput`, or null if inputs are not images. For regression, `targets` are the
+        names of the outputs, and `scale` is how both are standardized (see `RegressionSamples`).
         """
         return {}
 

@@ -10,24 +10,23 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import check, check_range, errors_under
-from runner.data.base import Batch, Data, shard_bounds
+from runner.config.errors import ConfigError, check, check_range, errors_under
+from runner.data.base import Batch, LabeledSamples, Samples, shard_bounds
 from runner.data.mixing import Mixing
-from runner.model.base import Model
 from runner.tracking.image_grids import class_shares, confusion_matrix, grid
 from runner.tracking.metrics import MetricSums
-from runner.workloads.base import SupervisedWorkload
+from runner.workloads.from_data import DataWorkload
 
 _MAX_IMAGES = 36  # in a grid
 _MAX_CLASSES = 1000  # in a confusion matrix
 
 
 @dataclass
-class Classifier(SupervisedWorkload):
+class Classifier(DataWorkload[LabeledSamples]):
     """The training and evaluation of an image classifier.
 
     Args:
-        model: the network.
+        model: the network, as in `DataWorkload`.
         data: labeled images.
         label_smoothing: amount of label smoothing, from 0 to 1 (Szegedy et al., 2016).
         class_weights: weight of each class in the training loss, which is the weighted sum over the samples divided by
@@ -37,48 +36,42 @@ class Classifier(SupervisedWorkload):
         mixup: parameter α of mixup; 0 for none (see `Mixing`).
         cutmix: parameter α of CutMix; 0 for none. In both cases, the training accuracy is that of the larger part.
         top5: whether evaluations measure how often the true class is among the five with the largest outputs.
-        eval_batch_size: number of samples per process in each forward pass of an evaluation; it affects only speed and
-            memory use.
-        overfit_batches: number of batches on which to train repeatedly; 0 to train on all of the data.
     """
 
-    model: Model
-    data: Data
     label_smoothing: float = 0.0
     class_weights: list[float] | None = None
     balance_classes: bool = False
     mixup: float = 0.0
     cutmix: float = 0.0
     top5: bool = False
-    eval_batch_size: int = 256
-    overfit_batches: int = 0
 
-    may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size",)
     metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     best: ClassVar[tuple[str, str]] = ("accuracy", "max")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range(self, "label_smoothing", least=0, most=1)
         check_range(self, "mixup", least=0, most=1000)
         check_range(self, "cutmix", least=0, most=1000)
-        check_range(self, "eval_batch_size", least=1)
         valid = all(math.isfinite(weight) and weight >= 0 for weight in self.class_weights or [])
         remedy = "for example workload.class_weights=[1,2.5]"
         check(valid, "class_weights", self.class_weights, "weights must be finite and not negative", remedy)
         both = self.balance_classes and self.class_weights is not None
         why = "workload.class_weights sets them already"
         check(not both, "balance_classes", True, why, "leave one of the two out")
-        check_range(self, "overfit_batches", least=0)
+
+    def usable(self, samples: Samples) -> LabeledSamples:
+        if isinstance(samples, LabeledSamples):
+            return samples
+        why, name = "its samples have no classes", type(self.data).__name__
+        raise ConfigError("data", name, why, "use data=digits, for example, or workload=regression for numbers")
 
     @property
     def num_data_workers(self) -> int:
         return self.train.num_workers
 
     def prepare(self) -> None:
-        with errors_under("data"):
-            self.train, self.held_out = self.data.load()
-        train, held_out = self.train.shape, self.held_out.shape
-        assert train == held_out, f"training images have shape {train}, held-out images {held_out}"
+        super().prepare()
         count = self.train.num_classes
         why = f"all predictions are right among the {count} classes of this data"
         check(not self.top5 or count > 5, "workload.top5", True, why, "workload.top5=false")
@@ -101,17 +94,6 @@ class Classifier(SupervisedWorkload):
         counts = f"{len(self.train):,} training and {len(self.held_out):,} held-out samples"
         return {"data": f"{type(self.data).__name__}, {counts} of {shape}, {classes:,} classes"}
 
-    def steps_per_epoch(self, batch_size: int) -> float:
-        samples = len(self.train)
-        check(
-            batch_size <= samples,
-            "batch_size",
-            batch_size,
-            f"the data has only {samples} training samples, so a batch would contain some of them twice",
-            f"use at most batch_size={samples}",
-        )
-        return samples / batch_size
-
     def eval_metrics(self) -> dict[str, str]:
         return {"accuracy": "max", "loss": "min"} | ({"top5_accuracy": "max"} if self.top5 else {})
 
@@ -129,24 +111,10 @@ class Classifier(SupervisedWorkload):
         with errors_under("model"):
             return self.model.build(tuple(signature["inputs"]), len(signature["classes"]))
 
-    def input_shape(self) -> tuple[int, ...]:
-        return self.train.shape
-
-    def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
-        return self._batches(plan, plan.stream(after_step), device)
-
-    def _batches(self, plan: Plan, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
-        micros, mixing = self._positions(plan, micros), Mixing(self.mixup, self.cutmix)
-        if mixing:
+    def micro_batches(self, plan: Plan, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
+        if mixing := Mixing(self.mixup, self.cutmix):
             return mixing.batches(self.train, micros, plan.batch_size, plan.seed, device)
-        return self.train.batches(micros, plan.seed, device)
-
-    def _positions(self, plan: Plan, micros: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """Return `micros`; if `overfit_batches` is not 0, map their positions to those of the first batches."""
-        if not self.overfit_batches:
-            return micros
-        span = self.overfit_batches * plan.batch_size
-        return (m._replace(start=m.start % span, stop=m.start % span + m.stop - m.start) for m in micros)
+        return super().micro_batches(plan, micros, device)
 
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy of the logits `outputs`, [n, num_classes], and the targets.
@@ -238,14 +206,6 @@ class Classifier(SupervisedWorkload):
         true = ["" if p == t else f"is {names[t]}" for p, t in pairs]
         right = [p == t for p, t in pairs]
         return grid(self.held_out.display_images(rows), predicted, right, true if any(true) else (), widest=160)
-
-    def extra_results(self) -> dict[str, Any]:
-        return {key: value for samples in (self.train, self.held_out) for key, value in samples.extra_results().items()}
-
-    def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor]:
-        stream = self._batches(plan, plan.micro_batches(step), device)
-        inputs, targets = zip(*stream, strict=True)
-        return {"inputs": torch.cat(inputs).cpu(), "targets": torch.cat(targets).cpu()}
 
 
 def _of_each_class(shown: torch.Tensor, targets: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:

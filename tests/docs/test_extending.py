@@ -114,6 +114,31 @@ def test_a_workload_of_another_package_trains_and_reports_its_loss(train: Train)
     assert largest_difference(final_weights(two), weights) < 1e-12
 
 
+def test_a_language_model_in_one_file_is_trained_alike_in_every_mode(train: Train, tmp_path: Path) -> None:
+    sentence = "the quick brown fox jumps over the lazy dog. "
+    (tmp_path / "text.txt").write_text(sentence * 60)
+    model = ("workload=characters", "data.file=text.txt", "data.length=20", "model.width=16", "device=cpu")
+    # In float64, plain sums: Adam divides by the size of a gradient, and with it the rounding of the smallest.
+    options = (
+        *model,
+        "precision=64",
+        "optimizer=sgd",
+        "optimizer.lr=0.1",
+        "schedule=constant",
+        "batch_size=12",
+        "steps=4",
+    )
+    single = train(*options)
+    assert single["best"]["metric"] == "eval/loss"
+    assert single["metrics"]["eval/loss"] < 1.1 * numpy.log(len(set(sentence))), "as good as drawing lots, or better"
+    for mode in (("accumulation=4",), ("parallel=ddp",), ("parallel=fsdp",), ("parallel=pipeline",)):
+        other = train(*options, *mode)
+        assert other["metrics"]["eval/loss"] == pytest.approx(single["metrics"]["eval/loss"], rel=1e-5)
+        assert largest_difference(final_weights(other), final_weights(single)) < 1e-12, mode
+    learned = train(*model, "steps=150", "optimizer.lr=0.01")
+    assert learned["metrics"]["eval/loss"] < 0.5, "it knows the sentence"
+
+
 def test_a_data_set_of_another_package_is_learned(train: Train, tmp_path: Path) -> None:
     numbers = numpy.random.default_rng(0)
     labels = numbers.integers(2, size=200)

@@ -28,6 +28,8 @@ CASES: dict[str, tuple[list[str], Callable[..., torch.optim.Optimizer]]] = {
     ),
     "adam": (["optimizer=adam", "optimizer.lr=0.003"], lambda p: torch.optim.Adam(p, lr=0.003)),
     "adamw": (["optimizer=adamw", "optimizer.lr=0.003"], lambda p: torch.optim.AdamW(p, lr=0.003, weight_decay=0.01)),
+    "nadam": (["optimizer=nadam", "optimizer.lr=0.003"], lambda p: torch.optim.NAdam(p, lr=0.003)),
+    "rmsprop": (["optimizer=rmsprop", "optimizer.lr=0.003"], lambda p: torch.optim.RMSprop(p, lr=0.003)),
     "groups": (
         ["optimizer.weight_decay=0.1", "optimizer.groups={conv1:{lr:0.01,weight_decay:0.3},*.fc.bias:{lr:0.2}}"],
         lambda p: torch.optim.SGD(
@@ -54,6 +56,32 @@ CASES: dict[str, tuple[list[str], Callable[..., torch.optim.Optimizer]]] = {
     ),
 }
 """Overrides that choose an optimizer, and what makes it. The tiny network has four blocks of a weight and a bias."""
+
+
+class MuonAndAdamW:
+    """Muon for matrices and AdamW for all other parameters, side by side."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]):
+        matrices, others = ([p for p in parameters if (p.dim() == 2) == is_matrix] for is_matrix in (True, False))
+        self.parts = [
+            torch.optim.Muon(matrices, 0.003, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, 0.003, weight_decay=0.1),
+        ]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+
+MODE_CASES: dict[str, tuple[list[str], Callable[..., Any]]] = {
+    **CASES,
+    "muon": (["optimizer=muon", "optimizer.lr=0.003"], MuonAndAdamW),
+}
+"""With Muon, which orthogonalizes in bfloat16: a gradient must be the same to the last bits, as in float64."""
 
 
 class Plain(NamedTuple):

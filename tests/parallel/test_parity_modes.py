@@ -14,6 +14,7 @@ from helpers.events import curves, events
 from helpers.plain_loop import (
     CASES,
     COMMON,
+    MODE_CASES,
     STEPS,
     Plain,
     Settings,
@@ -89,6 +90,8 @@ ROWS = [
     ),
     # Adam divides each gradient by its own size, and with it the rounding of the smallest: in float64 it is exact.
     *(Row(*mode, 2, case, more=DOUBLE, tolerance=1e-13) for mode in (DDP, FSDP) for case in ("nesterov", "adamw")),
+    *(Row(*mode, 2, case, more=DOUBLE, tolerance=1e-12) for mode in (DDP, FSDP) for case in ("nadam", "rmsprop")),
+    *(Row(*mode, 2, "muon", more=DOUBLE, tolerance=1e-12) for mode in (("dp", 1), DDP)),
     Row(*DDP, 1, "adamw", tolerance=2e-6),
     Row(*FSDP, 1, "adam", tolerance=2e-6),
     # A norm is of the whole model and the whole batch.
@@ -120,14 +123,14 @@ def reference(
     run, dtype = plain_run(case, more), torch.float64 if DOUBLE[0] in more else torch.float32
     steps, half = (SHORT, SHORT - 1) if more == GROUP else (STEPS, HALF)
     ends = {
-        step: plain_loop(run, CASES[case][1], Settings(step, dtype, max_norm=max_norm, frozen=frozen))
+        step: plain_loop(run, MODE_CASES[case][1], Settings(step, dtype, max_norm=max_norm, frozen=frozen))
         for step in (half, steps)
     }
     return ends[steps], {step: plain_evaluation(run, plain.weights) for step, plain in ends.items()}
 
 
 def plain_run(case: str, more: tuple[str, ...]) -> Run:
-    return built(*FAST, *COMMON, *CASES[case][0], *more)
+    return built(*FAST, *COMMON, *MODE_CASES[case][0], *more)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -137,7 +140,7 @@ def test_a_mode_trains_what_a_plain_loop_trains(
     plain, evaluations = reference(row.case, row.max_norm, row.more, row.frozen)
     half, steps = evaluations
     clip = (f"max_grad_norm={row.max_norm}",) if row.max_norm else ()
-    overrides = (*COMMON, *CASES[row.case][0], *row.more, *row.options, *clip)
+    overrides = (*COMMON, *MODE_CASES[row.case][0], *row.more, *row.options, *clip)
     overrides += (f"parallel={row.mode}", f"accumulation={row.accumulation}", f"eval_every={half}")
     directory = tmp_path / "run"
     if row.processes == 1:

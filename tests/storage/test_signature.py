@@ -26,7 +26,17 @@ def saved(directory: Path, text: str) -> Path:
     return save_now(checkpoints, Checkpoint(1, {"weight": torch.zeros(1)}, {}, {}))
 
 
-@pytest.mark.parametrize("signature", [SIGNATURE, SIGNATURE | {"image": None}])
+SCALE = {"targets": {"mean": [3.5], "std": [0.25]}, "inputs": {"mean": [0, -1.0], "std": [1e-30, 1]}}
+REGRESSION = {"inputs": [2], "targets": ["price"], "scale": SCALE}
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        *(SIGNATURE, SIGNATURE | {"image": None}),
+        *(REGRESSION, REGRESSION | {"scale": {"targets": SCALE["targets"]}}),
+    ],
+)
 def test_a_signature_is_read_as_it_was_written(tmp_path: Path, signature: dict[str, Any]) -> None:
     assert saved_signature(saved(tmp_path, signature_text(signature))) == signature
 
@@ -57,6 +67,27 @@ def test_a_checkpoint_may_have_none(tmp_path: Path) -> None:
 )
 def test_what_no_run_writes_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     path = saved(tmp_path, json.dumps(SIGNATURE | change))
+    with pytest.raises(ConfigError, match="other content than a run writes"):
+        saved_signature(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"targets": []},
+        {"targets": ["a", "b"]},
+        {"inputs": [3]},
+        {"classes": ["a"]},
+        {"scale": None},
+        {"scale": {}},
+        {"scale": SCALE | {"more": SCALE["targets"]}},
+        {"scale": SCALE | {"targets": {"mean": [0.0], "std": [0.0]}}},
+        {"scale": SCALE | {"targets": {"mean": ["0"], "std": [1.0]}}},
+        {"scale": SCALE | {"inputs": {"mean": [0.0, 0.0]}}},
+    ],
+)
+def test_what_no_regression_writes_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = saved(tmp_path, json.dumps(REGRESSION | change))
     with pytest.raises(ConfigError, match="other content than a run writes"):
         saved_signature(path)
 

@@ -18,6 +18,7 @@ from helpers.events import curves, events
 from helpers.plain_loop import (
     CASES,
     COMMON,
+    MODE_CASES,
     STEPS,
     Plain,
     Settings,
@@ -59,9 +60,9 @@ def plain(
     case: str = "sgd", more: tuple[str, ...] = SIX, max_norm: float | None = None, steps: int = STEPS
 ) -> tuple[Plain, tuple[float, float]]:
     """The plain loop's weights and curve, and what an evaluation says at its end."""
-    run = built(*FAST, *COMMON, *CASES[case][0], *more)
+    run = built(*FAST, *COMMON, *MODE_CASES[case][0], *more)
     kind = torch.float64 if DOUBLE in more else torch.float32
-    optimizer = gentle if "model=resnet18" in more else CASES[case][1]
+    optimizer = gentle if "model=resnet18" in more else MODE_CASES[case][1]
     found = plain_loop(run, optimizer, Settings(max_norm=max_norm, dtype=kind, num_steps=steps))
     return found, plain_evaluation(run, found.weights)
 
@@ -114,6 +115,16 @@ def test_model_parallel_equals_a_plain_loop(machine: Callable[[Run], Run], accum
     options = (*SIX, "parallel=model", f"accumulation={accumulation}")
     result = train_in(tmp_path, machine(built(*FAST, *COMMON, *CASES["sgd"][0], *options))).result
     assert_as_plain(tmp_path, result, *plain())
+
+
+@pytest.mark.parametrize("case", ["nadam", "rmsprop", "muon"])
+def test_optimizers_update_stages_as_a_plain_loop_updates_the_network(
+    case: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    overrides = (*COMMON, *MODE_CASES[case][0], *SIX, DOUBLE, "parallel=pipeline", "accumulation=2")
+    ranks(2).train(composed(*FAST, *overrides), tmp_path)
+    wanted, _ = plain(case, (*SIX, DOUBLE))
+    assert largest_difference(weights_at(tmp_path, STEPS), wanted.weights) <= 1e-12
 
 
 def assert_as_plain(directory: Path, result: Any, wanted: Plain, evaluation: tuple[float, float]) -> None:

@@ -1,0 +1,52 @@
+"""Samples of any tensors that fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from runner.batching import MicroBatch, SampleOrder
+from runner.data.base import Batch, Samples, shard_bounds
+
+
+class ArraySamples(Samples):
+    """Sample i is the pair of `inputs[i]` and `targets[i]`, such as rows of a table, or sequences of one length.
+
+    A batch is made by indexing the first dimension of both tensors; nothing is converted. The tensors are on the device
+    of the batches.
+
+    Args:
+        inputs: any dtype, [n, *shape].
+        targets: any dtype, [n, …].
+
+    Raises:
+        ValueError: if the two tensors have different numbers of samples.
+    """
+
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor):
+        if len(inputs) != len(targets):
+            raise ValueError(f"there are {len(inputs)} inputs {list(inputs.shape)}, and {len(targets)} targets")
+        self.inputs, self.targets = inputs, targets
+        self.shape = tuple(inputs.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
+        self._move(device)
+        order = SampleOrder(len(self), seed, device)
+        for micro in micros:
+            indices = order.indices(micro.start, micro.stop)
+            yield Batch(self.inputs.index_select(0, indices), self.targets.index_select(0, indices))
+
+    def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
+        self._move(device)
+        start, stop = shard_bounds(len(self), shard)
+        for first in range(start, stop, batch_size):
+            last = min(first + batch_size, stop)
+            yield Batch(self.inputs[first:last], self.targets[first:last])
+
+    def _move(self, device: torch.device) -> None:
+        if self.inputs.device != device:
+            self.inputs, self.targets = self.inputs.to(device), self.targets.to(device)

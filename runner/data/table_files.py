@@ -1,0 +1,158 @@
+"""Reading tables for regression: CSV files, and arrays in `.npz` and `.pt` files. No code in them is run."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from runner.config.errors import ConfigError, check, did_you_mean
+from runner.data.safe_file import read_regular_file
+from runner.storage.torch_file import load_tensors
+
+SUFFIXES = (".csv", ".npz", ".pt")
+
+_MOST_BYTES = 4 << 30
+_ARRAYS = "write it with numpy.savez(FILE, inputs=…, targets=…), or torch.save({'inputs': …, 'targets': …}, FILE)"
+
+
+class Table(NamedTuple):
+    """Inputs and targets of all samples.
+
+    Args:
+        inputs: float32 [n, …].
+        targets: float32 [n, num_targets].
+        target_names: the name of each target.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    target_names: list[str]
+
+
+def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimiter: str) -> Table:
+    """Read a CSV file whose first line has the names of the columns, and whose other cells are numbers.
+
+    Args:
+        path: the file.
+        inputs: names of columns; empty for all columns that are not targets.
+        targets: names of columns; empty for the last column.
+        delimiter: the character between two cells.
+
+    Raises:
+        ConfigError: if a column does not exist, or a cell is not a finite number.
+    """
+    try:
+        rows = csv.reader(io.StringIO(_content(path).decode("utf-8-sig"), newline=""), delimiter=delimiter)
+        names = [name.strip() for name in next(rows, [])]
+        check(len(set(names)) > 1, "file", str(path), f"its first line has the columns {names}", _CSV)
+        chosen = {"targets": list(targets) or names[-1:]}
+        chosen["inputs"] = list(inputs) or [name for name in names if name not in chosen["targets"]]
+        for key in chosen:
+            _check_columns(key, chosen[key], names)
+        both = sorted(set(chosen["inputs"]) & set(chosen["targets"]))
+        check(not both, "inputs", list(inputs), f"{', '.join(both)} is to be predicted", "leave it out of data.inputs")
+        columns = [names.index(name) for name in (*chosen["inputs"], *chosen["targets"])]
+        values = [_numbers(row, columns, names, path, rows.line_num) for row in rows if row]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError("file", str(path), f"it is no CSV file: {error}", _CSV) from None
+    check(bool(values), "file", str(path), "it has no line but the first", _CSV)
+    table = torch.tensor(values, dtype=torch.float64).to(torch.float32)
+    count = len(chosen["inputs"])
+    return Table(table[:, :count].contiguous(), table[:, count:].contiguous(), chosen["targets"])
+
+
+_CSV = "the first line names the columns, all other cells are numbers; data.delimiter sets what is between them"
+
+
+def _check_columns(key: str, chosen: list[str], names: list[str]) -> None:
+    for name in chosen:
+        if name not in names:
+            raise ConfigError(key, name, "there is no such column;", did_you_mean(name, names))
+    check(len(set(chosen)) == len(chosen), key, chosen, "a column is named twice", "name each once")
+    check(bool(chosen), key, chosen, "no column is left", f"choose some of {', '.join(names)}")
+
+
+def _numbers(row: list[str], columns: list[int], names: list[str], path: Path, line: int) -> list[float]:
+    """Return the cells of a row in `columns` as numbers."""
+    why = f"line {line} has {len(row)} cells, the first line {len(names)}"
+    check(len(row) == len(names), "file", str(path), why, _CSV)
+    try:
+        numbers = [float(row[column]) for column in columns]
+    except ValueError:
+        numbers = [math.nan]
+    if not all(map(math.isfinite, numbers)):
+        wrong = next(column for column in columns if not _is_finite(row[column]))
+        why = f"line {line}, column {names[wrong]}: {row[wrong]!r} is not a finite number"
+        raise ConfigError(
+            "file", str(path), why, "replace it or leave the line out, or choose columns: data.inputs=[…]"
+        )
+    return numbers
+
+
+def _is_finite(cell: str) -> bool:
+    try:
+        return math.isfinite(float(cell))
+    except ValueError:
+        return False
+
+
+def read_arrays(path: Path) -> Table:
+    """Read the arrays `inputs`, [n, …], and `targets`, [n] or [n, num_targets], of a `.npz` or `.pt` file.
+
+    Raises:
+        ConfigError: if there are no such arrays, or they do not consist of finite numbers.
+    """
+    try:
+        content = _npz(path) if path.suffix == ".npz" else load_tensors(path.resolve())
+    except ConfigError:
+        raise
+    except Exception as error:  # a damaged file raises anything from EOFError to UnicodeDecodeError
+        why = f"it cannot be loaded: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise ConfigError("file", str(path), why, _ARRAYS) from None
+    has = isinstance(content, dict) and all(isinstance(content.get(k), torch.Tensor) for k in ("inputs", "targets"))
+    check(has, "file", str(path), "it does not have the arrays inputs and targets", _ARRAYS)
+    inputs, targets = content["inputs"], content["targets"]
+    targets = targets[:, None] if targets.dim() == 1 else targets
+    shapes = f"inputs are {list(inputs.shape)}, targets {list(targets.shape)}"
+    fits = inputs.dim() >= 2 and targets.dim() == 2 and len(inputs) == len(targets) > 0 and targets.shape[1] > 0
+    check(fits and inputs.numel() > 0, "file", str(path), shapes, "inputs are [n, …], and targets [n] or [n, targets]")
+    real = not (inputs.is_complex() or targets.is_complex())
+    check(real, "file", str(path), "its numbers are complex", "write real numbers")
+    inputs, targets = inputs.to(torch.float32), targets.to(torch.float32)
+    finite = bool(inputs.isfinite().all() and targets.isfinite().all())
+    check(finite, "file", str(path), "not all values are finite in float32", "leave such samples out")
+    return Table(inputs, targets, [f"target_{i}" for i in range(targets.shape[1])])
+
+
+def _npz(path: Path) -> dict[str, torch.Tensor]:
+    import numpy  # imported here: config errors are reported before numpy is imported
+
+    with numpy.load(io.BytesIO(_content(path)), allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in ("inputs", "targets") if name in arrays}
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_regular_file(str(path), _MOST_BYTES)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError("file", str(path), f"it cannot be read: {why}", _ARRAYS) from None
+
+
+def check_file(path: Any, suffixes: Sequence[str] = SUFFIXES) -> None:
+    """Check that the file `path` exists, and that its suffix is that of a table.
+
+    Raises:
+        ConfigError: with the key `file`.
+    """
+    file = Path(path).expanduser()
+    why = f"the file name must end in {', '.join(suffixes)}"
+    check(file.suffix in suffixes, "file", str(path), why, "data.file=PATH of a CSV file, or of arrays")
+    why = f"there is no such file in {file.parent.absolute()}"
+    check(file.is_file(), "file", str(path), why, "data.file=PATH, or data.file=null for samples of a known function")

@@ -1,0 +1,134 @@
+"""Tables for regression, from a file or from a known function."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from runner.config.errors import check, check_range
+from runner.data.arrays import ArraySamples
+from runner.data.base import Data, RegressionSamples, Samples
+from runner.data.table_files import Table, check_file, read_arrays, read_csv
+from runner.seeds import derive
+
+
+@dataclass
+class Tabular(Data):
+    """A table with a row per sample: some columns are inputs, others are the targets to predict.
+
+    Args:
+        file: a `.csv` file with the names of the columns in its first line; or an `.npz` or `.pt` file with the arrays
+            `inputs`, [n, …], and `targets`, [n] or [n, num_targets]. null: samples of the first function of Friedman,
+            Multivariate Adaptive Regression Splines (1991).
+        inputs: columns of a CSV file; empty: all that are not targets.
+        targets: columns of a CSV file; empty: the last one.
+        delimiter: the character between two cells of a CSV file.
+        holdout: fraction of the samples to hold out for evaluation. The same samples are held out in every run.
+        standardize: subtract the mean of the training samples from inputs and targets, and divide by the standard
+            deviation. The loss is that of standardized targets; the mean absolute error is in the units of the file.
+        num_samples: number of samples of Friedman's function; not used with a file.
+    """
+
+    file: str | None = None
+    inputs: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    delimiter: str = ","
+    holdout: float = 0.2
+    standardize: bool = True
+    num_samples: int = 2000
+
+    def __post_init__(self) -> None:
+        check_range(self, "holdout", above=0, most=0.9)
+        check_range(self, "num_samples", least=2, most=10_000_000)
+        remedy = "data.delimiter=';', for example"
+        valid = len(self.delimiter) == 1 and self.delimiter not in '"\r\n'
+        check(valid, "delimiter", self.delimiter, "it must be one character", remedy)
+        if self.file is not None:
+            check_file(self.file)
+        if self.file is None or Path(self.file).suffix != ".csv":
+            for key in ("inputs", "targets"):
+                why = "only the columns of a CSV file have names"
+                check(not getattr(self, key), key, list(getattr(self, key)), why, f"data.{key}=[], or a .csv file")
+
+    def load(self) -> tuple[Samples, Samples]:
+        table = self._table()
+        count = len(table.inputs)
+        held_out = max(1, round(self.holdout * count))
+        why = "one sample to train on and one to evaluate are the least"
+        check(
+            held_out < count, "file", self.file, f"it has {count} samples; {why}", "more samples, or less data.holdout"
+        )
+        # Independent of the run's seed, so that runs with different seeds are evaluated on the same samples.
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(derive(0, "tabular")))
+        train, test = order[held_out:].sort().values, order[:held_out].sort().values
+        scales = [_scale(tensor[train], self.standardize) for tensor in (table.inputs, table.targets)]
+        return TableSamples(table, train, *scales), TableSamples(table, test, *scales)
+
+    def _table(self) -> Table:
+        if self.file is None:
+            return friedman(self.num_samples)
+        path = Path(self.file).expanduser()
+        if path.suffix == ".csv":
+            return read_csv(path, self.inputs, self.targets, self.delimiter)
+        return read_arrays(path)
+
+
+class TableSamples(ArraySamples, RegressionSamples):
+    """Rows of a table.
+
+    Args:
+        table: all rows.
+        rows: the indices of these samples, int64 [n].
+        input_scale: mean and standard deviation by which inputs are standardized, float32 of the shape of an input.
+        target_scale: the same for targets, float32 [num_targets].
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        rows: torch.Tensor,
+        input_scale: tuple[torch.Tensor, torch.Tensor],
+        target_scale: tuple[torch.Tensor, torch.Tensor],
+    ):
+        inputs, targets = (
+            (tensor[rows] - mean) / std
+            for tensor, (mean, std) in ((table.inputs, input_scale), (table.targets, target_scale))
+        )
+        super().__init__(inputs, targets)
+        self.target_names = table.target_names
+        self.target_mean, self.target_std = (values.tolist() for values in target_scale)
+        self._input_scale = input_scale
+
+    def standardization(self) -> dict[str, dict[str, list[float]]]:
+        mean, std = (values.flatten().tolist() for values in self._input_scale)
+        return super().standardization() | {"inputs": {"mean": mean, "std": std}}
+
+
+def friedman(count: int) -> Table:
+    """Return samples of y = 10 sin(π x₁ x₂) + 20 (x₃ − 1/2)² + 10 x₄ + 5 x₅ + ε, with ε ~ N(0, 1).
+
+    The inputs are x₁ to x₁₀, uniform in [0, 1]; the last five have no influence. The variance of y is about 24.8, so
+    that an R² of 0.96 is the most that can be learned. Friedman (1991), section 4.3.
+    """
+    generator = torch.Generator().manual_seed(derive(0, "friedman"))
+    x = torch.rand(count, 10, generator=generator, dtype=torch.float64)
+    noise = torch.randn(count, generator=generator, dtype=torch.float64)
+    y = 10 * (math.pi * x[:, 0] * x[:, 1]).sin() + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4] + noise
+    return Table(x.float(), y[:, None].float(), ["y"])
+
+
+def _scale(values: torch.Tensor, standardize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean and the standard deviation over samples; (0, 1) if nothing is to be standardized.
+
+    The standard deviation of a constant is replaced by 1.
+    """
+    if not standardize:
+        return torch.zeros(values.shape[1:]), torch.ones(values.shape[1:])
+    double = values.double()
+    mean, std = double.mean(0), double.std(0, correction=0)
+    # Rounding alone must not make a constant a column with tiny, meaningless differences.
+    std = torch.where(std > 1e-6 * mean.abs().clamp(min=1e-30), std, torch.ones_like(std))
+    return mean.float(), std.float()

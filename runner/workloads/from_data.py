@@ -1,0 +1,96 @@
+"""What classification and regression have in common: a network that is trained on the samples of a data set."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from runner.batching import MicroBatch, Plan
+from runner.config.errors import check, check_range, errors_under
+from runner.data.base import Batch, Data, Samples
+from runner.model.base import Model
+from runner.workloads.base import SupervisedWorkload
+
+S = TypeVar("S", bound=Samples)
+
+
+@dataclass
+class DataWorkload(SupervisedWorkload, Generic[S]):
+    """A supervised workload whose batches are those of a data set. After `prepare`, `train` and `held_out` are there.
+
+    Args:
+        model: the network.
+        data: the data set.
+        eval_batch_size: number of samples per process in each forward pass of an evaluation; it affects only speed and
+            memory use.
+        overfit_batches: number of batches on which to train repeatedly; 0 to train on all of the data.
+    """
+
+    model: Model
+    data: Data
+    eval_batch_size: int = 256
+    overfit_batches: int = 0
+
+    may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size",)
+
+    def __post_init__(self) -> None:
+        check_range(self, "eval_batch_size", least=1)
+        check_range(self, "overfit_batches", least=0)
+
+    @abstractmethod
+    def usable(self, samples: Samples) -> S:
+        """Return `samples`, if this workload can be trained on them.
+
+        Raises:
+            ConfigError: with the key `data`, if it cannot.
+        """
+
+    def prepare(self) -> None:
+        with errors_under("data"):
+            train, held_out = self.data.load()
+        self.train, self.held_out = self.usable(train), self.usable(held_out)
+        shapes = self.train.shape, self.held_out.shape
+        assert shapes[0] == shapes[1], f"training inputs have shape {shapes[0]}, held-out inputs {shapes[1]}"
+        num_dims, shape = self.model.num_dims, list(self.train.shape)
+        why = f"an input of {type(self.data).__name__} has the shape {shape}, this network needs {num_dims} dimensions"
+        check(num_dims is None or len(shape) == num_dims, "model", type(self.model).__name__, why, "use model=qnet")
+
+    def input_shape(self) -> tuple[int, ...]:
+        return self.train.shape
+
+    def steps_per_epoch(self, batch_size: int) -> float:
+        samples = len(self.train)
+        check(
+            batch_size <= samples,
+            "batch_size",
+            batch_size,
+            f"the data has only {samples} training samples, so a batch would contain some of them twice",
+            f"use at most batch_size={samples}",
+        )
+        return samples / batch_size
+
+    def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
+        return self.micro_batches(plan, self._positions(plan, plan.stream(after_step)), device)
+
+    def micro_batches(self, plan: Plan, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
+        """Yield the training samples of `micros`."""
+        return self.train.batches(micros, plan.seed, device)
+
+    def _positions(self, plan: Plan, micros: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        """Return `micros`; if `overfit_batches` is not 0, map their positions to those of the first batches."""
+        if not self.overfit_batches:
+            return micros
+        span = self.overfit_batches * plan.batch_size
+        return (m._replace(start=m.start % span, stop=m.start % span + m.stop - m.start) for m in micros)
+
+    def extra_results(self) -> dict[str, Any]:
+        return {key: value for samples in (self.train, self.held_out) for key, value in samples.extra_results().items()}
+
+    def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor]:
+        stream = self.micro_batches(plan, self._positions(plan, plan.micro_batches(step)), device)
+        inputs, targets = zip(*stream, strict=True)
+        return {"inputs": torch.cat(inputs).cpu(), "targets": torch.cat(targets).cpu()}

@@ -1,0 +1,141 @@
+"""Regression: the prediction of one or several numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import functional
+
+from runner.config.errors import ConfigError, check_choice, check_range, errors_under
+from runner.data.base import RegressionSamples, Samples
+from runner.tracking.metrics import MetricSums
+from runner.workloads.from_data import DataWorkload
+
+_LOSSES = ("mse", "mae", "huber")
+
+
+@dataclass
+class Regression(DataWorkload[RegressionSamples]):
+    """The training and evaluation of a network that predicts numbers.
+
+    The loss is the mean over samples and targets, of targets as they are in the batches: standardized, if the data set
+    does that. `mae` is the mean absolute error in the units of the data. `r2` is the coefficient of determination
+    1 − Σ(y − ŷ)² / Σ(y − ȳ)² of the held-out samples, averaged over targets: 1 is perfect, 0 as good as the mean ȳ.
+
+    Args:
+        model: as in `DataWorkload`.
+        data: a data set of `RegressionSamples`.
+        loss_function: `mse`, `mae` or `huber`.
+        huber_delta: the error at which the Huber loss becomes linear (Huber, 1964); for `huber` only.
+    """
+
+    loss_function: str = "mse"
+    huber_delta: float = 1.0
+
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "mae")
+    best: ClassVar[tuple[str, str]] = ("loss", "min")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "loss_function", _LOSSES)
+        check_range(self, "huber_delta", above=0)
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._scale: torch.Tensor | None = None
+
+    def usable(self, samples: Samples) -> RegressionSamples:
+        if isinstance(samples, RegressionSamples):
+            return samples
+        why, name = "its samples have no numbers to predict", type(self.data).__name__
+        raise ConfigError("data", name, why, "use data=tabular, or workload=classifier for classes")
+
+    def describe(self) -> dict[str, str]:
+        shape, names = "×".join(map(str, self.train.shape)), self.train.target_names
+        shape += f" value{'s' * (shape != '1')}" if len(self.train.shape) == 1 else ""
+        counts = f"{len(self.train):,} training and {len(self.held_out):,} held-out samples"
+        targets = f"{len(names)} targets" if len(names) > 1 else f"target {names[0]}"
+        return {"data": f"{type(self.data).__name__}, {counts} of {shape}, {targets}"}
+
+    def eval_metrics(self) -> dict[str, str]:
+        return {"loss": "min", "mae": "min", "r2": "max"}
+
+    def build_model(self) -> torch.nn.Module:
+        with errors_under("model"):
+            return self.model.build(self.train.shape, len(self.train.target_names))
+
+    def signature(self) -> dict[str, Any]:
+        samples = self.train
+        return {"inputs": samples.shape, "targets": samples.target_names, "scale": samples.standardization()}
+
+    def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
+        if not signature:
+            return super().saved_model(signature)
+        with errors_under("model"):
+            return self.model.build(tuple(signature["inputs"]), len(signature["targets"]))
+
+    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of outputs and targets, both [n, num_targets]."""
+        return self._losses(*_comparable(outputs, targets)).mean()
+
+    def _losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each sample and target, [n, num_targets]."""
+        if self.loss_function == "huber":
+            return functional.huber_loss(outputs, targets, reduction="none", delta=self.huber_delta)
+        return {"mse": functional.mse_loss, "mae": functional.l1_loss}[self.loss_function](
+            outputs, targets, reduction="none"
+        )
+
+    def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        outputs, targets = _comparable(outputs.detach(), targets)
+        absolute = ((outputs - targets).abs() * self._std(outputs)).mean(1).sum()
+        return torch.stack((loss.detach().float() * len(targets), absolute.float()))
+
+    def _std(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the standard deviation that divides each target, on the device of `like`."""
+        if self._scale is None or (self._scale.device, self._scale.dtype) != (like.device, like.dtype):
+            self._scale = torch.tensor(self.train.target_std, dtype=like.dtype, device=like.device)
+        return self._scale
+
+    def evaluate(
+        self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
+    ) -> MetricSums:
+        num_targets = len(self.held_out.target_names)
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # Metal has no float64
+        names = ("loss", "absolute", "squared", "target", "target_squared")
+        sums = {name: torch.zeros(num_targets, dtype=dtype, device=device) for name in names}
+        sums["count"] = torch.zeros((), dtype=torch.int64, device=device)
+        for batch in self.held_out.in_order(self.eval_batch_size, shard, device):
+            outputs, targets = (values.to(dtype) for values in _comparable(infer(batch.inputs), batch.targets))
+            errors = outputs - targets
+            sums["loss"] += self._losses(outputs, targets).sum(0)
+            sums["absolute"] += errors.abs().sum(0)
+            sums["squared"] += errors.square().sum(0)
+            sums["target"] += targets.sum(0)
+            sums["target_squared"] += targets.square().sum(0)
+            sums["count"] += len(targets)
+        return sums
+
+    def summarize(self, sums: MetricSums) -> dict[str, float]:
+        count = int(sums["count"])
+        sums = {name: values.double().cpu() for name, values in sums.items()}
+        std = torch.tensor(self.held_out.target_std, dtype=torch.float64)
+        variation = sums["target_squared"] - sums["target"].square() / count
+        # Where all targets are equal, R² is not defined; as in scikit-learn, it is then 1 if all are predicted, else 0.
+        varies = variation > 1e-12 * sums["target_squared"]  # more than rounding makes of it
+        ratio = sums["squared"] / torch.where(varies, variation, torch.ones_like(variation))
+        r2 = torch.where(varies, 1 - ratio, (sums["squared"] == 0).double())
+        return {
+            "loss": float(sums["loss"].mean()) / count,
+            "mae": float((sums["absolute"] * std).mean()) / count,
+            "r2": float(r2.mean()),
+        }
+
+
+def _comparable(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both in the larger of the dtype of the outputs and float32, because 16 bits are too few for a loss."""
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
+    return outputs.to(dtype), targets.to(dtype)

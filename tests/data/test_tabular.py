@@ -1,0 +1,222 @@
+"""Tables: read from files as they are, standardized by the training samples, and refused by line and column."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from runner.batching import Plan
+from runner.config.errors import ConfigError
+from runner.data.arrays import ArraySamples
+from runner.data.tabular import TableSamples, Tabular, friedman
+
+CPU = torch.device("cpu")
+HOUSES = "area,rooms,age,price\n" + "".join(f"{50 + i},{i % 5},{7 * i % 31},{1000 * i + 17}\n" for i in range(50))
+
+
+def loaded(**options: Any) -> tuple[TableSamples, TableSamples]:
+    train, held_out = Tabular(**options).load()
+    assert isinstance(train, TableSamples)
+    assert isinstance(held_out, TableSamples)
+    return train, held_out
+
+
+def whole(samples: TableSamples) -> tuple[torch.Tensor, torch.Tensor]:
+    [batch] = samples.in_order(10_000, (0, 1), CPU)
+    return batch
+
+
+def refusal(**options: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as refused:
+        Tabular(**options).load()
+    return refused.value
+
+
+@pytest.fixture
+def houses(tmp_path: Path) -> str:
+    (tmp_path / "houses.csv").write_text(HOUSES)
+    return str(tmp_path / "houses.csv")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples
+
+
+def test_the_last_column_is_the_target_and_the_others_are_inputs(houses: str) -> None:
+    train, held_out = loaded(file=houses, standardize=False)
+    assert (len(train), len(held_out), train.shape, train.target_names) == (40, 10, (3,), ["price"])
+    rows = torch.cat([torch.cat(whole(samples), 1) for samples in (train, held_out)])
+    wanted = [[float(cell) for cell in line.split(",")] for line in HOUSES.splitlines()[1:]]
+    assert sorted(rows.tolist()) == sorted(wanted)
+
+
+def test_columns_are_chosen_by_name_in_the_order_typed(houses: str) -> None:
+    train, _ = loaded(file=houses, inputs=("age", "area"), targets=("price", "rooms"), standardize=False)
+    inputs, targets = whole(train)
+    area = inputs[:, 1] - 50
+    torch.testing.assert_close(inputs[:, 0], 7 * area % 31)
+    torch.testing.assert_close(targets, torch.stack((1000 * area + 17, area % 5), 1))
+
+
+def test_other_delimiters_byte_order_marks_blank_lines_and_spaces_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("\ufeffx; y\n1; 2\n\n3;\t4\n5;6\n", encoding="utf-8")
+    train, held_out = loaded(file=str(tmp_path / "a.csv"), delimiter=";", standardize=False)
+    pairs = torch.cat([torch.cat(whole(samples), 1) for samples in (train, held_out)]).tolist()
+    assert sorted(pairs) == [[1, 2], [3, 4], [5, 6]]
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".pt"])
+@pytest.mark.parametrize("shape", [(30,), (30, 2)])
+def test_arrays_are_read_in_any_shape(tmp_path: Path, suffix: str, shape: tuple[int, ...]) -> None:
+    inputs, targets = numpy.random.rand(30, 4, 3), numpy.arange(numpy.prod(shape)).reshape(shape)
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".npz":
+        numpy.savez(path, inputs=inputs, targets=targets)
+    else:
+        torch.save({"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}, path)
+    train, held_out = loaded(file=str(path), standardize=False)
+    assert (train.shape, len(train), len(train.target_names)) == ((4, 3), 24, shape[1] if len(shape) == 2 else 1)
+    pairs = [whole(samples) for samples in (train, held_out)]
+    first = targets.reshape(30, -1)[:, 0].tolist()
+    found = {float(target[0]): row for rows, values in pairs for row, target in zip(rows, values, strict=True)}
+    assert sorted(found) == sorted(map(float, first))
+    for number, target in enumerate(first):
+        torch.testing.assert_close(found[target], torch.from_numpy(inputs[number]).float())
+
+
+def test_inputs_and_targets_are_standardized_by_the_training_samples_alone(houses: str) -> None:
+    raw_train, raw_held_out = (whole(samples) for samples in loaded(file=houses, standardize=False))
+    train, held_out = loaded(file=houses)
+    for part in range(2):
+        mean, std = raw_train[part].mean(0), raw_train[part].std(0, correction=0)
+        torch.testing.assert_close(whole(train)[part], (raw_train[part] - mean) / std)
+        torch.testing.assert_close(whole(held_out)[part], (raw_held_out[part] - mean) / std)
+    scale = train.standardization()
+    assert scale["targets"] == {"mean": train.target_mean, "std": train.target_std}
+    torch.testing.assert_close(torch.tensor(scale["inputs"]["mean"]), raw_train[0].mean(0))
+    assert held_out.standardization() == scale
+
+
+def test_a_constant_column_stays_finite(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("c,x,y\n" + "".join(f"0.1,{i},{i}\n" for i in range(20)))
+    train, _ = loaded(file=str(tmp_path / "a.csv"))
+    assert whole(train)[0][:, 0].abs().max() < 1e-6
+
+
+def test_the_same_samples_are_held_out_in_every_run() -> None:
+    first, again = loaded(num_samples=100), loaded(num_samples=100)
+    assert torch.equal(whole(first[1])[0], whole(again[1])[0])
+    both = torch.cat([whole(samples)[0] for samples in first])
+    assert len(both.unique(dim=0)) == 100, "each sample once"
+
+
+def test_the_function_is_friedmans() -> None:
+    x, y, names = friedman(200_000)
+    assert (x.shape, y.shape, names) == ((200_000, 10), (200_000, 1), ["y"])
+    wanted = 10 * torch.sin(torch.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4]
+    noise = y[:, 0] - wanted
+    assert abs(noise.mean()) < 0.01
+    assert abs(noise.std() - 1) < 0.01
+    assert abs(float(y.var()) - 24.8) < 0.3
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.bool])
+def test_batches_of_any_tensors_are_rows_in_the_order_of_the_stream(kind: torch.dtype) -> None:
+    inputs = torch.arange(7 * 3 * 2).reshape(7, 3, 2).to(kind)
+    samples, plan = ArraySamples(inputs, torch.arange(7)), Plan(4, accumulation=2)
+    stream = samples.batches(plan.stream(0), 0, CPU)
+    seen = []
+    for batch in (next(stream) for _ in range(7)):  # two epochs
+        assert batch.inputs.dtype == kind
+        assert torch.equal(batch.inputs, inputs[batch.targets])
+        seen += batch.targets.tolist()
+    assert sorted(seen[:7]) == sorted(seen[7:]) == list(range(7))
+    assert seen[:7] != seen[7:]
+    shards = [batch for index in range(3) for batch in samples.in_order(2, (index, 3), CPU)]
+    assert torch.equal(torch.cat([batch.inputs for batch in shards]), inputs)
+    with pytest.raises(ValueError, match="7 inputs"):
+        ArraySamples(inputs, torch.arange(6))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("x,y\n1,2\n3,\n", "line 3, column y: '' is not a finite number"),
+        ("x,y\n1,2\nnan,4\n", "line 3, column x: 'nan' is not a finite number"),
+        ("x,y\n1,2\n3,1e999\n", "line 3, column y: '1e999' is not"),
+        ("x,y\n1,2\n\n3,4,5\n", "line 4 has 3 cells, the first line 2"),
+        ("x\n1\n", "its first line has the columns ['x']"),
+        ("", "its first line has the columns []"),
+        ("x,y\n", "it has no line but the first"),
+        ("x,y\n1,2\n", "it has 1 samples"),
+        ("x,y\n1,2\n3,4\n\0", "line 4 has 1 cells"),
+    ],
+)
+def test_a_csv_file_that_is_no_table_is_refused_by_line_and_column(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    refused = refusal(file=str(tmp_path / "a.csv"))
+    assert refused.key == "file"
+    assert why in refused.why
+
+
+def test_columns_that_do_not_exist_are_refused_with_the_nearest(houses: str) -> None:
+    refused = refusal(file=houses, targets=("prise",))
+    assert (refused.key, refused.got) == ("targets", "prise")
+    assert "price" in refused.remedy
+    assert refusal(file=houses, inputs=("area", "areas")).got == "areas"
+    assert refusal(file=houses, inputs=("area", "price")).why == "price is to be predicted"
+    assert refusal(file=houses, inputs=("area", "area")).why == "a column is named twice"
+    assert refusal(file=houses, targets=("area", "rooms", "age", "price")).why == "no column is left"
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"file": "absent.csv"}, "file"),
+        ({"file": "table.xlsx"}, "file"),
+        ({"targets": ("y",)}, "targets"),
+        ({"holdout": 0.0}, "holdout"),
+        ({"delimiter": ""}, "delimiter"),
+        ({"delimiter": "\n"}, "delimiter"),
+        ({"num_samples": 1}, "num_samples"),
+    ],
+)
+def test_options_are_refused_by_key(options: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Tabular(**options)
+    assert refused.value.key == key
+
+
+class Payload:
+    def __reduce__(self) -> tuple:
+        return os.mkdir, ("ran",)
+
+
+def test_arrays_that_are_no_table_are_refused_and_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ones = torch.ones(4, 2)
+    contents: dict[str, Any] = {
+        "code.pt": {"inputs": Payload(), "targets": ones},
+        "list.pt": [ones, ones],
+        "names.pt": {"x": ones, "y": ones},
+        "lengths.pt": {"inputs": ones, "targets": ones[:3]},
+        "flat.pt": {"inputs": ones[:, 0], "targets": ones},
+        "complex.pt": {"inputs": ones.to(torch.complex64), "targets": ones},
+        "nan.pt": {"inputs": ones / 0, "targets": ones},
+    }
+    for name, content in contents.items():
+        torch.save(content, name)
+    numpy.savez("code.npz", inputs=numpy.array([Payload()], dtype=object), targets=numpy.ones(1))
+    Path("broken.npz").write_bytes(b"no archive")
+    for name in (*contents, "code.npz", "broken.npz"):
+        assert refusal(file=name).key == "file", name
+    assert not Path("ran").exists()

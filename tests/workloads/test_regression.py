@@ -1,0 +1,218 @@
+"""Regression: its losses and metrics by their formulas, and every mode against a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.compose import built, composed, prepared, train_in
+from helpers.events import curves
+from helpers.plain_loop import largest_difference, weights_at
+from helpers.ranks import Ranks
+from helpers.runs import assert_same, outcome
+from torch.nn import functional
+
+import runner
+from runner.config.errors import ConfigError
+from runner.data.table_files import Table
+from runner.data.tabular import TableSamples
+from runner.seeds import derive
+from runner.storage.signature import saved_signature
+
+STEPS, BATCH = 10, 48
+SMALL = (
+    *("workload=regression", "device=cpu", "device.threads=1", "model.hidden=[16,16,8]", "data.num_samples=300"),
+    *("optimizer=sgd", "optimizer.lr=0.05", "schedule=constant", "precision=64"),
+    *(f"steps={STEPS}", f"batch_size={BATCH}", "log_every=1", "eval_every=0", "workload.eval_batch_size=25"),
+)
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mse": functional.mse_loss,
+    "mae": functional.l1_loss,
+    "huber": functional.huber_loss,
+}
+MODES = {
+    "single": (1, ()),
+    "accumulation": (1, ("accumulation=4",)),
+    "dp": (1, ("parallel=dp",)),
+    "model": (1, ("parallel=model",)),
+    "ddp": (2, ("parallel=ddp", "accumulation=2")),
+    "fsdp": (2, ("parallel=fsdp",)),
+    "pipeline": (2, ("parallel=pipeline", "parallel.split_size=12")),
+}
+
+
+@functools.cache
+def plain(loss_function: str) -> tuple[dict[str, torch.Tensor], list[float], list[float], dict[str, float]]:
+    """The weights, both curves and the evaluation of a plain loop with SGD and momentum."""
+    workload: Any = built(*SMALL).workload
+    workload.prepare()
+    samples, held_out, loss_of = workload.train, workload.held_out, LOSSES[loss_function]
+    torch.manual_seed(derive(0, "weights"))
+    model = workload.build_model().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    stream = torch.cat([permutation(len(samples), epoch) for epoch in range(3)])
+    losses, errors = [], []
+    for step in range(STEPS):
+        indices = stream[step * BATCH : (step + 1) * BATCH]
+        outputs, targets = model(samples.inputs[indices].double()), samples.targets[indices].double()
+        loss = loss_of(outputs, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        errors.append((outputs - targets).abs().mean().item() * samples.target_std[0])
+    with torch.no_grad():
+        outputs, targets = model(held_out.inputs.double()), held_out.targets.double()
+    evaluation = {
+        "eval/loss": loss_of(outputs, targets).item(),
+        "eval/mae": (outputs - targets).abs().mean().item() * samples.target_std[0],
+        "eval/r2": 1 - ((outputs - targets).square().sum() / (targets - targets.mean()).square().sum()).item(),
+    }
+    return model.state_dict(), losses, errors, evaluation
+
+
+def permutation(count: int, epoch: int) -> torch.Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(derive(0, "order", epoch)))
+
+
+@pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
+def test_every_mode_trains_what_a_plain_loop_trains(
+    processes: int, mode: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    if processes == 1:
+        result = train_in(tmp_path, built(*SMALL, *mode)).result
+    else:
+        result = ranks(processes).train(composed(*SMALL, *mode), tmp_path)
+    weights, losses, errors, evaluation = plain("mse")
+    assert largest_difference(weights_at(tmp_path, STEPS), weights) <= 1e-12
+    logged = curves(tmp_path)
+    assert [value for _, value in logged["train/loss"]] == pytest.approx(losses, rel=1e-6)  # sums are float32
+    assert [value for _, value in logged["train/mae"]] == pytest.approx(errors, rel=1e-6)
+    for tag, value in evaluation.items():
+        assert result.metrics[tag] == pytest.approx(value, rel=1e-9), "every held-out sample, once"
+
+
+@pytest.mark.parametrize("loss_function", ["mae", "huber"])
+def test_the_other_losses_are_those_of_torch(loss_function: str, tmp_path: Path) -> None:
+    run = train_in(tmp_path, built(*SMALL, f"workload.loss_function={loss_function}", "accumulation=2"))
+    weights, losses, _, evaluation = plain(loss_function)
+    assert largest_difference(weights_at(tmp_path, STEPS), weights) <= 1e-12
+    assert [value for _, value in curves(tmp_path)["train/loss"]] == pytest.approx(losses, rel=1e-6)
+    assert run.result.metrics["eval/loss"] == pytest.approx(evaluation["eval/loss"], rel=1e-9)
+
+
+def test_a_large_delta_makes_half_the_squared_error_of_the_huber_loss() -> None:
+    outputs, targets = torch.randn(9, 2), torch.randn(9, 2)
+    wide: Any = built(*SMALL, "workload.loss_function=huber", "workload.huber_delta=100").workload
+    torch.testing.assert_close(wide.criterion(outputs, targets), functional.mse_loss(outputs, targets) / 2)
+
+
+def test_a_run_resumed_is_bitwise_the_same(tmp_path: Path) -> None:
+    whole = train_in(tmp_path / "whole", built(*SMALL, "save_every=4", "precision=32"))
+    train_in(tmp_path / "parts", built(*SMALL, "save_every=4", "precision=32", "steps=4"))
+    parts = train_in(tmp_path / "parts", built(*SMALL, "save_every=4", "precision=32"))
+    assert_same(outcome(parts.directory)["weights"], outcome(whole.directory)["weights"])
+    assert parts.result.evaluation == whole.result.evaluation
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metrics
+
+
+def evaluated(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) -> dict[str, float]:
+    """The metrics of two shards of samples, for which a network returns `outputs`."""
+    workload: Any = built(*SMALL, "workload.eval_batch_size=2").workload
+    zero, one = torch.zeros(targets.shape[1]), torch.full((targets.shape[1],), 2.0)
+    table = Table(inputs, targets * 2, ["a", "b", "c"][: targets.shape[1]])
+    workload.held_out = workload.train = TableSamples(
+        table, torch.arange(len(inputs)), (torch.zeros(1), torch.ones(1)), (zero, one)
+    )
+    answers = {tuple(row.tolist()): output for row, output in zip(inputs, outputs, strict=True)}
+
+    def infer(batch: torch.Tensor) -> torch.Tensor:
+        return torch.stack([answers[tuple(row.tolist())] for row in batch])
+
+    shards = [workload.evaluate(infer, (index, 2), torch.device("cpu")) for index in range(2)]
+    return workload.summarize({name: shards[0][name] + shards[1][name] for name in shards[0]})
+
+
+def test_metrics_are_means_over_samples_and_targets() -> None:
+    inputs = torch.arange(5.0)[:, None]
+    targets = torch.tensor([[1.0, 0], [2, 0], [3, 1], [4, 0], [5, 1]])
+    outputs = targets + torch.tensor([[1.0, 0], [-1, 0], [0, 0.5], [0, 0], [0, 0]])
+    got = evaluated(inputs, targets, outputs)
+    assert got["loss"] == pytest.approx((1 + 1 + 0.25) / 10)
+    assert got["mae"] == pytest.approx(2 * (1 + 1 + 0.5) / 10), "in the units of the data, twice as large"
+    assert got["r2"] == pytest.approx(((1 - 2 / 10) + (1 - 0.25 / 1.2)) / 2)
+
+
+@pytest.mark.parametrize(("error", "r2"), [(0.0, 1.0), (0.1, 0.0)])
+def test_r2_of_equal_targets_is_that_of_scikit_learn(error: float, r2: float) -> None:
+    inputs, targets = torch.arange(3.0)[:, None], torch.full((3, 1), 0.1)
+    assert evaluated(inputs, targets, targets + error)["r2"] == r2
+
+
+def test_it_learns_the_function_nearly_as_well_as_its_noise_allows(tmp_path: Path) -> None:
+    run = train_in(tmp_path, built("workload=regression", "device=cpu", "device.threads=1", "eval_every=0"))
+    assert run.result.metrics["eval/r2"] > 0.92, "0.96 is the most"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# After a run
+
+
+def test_the_model_of_a_run_predicts_in_the_units_of_the_file(tmp_path: Path) -> None:
+    rows = "\n".join(f"{x},{3 * x + 1000}" for x in range(200))
+    (tmp_path / "line.csv").write_text(f"x,y\n{rows}\n")
+    words = ["workload=regression", f"data.file={tmp_path}/line.csv", "model.hidden=[]", "optimizer=sgd"]
+    words += ["optimizer.lr=0.1", "epochs=100", "schedule=constant", "batch_size=32", "device=cpu", "tracking=none"]
+    result = runner.train([*words, f"output_root={tmp_path}/outputs"])
+    assert result.directory is not None
+    run = runner.load(result.directory)
+    signature = saved_signature(run.checkpoint("last"))
+    assert (signature["targets"], signature["inputs"]) == (["y"], [1])
+    scale = signature["scale"]
+    x, y = ({name: torch.tensor(scale[key][name]) for name in ("mean", "std")} for key in ("inputs", "targets"))
+    model = run.model("last")
+    with torch.no_grad():
+        got = model((torch.tensor([[50.0], [300.0]]) - x["mean"]) / x["std"]) * y["std"] + y["mean"]
+    torch.testing.assert_close(got, torch.tensor([[1150.0], [1900.0]]), rtol=1e-3, atol=0)
+    assert run.evaluate("last") == result.evaluation, "to the last bit"
+    with pytest.raises(ConfigError, match="how images are read"):
+        run.image_input()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "word"),
+    [
+        (("data=digits",), "data", "data=tabular"),
+        (("model=convnet",), "model", "model=qnet"),
+        (("workload.loss_function=msle",), "workload.loss_function", "mse"),
+        (("workload.huber_delta=0",), "workload.huber_delta", ""),
+        (("batch_size=1000",), "batch_size", "batch_size=240"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_key(words: tuple[str, ...], key: str, word: str) -> None:
+    typed = [text for text in SMALL if text.partition("=")[0] not in {word.partition("=")[0] for word in words}]
+    typed = [text for text in typed if not (words == ("model=convnet",) and text.startswith("model."))]
+    typed = [text for text in typed if not (words == ("data=digits",) and text.startswith("data."))]
+    with pytest.raises(ConfigError) as refused:
+        prepared(built(*typed, *words))
+    assert refused.value.key == key
+    assert word in refused.value.remedy
+
+
+def test_a_classifier_refuses_numbers() -> None:
+    workload = built("data=tabular").workload
+    with pytest.raises(ConfigError) as refused:
+        workload.prepare()
+    assert (refused.value.key, refused.value.got) == ("data", "Tabular")
+    assert "workload=regression" in refused.value.remedy
