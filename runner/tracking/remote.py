@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import check
 from runner.tracking.base import Tracker
+from runner.tracking.logged_points import LoggedPoints
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ class RemoteTracker(Tracker, ABC):
 
     The first error is logged; after it, nothing more is tracked, and the run goes on. What still waits when the process
     is killed is lost. The identifier of the run in the backend is kept in the run directory, so that a resumed run goes
-    on in the same one.
+    on in the same one, and so are the points since the last checkpoints: those that come again are not logged again.
     """
 
     package: ClassVar[str]
@@ -76,20 +77,23 @@ class RemoteTracker(Tracker, ABC):
         self._failed = False
         self._thread = threading.Thread(target=self._make_calls, name=f"tracking {self.package}", daemon=True)
         self._thread.start()
-        self._call(lambda: self._start(directory))
+        self._call(lambda: self._start(directory, first_step))
 
     def scalars(self, values: dict[str, float], step: int) -> None:
-        self._call(lambda: self.log_scalars(dict(values), step))
+        self._call(lambda: self._log_new(self.log_scalars, dict(values), step))
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
         stills = {tag: pixels.cpu() for tag, pixels in images.items() if pixels.dim() == 3}
-        self._call(lambda: self.log_images(stills, step))
+        self._call(lambda: self._log_new(self.log_images, stills, step))
 
     def texts(self, texts: dict[str, str], step: int) -> None:
         self._call(lambda: self.log_texts(texts))
 
     def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
         self._call(lambda: self.log_config(config))
+
+    def flush(self) -> None:
+        self._call(lambda: self._points.begin_interval())
 
     def close(self, done: bool) -> None:
         self._call(lambda: self.finish(done))
@@ -101,10 +105,16 @@ class RemoteTracker(Tracker, ABC):
         if self._thread.is_alive():
             self._fail(f"it has not answered for {self.patience:g} s")
 
-    def _start(self, directory: Path) -> None:
+    def _start(self, directory: Path, first_step: int) -> None:
+        self._points = LoggedPoints(directory / f"{self.package}_points.txt", first_step)
         file = directory / f"{self.package}_run.txt"
         saved = file.read_text(encoding="utf-8").strip() if file.exists() else ""
         file.write_text(self.start(directory, saved) + "\n", encoding="utf-8")
+
+    def _log_new(self, log_values: Callable[[dict[str, Any], int], None], values: dict[str, Any], step: int) -> None:
+        if new := self._points.new(values, step):
+            log_values(new, step)
+            self._points.add(new, step)
 
     def _call(self, call: Callable[[], Any]) -> None:
         try:

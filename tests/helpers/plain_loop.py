@@ -28,8 +28,6 @@ CASES: dict[str, tuple[list[str], Callable[..., torch.optim.Optimizer]]] = {
     ),
     "adam": (["optimizer=adam", "optimizer.lr=0.003"], lambda p: torch.optim.Adam(p, lr=0.003)),
     "adamw": (["optimizer=adamw", "optimizer.lr=0.003"], lambda p: torch.optim.AdamW(p, lr=0.003, weight_decay=0.01)),
-    "nadam": (["optimizer=nadam", "optimizer.lr=0.003"], lambda p: torch.optim.NAdam(p, lr=0.003)),
-    "rmsprop": (["optimizer=rmsprop", "optimizer.lr=0.003"], lambda p: torch.optim.RMSprop(p, lr=0.003)),
     "groups": (
         ["optimizer.weight_decay=0.1", "optimizer.groups={conv1:{lr:0.01,weight_decay:0.3},*.fc.bias:{lr:0.2}}"],
         lambda p: torch.optim.SGD(
@@ -79,9 +77,11 @@ class MuonAndAdamW:
 
 MODE_CASES: dict[str, tuple[list[str], Callable[..., Any]]] = {
     **CASES,
+    "nadam": (["optimizer=nadam", "optimizer.lr=0.003"], lambda p: torch.optim.NAdam(p, lr=0.003)),
+    "rmsprop": (["optimizer=rmsprop", "optimizer.lr=0.003"], lambda p: torch.optim.RMSprop(p, lr=0.003)),
     "muon": (["optimizer=muon", "optimizer.lr=0.003"], MuonAndAdamW),
 }
-"""With Muon, which orthogonalizes in bfloat16: a gradient must be the same to the last bits, as in float64."""
+"""With those compared in float64: Muon orthogonalizes in bfloat16, the others divide by small gradients."""
 
 
 class Plain(NamedTuple):

@@ -154,7 +154,48 @@ def test_calls_are_made_in_order_and_a_resumed_run_goes_on_in_the_same_one(tmp_p
     scalars = [("scalars", {"train/loss": 0.5}, step) for step in (1, 2)]
     rest = [("config", {"seed": 0}), *scalars, ("images", ["still"], 2), ("finish", True)]
     assert first.calls == [("start", ""), *rest]
-    assert second.calls == [("start", "id7"), *rest]
+    assert second.calls == [("start", "id7"), rest[0], rest[-1]], "what was logged is not logged again"
+
+
+def test_a_resumed_run_logs_only_what_is_new(tmp_path: Path) -> None:
+    """Points after the checkpoint come again; some of them with other values, as of another learning rate."""
+    first, second, third = Noted(), Noted(), Noted()
+    first.open(tmp_path, 1)
+    for step in range(1, 7):
+        first.scalars({"train/loss": step / 3, "time/step": 0.1 * step}, step)
+        if step % 2 == 0:
+            first.images({"still": torch.full((3, 2, 2), step, dtype=torch.uint8)}, step)
+            first.flush()  # the checkpoint of step 6 is never complete
+    first.close(False)
+    for tracker in (second, third):
+        tracker.open(tmp_path, 5)
+        tracker.scalars({"train/loss": 5 / 3, "time/step": 99.0}, 5)
+        tracker.scalars({"train/loss": 0.25, "time/step": 99.0, "lr": 0.5}, 6)
+        tracker.images({"still": torch.full((3, 2, 2), 6, dtype=torch.uint8)}, 6)
+        tracker.scalars({"train/loss": 7 / 3}, 7)
+        tracker.close(True)
+    new = [("scalars", {"train/loss": 0.25, "lr": 0.5}, 6), ("scalars", {"train/loss": 7 / 3}, 7)]
+    assert second.calls == [("start", "id7"), *new, ("finish", True)]
+    assert third.calls == [("start", "id7"), ("finish", True)]
+
+
+def test_the_file_of_points_stays_small_and_may_be_cut_anywhere(tmp_path: Path) -> None:
+    tracker = Noted()
+    tracker.open(tmp_path, 1)
+    for step in range(1, 101):
+        tracker.scalars({"train/loss": 0.5}, step)
+        if step % 10 == 0:
+            tracker.flush()
+    tracker.close(False)
+    file = tmp_path / "torch_points.txt"
+    assert file.read_text() == "".join(f"{step} train/loss 0.5\n" for step in range(91, 101))
+    file.write_text(file.read_text()[:-5])
+    resumed = Noted()
+    resumed.open(tmp_path, 99)
+    for step in (99, 100):
+        resumed.scalars({"train/loss": 0.5}, step)
+    resumed.close(True)
+    assert resumed.calls == [("start", "id7"), ("scalars", {"train/loss": 0.5}, 100), ("finish", True)]
 
 
 @pytest.mark.parametrize("broken", ["start", "scalars", "finish"])
@@ -213,8 +254,10 @@ def test_mlflow_has_every_point_in_one_run(tmp_path: Path) -> None:
     assert run.info.status == "FINISHED"
     assert run.data.params["optimizer.lr"] == "0.05"
     history = client.get_metric_history(run.info.run_id, "train/loss")
-    assert sorted({point.step for point in history}) == [1, 2, 3, 4, 5, 6]
-    assert {item.path for item in client.list_artifacts(run.info.run_id)} == {"eval", "config.txt", "environment.txt"}
+    assert sorted(point.step for point in history) == [1, 2, 3, 4, 5, 6], "none twice"
+    assert {item.path for item in client.list_artifacts(run.info.run_id)} == {
+        *("eval", "config.txt", "environment.txt", "model.txt")
+    }
     assert run.info.artifact_uri.startswith(f"file://{tmp_path}/mlflow_artifacts/")
     assert run.data.metrics["eval/accuracy"] == pytest.approx(result.metrics["eval/accuracy"])
 

@@ -122,14 +122,14 @@ class Bubble(NamedTuple):
         return max(0.0, 1 - sum(self.busy) / (len(self.busy) * seconds)) if seconds else 0.0
 
     def scalars(self) -> dict[str, float]:
-        """Return the scalars to log, keyed by TensorBoard tag."""
+        """Return the scalars to log, keyed by TensorBoard tag; those of single workers stand last there."""
         shares = {
             "pipeline/bubble": self.share,
             "pipeline/bubble_theory": self.theory,
             "pipeline/bubble_bound": self.bound,
         }
         for worker, busy in enumerate(self.busy):
-            shares |= {f"pipeline/busy_{worker}": busy, f"pipeline/idle_{worker}": self.seconds - busy}
+            shares |= {f"pipeline/worker_{worker}_busy": busy, f"pipeline/worker_{worker}_idle": self.seconds - busy}
         return shares
 
 

@@ -343,7 +343,8 @@ def assert_bubble(directory: Path, logged: dict[str, list[tuple[int, float]]], w
     assert [value for _, value in logged["pipeline/bubble_theory"]] == pytest.approx([theory] * 2)
     for place, (_, share) in enumerate(logged["pipeline/bubble"]):
         spans = [
-            [logged[f"pipeline/{kind}_{worker}"][place][1] for kind in ("busy", "idle")] for worker in range(workers)
+            [logged[f"pipeline/worker_{worker}_{kind}"][place][1] for kind in ("busy", "idle")]
+            for worker in range(workers)
         ]
         whole = sum(spans[0])
         assert all(sum(pair) == pytest.approx(whole, rel=1e-4) for pair in spans)

@@ -73,10 +73,10 @@ def test_several_stages_of_a_worker_are_one_row() -> None:
 def test_scalars_name_every_worker() -> None:
     found = bubble(gpipe(2, 4, [1.0, 3.0], [2.0, 4.0]), 2)
     scalars = found.scalars()
-    assert scalars["pipeline/idle_0"] == pytest.approx(found.seconds - 12)
+    assert scalars["pipeline/worker_0_idle"] == pytest.approx(found.seconds - 12)
     assert scalars.keys() == {
         *("pipeline/bubble", "pipeline/bubble_theory", "pipeline/bubble_bound"),
-        *("pipeline/busy_0", "pipeline/idle_0", "pipeline/busy_1", "pipeline/idle_1"),
+        *("pipeline/worker_0_busy", "pipeline/worker_0_idle", "pipeline/worker_1_busy", "pipeline/worker_1_idle"),
     }
 
 

@@ -1,0 +1,73 @@
+"""The points that a remote tracker has logged since the last checkpoints: a resumed run logs none of them twice.
+
+A run that is resumed repeats the steps after its last checkpoint, with the same results. TensorBoard's files and CSV
+files are cut there; points in the database of somebody else cannot be taken back.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from runner.storage.durable_write import write_text
+
+T = TypeVar("T", float, torch.Tensor)
+
+_MEASURED = ("time/", "memory/")
+"""Begins the tags of what is measured: it is another value each time, and still the same point."""
+
+
+class LoggedPoints:
+    """A text file with a line `step tag value` for each point.
+
+    It holds the points of the last two intervals between checkpoints: a run may be killed while the newest checkpoint
+    is being written, and is then resumed from the one before.
+
+    Args:
+        path: the file. An incomplete last line, of a run that was killed, is ignored.
+        first_step: the first step of the session, whose point is the first that may come again.
+
+    Raises:
+        OSError: if the file cannot be read or written.
+    """
+
+    def __init__(self, path: Path, first_step: int):
+        self._path = path
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        self._repeated = {line for line in lines if _step_of(line) >= first_step}
+        self._intervals: list[list[str]] = [[line for line in lines if _step_of(line) >= first_step], []]
+        write_text(path, "".join(self._intervals[0]))
+
+    def new(self, values: Mapping[str, T], step: int) -> dict[str, T]:
+        """Return those of `values`, by tag, that were not logged at this step by an earlier session."""
+        if not self._repeated:
+            return dict(values)
+        return {tag: value for tag, value in values.items() if _line(tag, value, step) not in self._repeated}
+
+    def add(self, values: Mapping[str, float] | Mapping[str, torch.Tensor], step: int) -> None:
+        """Note that `values` were logged."""
+        lines = [_line(tag, value, step) for tag, value in values.items()]
+        self._intervals[-1] += lines
+        with self._path.open("a", encoding="utf-8") as file:  # closed each time: a run can be killed at any time
+            file.writelines(lines)
+
+    def begin_interval(self) -> None:
+        """Forget the points before the last call; called before each checkpoint."""
+        self._intervals = [self._intervals[-1], []]
+        write_text(self._path, "".join(self._intervals[0]))
+
+
+def _line(tag: str, value: float | torch.Tensor, step: int) -> str:
+    if isinstance(value, torch.Tensor):
+        value = zlib.crc32(value.contiguous().numpy().tobytes())
+    return f"{step} {tag} {'measured' if tag.startswith(_MEASURED) else repr(value)}\n"
+
+
+def _step_of(line: str) -> int:
+    step = line.partition(" ")[0]
+    return int(step) if step.isdecimal() and len(step) < 20 else -1
