@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 
 from runner.config.errors import ABSENT, check
@@ -59,6 +60,10 @@ class OptionFiles(FileConfigSource):
         remedy = "remove it, or give it another name"
         check(not path.is_dir(), os.path.relpath(path), ABSENT, "an option is a file, this is a directory", remedy)
         return super().is_config(config_path)
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Return the names of options, for completion; not of those that only other files inherit (`_processes`)."""
+        return [name for name in super().list(config_path, results_filter) if not name.startswith("_")]
 
     def _path(self, config_path: str) -> Path:
         return Path(self.path, self._normalize_file_name(config_path))

@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -145,14 +145,13 @@ def _content(path: Path) -> bytes:
         raise ConfigError("file", str(path), f"it cannot be read: {why}", _ARRAYS) from None
 
 
-def check_file(path: Any, suffixes: Sequence[str] = SUFFIXES) -> None:
-    """Check that the file `path` exists, and that its suffix is that of a table.
+def existing(path: str) -> Path:
+    """Return `path` with the home directory in place of `~`.
 
     Raises:
-        ConfigError: with the key `file`.
+        ConfigError: with the key `file`, if there is no such file.
     """
     file = Path(path).expanduser()
-    why = f"the file name must end in {', '.join(suffixes)}"
-    check(file.suffix in suffixes, "file", str(path), why, "data.file=PATH of a CSV file, or of arrays")
     why = f"there is no such file in {file.parent.absolute()}"
-    check(file.is_file(), "file", str(path), why, "data.file=PATH, or data.file=null for samples of a known function")
+    check(file.is_file(), "file", path, why, "data.file=PATH, or data.file=null for samples of a known function")
+    return file

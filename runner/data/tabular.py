@@ -11,7 +11,7 @@ import torch
 from runner.config.errors import check, check_range
 from runner.data.arrays import ArraySamples
 from runner.data.base import Data, RegressionSamples, Samples
-from runner.data.table_files import Table, check_file, read_arrays, read_csv
+from runner.data.table_files import SUFFIXES, Table, existing, read_arrays, read_csv
 from runner.seeds import derive
 
 
@@ -46,8 +46,9 @@ class Tabular(Data):
         remedy = "data.delimiter=';', for example"
         valid = len(self.delimiter) == 1 and self.delimiter not in '"\r\n'
         check(valid, "delimiter", self.delimiter, "it must be one character", remedy)
-        if self.file is not None:
-            check_file(self.file)
+        why = f"the file name must end in {', '.join(SUFFIXES)}"
+        known = self.file is None or Path(self.file).suffix in SUFFIXES
+        check(known, "file", self.file, why, "data.file=PATH of a CSV file, or of arrays")
         if self.file is None or Path(self.file).suffix != ".csv":
             for key in ("inputs", "targets"):
                 why = "only the columns of a CSV file have names"
@@ -70,7 +71,7 @@ class Tabular(Data):
     def _table(self) -> Table:
         if self.file is None:
             return friedman(self.num_samples)
-        path = Path(self.file).expanduser()
+        path = existing(self.file)
         if path.suffix == ".csv":
             return read_csv(path, self.inputs, self.targets, self.delimiter)
         return read_arrays(path)

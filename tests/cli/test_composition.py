@@ -13,6 +13,7 @@ from runner.cli.arguments import overrides_first
 from runner.cli.composition import Composer
 from runner.cli.sweep_jobs import MOST_JOBS, SweepJobs
 from runner.config.errors import ConfigError
+from runner.config.options import groups
 
 FOREIGN = [
     *("hydra.run.dir=x", "hydra.sweep.dir=x", "hydra.sweep.subdir=x", "hydra.output_subdir=x", "hydra.mode=MULTIRUN"),
@@ -27,6 +28,13 @@ FOREIGN = [
     *("hydra/hydra_logging@hydra.job_logging=default", "hydra.=1", "hydra.verbose.x=1", "hydra.searchpaths=[x]"),
 ]
 ADDED = ["hydra.job.env_set.X=1", "hydra.callbacks.x._target_=os.system", "hydra.foo=3", "hydra/callbacks=x"]
+
+
+def test_files_that_others_inherit_are_no_options_to_complete() -> None:
+    loader = Composer()._loader
+    assert {"ddp", "pipeline"} <= {*loader.get_group_options("parallel")}
+    found = [name for group in groups() for name in loader.get_group_options(group)]
+    assert [name for name in found if name.startswith("_")] == []
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])

@@ -168,6 +168,13 @@ def test_a_csv_file_that_is_no_table_is_refused_by_line_and_column(tmp_path: Pat
     assert why in refused.why
 
 
+@pytest.mark.parametrize("name", ["absent.csv", "~/absent.npz", "absent/absent.pt"])
+def test_a_file_that_is_not_there_is_refused(name: str) -> None:
+    refused = refusal(file=name)
+    assert (refused.key, refused.got) == ("file", name)
+    assert "there is no such file in /" in refused.why
+
+
 def test_columns_that_do_not_exist_are_refused_with_the_nearest(houses: str) -> None:
     refused = refusal(file=houses, targets=("prise",))
     assert (refused.key, refused.got) == ("targets", "prise")
@@ -181,7 +188,6 @@ def test_columns_that_do_not_exist_are_refused_with_the_nearest(houses: str) -> 
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        ({"file": "absent.csv"}, "file"),
         ({"file": "table.xlsx"}, "file"),
         ({"targets": ("y",)}, "targets"),
         ({"holdout": 0.0}, "holdout"),

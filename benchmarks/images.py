@@ -1,0 +1,103 @@
+"""ResNet18 on JPEG files: the runner compared with a plain torchvision loop with the same settings.
+
+`python -m benchmarks.images FOLDER`, where FOLDER has `train/` and `test/` with a folder of images per class, such as
+CIFAR-10 as JPEG files: 32×32 pixels, two epochs, one loading process, one thread each. Each seed is one round, in which
+both train once, so that the spread of accuracies is that of the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.measure import Rates, command, interleave, points, print_value, report, result, write
+
+GOALS = {("runner", "plain"): 1.0}
+SIZE, BATCH, EPOCHS, RATE, WARMUP, LOG_EVERY = 32, 64, 2, 0.05, 20, 10
+LEAST_AREA = 0.35
+"""The smallest share of an image that a random crop covers."""
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def plain(folder: Path, seed: int) -> float:
+    """Return images per second of a loop as in torchvision's references, and print its accuracy."""
+    from torch.utils.data import DataLoader
+    from torchvision.datasets import ImageFolder
+    from torchvision.models import resnet18
+    from torchvision.transforms import v2
+
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    as_input = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(MEAN), list(STD))]
+    augment = [v2.RandomResizedCrop(SIZE, scale=(LEAST_AREA, 1.0)), v2.RandomHorizontalFlip()]
+    train = ImageFolder(str(folder / "train"), v2.Compose([*augment, *as_input]))
+    test = ImageFolder(str(folder / "test"), v2.Compose([v2.Resize(SIZE), v2.CenterCrop(SIZE), *as_input]))
+    batches = DataLoader(train, BATCH, shuffle=True, drop_last=True, num_workers=1, persistent_workers=True)
+    model = resnet18(num_classes=len(train.classes)).to(memory_format=torch.channels_last)  # pyright: ignore
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, fused=True)
+    num_steps = EPOCHS * len(batches)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, num_steps, cycle_momentum=False)
+    times = []
+    for _ in range(EPOCHS):
+        for images, labels in batches:
+            inputs = images.to(memory_format=torch.channels_last)
+            loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            times.append(time.perf_counter())
+    model.eval()
+    with torch.no_grad():
+        pairs = [(model(images).argmax(1), labels) for images, labels in DataLoader(test, 256, num_workers=1)]
+    print_value("accuracy", sum(int((got == labels).sum()) for got, labels in pairs) / len(test))
+    return BATCH * (len(times) - 1 - WARMUP) / (times[-1] - times[WARMUP])
+
+
+def with_runner(folder: Path, seed: int) -> float:
+    """Return images per second of the runner, from the times of its logs, and print its accuracy."""
+    options = ["model=torchvision", "model.name=resnet18", "data=imagefolder", f"data.root={folder}", "data.workers=1"]
+    options += [f"data.size={SIZE}", f"data.crop_area={LEAST_AREA}", "data.centre=1.0", f"batch_size={BATCH}"]
+    options += [f"epochs={EPOCHS}", f"optimizer.lr={RATE}", f"seed={seed}", "device=cpu", "device.threads=1"]
+    with command([*options, "eval_every=0", "save_every=0", f"log_every={LOG_EVERY}"]) as directory:
+        print_value("accuracy", result(directory)["metrics"]["eval/accuracy"])
+        times = [wall_time for wall_time, _ in points(directory, "train/loss")]
+    first = WARMUP // LOG_EVERY - 1
+    last = len(times) - 2  # the last log may be of fewer steps
+    return BATCH * LOG_EVERY * (last - first) / (times[last] - times[first])
+
+
+CONTENDERS: dict[str, Callable[[Path, int], float]] = {"plain": plain, "runner": with_runner}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the images")
+    parser.add_argument("--repeats", type=int, default=5, help="number of seeds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run", choices=CONTENDERS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        print(CONTENDERS[arguments.run](arguments.folder.resolve(), arguments.seed))
+        return
+    rates = Rates(list(CONTENDERS))
+    rates.beside["accuracy"] = {name: [] for name in CONTENDERS}
+    for seed in range(arguments.repeats):
+        own = interleave(
+            "benchmarks.images", list(CONTENDERS), 1, [str(arguments.folder.resolve()), "--seed", str(seed)]
+        )
+        for name in CONTENDERS:
+            rates[name] += own[name]
+            rates.beside["accuracy"][name] += own.beside["accuracy"][name]
+    table = report(f"ResNet18, {SIZE}×{SIZE} JPEG files, batch {BATCH}, {EPOCHS} epochs", "images/s", rates, GOALS)
+    for name, values in rates.beside["accuracy"].items():
+        print(f"  accuracy of {name:<8} {min(values):.4f} – {max(values):.4f} over {len(values)} seeds")
+    write("images", [table], f"python -m benchmarks.images FOLDER --repeats {arguments.repeats}")
+
+
+if __name__ == "__main__":
+    main()
