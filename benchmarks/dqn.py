@@ -1,11 +1,17 @@
 """The speed of DQN: compared with Stable-Baselines3 at equal settings, and in one and two processes.
 
-`python -m benchmarks.dqn [--repeats 5] [--steps 50000]`. CartPole-v1, a 4-120-84-2 network, batch size 128, one update
-per ten environment steps after the first 10,000, a replay buffer of 10,000, Adam with learning rate 2.5e-4, a target
-network copied every 500 environment steps, 1-step returns without double Q-learning, ε from 1 to 0.05 over half of the
-run (CleanRL's dqn.py; Huang et al., 2022). All use one thread. The runner steps ten environments at once, logs every
-100 updates and shows its progress. Stable-Baselines3 steps one environment, as CleanRL does, or ten, and logs every
-100 episodes.
+`python -m benchmarks.dqn [--repeats 5] [--steps 50000] [--cleanrl DIRECTORY]`. CartPole-v1, a 4-120-84-2 network,
+batch size 128, one update per ten environment steps after the first 10,000, a replay buffer of 10,000, Adam with
+learning rate 2.5e-4, a target network copied every 500 environment steps, 1-step returns without double Q-learning, ε
+from 1 to 0.05 over half of the run (CleanRL's dqn.py; Huang et al., 2022). All use one thread. The runner steps ten
+environments at once, logs every 100 updates and shows its progress. Stable-Baselines3 steps one environment, as CleanRL
+does, or ten, and logs every 100 episodes.
+
+CleanRL's own dqn.py joins in with `--cleanrl`. It needs gymnasium 0.29, which goes to a path of its own, so that all
+contenders use the same torch and numpy:
+
+    git clone https://github.com/vwxyzjn/cleanrl && cd cleanrl
+    python -m pip install --target packages gymnasium==0.29.1 tyro && rm -r packages/numpy*
 
 The parallel modes are measured with the defaults of `workload=dqn` and one thread per process; the rate counts the
 environment steps of all processes.
@@ -14,17 +20,21 @@ environment steps of all processes.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from benchmarks.measure import command, interleave, points, report, write
 
+CLEANRL_GOALS = {("runner", "cleanrl"): 3.0}
 GOALS = {("runner", "sb3"): 3.0, ("runner", "sb3, ten environments"): 1.0}
 MODE_GOALS = {("hogwild, two", "one"): 1.6}
 
@@ -57,6 +67,16 @@ def sb3(steps: int, num_envs: int = 1) -> float:
         began = time.perf_counter()
         agent.learn(steps, log_interval=100)
         return steps / (time.perf_counter() - began)
+
+
+def cleanrl(steps: int, checkout: Path) -> float:
+    """Return environment steps per second of CleanRL's dqn.py with its own settings, as it prints them itself."""
+    paths = os.pathsep.join(map(str, (checkout / "packages", checkout)))
+    line = [sys.executable, str(checkout / "cleanrl" / "dqn.py"), "--total-timesteps", str(steps)]
+    variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    with tempfile.TemporaryDirectory() as scratch:  # it logs to the current directory
+        done = subprocess.run(line, check=True, capture_output=True, text=True, env=variables, cwd=scratch)
+    return float([line for line in done.stdout.splitlines() if line.startswith("SPS:")][-1].removeprefix("SPS:"))
 
 
 def with_runner(steps: int) -> float:
@@ -114,19 +134,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50_000)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--run", choices=CONTENDERS | MODES)
+    parser.add_argument("--cleanrl", type=Path, metavar="DIRECTORY", help="a checkout of CleanRL, prepared as above")
+    parser.add_argument("--run")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    contenders, passed = dict(CONTENDERS), ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
+    goals, checkout = GOALS, arguments.cleanrl and arguments.cleanrl.resolve()
+    if checkout:
+        goals = CLEANRL_GOALS | GOALS
+        contenders = {"cleanrl": partial(cleanrl, checkout=checkout)} | contenders
+        passed += ["--cleanrl", str(checkout)]
     if arguments.run:
-        print((CONTENDERS | MODES)[arguments.run](arguments.steps))
+        print((contenders | MODES)[arguments.run](arguments.steps))
         return
-    passed = ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
     title, unit = f"DQN on CartPole-v1, {arguments.threads} thread(s)", "environment steps/s"
     tables = [
-        report(f"{title}{kind}", unit, interleave("benchmarks.dqn", list(group), arguments.repeats, passed), goals)
-        for kind, group, goals in ((", CleanRL's settings", CONTENDERS, GOALS), (" a process", MODES, MODE_GOALS))
+        report(f"{title}{kind}", unit, interleave("benchmarks.dqn", list(group), arguments.repeats, passed), wanted)
+        for kind, group, wanted in ((", CleanRL's settings", contenders, goals), (" a process", MODES, MODE_GOALS))
     ]
-    line = ["python", "-m", "benchmarks.dqn", *passed, "--repeats", str(arguments.repeats)]
+    shown = ["DIRECTORY" if word == str(checkout) else word for word in passed]
+    line = ["python", "-m", "benchmarks.dqn", *shown, "--repeats", str(arguments.repeats)]
     write("dqn", tables, " ".join(line))
 
 

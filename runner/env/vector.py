@@ -19,6 +19,9 @@ from runner.env import environment_state
 from runner.env.spaces import needs_flattening
 from runner.storage.content_checks import UnexpectedContentError, check_like
 
+_UNBOUNDED = 1e6
+"""Larger bounds are none: some environments give the largest float."""
+
 
 class EnvironmentBrokenError(Exception):
     """Raised when an environment raises an error, or returns values that are not finite.
@@ -158,6 +161,15 @@ class Vector:
         more = f" and {self.num_envs - 4} more" if index is None and self.num_envs > 4 else ""
         one_of = "one of: " if len(places) > 1 else ""
         return f"{self.name} {what}; {one_of}{'; '.join(places)}{more}"
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the smallest and the largest observation, each [...]; None if a component has no bounds."""
+        space = self.envs.single_observation_space
+        if not isinstance(space, gymnasium.spaces.Box):
+            return None
+        low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+        bounded = (np.abs(low) < _UNBOUNDED) & (np.abs(high) < _UNBOUNDED) & (low < high)
+        return (low, high) if bounded.all() else None
 
     def render(self) -> np.ndarray:
         """Return a rendered image of the first environment: uint8 [height, width, 3]."""

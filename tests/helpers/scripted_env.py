@@ -50,7 +50,12 @@ class Scripted(gymnasium.Env):
 
 
 def scripted_actor(
-    monkeypatch: pytest.MonkeyPatch, num_envs: int, length: int, discount: float, capacity: int = 10_000
+    monkeypatch: pytest.MonkeyPatch,
+    num_envs: int,
+    length: int,
+    discount: float,
+    capacity: int = 10_000,
+    longest_repeat: int = 1,
 ) -> Actor:
     """An actor in so many of them, which combines `length` steps."""
     spec = EnvSpec("Scripted-v0", Scripted, disable_env_checker=True)
@@ -58,7 +63,8 @@ def scripted_actor(
     env = Env("Scripted-v0", num_envs)
     env.prepare()
     Scripted.diary.clear()
-    return Actor(env.vector(num_envs), 4, NStepBuffer(num_envs, 3, length, discount), Replay(capacity, 3), seed=5)
+    n_step_buffer = NStepBuffer(num_envs, 3, length, discount)
+    return Actor(env.vector(num_envs), 4, n_step_buffer, Replay(capacity, 3), 5, longest_repeat)
 
 
 def reference(length: int, discount: float) -> dict[tuple, tuple]:

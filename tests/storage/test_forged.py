@@ -20,6 +20,7 @@ from runner.training import prepare, train_step
 
 AGENT = ("device=cpu", "device.threads=1", "workload=dqn", "env.num_envs=2", "workload.replay_size=64")
 AGENT += ("workload.warm_up=40", "workload.env_steps=80", "workload.eval_episodes=1", "batch_size=8")
+AGENT += ("workload.epsilon_repeat=4",)
 
 RUNS = {
     "sgd": (*FAST, "optimizer=sgd"),

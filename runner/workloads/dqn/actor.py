@@ -12,6 +12,7 @@ import torch
 from runner.env.vector import Vector
 from runner.seeds import derive
 from runner.workloads.dqn.n_step import NStepBuffer
+from runner.workloads.dqn.repeats import Repeats
 from runner.workloads.dqn.replay import Replay
 
 log = logging.getLogger(__name__)
@@ -39,9 +40,18 @@ class Actor:
         n_step_buffer: the buffer that combines steps into n-step transitions.
         replay: the replay buffer that stores the transitions.
         seed: the seed for the environments, the exploration and the sampling.
+        longest_repeat: the largest number of steps for which a random action is repeated.
     """
 
-    def __init__(self, vector: Vector, num_actions: int, n_step_buffer: NStepBuffer, replay: Replay, seed: int):
+    def __init__(
+        self,
+        vector: Vector,
+        num_actions: int,
+        n_step_buffer: NStepBuffer,
+        replay: Replay,
+        seed: int,
+        longest_repeat: int = 1,
+    ):
         self.vector, self.num_actions, self.n_step_buffer, self.replay = vector, num_actions, n_step_buffer, replay
         self._random = np.random.Generator(np.random.PCG64(derive(seed, "exploration")))
         vector.reset(derive(seed, "environments"))
@@ -50,6 +60,7 @@ class Actor:
         self.num_episodes = 0
         self._returns, self._lengths = np.zeros(vector.num_envs), np.zeros(vector.num_envs, np.int64)
         self._ended: list[tuple[float, int]] = []
+        self._repeats = Repeats(vector.num_envs, longest_repeat) if longest_repeat > 1 else None
 
     def step(self, policy: Policy | None, epsilon: float) -> None:
         """Take one ε-greedy step in each environment (Watkins, 1989), and store the completed transitions.
@@ -62,10 +73,15 @@ class Actor:
         previous = vector.observations
         draws = self._random.random((2, num_envs))
         actions = (draws[1] * self.num_actions).astype(np.int64)
+        explores = draws[0] < (1.0 if policy is None else epsilon)
+        if self._repeats is not None:
+            explores, actions = self._repeats.extend(explores, actions, self._random)
         if policy is not None:
-            actions = np.where(draws[0] < epsilon, actions, policy(previous))
+            actions = np.where(explores, actions, policy(previous))
         observations, rewards, terminated, truncated, taken = vector.step(actions)
         flat, flat_next = previous.reshape(num_envs, -1), observations.reshape(num_envs, -1)
+        if self._repeats is not None:
+            self._repeats.end(terminated | truncated)
         self.replay.add(self.n_step_buffer.push(flat, actions, rewards, flat_next, terminated, truncated, taken))
         self.num_steps += num_envs
         self._update_episodes(rewards, terminated | truncated, taken)
@@ -114,7 +130,7 @@ class Actor:
             "returns": self._returns.tolist(),
             "lengths": self._lengths.tolist(),
             "ended": self._ended,
-        }
+        } | ({} if self._repeats is None else {"repeats": self._repeats.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
@@ -139,3 +155,5 @@ class Actor:
         self.vector.load_state_dict(state["environments"])
         self.n_step_buffer.load_state_dict(state["windows"])
         self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"], np.int64)
+        if self._repeats is not None:
+            self._repeats.load_state_dict(state["repeats"])

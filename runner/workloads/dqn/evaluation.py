@@ -109,8 +109,12 @@ def _greedy_actions(infer: Infer, observations: np.ndarray, device: torch.device
     return infer(torch.from_numpy(observations).to(device)).argmax(1).cpu().numpy()
 
 
-def observation_statistics(env: Env, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and the inverse standard deviation of each component of the observations of a random policy.
+def observation_scaling(env: Env, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what to subtract from each component of the observations, and what to multiply the difference by.
+
+    The result is between -1 and 1 if the observation space has bounds. A random policy sees little of many of these
+    environments, so its observations tell less: they are used only without bounds, for a mean of 0 and a standard
+    deviation of 1.
 
     Args:
         env: the options of the environment.
@@ -119,8 +123,11 @@ def observation_statistics(env: Env, num_steps: int) -> tuple[torch.Tensor, torc
     Returns:
         Two float32 tensors [observation_size], on the CPU.
     """
-    random = np.random.Generator(np.random.PCG64(derive(0, "moments", "actions")))
     with env.vector(env.num_envs, in_process=True) as vector:
+        if bounds := vector.bounds():
+            low, high = (torch.from_numpy(bound.reshape(-1)).double() for bound in bounds)
+            return ((low + high) / 2).float(), (2 / (high - low)).float()
+        random = np.random.Generator(np.random.PCG64(derive(0, "moments", "actions")))
         vector.reset(derive(0, "moments"))
         observations = [vector.observations.reshape(env.num_envs, -1)]
         for _ in range(-(-num_steps // env.num_envs)):

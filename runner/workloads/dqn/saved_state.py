@@ -10,7 +10,7 @@ from runner.storage.content_checks import TensorSpec, UnexpectedContentError, ch
 from runner.workloads.dqn.replay import row_width
 
 
-def check(state: dict[str, Any], observation_size: int, num_actions: int, n_step: int) -> None:
+def check(state: dict[str, Any], observation_size: int, num_actions: int, n_step: int, longest_repeat: int) -> None:
     """Check the saved state of an agent, except the state of the environments, which is checked when it is loaded.
 
     Args:
@@ -18,6 +18,7 @@ def check(state: dict[str, Any], observation_size: int, num_actions: int, n_step
         observation_size: number of values in an observation.
         num_actions: number of actions.
         n_step: number of steps in a transition.
+        longest_repeat: the largest number of steps for which a random action is repeated.
 
     Raises:
         UnexpectedContentError: if `state` cannot have been saved by an agent with these sizes.
@@ -41,14 +42,20 @@ def check(state: dict[str, Any], observation_size: int, num_actions: int, n_step
         "ended": [(float, int)],
         "best": float,
     }
-    check_like(state, like, "the agent")
+    repeats = {"repeats": {"actions": [int], "left": [int]}} if longest_repeat > 1 else {}
+    check_like(state, like | repeats, "the agent")
     rows, windows = state["replay"]["rows"], state["windows"]
     check_count(state["num_episodes"], "the agent, num_episodes")
     check_count(windows["time"], "the agent, windows, time")
     check_count(state["replay"]["cursor"], "the agent, replay, cursor", most=len(rows))
+    repeats = state.get("repeats", {"actions": [], "left": []})
+    for key, most in (("actions", num_actions - 1), ("left", longest_repeat)):
+        for count in repeats[key]:
+            check_count(count, f"the agent, repeats, {key}", most)
     sizes = {
         len(state["returns"]),
         len(state["lengths"]),
+        *(len(repeats[key]) for key in state.get("repeats", ())),
         *(windows[key].shape[1] for key in ("rows", "returns", "open")),
     }
     if len(rows) == 0 or len(sizes) > 1:

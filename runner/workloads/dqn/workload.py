@@ -61,8 +61,12 @@ class DQN(Workload):
         epsilon_final: final fraction of random actions.
         epsilon_fraction: fraction of `env_steps` during which the fraction of random actions changes linearly from
             `epsilon_start` to `epsilon_final`.
-        normalize: normalize observations by their mean and standard deviation under random actions. Both are measured
-            once, before training, so that stored transitions stay valid.
+        epsilon_repeat: the largest number of steps for which a random action is repeated (temporally extended ε-greedy
+            exploration; Dabney et al., 2021): the number n is drawn with probability proportional to n⁻²; 1: each step
+            draws a new action.
+        normalize: scale observations to [-1, 1] by the bounds of the observation space; if it has none, to a mean of 0
+            and a standard deviation of 1 under random actions. The factors do not change during the training, so that
+            stored transitions stay valid.
         eval_episodes: number of greedy episodes per evaluation, summed over all processes.
         record_video: record an episode in each evaluation, and log the video if the policy is the best so far.
     """
@@ -83,6 +87,7 @@ class DQN(Workload):
     epsilon_start: float = 1.0
     epsilon_final: float = 0.1
     epsilon_fraction: float = 0.2
+    epsilon_repeat: int = 1
     normalize: bool = False
     eval_episodes: int = 100
     record_video: bool = False
@@ -94,6 +99,7 @@ class DQN(Workload):
     def __post_init__(self) -> None:
         for key in ("env_steps", "replay_size", "n_step", "target_every", "eval_episodes"):
             check_range(self, key, least=1, most=2**31 - 1)
+        check_range(self, "epsilon_repeat", least=1, most=1000)
         check_range(self, "replay_ratio", above=0, most=1000)
         check_range(self, "discount", least=0, most=1)
         check_range(self, "target_tau", above=0, most=1)
@@ -156,11 +162,11 @@ class DQN(Workload):
     def build_model(self) -> torch.nn.Module:
         # imported here: config errors are reported before torch and numpy are imported
         from models.qnet import WithTarget
-        from runner.workloads.dqn.evaluation import observation_statistics
+        from runner.workloads.dqn.evaluation import observation_scaling
 
         with errors_under("model"):
             online = self.model.build(self.env.shape, self.env.num_actions)
-        return WithTarget(online, *(observation_statistics(self.env, self.warm_up) if self.normalize else ()))
+        return WithTarget(online, *(observation_scaling(self.env, self.warm_up) if self.normalize else ()))
 
     def input_shape(self) -> tuple[int, ...]:
         return self.env.shape
@@ -235,7 +241,8 @@ class DQN(Workload):
         n_step_buffer = NStepBuffer(num_envs, size, self.n_step, self.discount)
         with errors_under("env"):
             vector = self.env.vector(num_envs)
-        return Actor(vector, self.env.num_actions, n_step_buffer, replay, derive(plan.seed, "agent", plan.worker))
+        seed = derive(plan.seed, "agent", plan.worker)
+        return Actor(vector, self.env.num_actions, n_step_buffer, replay, seed, self.epsilon_repeat)
 
     def _resume(self, actor: Actor, last_step: int) -> None:
         """Restore the state that this process saved after optimizer step `last_step`.
@@ -325,7 +332,8 @@ class DQN(Workload):
         from runner.workloads.dqn import saved_state  # imported here: it imports numpy
 
         if state:
-            saved_state.check(state, math.prod(self.env.shape), self.env.num_actions, self.n_step)
+            size, repeat = math.prod(self.env.shape), self.epsilon_repeat
+            saved_state.check(state, size, self.env.num_actions, self.n_step, repeat)
         self._saved = state
         self._best = state.get("best", -math.inf)
 

@@ -396,7 +396,17 @@ def test_all_ranks_make_equally_many_forward_passes_in_an_evaluation() -> None:
     assert passes == [60] * 8
 
 
-def test_observations_are_normalized_by_fixed_statistics() -> None:
+def test_observations_with_bounds_are_normalized_by_them() -> None:
+    run = built("workload=dqn", "env=mountaincar", "workload.normalize=true", "device=cpu")
+    prepared(run)
+    model: Any = run.workload.build_model()
+    torch.testing.assert_close(model.shift, torch.tensor([-0.3, 0.0]))  # the position is in [-1.2, 0.6]
+    torch.testing.assert_close(model.scale, torch.tensor([1 / 0.9, 1 / 0.07]))  # the velocity in [-0.07, 0.07]
+    corners = torch.tensor([[-1.2, -0.07], [0.6, 0.07]])
+    torch.testing.assert_close(model(corners), model.online(torch.tensor([[-1.0, -1.0], [1.0, 1.0]])))
+
+
+def test_observations_without_bounds_are_normalized_by_fixed_statistics() -> None:
     run = built(*SMALL, "workload.normalize=true", "workload.warm_up=2000")
     prepared(run)
     model: Any = run.workload.build_model()
@@ -519,7 +529,7 @@ def test_recording_without_the_render_extra_is_refused() -> None:
 @pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_resume_of_an_agent_after_kills_is_bitwise_exact(tmp_path: Path, env: str, kills: int) -> None:
     schedule = ("steps=60", "save_every=4", "log_every=3", "eval_every=30", "accumulation=2", "workload.n_step=3")
-    small = ("workload.replay_size=300", "workload.eval_episodes=1", "env.num_envs=4")
+    small = ("workload.replay_size=300", "workload.eval_episodes=1", "env.num_envs=4", "workload.epsilon_repeat=9")
     assert_kills_change_nothing(tmp_path, [*SMALL, *schedule, *small, env], kills)
 
 

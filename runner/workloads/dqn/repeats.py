@@ -1,0 +1,53 @@
+"""Random actions that are repeated for several steps, so that exploration gets further than a random walk."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class Repeats:
+    """Temporally extended ε-greedy exploration (Dabney, Ostrovski and Barreto, ICLR 2021).
+
+    Where plain ε-greedy exploration takes one random action, this repeats it for n steps, with n drawn from the heavy-
+    tailed distribution p(n) ∝ n⁻² over 1 to `longest`. An episode that ends also ends the repetition.
+
+    Args:
+        num_envs: number of environments.
+        longest: the largest number of steps.
+    """
+
+    def __init__(self, num_envs: int, longest: int):
+        chances = np.arange(1, longest + 1, dtype=np.float64) ** -2
+        self._cumulative = np.cumsum(chances / chances.sum())
+        self._cumulative[-1] = 1.0  # a draw is below 1, so rounding must not lead past the end
+        self._actions, self._left = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
+
+    def extend(
+        self, explores: np.ndarray, actions: np.ndarray, random: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return which environments take a random action now, bool [num_envs], and which one, int64 [num_envs].
+
+        Args:
+            explores: which environments begin to explore if they do not repeat an action, bool [num_envs].
+            actions: the random actions that they begin with, int64 [num_envs].
+            random: the generator that the numbers of steps are drawn from.
+        """
+        begins = explores & (self._left == 0)
+        drawn = np.searchsorted(self._cumulative, random.random(len(begins)), side="right") + 1
+        self._left[begins] = drawn[begins]
+        self._actions[begins] = actions[begins]
+        explores = self._left > 0
+        self._left[explores] -= 1
+        return explores, self._actions.copy()
+
+    def end(self, ended: np.ndarray) -> None:
+        """End the repetitions in the environments whose episode has ended, bool [num_envs]."""
+        self._left[ended] = 0
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Return the repeated actions, and the numbers of steps for which they will still be repeated."""
+        return {"actions": self._actions.tolist(), "left": self._left.tolist()}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        """Restore the state that `state_dict` returned."""
+        self._actions[:], self._left[:] = state["actions"], state["left"]

@@ -1,0 +1,75 @@
+"""Random actions that are repeated: how long, and that a repetition is one action and ends with its episode."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers.scripted_env import scripted_actor
+
+from runner.workloads.dqn.repeats import Repeats
+
+NUM_ENVS, LONGEST = 500, 6
+
+
+def explored(chance: float, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which of 500 environments explore in each step, [num_steps, 500], and their actions, which all differ."""
+    random, repeats = np.random.default_rng(1), Repeats(NUM_ENVS, LONGEST)
+    steps = []
+    for step in range(num_steps):
+        fresh = np.arange(step * NUM_ENVS, (step + 1) * NUM_ENVS)
+        steps.append(repeats.extend(random.random(NUM_ENVS) < chance, fresh, random))
+    explores, actions = zip(*steps, strict=True)
+    return np.stack(explores), np.stack(actions)
+
+
+def test_the_numbers_of_steps_have_the_distribution_of_the_paper() -> None:
+    """If every environment always begins anew, the runs of equal actions are the numbers that were drawn."""
+    explores, actions = explored(1.0, 400)
+    assert explores.all()
+    _, lengths = np.unique(actions[:-LONGEST], return_counts=True)
+    chances = np.arange(1, LONGEST + 1.0) ** -2
+    counts = np.bincount(lengths, minlength=LONGEST + 1)[1:]
+    assert len(counts) == LONGEST
+    assert counts / counts.sum() == pytest.approx(chances / chances.sum(), abs=0.01)
+
+
+def test_an_action_that_has_begun_is_repeated_whatever_is_drawn_meanwhile() -> None:
+    explores, actions = explored(0.1, 300)
+    begun = actions // NUM_ENVS == np.arange(300)[:, None]  # an action tells the step in which it was drawn
+    continued = explores[1:] & ~begun[1:]
+    assert continued.any()
+    assert (explores[:-1][continued] & (actions[1:] == actions[:-1])[continued]).all()
+
+
+def test_the_end_of_an_episode_ends_the_repetition() -> None:
+    random, repeats = np.random.default_rng(0), Repeats(NUM_ENVS, LONGEST)
+    everywhere, nowhere = np.ones(NUM_ENVS, bool), np.zeros(NUM_ENVS, bool)
+    repeats.extend(everywhere, np.zeros(NUM_ENVS, np.int64), random)
+    ended = np.arange(NUM_ENVS) % 2 == 0
+    repeats.end(ended)
+    explores, _ = repeats.extend(nowhere, np.ones(NUM_ENVS, np.int64), random)
+    assert not explores[ended].any()
+    assert explores[~ended].any()
+
+
+def test_restored_repetitions_continue_alike() -> None:
+    random, first, second = np.random.default_rng(3), Repeats(NUM_ENVS, LONGEST), Repeats(NUM_ENVS, LONGEST)
+    first.extend(random.random(NUM_ENVS) < 0.5, np.arange(NUM_ENVS), random)
+    second.load_state_dict(first.state_dict())
+    draws, fresh = random.random((LONGEST, NUM_ENVS)) < 0.1, np.full(NUM_ENVS, -1)
+    for step in range(LONGEST):
+        one, other = (each.extend(draws[step], fresh, np.random.default_rng(step)) for each in (first, second))
+        np.testing.assert_array_equal(one[0], other[0])
+        np.testing.assert_array_equal(one[1][one[0]], other[1][other[0]])
+
+
+@pytest.mark.parametrize(("longest", "least", "most"), [(1, 0.15, 0.35), (1000, 0.5, 0.95)])
+def test_an_actor_that_explores_repeats_its_actions(
+    monkeypatch: pytest.MonkeyPatch, longest: int, least: float, most: float
+) -> None:
+    """Four actions that are drawn anew are the same as the one before in a quarter of the steps."""
+    actor = scripted_actor(monkeypatch, 1, 1, 0.9, longest_repeat=longest)
+    for _ in range(600):
+        actor.step(None, 0.0)
+    actions = actor.replay.rows[: len(actor.replay), -3]
+    assert least < float((actions[1:] == actions[:-1]).float().mean()) < most
