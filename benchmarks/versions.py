@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = []
     for name in options.only:
         row = tested(name, options)
-        passed = not row["errors"] and not row["failed"]
+        passed = not row["errors"] and not row["failed"] and not row.get("stopped_early")
         failed += [] if passed else [name]
         print(f"{name}: {_summary(row)}", flush=True)
         record(name, row)
@@ -172,7 +172,7 @@ def run_tests(
     done = subprocess.run(command, cwd=ROOT, env=variables, check=False)
     if not report.exists():
         return {"errors": [f"pytest ended with exit code {done.returncode} and wrote no report"]}
-    return read_report(report)
+    return read_report(report) | {"stopped_early": done.returncode not in (0, 1)}
 
 
 def read_report(report: Path) -> dict[str, Any]:
@@ -211,6 +211,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
             continue
         versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
         selection = " of a selection" if row["tests"] else ""
+        selection += ", stopped before the end" if row.get("stopped_early") else ""
         counts = f"{row['passed']:,}{selection} | {len(row['failed'])} | {sum(row['skipped'].values())}"
         result = "*not run* | | " if row["errors"] else counts
         lines.append(f"| {name} | {versions} | {result} | {row['minutes']} | {row['date']} |")
