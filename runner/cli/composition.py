@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from runner.cli.config_loader import ConfigLoader
 from runner.cli.config_source import OptionFiles
 from runner.cli.hydra_errors import blamed, config_error
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
@@ -67,7 +68,7 @@ class Composer:
             check(is_there, "--config-dir", config_dir, "there is no such directory", remedy)
             own = SearchPathQuery(provider="schema")
             search_path.prepend("command-line", f"{OptionFiles.scheme()}://{path}", anchor=own)
-        self._loader = ConfigLoaderImpl(search_path)
+        self._loader = ConfigLoader(search_path)
         self._hydra = Hydra("runner", self._loader)
 
     def run(self, overrides: list[str]) -> Job:

@@ -28,6 +28,9 @@ class OptionFiles(FileConfigSource):
     def scheme() -> str:
         return "conf"
 
+    is_constant: ClassVar[bool] = True
+    """Whether no defaults list that was read has references such as `${oc.env:MODEL}`, which are resolved at once."""
+
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the content of an option file.
 
@@ -46,6 +49,7 @@ class OptionFiles(FileConfigSource):
         header = ConfigSource._get_header_dict(text[:512])
         own = text.replace("${hydra:", "")
         OptionFiles.sets_hydra |= "hydra" in own or "\\" in own  # an escape sequence may stand for any letter
+        OptionFiles.is_constant &= "${" not in str(content._get_node("defaults"))
         return ConfigResult(
             config=content, path=f"{self.scheme()}://{self.path}", provider=self.provider, header=header
         )

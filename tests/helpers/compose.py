@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from omegaconf import OmegaConf
 
 from runner.cli.arguments import quoted
+from runner.cli.composition import Composer
 from runner.config.options import CONF
 from runner.parallel.context import Process
 from runner.run import Result, Run, Session, build_run
@@ -31,12 +29,7 @@ def composed(*overrides: str) -> dict[str, Any]:
 
 @functools.cache
 def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("config", [quoted(text, sweep=False) for text in ("name=test", *overrides)])
-    values: Any = OmegaConf.to_container(config, resolve=True)
-    del values["sweep"]  # as the command does
-    return values
+    return Composer().run([quoted(text, sweep=False) for text in ("name=test", *overrides)]).config
 
 
 def built(*overrides: str) -> Run:

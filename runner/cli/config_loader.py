@@ -1,0 +1,124 @@
+"""Hydra's config loader, which composes the same options only once in a process.
+
+Composing a config takes Hydra a tenth of a second. Most of this time goes into the defaults lists and the option files,
+which do not depend on the overrides of single values. The jobs of a sweep usually differ in nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
+from hydra.core.config_store import ConfigNode, ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.utils import JobRuntime
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from runner.cli.config_source import OptionFiles
+
+_MAX_KEPT, _MAX_ENTRIES = 64, 2000
+"""Maximum number of configs that are kept, 25 kB each; and of directory entries that are looked at for each of them."""
+
+_kept: dict[tuple[Any, ...], tuple[bytes, bool]] = {}
+"""Composed configs with what `OptionFiles.sets_hydra` says about them, by all that they depend on.
+
+They are pickled, because this is the fastest way to copy them.
+"""
+
+
+class ConfigLoader(ConfigLoaderImpl):
+    """A config loader that keeps composed options, and composes them again if an option file has changed."""
+
+    def _load_configuration_impl(
+        self, config_name: str | None, overrides: list[str], run_mode: RunMode, *rest: Any, **options: Any
+    ) -> DictConfig:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        values = [not self._is_option(override) for override in parsed]
+        chosen = [text for text, is_value in zip(overrides, values, strict=True) if not is_value]
+        key = self._key(config_name, run_mode, chosen)
+        is_plain = not any(each.is_sweep_override() or each.key_or_group.startswith("hydra") for each in parsed)
+        if key is None or not is_plain:
+            return super()._load_configuration_impl(config_name, overrides, run_mode, *rest, **options)
+        if key not in _kept and not self._keep(key, config_name, chosen, run_mode, *rest, **options):
+            return super()._load_configuration_impl(config_name, overrides, run_mode, *rest, **options)
+        content, sets_hydra = _kept[key]
+        OptionFiles.sets_hydra |= sets_hydra
+        config = pickle.loads(content)
+        self._apply_overrides_to_config([each for each, value in zip(parsed, values, strict=True) if value], config)
+        config.hydra.overrides.task = [each.input_line for each in parsed]
+        config.hydra.runtime.cwd = os.getcwd()
+        form = config.hydra.job.config.override_dirname
+        config.hydra.job.override_dirname = get_overrides_dirname(parsed, form.exclude_keys, form.item_sep, form.kv_sep)
+        return config
+
+    def _is_option(self, override: Override) -> bool:
+        """Return whether `override` changes the defaults list; Hydra decides it in the same way."""
+        return self.repository.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
+
+    def _keep(
+        self, key: tuple[Any, ...], config_name: str | None, chosen: list[str], *rest: Any, **options: Any
+    ) -> bool:
+        """Compose the options that the overrides `chosen` choose, and keep the config; return whether it may be kept.
+
+        After an error, the whole command line must be composed, for the error that the user sees.
+        """
+        before = OptionFiles.sets_hydra, OptionFiles.is_constant
+        OptionFiles.sets_hydra, OptionFiles.is_constant = False, True
+        try:
+            config = super()._load_configuration_impl(config_name, chosen, *rest, **options)
+            sets_hydra, is_constant = OptionFiles.sets_hydra, OptionFiles.is_constant
+        except Exception:
+            return False
+        finally:
+            OptionFiles.sets_hydra, OptionFiles.is_constant = before
+        if config.hydra.searchpath or not is_constant:
+            return False
+        while len(_kept) >= _MAX_KEPT:
+            del _kept[next(iter(_kept))]
+        _kept[key] = pickle.dumps(config), sets_hydra
+        return True
+
+    def _key(self, config_name: str | None, run_mode: RunMode, chosen: list[str]) -> tuple[Any, ...] | None:
+        """Return all that the options of a config depend on; None if this is not known.
+
+        Besides the option files, these are the options that were registered with Hydra, as those of a saved config are.
+        """
+        sources = [(source.scheme(), source.path) for source in self.get_sources()]
+        if not {scheme for scheme, _ in sources} <= {"pkg", "structured", OptionFiles.scheme()}:
+            return None
+        registered = list(_registered(ConfigStore.instance().repo, ()))
+        if any(names == (f"{config_name}.yaml",) for names, _ in registered):
+            return None
+        directories = [path for scheme, path in sources if scheme == OptionFiles.scheme()]
+        files = list(islice(_entries(directories), _MAX_ENTRIES + 1))
+        if len(files) > _MAX_ENTRIES:
+            return None
+        return (config_name, run_mode, *chosen, JobRuntime.instance().get("name"), *sources, *registered, *files)
+
+
+def _registered(nodes: dict[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], bytes]]:
+    """Yield the path and the content of each option that was registered with Hydra, except for Hydra's own."""
+    for name, node in nodes.items():
+        if isinstance(node, dict):
+            yield from _registered(node, (*above, name))
+        elif isinstance(node, ConfigNode) and node.provider != "hydra":
+            yield (*above, name), pickle.dumps(node)
+
+
+def _entries(directories: list[str]) -> Iterator[tuple[str, int, int, int]]:
+    """Yield path, inode, size and time of the last change of every file and directory in `directories`."""
+    for directory in directories:
+        with suppress(OSError), os.scandir(directory) as entries:
+            for entry in entries:
+                with suppress(OSError):  # a link to nowhere
+                    status = entry.stat()
+                    yield entry.path, status.st_ino, status.st_size, status.st_mtime_ns
+                if entry.is_dir():
+                    yield from _entries([entry.path])

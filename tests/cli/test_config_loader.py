@@ -1,0 +1,192 @@
+"""The config loader against Hydra's own: the same configs and the same errors, whether options are kept or not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError
+
+from runner.cli import config_loader
+from runner.cli.composition import Composer
+from runner.cli.config_loader import ConfigLoader
+from runner.cli.config_source import OptionFiles
+
+LINES = [
+    ["seed=3", "optimizer=adamw", "optimizer.lr=0.1", "+model.x={a:1,b:[2]}", "~schedule.warmup"],
+    ["optimizer=[adam,sgd]", "optimizer={lr:7}", "++new.key='a b'", "name=run-${seed}-${hydra:job.num}"],
+    ["~model", "+experiment=ten_epochs", "how=[]", "output_root=${oc.env:HOME}"],
+    ["hydra.verbose=true", "precision='16'", "device=cpu", "batch_size=1", "batch_size=2"],
+]
+MISTAKES = [
+    *("optimzer.lr=1", "optimizer.lrr=1", "optimizer=nope", "+seed=1", "~nope", "~seed=5", "a@b=1", "optimizer=5"),
+    *("seed=1,2", "seed=range(3)", "++optimizer=adam", "~optimizer=adam", "seed.x=1", "seed=${", "x.y=1"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without the configs that earlier tests have left, and with Hydra's global objects restored."""
+    monkeypatch.setattr(config_loader, "_kept", {})
+    monkeypatch.setattr(OptionFiles, "sets_hydra", False)
+    Composer()  # registers Hydra's own options
+    store = ConfigStore.instance()
+    before = store.repo
+    store.repo = copy.deepcopy(before)
+    yield
+    store.repo = before
+
+
+def outcome(loader: ConfigLoaderImpl, overrides: list[str], mode: RunMode = RunMode.RUN) -> Any:
+    """What `loader` composes, or the error with which it fails."""
+    try:
+        config = loader.load_configuration("config", overrides, mode)
+    except (HydraException, ValueError) as error:
+        return type(error), str(error)
+    return OmegaConf.to_container(config), OmegaConf.is_struct(config), OmegaConf.is_readonly(config.hydra)
+
+
+def hydras_own(loader: ConfigLoader) -> ConfigLoaderImpl:
+    return ConfigLoaderImpl(loader.get_search_path())
+
+
+@pytest.mark.parametrize("overrides", [*LINES, *([word] for word in MISTAKES)], ids=" ".join)
+def test_what_is_composed_is_what_hydra_composes(overrides: list[str]) -> None:
+    loader = Composer()._loader
+    wanted = outcome(hydras_own(loader), overrides)
+    assert outcome(loader, overrides) == wanted
+    assert outcome(loader, overrides) == wanted, "from what was kept"
+
+
+def test_the_config_of_a_sweep_is_kept_beside_that_of_a_run() -> None:
+    loader, words = Composer()._loader, ["optimizer=adam", "seed=3"]
+    for mode in (RunMode.MULTIRUN, RunMode.RUN, RunMode.MULTIRUN):
+        assert outcome(loader, words, mode) == outcome(hydras_own(loader), words, mode)
+
+
+def test_mistakes_are_mistakes_in_lines_whose_options_are_fine() -> None:
+    """And lines that are fine do not fail after those that are not."""
+    loader = Composer()._loader
+    good = outcome(loader, ["optimizer=adam", "seed=1"])
+    assert outcome(loader, ["optimizer=adam", "seeed=1"]) == outcome(hydras_own(loader), ["optimizer=adam", "seeed=1"])
+    assert outcome(loader, ["optimizer=adam", "seed=1"]) == good
+
+
+def count_compositions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that gets an item for each option file that is read."""
+    read: list[str] = []
+    load = OptionFiles.load_config
+
+    def counted(self: OptionFiles, config_path: str) -> Any:
+        read.append(config_path)
+        return load(self, config_path)
+
+    monkeypatch.setattr(OptionFiles, "load_config", counted)
+    return read
+
+
+def test_options_are_composed_once_for_all_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    read = count_compositions(monkeypatch)
+    first = Composer().run(["seed=1", "optimizer=adam"]).config
+    assert read
+    read.clear()
+    monkeypatch.chdir(tmp_path)
+    second = Composer().run(["optimizer=adam", "optimizer.lr=0.5"])
+    assert read == []
+    assert second.config == first | {"seed": 0, "optimizer": first["optimizer"] | {"lr": 0.5}}
+    assert second.overrides == ["optimizer=adam", "optimizer.lr=0.5"]
+    assert Composer().run(["name=${hydra:runtime.cwd}", "optimizer=adam"]).config["name"] == str(tmp_path)
+    assert read == []
+    assert Composer().run(["optimizer=sgd"]).config["optimizer"] != first["optimizer"]
+    assert read
+
+
+def test_a_composed_config_can_be_changed() -> None:
+    loader = Composer()._loader
+    config = loader.load_configuration("config", [], RunMode.RUN)
+    config.optimizer.lr = 77
+    with pytest.raises(ConfigAttributeError):
+        config.optimizer.nope = 1
+    assert loader.load_configuration("config", [], RunMode.RUN).optimizer.lr != 77
+
+
+def test_few_configs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_loader, "_MAX_KEPT", 2)
+    lines = [["optimizer=adam"], ["optimizer=sgd"], ["optimizer=adamw"]]
+    values = [Composer().run(line).config for line in lines]
+    assert len(config_loader._kept) == 2
+    assert [Composer().run(line).config for line in lines] == values
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a config depends on
+
+
+def option(directory: Path, name: str, text: str) -> Path:
+    path = directory / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_changed_added_or_removed_option_file_is_noticed(tmp_path: Path) -> None:
+    def seed() -> int:
+        return Composer(str(tmp_path)).run([]).config["seed"]
+
+    assert seed() == 0
+    path = option(tmp_path, "local/default", "# @package _global_\nseed: 3\n")
+    assert seed() == 3
+    path.write_text("# @package _global_\nseed: 4\n")
+    assert seed() == 4
+    path.write_text("# @package _global_\ndefaults: [/optimizer/adam@more, /local/other]\nseed: 5\n")
+    other = option(tmp_path, "local/other", "x: 1\n")
+    assert seed() == 5
+    other.write_text("# @package _global_\nseed: 6\n")
+    assert seed() == 5, "what a file inherits is overridden by what it says"
+    path.unlink()
+    assert seed() == 0
+
+
+def test_a_file_of_hydras_keys_is_refused_each_time(tmp_path: Path) -> None:
+    from runner.config.errors import ConfigError
+
+    option(tmp_path, "local/default", "# @package _global_\nhydra: {run: {dir: x}}\n")
+    for _ in range(2):
+        OptionFiles.sets_hydra = False  # as in another process
+        with pytest.raises(ConfigError) as refusal:
+            Composer(str(tmp_path)).run([])
+        assert refusal.value.key == "hydra.run.dir"
+
+
+def test_references_in_a_defaults_list_are_resolved_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    option(tmp_path, "local/default", "# @package _global_\ndefaults: [/optimizer@extra: '${oc.env:MINE}']\n")
+    for name, target in (("adam", "Adam"), ("sgd", "SGD")):
+        monkeypatch.setenv("MINE", name)
+        assert Composer(str(tmp_path)).run([]).config["extra"]["_target_"] == f"runner.optimizer.{target}"
+
+
+def test_options_that_are_registered_are_noticed() -> None:
+    for seed in (5, 6):
+        ConfigStore.instance().store(group="local", name="default", package="_global_", node={"seed": seed})
+        assert Composer().run([]).config["seed"] == seed
+
+
+def test_a_directory_of_many_files_is_read_each_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where looking at all files may take longer than composing."""
+    monkeypatch.setattr(config_loader, "_MAX_ENTRIES", 100)
+    for number in range(101):
+        (tmp_path / f"{number}.txt").touch()
+    (tmp_path / "nowhere").symlink_to("nothing")
+    read = count_compositions(monkeypatch)
+    for _ in range(2):
+        read.clear()
+        Composer(str(tmp_path)).run([])
+        assert read
