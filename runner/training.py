@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from runner.batching import Step
 from runner.config.errors import ConfigError
@@ -24,9 +23,9 @@ from runner.parallel.context import Process
 from runner.run import CrashedError, Result, Run, Session, build_run, describe_model
 from runner.seeds import derive
 from runner.state import State
+from runner.storage.saved_config import config_yaml
 from runner.system import memory, torch_errors, torch_private
 from runner.system.provenance import environment
-from runner.system.secrets import redacted_values
 from runner.system.section_timer import timer
 from runner.system.signals import StopRequest
 from runner.tracking.log_file import LogFile
@@ -215,7 +214,7 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
 def introduce(state: State, recorder: Recorder) -> None:
     """Log what is trained, a table of the model, the config and the environment."""
     session = state.session
-    config = OmegaConf.to_yaml(OmegaConf.create(redacted_values(session.run.config)))
+    config = config_yaml(session.run.config)
     log.info("%s", session.describe(state.model_description, state.directory))
     if session.rank == 0 and (why := oversubscription(session.device, session.run.workload.num_data_workers)):
         log.warning("%s", why)

@@ -11,7 +11,6 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.singleton import Singleton
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 
@@ -21,6 +20,7 @@ from runner.cli.config_source import OptionFiles
 from runner.cli.hydra_errors import config_error, explain
 from runner.cli.zipped import parse_zip
 from runner.config.errors import ABSENT, ConfigError, check
+from runner.storage.saved_config import config_yaml
 from runner.system.secrets import redacted_values
 
 
@@ -50,7 +50,7 @@ class Config(Mapping[str, Any]):
 
     def __str__(self) -> str:
         """Return the config as YAML, without credentials."""
-        return OmegaConf.to_yaml(OmegaConf.create(redacted_values(self._values)))
+        return config_yaml(self._values)
 
 
 def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str] | None = None) -> Config:

@@ -67,16 +67,18 @@ def overrides_first(arguments: Iterable[str]) -> list[str]:
 
 def _checked_override(word: str) -> str:
     match = _OVERRIDE.fullmatch(word)
-    examples = ", ".join(f"{word}={option}" for option in groups().get(word, [])) or "seed=1"
-    why = "it is not of the form KEY=VALUE, without spaces around the ="
-    check(bool(match or _DELETION.fullmatch(word)), word, ABSENT, why, f"for example {examples}")
+    if not match and not _DELETION.fullmatch(word):
+        examples = ", ".join(f"{word}={option}" for option in groups().get(word, [])) or "seed=1"
+        why = "it is not of the form KEY=VALUE, without spaces around the ="
+        raise ConfigError(word, ABSENT, why, f"for example {examples}")
     key, value = (match["key"], match["value"]) if match else (word, "")
     _check_hydra_key(key, value)
     _check_size(key, value)
     if key.lstrip("+") in chosen_groups():
         parts = re.split("[/,]", value)
-        no_file = value.startswith(("/", "~")) or ".." in parts or any(len(os.fsencode(part)) > 250 for part in parts)
-        check(not no_file, key, value, "an option is a file in its group", did_you_mean(value, groups().get(key, [])))
+        if value.startswith(("/", "~")) or ".." in parts or any(len(os.fsencode(part)) > 250 for part in parts):
+            nearest = did_you_mean(value, groups().get(key, []))
+            raise ConfigError(key, value, "an option is a file in its group", nearest)
     return word
 
 

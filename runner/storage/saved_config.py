@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import re
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -32,11 +34,21 @@ class UnreadableConfigError(Exception):
 
 def config_text(config: dict[str, Any]) -> str:
     """Return `config` as YAML, without credentials. The last line is a comment with the SHA-256 of the lines above."""
-    config = redacted_values(config)
-    text = OmegaConf.to_yaml(OmegaConf.create(config))
+    text = config_yaml(config)
     if not all(line.isprintable() for line in text.split("\n")):  # YAML would change these characters
-        text = json.dumps(config, indent=2) + "\n"  # JSON is YAML too, and escapes them
+        text = json.dumps(redacted_values(config), indent=2) + "\n"  # JSON is YAML too, and escapes them
     return f"{text}{_SEAL}{_sha256(text)}\n"
+
+
+def config_yaml(config: dict[str, Any]) -> str:
+    """Return `config` as YAML, without credentials, for people to read."""
+    return _yaml(pickle.dumps(redacted_values(config)))
+
+
+@lru_cache(maxsize=8)
+def _yaml(config: bytes) -> str:
+    """Return a pickled config as YAML. Each run needs it three times, and writing it takes 20 ms."""
+    return OmegaConf.to_yaml(OmegaConf.create(pickle.loads(config)))
 
 
 def is_sealed(content: bytes) -> bool:
