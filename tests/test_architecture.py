@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import sys
 from pathlib import Path
@@ -38,6 +39,7 @@ ROOMS = [
 ]
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     files = [*(ROOT / "runner").rglob("*.py"), *(ROOT / "models").rglob("*.py")]
     return {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
@@ -53,6 +55,7 @@ def room_of(module: str) -> tuple[int, object]:
     raise AssertionError(f"{module} is in no room: give it one")
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """The project's modules that a file imports, wherever in it."""
     found: set[str] = set()

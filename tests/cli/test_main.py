@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers.command import PATIENCE, Command, environment, leftovers, run_command, run_fresh, start_fresh, until
+from helpers.command import PATIENCE, Command, environment, glob, leftovers, run_command, run_fresh, start_fresh, until
 from helpers.compose import FAST
 
 from runner.config.options import CONF
@@ -348,7 +348,7 @@ def test_a_job_that_is_refused_or_diverges_does_not_end_the_others(tmp_path: Pat
 
 def test_options_that_do_not_fit_together_are_one_refused_job(tmp_path: Path) -> None:
     words = ("optimizer=sgd,adam", "optimizer.momentum=0.9", "steps=1")
-    code, told = run_command(*FAST, "-m", *words, cwd=tmp_path, kind="ranks")
+    code, told = run_command(*FAST, "-m", *words, cwd=tmp_path)
     assert code == 2, told
     assert "job 1: optimizer=adam: refused\noptimizer.momentum: " in told
     assert {name[:3]: result["status"] for name, result in results(tmp_path).items()} == {"000": "done"}
@@ -357,11 +357,12 @@ def test_options_that_do_not_fit_together_are_one_refused_job(tmp_path: Path) ->
 
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_job_that_is_killed_does_not_end_the_others(retries: int, tmp_path: Path) -> None:
-    words = (*FAST, "-m", "seed=1,2,3", "steps=400", "save_every=20", "eval_every=0", f"sweep.retries={retries}")
-    command = Command(tmp_path, *words)
-    until(lambda: list(tmp_path.glob("outputs/sweeps/*/*/000-*/checkpoints/step_????????")))
+    words = (*FAST, "-m", "seed=1,2,3", "steps=60", "save_every=20", "eval_every=0", f"sweep.retries={retries}")
+    command = Command(tmp_path, *words, STEP_GATE=f"50:{tmp_path / 'go'}")
+    until(lambda: glob(tmp_path, "outputs/sweeps/*/*/000-*/checkpoints/step_????????"))
     [ledger] = tmp_path.glob("outputs/sweeps/*/*/sweep.json")
     command.kill(signal.SIGKILL, json.loads(ledger.read_text())["jobs"]["0"]["pid"])
+    (tmp_path / "go").touch()
     code, told = command.wait()
     assert code == 1 - retries, told
     assert "was killed by SIGKILL" in told
@@ -375,7 +376,7 @@ def test_a_job_that_is_killed_does_not_end_the_others(retries: int, tmp_path: Pa
 
 
 def test_a_swept_name_is_each_jobs_own_in_one_sweep(tmp_path: Path) -> None:
-    code, told = run_command(*FAST, "-m", "name=a,b c", "output_root=y=z", "steps=1", cwd=tmp_path, kind="ranks")
+    code, told = run_command(*FAST, "-m", "name=a,b c", "output_root=y=z", "steps=1", cwd=tmp_path)
     assert code == 0, told
     found = sorted(tmp_path.glob("y=z/sweeps/a/*/0*/config.yaml"))
     assert [yaml.safe_load(path.read_text())["name"] for path in found] == ["a", "b c"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.command import Command, leftovers, run_command, until
+from helpers.command import Command, glob, leftovers, run_command, until
 from helpers.compose import FAST
 
 from runner.cli.plan_jobs import experiment_file
@@ -103,11 +103,12 @@ def test_a_stopped_sweep_goes_on_where_it_was_stopped(
 ) -> None:
     """The first command has no `resume=auto`: its jobs are found all the same, in their directories."""
     monkeypatch.chdir(tmp_path)
-    words = (*FAST, "-m", *STOPPED[kind], "steps=3000", "save_every=20", "eval_every=0", "output_root=runs")
-    command = Command(tmp_path, *words)
-    until(lambda: command.code is not None or len(list(tmp_path.glob("runs/sweeps/*/*/00*/checkpoints/step_*"))) > 1)
+    words = (*FAST, "-m", *STOPPED[kind], "steps=60", "save_every=20", "eval_every=0", "output_root=runs")
+    command = Command(tmp_path, *words, STEP_GATE=f"50:{tmp_path / 'go'}")
+    until(lambda: command.code is not None or len(glob(tmp_path, "runs/sweeps/*/*/00*/checkpoints/step_????????")) > 1)
     command.kill(sent)
     assert command.wait()[0] == (75 if sent == signal.SIGTERM else -signal.SIGKILL), command.console
+    (tmp_path / "go").touch()  # the jobs of a command that was killed go on
     [path] = tmp_path.glob("runs/sweeps/*/*")
     before = sorted(job.name for job in path.glob("0*"))
     if by_tool:
@@ -120,7 +121,7 @@ def test_a_stopped_sweep_goes_on_where_it_was_stopped(
     jobs = sorted(path.glob("0*"))
     assert set(before) <= {job.name for job in jobs}
     assert len(jobs) == 2
-    assert all(read_result(job)["steps"] == 3000 for job in jobs)
+    assert all(read_result(job)["steps"] == 60 for job in jobs)
     if sent == signal.SIGTERM:
         assert any("resumed after step" in (job / "log.txt").read_text() for job in jobs)
     if kind == "a search":

@@ -134,7 +134,7 @@ class Command:
         return code, console
 
 
-def run_command(*arguments: str, cwd: Path, kind: str = "torch", **variables: str) -> tuple[int, str]:
+def run_command(*arguments: str, cwd: Path, kind: str = "ranks", **variables: str) -> tuple[int, str]:
     """The command to its end: exit code, and what it printed."""
     return Command(cwd, *arguments, kind=kind, **variables).wait()
 

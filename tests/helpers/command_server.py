@@ -2,8 +2,8 @@
 
 `python -m helpers.command_server KIND`, where KIND is one of
 
-- `torch`: everything that a run of one process imports is imported;
-- `ranks`: a fork server for ranks is started too, which all commands share;
+- `ranks`: everything that a run imports is imported, and a fork server for ranks, jobs and data workers is started,
+  which all commands share;
 - `faults`: as `ranks`, with the points at which faults can be planted (see `fault_points`);
 - `no-torch`: torch and numpy cannot be imported at all.
 
@@ -20,7 +20,8 @@ import signal
 import sys
 from typing import Any
 
-FAULT_POINTS, FROZEN = "helpers.fault_points_installed", "helpers.frozen"
+FAULT_POINTS, STEP_GATE = "helpers.fault_points_installed", "helpers.step_gate"
+FROZEN, COMPOSED = "helpers.frozen", "helpers.composed"
 
 
 def main() -> None:
@@ -28,13 +29,14 @@ def main() -> None:
     kind = sys.argv[1]
     if kind == "no-torch":
         sys.modules |= dict.fromkeys(("torch._C", "numpy"))  # type: ignore[arg-type]  # importing them fails
+        importlib.import_module(COMPOSED)
     else:
         import_everything()
     answers, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # what rank 0 prints in the fork server's children
     if kind == "faults":
         importlib.import_module(FAULT_POINTS)
-    if kind in ("ranks", "faults"):
+    if kind != "no-torch":
         share_fork_server(*[FAULT_POINTS] * (kind == "faults"))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
@@ -47,8 +49,6 @@ def main() -> None:
 def import_everything() -> None:
     import torch
 
-    import runner.cli.run_job  # noqa: F401
-
     torch.use_deterministic_algorithms(False)  # imports torch's compiler, as every optimizer does: two seconds
     importlib.import_module(FROZEN)
 
@@ -60,7 +60,7 @@ def share_fork_server(*modules: str) -> None:
     from runner.parallel.launch.processes import PRELOADED
     from runner.system.forkserver import start_server
 
-    start_server(*PRELOADED, *modules, FROZEN)
+    start_server(*PRELOADED, STEP_GATE, *modules, FROZEN)
     nothing: Any = lambda: None  # noqa: E731
     server.ensure_running = server._forkserver.ensure_running = nothing  # type: ignore[attr-defined]
 

@@ -11,6 +11,8 @@ import PIL.ImageDraw
 import PIL.ImageFont
 import psutil  # noqa: F401
 
+import helpers.composed  # noqa: F401
+import runner.cli.run_job
 import runner.tracking.event_file
 import runner.tracking.image_grids  # noqa: F401
 

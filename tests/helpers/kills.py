@@ -43,7 +43,7 @@ def train_with_kills(cwd: Path, arguments: list[str], kills: int, seconds: float
         killed += 1
 
 
-def assert_kills_change_nothing(tmp_path: Path, arguments: list[str], kills: int, kind: str = "torch") -> None:
+def assert_kills_change_nothing(tmp_path: Path, arguments: list[str], kills: int, kind: str = "ranks") -> None:
     """Fail unless runs of `arguments` that are killed, `kills` times in all, end like one that is not."""
     code, console = run_command(*arguments, cwd=tmp_path / "whole", kind=kind)
     assert code == 0, console

@@ -252,7 +252,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_resume_after_a_signal_is_bitwise_exact(
     number: signal.Signals, uninterrupted: dict[str, Any], tmp_path: Path
 ) -> None:
-    command = Command(tmp_path, *LONG, kind="torch").saved()
+    command = Command(tmp_path, *LONG).saved()
     command.kill(number)
     code, told = command.ended()
     assert code == 75, told
@@ -284,7 +284,7 @@ SLOW = ("model=resnet18", "device=cpu", "device.threads=1", "batch_size=1024", "
 
 
 def test_the_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
-    command = Command(tmp_path, *SLOW, kind="torch")
+    command = Command(tmp_path, *SLOW)
     until(lambda: command.code is not None or "directory " in command.log)  # the first lines: it handles signals now
     used = psutil.Process(command.pid).cpu_times().user
     until(lambda: command.code is not None or psutil.Process(command.pid).cpu_times().user > used + 1)  # in the step
@@ -372,7 +372,7 @@ def test_a_signal_before_the_first_step_leaves_at_once(
     git.write_text(f"#!/bin/sh\ntouch '{started}'\nexec sleep 60\n")
     git.chmod(0o755)
     path = f"{git.parent}:{os.environ['PATH']}"
-    command = Command(tmp_path / "run", *FAST, *words, kind="torch", PATH=path)
+    command = Command(tmp_path / "run", *FAST, *words, PATH=path)
     until(lambda: command.code is not None or started.exists())
     command.kill(number)
     code, told = command.ended()

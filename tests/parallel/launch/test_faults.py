@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import rank_work
-from helpers.command import PATIENCE, Command, processes_in, start_fresh, succeed, until
+from helpers.command import PATIENCE, Command, glob, processes_in, start_fresh, succeed, until
 from helpers.compose import built
 from helpers.runs import TWO, assert_bitwise, free_port, held_in, listening, newest_checkpoint, weights, write_images
 
@@ -162,11 +162,72 @@ STOPS = {
     "ensemble-0": ("ensemble", 0, "training"),
     "fsdp-1": ("fsdp", 1, "training"),
 }
+PAUSED = ("ddp", "hogwild", "pipeline")
+
+
+class Paused:
+    """A command whose processes are all stopped for longer than the timeout.
+
+    Args:
+        cwd: where it runs.
+        mode: its parallel mode.
+        typed: whether it is a process group of its own with a fork server of its own, as in a terminal.
+    """
+
+    def __init__(self, cwd: Path, mode: str, typed: bool):
+        self.cwd = cwd
+        words = (*LONG, "steps=1000000", f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
+        if typed:
+            with (cwd / "console.txt").open("w") as console:
+                streams = {"stdout": console, "stderr": console}
+                self.process = start_fresh(*words, cwd=cwd, start_new_session=True, **streams)
+        else:
+            self.process = Command(cwd, *words)
+
+    @property
+    def has_ended(self) -> bool:
+        return (self.process.code if isinstance(self.process, Command) else self.process.poll()) is not None
+
+    @property
+    def console(self) -> str:
+        return (self.cwd / "console.txt").read_text()
+
+    def stop(self) -> None:
+        """Stop all its processes, once it has saved a checkpoint."""
+        until(lambda: steps_saved(self.cwd) or self.has_ended)
+        self._send(signal.SIGSTOP)
+        self.until = time.monotonic() + TIMEOUT + 5
+
+    def go_on(self) -> None:
+        time.sleep(max(0, self.until - time.monotonic()))
+        self._send(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+        until(lambda: self.has_ended)
+
+    def _send(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            if isinstance(self.process, Command):
+                self.process.kill(number, *processes_in(self.cwd))
+            else:
+                os.killpg(self.process.pid, number)
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Command]:
-    """For each case its command, one of whose ranks was stopped."""
+def paused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Paused]]:
+    """For each mode its command, all of whose processes are stopped."""
+    begun = {mode: Paused(tmp_path_factory.mktemp(mode), mode, mode == "ddp") for mode in PAUSED}
+    for each in begun.values():
+        each.stop()
+    yield begun
+    for each in begun.values():
+        each.kill()
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, paused: object) -> dict[str, Command]:
+    """For each case its command, one of whose ranks was stopped; `paused` waits at the same time."""
     commands = {}
     for case, (mode, rank, moment) in STOPS.items():
         endless = ("steps=100000", f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
@@ -184,46 +245,19 @@ def test_a_stopped_rank_ends_the_run(case: str, stopped: dict[str, Command]) -> 
     assert_crashed(stopped[case], STOPS[case][1], f"{STOPPED}{TIMEOUT})")
 
 
-@pytest.fixture(scope="module")
-def paused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Any, Path]]]:
-    """For each mode its command, whose processes were all stopped for longer than the timeout, and then continued."""
-    begun: dict[str, tuple[Any, Path]] = {}
-    for mode in ("ddp", "hogwild", "pipeline"):
-        cwd = tmp_path_factory.mktemp(mode)
-        endless = ("steps=1000000", f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
-        with (cwd / "console.txt").open("w") as console:
-            process = start_fresh(*LONG, *endless, cwd=cwd, stdout=console, stderr=console, start_new_session=True)
-        begun[mode] = process, cwd
-        until(lambda cwd=cwd, process=process: steps_saved(cwd) or process.poll() is not None)
-    for process, _ in begun.values():
-        os.killpg(process.pid, signal.SIGSTOP)
-    time.sleep(TIMEOUT + 5)
-    for process, _ in begun.values():
-        os.killpg(process.pid, signal.SIGCONT)
-    yield begun
-    for process, _ in begun.values():
-        kill(process)
-
-
-def kill(process: Any) -> None:
-    """Kill a command and all processes that it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def steps_saved(cwd: Path) -> int:
-    return max((int(path.name[5:]) for path in cwd.glob("outputs/*/*/checkpoints/step_????????")), default=0)
+    return max((int(path.name[5:]) for path in glob(cwd, "outputs/*/*/checkpoints/step_????????")), default=0)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "hogwild", "pipeline"])
-def test_a_run_goes_on_after_all_its_processes_were_suspended(mode: str, paused: dict[str, tuple[Any, Path]]) -> None:
+@pytest.mark.parametrize("mode", PAUSED)
+def test_a_run_goes_on_after_all_its_processes_were_suspended(mode: str, paused: dict[str, Paused]) -> None:
     """By Ctrl-Z and fg: a pause that all share is nobody's silence."""
-    process, cwd = paused[mode]
-    before = steps_saved(cwd)
-    until(lambda: steps_saved(cwd) >= before + 50 or process.poll() is not None)
-    assert process.poll() is None, (cwd / "console.txt").read_text()
-    kill(process)  # not only at the end of the module: six ranks keep the machine busy
+    command = paused[mode]
+    before = steps_saved(command.cwd)
+    command.go_on()
+    until(lambda: steps_saved(command.cwd) >= before + 50 or command.has_ended)
+    assert not command.has_ended, command.console
+    command.kill()  # not only at the end of the module: its ranks keep the machine busy
 
 
 def test_a_killed_parent_leaves_no_stopped_rank_behind(tmp_path: Path) -> None:

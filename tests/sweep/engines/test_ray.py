@@ -162,7 +162,7 @@ RUN = (*FAST, "batch_size=8", "steps=2000", "save_every=100", "eval_every=0")
 
 
 def swept(cwd: Path, *words: str) -> Command:
-    return Command(cwd, *RUN, "-m", "seed=1", "sweep=ray", *words, kind="torch")
+    return Command(cwd, *RUN, "-m", "seed=1", "sweep=ray", *words)
 
 
 def saved(command: Command) -> list[Path]:

@@ -339,7 +339,7 @@ RUN = (*FAST, "batch_size=8", "steps=2000", "save_every=100", "eval_every=0")
 
 
 def swept(cwd: Path, *words: str, **variables: str) -> Command:
-    return Command(cwd, *RUN, "-m", *words, "sweep=slurm", "sweep.threads=1", kind="torch", **variables)
+    return Command(cwd, *RUN, "-m", *words, "sweep=slurm", "sweep.threads=1", **variables)
 
 
 def checkpoints(cwd: Path, number: int) -> list[Path]:
