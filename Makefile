@@ -4,6 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONUNBUFFERED = 1
+# The tests start dozens of interpreters: compiling every module, and rewriting every assertion, once is enough.
+unexport PYTHONDONTWRITEBYTECODE
 
 run: .venv/ready
 	@$(BIN)/python -m runner $(ARGS)
@@ -12,8 +14,10 @@ test: .venv/ready
 	@echo "lint, types, tests"
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
-	@$(BIN)/pyright
-	@$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(ARGS)
+	@# pyright keeps one core busy for half a minute: it runs beside the tests, and says at their end what it found.
+	@$(BIN)/pyright > .venv/types 2>&1 & types=$$!; trap "kill $$types" INT TERM; \
+		$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(ARGS); tests=$$?; \
+		wait $$types; types=$$?; cat .venv/types; [ $$tests = 0 ] || exit $$tests; exit $$types
 
 test-all:
 	@echo "the tests on every supported Python and with the lowest versions: an hour or more; docs/versions.md has the last results"
