@@ -3,6 +3,7 @@
 Composing takes Hydra most of its time: the commands of a server that has imported this find these options kept.
 """
 
+import runner.cli.main  # first: it defers torch
 import runner.cli.plan_jobs
 import runner.cli.run_sweep
 import runner.cli.zipped
