@@ -220,7 +220,7 @@ def introduce(state: State, recorder: Recorder) -> None:
         log.warning("%s", why)
     log.debug("model:\n%s", state.model_table)
     log.debug("config:\n%s", config)
-    texts = {"model": state.model_table, "config": config, "environment": json.dumps(environment(), indent=2)}
+    texts = {"network": state.model_table, "config": config, "environment": json.dumps(environment(), indent=2)}
     recorder.texts(texts)
     recorder.hyperparameters(session.run.config)
 

@@ -147,7 +147,7 @@ def test_a_table_of_the_model_is_in_tensorboard_and_in_the_log(
         "head    Linear                        650      650",
         "total   ConvNet                    13,706   13,546",
     ]
-    [(step, table)] = text(run.directory, "model")
+    [(step, table)] = text(run.directory, "network")
     assert (step, table.splitlines()) == (1, lines)
     assert f"model:\n{table}" in [record.getMessage() for record in caplog.records]
 
