@@ -6,6 +6,7 @@ which do not depend on the overrides of single values. The jobs of a sweep usual
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from collections.abc import Iterator
@@ -26,11 +27,8 @@ from runner.cli.config_source import OptionFiles
 _MAX_KEPT, _MAX_ENTRIES = 64, 2000
 """Maximum number of configs that are kept, 25 kB each; and of directory entries that are looked at for each of them."""
 
-_kept: dict[tuple[Any, ...], tuple[bytes, bool]] = {}
-"""Composed configs with what `OptionFiles.sets_hydra` says about them, by all that they depend on.
-
-They are pickled, because this is the fastest way to copy them.
-"""
+_kept: dict[tuple[Any, ...], tuple[DictConfig, bool]] = {}
+"""Composed configs with what `OptionFiles.sets_hydra` says about them, by all that they depend on."""
 
 
 class ConfigLoader(ConfigLoaderImpl):
@@ -48,9 +46,11 @@ class ConfigLoader(ConfigLoaderImpl):
             return super()._load_configuration_impl(config_name, overrides, run_mode, *rest, **options)
         if key not in _kept and not self._keep(key, config_name, chosen, run_mode, *rest, **options):
             return super()._load_configuration_impl(config_name, overrides, run_mode, *rest, **options)
-        content, sets_hydra = _kept[key]
+        kept, sets_hydra = _kept[key]
         OptionFiles.sets_hydra |= sets_hydra
-        config = pickle.loads(content)
+        # Not pickled, which would be faster: Hydra imports its plugins again whenever its singletons are reset, and the
+        # classes of a config are then not those that pickle finds by their names.
+        config = copy.deepcopy(kept)
         self._apply_overrides_to_config([each for each, value in zip(parsed, values, strict=True) if value], config)
         config.hydra.overrides.task = [each.input_line for each in parsed]
         config.hydra.runtime.cwd = os.getcwd()
@@ -82,7 +82,7 @@ class ConfigLoader(ConfigLoaderImpl):
             return False
         while len(_kept) >= _MAX_KEPT:
             del _kept[next(iter(_kept))]
-        _kept[key] = pickle.dumps(config), sets_hydra
+        _kept[key] = config, sets_hydra
         return True
 
     def _key(self, config_name: str | None, run_mode: RunMode, chosen: list[str]) -> tuple[Any, ...] | None:
@@ -93,7 +93,10 @@ class ConfigLoader(ConfigLoaderImpl):
         sources = [(source.scheme(), source.path) for source in self.get_sources()]
         if not {scheme for scheme, _ in sources} <= {"pkg", "structured", OptionFiles.scheme()}:
             return None
-        registered = list(_registered(ConfigStore.instance().repo, ()))
+        try:
+            registered = list(_registered(ConfigStore.instance().repo, ()))
+        except Exception:  # of a class that was defined again in a notebook, or has no module
+            return None
         if any(names == (f"{config_name}.yaml",) for names, _ in registered):
             return None
         directories = [path for scheme, path in sources if scheme == OptionFiles.scheme()]

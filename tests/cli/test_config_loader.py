@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins import basic_launcher
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -190,3 +191,13 @@ def test_a_directory_of_many_files_is_read_each_time(monkeypatch: pytest.MonkeyP
         read.clear()
         Composer(str(tmp_path)).run([])
         assert read
+
+
+def test_options_are_kept_after_hydra_has_imported_its_plugins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does when its global objects are restored: the class of a config is then not the one in its module."""
+    wanted = Composer().run(["seed=1", "name=kept"]).config
+    monkeypatch.setattr(config_loader, "_kept", {})
+    monkeypatch.setattr(basic_launcher, "BasicLauncherConf", type("BasicLauncherConf", (), {}))
+    assert Composer().run(["seed=1", "name=kept"]).config == wanted
+    assert Composer().run(["seed=2", "name=kept"]).config == wanted | {"seed": 2}
+    assert len(config_loader._kept) == 1
