@@ -43,5 +43,5 @@ def test_samples_have_no_extra_results_by_default():
 
 
 def test_samples_and_data_are_abstract():
-    assert Samples.__abstractmethods__ == {"__len__", "batches", "in_order", "display_images"}
+    assert Samples.__abstractmethods__ == {"__len__", "batches", "in_order"}
     assert Data.__abstractmethods__ == {"load"}

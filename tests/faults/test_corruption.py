@@ -85,7 +85,7 @@ def copied(whole: Path, to: Path, until: int = 4) -> Path:
     path = Path(shutil.copytree(whole, to / "outputs/a" / whole.name))
     for step in range(until + 2, 10, 2):
         shutil.rmtree(path / f"checkpoints/step_0000000{step}")
-    for checkpoint in path.glob("checkpoints/*"):
+    for checkpoint in path.glob("checkpoints/step_*"):
         shutil.copy(checkpoint / "rank_0.pt", checkpoint / "rank_1.pt")
         reseal(checkpoint, world_size=2)
     if until < 8:

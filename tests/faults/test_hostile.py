@@ -67,7 +67,7 @@ class World(NamedTuple):
         saved: Any = OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"))
         text = config_text({key: value for key, value in (saved | values).items() if value is not OMIT})
         (self.path / "config.yaml").write_text(text)
-        for checkpoint in self.path.glob("checkpoints/*"):
+        for checkpoint in self.path.glob("checkpoints/step_*"):
             (checkpoint / "config.yaml").write_text(text)
             reseal(checkpoint)
 
@@ -75,7 +75,7 @@ class World(NamedTuple):
         """Write any bytes in place of the saved config."""
         data = content.encode() if isinstance(content, str) else content
         (self.path / "config.yaml").write_bytes(data)
-        for checkpoint in self.path.glob("checkpoints/*"):
+        for checkpoint in self.path.glob("checkpoints/step_*"):
             (checkpoint / "config.yaml").write_bytes(data)
             reseal(checkpoint)
 
