@@ -66,10 +66,6 @@ class Classifier(DataWorkload[LabeledSamples]):
         why, name = "its samples have no classes", type(self.data).__name__
         raise ConfigError("data", name, why, "use data=digits, for example, or workload=regression for numbers")
 
-    @property
-    def num_data_workers(self) -> int:
-        return self.train.num_workers
-
     def prepare(self) -> None:
         super().prepare()
         count = self.train.num_classes

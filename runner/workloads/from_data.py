@@ -49,6 +49,10 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
             ConfigError: with the key `data`, if it cannot.
         """
 
+    @property
+    def num_data_workers(self) -> int:
+        return self.train.num_workers
+
     def prepare(self) -> None:
         with errors_under("data"):
             train, held_out = self.data.load()
