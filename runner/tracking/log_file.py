@@ -76,6 +76,7 @@ class LogFile:
         self._logger = logging.getLogger("runner")
 
     def __enter__(self) -> None:
+        self._before = self._logger.level, self._logger.propagate
         self._logger.setLevel(logging.DEBUG)
         self._logger.propagate = False
         for handler in (self._file, self._console):
@@ -88,7 +89,8 @@ class LogFile:
         logging.captureWarnings(False)
         for handler in (self._file, self._console):
             self._logger.removeHandler(handler)
-        self._logger.propagate = True
+        level, self._logger.propagate = self._before  # the next run, and the caller's own program, log as before
+        self._logger.setLevel(level)
         self._file.close()
 
 

@@ -396,6 +396,7 @@ def test_an_index_that_cannot_be_written_is_a_warning(
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, logger="runner"):
         patched.setattr(runner.storage.checkpoint, "write_index", full)
+        caplog.clear()
         save_now(checkpoints, checkpoint(2))
     assert is_whole(checkpoints.latest(), 2)
     [record] = caplog.records

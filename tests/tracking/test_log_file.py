@@ -114,13 +114,17 @@ def test_a_second_session_appends(tmp_path: Path) -> None:
     assert [line.rpartition(" ")[2] for line in lines] == ["first", "second"]
 
 
-def test_handlers_are_removed_also_after_an_error(tmp_path: Path) -> None:
-    logger = logging.getLogger("runner")
-    before = (list(logger.handlers), logger.propagate, list(logging.getLogger("py.warnings").handlers))
+def test_logging_is_as_before_also_after_an_error(tmp_path: Path) -> None:
+    logger, captured = logging.getLogger("runner"), logging.getLogger("py.warnings")
+
+    def state() -> tuple[object, ...]:
+        return list(logger.handlers), logger.level, logger.propagate, list(captured.handlers)
+
+    before = state()
     with suppress(ValueError), LogFile(tmp_path):
         assert len(logger.handlers) == len(before[0]) + 2
         raise ValueError
-    assert (list(logger.handlers), logger.propagate, list(logging.getLogger("py.warnings").handlers)) == before
+    assert state() == before
 
 
 def test_nothing_logged_leaves_no_file(tmp_path: Path) -> None:
