@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from runner.cli import arguments as cli
 from runner.cli.composition import Composer
-from runner.config.errors import ABSENT, check
+from runner.config.errors import check
+from runner.tools.run_arguments import check_no_flags
 
 if TYPE_CHECKING:
     from runner.run import Run
@@ -26,9 +27,7 @@ def overrides_of(words: Sequence[str], flags: str) -> list[str]:
             and `never`.
     """
     overrides = cli.overrides_first(words)
-    unknown = [word for word in overrides if word.startswith("-")]
-    known = f"it takes {flags} and overrides"
-    check(not unknown, " ".join(unknown[:1]), ABSENT, "there is no such flag of this tool;", known)
+    check_no_flags(overrides, f"it takes {flags} and overrides")
     resumed = cli.override_value(overrides, "resume")
     why = "the first steps of a config are looked at, not those of a run"
     check(resumed in (None, "auto", "never"), "resume", resumed, why, "leave it out, and repeat the run's overrides")

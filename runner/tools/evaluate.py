@@ -9,30 +9,23 @@ Exit codes: 0: evaluated. 1: the evaluation crashed. 2: there is no such run or 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from runner.cli.exit_codes import CRASHED, DONE, report_error
-from runner.config.errors import ABSENT, check
 from runner.parallel.launch.supervisor import RankError
+from runner.tools.run_arguments import check_no_flags, run_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate the checkpoint that the command line names, print its metrics, and return the exit code."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m runner.tools.evaluate", description=__doc__, formatter_class=form, allow_abbrev=False
-    )
-    parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument("--checkpoint", metavar="best|last|STEP", default="best", help="which one (default: best)")
+    parser = run_parser("evaluate", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, overrides = parser.parse_known_args(arguments)
     try:
-        flags = [word for word in overrides if word.startswith("-")]
-        check(not flags, "".join(flags[:1]), ABSENT, "there is no such flag of this tool;", "--help lists them")
+        check_no_flags(overrides)
         from runner.api.saved import load  # imported here: flags are checked before torch is imported
 
         run = load(options.run)

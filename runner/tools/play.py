@@ -9,7 +9,6 @@ Exit codes: 0: played. 2: there is no such run or checkpoint, or it cannot be sh
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from runner.cli.exit_codes import DONE, INTERRUPTED, report_error
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.seeds import derive
 from runner.tools.output import check_writable, write_or_refuse
+from runner.tools.run_arguments import check_no_flags, run_parser
 
 if TYPE_CHECKING:
     import torch
@@ -36,19 +36,13 @@ _FRAMES_PER_SECOND = 25
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play as the command line says, and return the exit code."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m runner.tools.play", description=__doc__, formatter_class=form, allow_abbrev=False
-    )
-    parser.add_argument("run", metavar="RUN", help="the run directory of an agent")
-    parser.add_argument("--checkpoint", metavar="best|last|STEP", default="best", help="which one (default: best)")
+    parser = run_parser("play", __doc__, "the run directory of an agent")
     parser.add_argument("--episodes", metavar="N", type=int, default=1, help="number of episodes (default: 1)")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the initial states (default: 0)")
     parser.add_argument("--film", metavar="FILE.gif", help="write a film instead of showing a window")
     options, overrides = parser.parse_known_args(arguments)
     try:
-        flags = [word for word in overrides if word.startswith("-")]
-        check(not flags, "".join(flags[:1]), ABSENT, "there is no such flag of this tool;", "--help lists them")
+        check_no_flags(overrides)
         check(options.episodes >= 1, "--episodes", options.episodes, "nothing would be played", "use --episodes 1")
         check_writable("--film", options.film, ".gif")
         from runner.api.saved import load  # imported here: flags are checked before torch is imported
@@ -101,7 +95,8 @@ def _play(env: Env, model: torch.nn.Module, seed: int, num_episodes: int, film: 
 
     for episode in range(num_episodes):
         state_seed = derive(seed, "play", episode)
-        total, length = play_one(env, lambda batch: model(batch.to(dtype)), device, state_seed, render_mode, keep)
+        with torch.inference_mode():
+            total, length = play_one(env, lambda batch: model(batch.to(dtype)), device, state_seed, render_mode, keep)
         print(f"episode {episode}: return {total:g}, {length} steps")
     write_or_refuse("--film", film, lambda path: path.write_bytes(gif(frames, every / env.frames_per_second)))
 

@@ -18,6 +18,7 @@ from runner.cli.exit_codes import DONE, report_error
 from runner.config.errors import check, escaped
 from runner.storage.durable_write import write_json, write_text
 from runner.tools.output import check_writable, write_or_refuse
+from runner.tools.run_arguments import run_parser
 
 if TYPE_CHECKING:
     from runner.api.prediction import Prediction
@@ -47,13 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m runner.tools.predict", description=__doc__, formatter_class=form, allow_abbrev=False
-    )
-    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser = run_parser("predict", __doc__)
     parser.add_argument("files", metavar="FILE|DIRECTORY", nargs="+", help="images, or directories of images")
-    parser.add_argument("--checkpoint", metavar="best|last|STEP", default="best", help="which one (default: best)")
     parser.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
     parser.add_argument("--json", metavar="FILE", help="also write the table as JSON")
     parser.add_argument("--grid", metavar="FILE.png", help=f"also draw the first {_MOST_IMAGES} images")

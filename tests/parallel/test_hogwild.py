@@ -83,13 +83,15 @@ def test_the_workers_together_do_every_step_once(workers: int, tmp_path: Path) -
 
 
 def test_two_workers_learn_what_one_process_learns(trained, tmp_path: Path) -> None:
-    overrides = ("accumulation=1", "model.dropout=0", "schedule=onecycle", "steps=600", "save_every=0", "eval_every=0")
+    """Gradients are clipped: a stale one at the highest learning rate can end in a plateau, which is no bug to find."""
+    schedule = ("schedule=onecycle", "steps=900", "save_every=0", "eval_every=0", "max_grad_norm=1")
+    overrides = ("accumulation=1", "model.dropout=0", *schedule)
     alone = trained(*HARD, *overrides, directory="single").result.metrics["eval/accuracy"]
     together = launched(tmp_path / "hogwild", *overrides).metrics["eval/accuracy"]
-    assert alone > 0.9
-    assert together > alone - 0.1
-
     logged = curves(tmp_path / "hogwild")
+    assert alone > 0.9
+    assert together > alone - 0.1, logged["train/loss"]
+
     staleness, distance = ([value for _, value in logged[f"hogwild/{name}"]] for name in ("staleness", "distance"))
     assert all(0 <= value <= 50 for value in staleness)
     assert sum(staleness) > 0, "nobody ever wrote while the other computed"

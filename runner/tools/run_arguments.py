@@ -1,0 +1,36 @@
+"""The command line of tools that use a checkpoint of a run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from runner.config.errors import ABSENT, check
+
+
+def run_parser(tool: str, description: str | None, run_help: str = "a run directory") -> argparse.ArgumentParser:
+    """Return the parser of `python -m runner.tools.TOOL`, with the arguments RUN and --checkpoint.
+
+    Args:
+        tool: the name of the tool.
+        description: the description of the tool.
+        run_help: the description of the argument RUN.
+    """
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        f"python -m runner.tools.{tool}", description=description, formatter_class=form, allow_abbrev=False
+    )
+    parser.add_argument("run", metavar="RUN", help=run_help)
+    parser.add_argument("--checkpoint", metavar="best|last|STEP", default="best", help="which one (default: best)")
+    return parser
+
+
+def check_no_flags(words: Sequence[str], remedy: str = "--help lists them") -> None:
+    """Raise a ConfigError that names the first of `words` that is a flag: the tool has not taken it for one of its own.
+
+    Args:
+        words: the words of a command line that are not the tool's own flags.
+        remedy: the last part of the error message.
+    """
+    flags = [word for word in words if word.startswith("-")]
+    check(not flags, " ".join(flags[:1]), ABSENT, "there is no such flag of this tool;", remedy)
