@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -115,13 +115,12 @@ def load_class(target: object, base: type[Component]) -> type[Component]:
     package = module_name.partition(".")[0]
     if package != "runner":  # reading the entry points of all installed packages is slow
         trusted = {"runner"} | {point.module.partition(".")[0] for point in entry_points(group="runner.components")}
-        check(
-            package in trusted,
-            where,
-            target,
-            f"only classes of these packages may be named: {', '.join(sorted(trusted))}",
-            "declare an entry point in the group runner.components in the package that holds the class",
-        )
+        why = f"only classes of these packages may be named: {', '.join(sorted(trusted))}"
+        remedy = "declare an entry point in the group runner.components in the package that holds the class"
+        if importlib.util.find_spec(package) is None:  # as in the environment of another run, or of a resumed one
+            why = f"no package {package} is installed here"
+            remedy = "install it (pip install -e …), with an entry point in the group runner.components"
+        check(package in trusted, where, target, why, remedy)
     try:
         cls = getattr(importlib.import_module(module_name), name, None)
     except ModuleNotFoundError as error:

@@ -307,6 +307,13 @@ def test_a_package_without_an_entry_point_is_not_even_imported(plugin: Path) -> 
     assert not (plugin / "ran").exists()
 
 
+def test_a_package_that_is_not_installed_is_to_be_installed() -> None:
+    """As for a run that is resumed in an environment without the package of its workload."""
+    with pytest.raises(ConfigError, match="no package absent is installed here") as refusal:
+        build_run(typed("optimizer._target_=absent.module.Mine"))
+    assert "install it" in refusal.value.remedy
+
+
 ABSTRACT = {
     "optimizer": "runner.optimizer.Optimizer",
     "workload": "runner.workloads.base.Workload",
