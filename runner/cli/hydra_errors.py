@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 
 from hydra.errors import MissingConfigException, OverrideParseException
@@ -73,7 +74,11 @@ def _other_key(key: str) -> str:
     if group == "hydra":
         return "python -m runner --cfg hydra shows all of Hydra's keys"
     keys = {option: option_keys(group, option) for option in groups().get(group, [])}
-    if not name or not keys:
+    if not keys:
+        near = difflib.get_close_matches(group.lower(), groups(), n=1)
+        own = {each for option in groups()[near[0]] for each in option_keys(near[0], option)} if near else set()
+        return f"did you mean {near[0]}.{name}?" if name in own else did_you_mean(group, root_keys())
+    if not name:
         return did_you_mean(group, root_keys())
     if owners := [f"{group}={option}" for option, names in keys.items() if name in names]:
         return f"it is a key of {', '.join(owners)}; another {group} is chosen"

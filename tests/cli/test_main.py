@@ -23,7 +23,8 @@ REFUSED = {
     # Misspelt keys and options
     "optimizer.lrr=1": ["optimizer.lrr:", "did you mean optimizer.lr?"],
     "optimzer=sgd": ["optimzer:", "did you mean optimizer?"],
-    "optimzer.lr=1": ["optimzer.lr:", "did you mean optimizer?"],
+    "optimzer.lr=1": ["optimzer.lr:", "did you mean optimizer.lr?"],
+    "optimzer.lrr=1": ["optimzer.lrr:", "did you mean optimizer?"],
     "Optimizer=sgd": ["Optimizer:", "did you mean optimizer?"],
     "seeed=1": ["seeed:", "did you mean seed"],
     "SEED=1": ["SEED:", "did you mean seed"],
