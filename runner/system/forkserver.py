@@ -33,11 +33,13 @@ def start_server(*modules: str) -> None:
         return
     from multiprocessing import forkserver, resource_tracker, util
 
-    if claim_directory(util.get_temp_dir()):  # where multiprocessing has its sockets; false if it is already ours
-        remove_abandoned("pymp-")
     forkserver.set_forkserver_preload(list(modules))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
+        # Where multiprocessing has its sockets. A stop signal between the creation of the directory and the
+        # registration of its removal would leave it behind. False if the directory is already ours.
+        if claim_directory(util.get_temp_dir()):
+            remove_abandoned("pymp-")
         resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM here, and ignores them itself
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         forkserver.ensure_running()
