@@ -73,6 +73,15 @@ class Space:
                 seen.add(tuple(overrides))
                 yield overrides
 
+    def contains(self, overrides: object) -> bool:
+        """Return whether `overrides` are a list of overrides that set values in this space.
+
+        A study that was damaged or made by somebody else may contain anything.
+        """
+        return isinstance(overrides, list) and all(
+            isinstance(word, str) and any(each.contains(word) for each in self.dimensions) for word in overrides
+        )
+
     def __repr__(self) -> str:
         return json.dumps(self.dimensions)
 
@@ -124,8 +133,8 @@ class SearchJobs(JobSource):
         self._study = open_study(ledger.path / STUDY, objective, repr(space))
         for frozen in self._study.get_trials(deepcopy=False):
             words = frozen.user_attrs.get("overrides", [])
-            listed = isinstance(words, list) and all(isinstance(word, str) for word in words)
-            check(listed, "resume", "auto", f"{ledger.path / STUDY} is damaged", "resume=never starts another sweep")
+            remedy = "resume=never starts another sweep"
+            check(space.contains(words), "resume", "auto", f"{ledger.path / STUDY} is damaged", remedy)
             if not frozen.state.is_finished():  # an earlier command was stopped before its end
                 self._add(self._optuna_trial(frozen))
             elif self._pruner:

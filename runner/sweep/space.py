@@ -41,6 +41,16 @@ class Dimension(NamedTuple):
         """The overrides that set the first value of the list, or the lowest value of the interval."""
         return self.choices[0] if self.interval is None else [f"{self.name}={self.interval.low}"]
 
+    def contains(self, word: str) -> bool:
+        """Return whether `word` is one of the overrides that set a value of this dimension."""
+        if self.interval is None:
+            return any(word in words for words in self.choices)
+        name, _, value = word.partition("=")
+        try:
+            return name == self.name and self.interval.low <= float(value) <= self.interval.high
+        except ValueError:
+            return False
+
     @property
     def varies(self) -> bool:
         """Whether the dimension has several values."""

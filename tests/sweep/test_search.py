@@ -289,6 +289,20 @@ def test_a_study_that_does_not_fit_is_refused(change: str, words: str, tmp_path:
         pass
 
 
+@pytest.mark.parametrize(
+    "words", [["hydra.run.dir=/elsewhere"], ["optimizer.lr=9"], ["optimizer.lr=x"], ["optimizer.lr"], [7], "words"]
+)
+def test_a_trial_with_values_from_outside_the_space_is_refused(words: object, tmp_path: Path) -> None:
+    options = Local(search="random", trials=2)
+    with opened(tmp_path, options) as source:
+        source.next()
+        next(iter(source._trials.values())).optuna.set_user_attr("overrides", words)
+        source._ledger.update(0, config_hash="…", state="running")
+        (source._ledger.path / "000").mkdir()
+    with pytest.raises(ConfigError, match="damaged"), opened(tmp_path, options):
+        pass
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Pruning
 
