@@ -59,7 +59,7 @@ class Command:
 
     Args:
         kind: of the server that forks it (see `command_server`).
-        variables: of its environment; the ranks that it starts do not see them.
+        variables: of its environment; the ranks that it starts do not see them, but for the directories in PYTHONPATH.
     """
 
     def __init__(self, cwd: Path, *arguments: str, kind: str = "ranks", **variables: str):

@@ -80,6 +80,7 @@ def watch(cwd: str, variables: dict[str, str], arguments: list[str], answers: in
 def run(cwd: str, variables: dict[str, str], arguments: list[str]) -> None:
     os.chdir(cwd)
     os.environ.update(variables)
+    sys.path += [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests are run by nohup
     console = os.open("console.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
