@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from helpers.command import ROOT, run_fresh
+from helpers.command import ROOT, run_command
 from omegaconf import OmegaConf
 from PIL import Image
 
@@ -121,8 +121,9 @@ def damaged(root: Path) -> Path:
 
 def test_the_command_trains_on_a_folder_with_workers_and_goes_on_past_a_damaged_file(tmp_path):
     bad = damaged(tmp_path / "colours")
-    done = run_fresh(*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=2", "data.on_error=skip", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    words = (*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=2", "data.on_error=skip")
+    code, told = run_command(*words, cwd=tmp_path)
+    assert code == 0, told
     (path,) = (tmp_path / "outputs").rglob("result.json")
     result = json.loads(path.read_text())
     assert result["metrics"]["eval/accuracy"] > 0.9
@@ -133,11 +134,11 @@ def test_the_command_trains_on_a_folder_with_workers_and_goes_on_past_a_damaged_
 
 def test_the_command_ends_at_a_damaged_file_with_a_few_plain_words(tmp_path):
     bad = damaged(tmp_path / "colours")
-    done = run_fresh(*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=1", cwd=tmp_path)
-    assert done.returncode == 1
-    assert f"{bad}: it cannot be read" in done.stderr
-    assert "data.on_error=skip" in done.stderr
-    assert "Traceback" not in done.stderr
+    code, told = run_command(*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=1", cwd=tmp_path)
+    assert code == 1
+    assert f"{bad}: it cannot be read" in told
+    assert "data.on_error=skip" in told
+    assert "Traceback" not in told
 
 
 # ---------------------------------------------------------------------------------------------------------------------

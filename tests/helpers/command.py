@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
+GATED = str(ROOT / "tests" / "helpers" / "gated")
+"""A directory that, on PYTHONPATH, puts the gate of `step_gate` into a fresh `python -m runner` and its ranks."""
 PATIENCE = 300.0
 """Seconds after which something that should happen counts as never happening: generous, as machines may be busy."""
 

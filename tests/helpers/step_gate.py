@@ -1,7 +1,8 @@
 """A gate before a training step, at which the jobs of a sweep wait as long as a test needs them to be in training.
 
-Importing this module puts it into the training loop of this process and those forked from it. `STEP_GATE=30:FILE` in
-the environment closes it: a run waits before its step 30 until there is FILE, or until it was asked to stop.
+Importing this module puts it into the training loop of this process and those forked from it; a fresh interpreter does
+so if `command.GATED` is on PYTHONPATH. `STEP_GATE=30:FILE` in the environment closes it: a run waits before its step 30
+until there is FILE, or until it was asked to stop.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _train_step = runner.training.train_step
 def _gated(state: Any, batches: Any, step: Any, log_due: bool) -> Any:
     number, _, file = os.environ.get("STEP_GATE", "").partition(":")
     if number and step.number == int(number):
-        request = signal.getsignal(signal.SIGTERM).__self__  # type: ignore[union-attr]
-        while not request.received and not Path(file).exists():
+        request = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)  # not in a rank, which its parent stops
+        while not getattr(request, "received", 0) and not Path(file).exists():
             time.sleep(0.005)
     return _train_step(state, batches, step, log_due)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from helpers import fake_run
-from helpers.command import Command, processes_in, run_command, until
+from helpers.command import GATED, Command, processes_in, run_command, until
 from helpers.compose import FAST
 from helpers.fake_slurm import LIVE, FakeSlurm
 from helpers.pools import codes, ended, seen, started
@@ -335,11 +335,13 @@ def test_submitit_requeues_it_when_it_is_preempted(tmp_path: Path, monkeypatch: 
     assert [saw["resumed"] for saw in seen(0)] == [False, True]
 
 
-RUN = (*FAST, "batch_size=8", "steps=2000", "save_every=100", "eval_every=0")
+RUN = (*FAST, "batch_size=8", "steps=40", "save_every=10", "eval_every=0")
 
 
-def swept(cwd: Path, *words: str, **variables: str) -> Command:
-    return Command(cwd, *RUN, "-m", *words, "sweep=slurm", "sweep.threads=1", **variables)
+def swept(cwd: Path, cluster: FakeSlurm, *words: str) -> Command:
+    """A sweep whose jobs wait before their step 30 until there is `go` in `cwd`, or until they are asked to stop."""
+    gate = {"STEP_GATE": f"30:{cwd / 'go'}", "PYTHONPATH": os.pathsep.join([cluster.variables["PYTHONPATH"], GATED])}
+    return Command(cwd, *RUN, "-m", *words, "sweep=slurm", "sweep.threads=1", **cluster.variables | gate)
 
 
 def checkpoints(cwd: Path, number: int) -> list[Path]:
@@ -349,16 +351,18 @@ def checkpoints(cwd: Path, number: int) -> list[Path]:
 def test_a_preempted_job_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
     cluster = FakeSlurm(tmp_path / "cluster")
     try:
-        command = swept(tmp_path / "sweep", "seed=1", "+sweep.additional.nice=7", **cluster.variables)
+        command = swept(tmp_path / "sweep", cluster, "seed=1", "+sweep.additional.nice=7")
         until(lambda: command.code is not None or checkpoints(command.cwd, 0))
         cluster.signal("101", signal.SIGUSR2)
+        until(lambda: command.code is not None or cluster.jobs["101"]["starts"] == 2)
+        (command.cwd / "go").touch()
         code, told = command.ended()
     finally:
         cluster.close()
     assert code == 0, told
     assert (cluster.jobs["101"]["starts"], cluster.jobs["101"]["options"]["nice"]) == (2, "7")
     assert run_command(*RUN, "seed=1", cwd=tmp_path / "alone")[0] == 0
-    [undisturbed] = tmp_path.glob("alone/outputs/*/*/checkpoints/step_00002000/model.safetensors")
+    [undisturbed] = tmp_path.glob("alone/outputs/*/*/checkpoints/step_00000040/model.safetensors")
     preempted = checkpoints(command.cwd, 0)[-1] / "model.safetensors"
     assert preempted.read_bytes() == undisturbed.read_bytes(), "to the last bit"
 
@@ -367,11 +371,15 @@ def test_a_sweep_whose_scheduler_was_killed_goes_on(tmp_path: Path) -> None:
     """With a job of two processes, which it starts itself."""
     cluster = FakeSlurm(tmp_path / "cluster")
     try:
-        first = swept(tmp_path / "sweep", "parallel=single,ddp", **cluster.variables)
+        first = swept(tmp_path / "sweep", cluster, "parallel=single,ddp")
         until(lambda: first.code is not None or checkpoints(first.cwd, 1))
         first.kill(signal.SIGKILL)
         first.wait()
-        code, told = swept(tmp_path / "sweep", "parallel=single,ddp", "resume=auto", **cluster.variables).ended()
+        asked = len(cluster.calls("squeue"))
+        later = swept(tmp_path / "sweep", cluster, "parallel=single,ddp", "resume=auto")
+        until(lambda: later.code is not None or len(cluster.calls("squeue")) > asked + 1)
+        (later.cwd / "go").touch()  # the jobs were running when they were found again
+        code, told = later.ended()
     finally:
         cluster.close()
     assert code == 0, told

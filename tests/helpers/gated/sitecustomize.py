@@ -1,0 +1,6 @@
+"""Run by each interpreter with this directory on PYTHONPATH: the command and its fork server get `step_gate`'s gate."""
+
+import sys
+
+if sys.orig_argv[1:3] == ["-m", "runner"] or "multiprocessing.forkserver" in " ".join(sys.orig_argv):
+    import helpers.step_gate  # noqa: F401
