@@ -12,6 +12,7 @@ from runner.config.errors import ConfigError
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.bubbles import bubbles
 from runner.planning.costs import Machine
+from runner.planning.fitting import shortened
 from runner.planning.measure import Parts, measure, step_seconds
 from runner.planning.session import layout_of, prepared
 from runner.planning.trace import RankPlan, trace, trace_blocks
@@ -231,7 +232,7 @@ def remedies(
         words += [each for each in change.overrides if "." in each]
         try:
             changed = compose_run(words, config_dir, "plan")
-            ranks = [] if changed.config == run.config else trace(prepared(changed, num_devices))
+            ranks = [] if changed.config == run.config else trace(shortened(prepared(changed, num_devices)))
         except (ConfigError, HydraException, OmegaConfBaseException):
             continue
         if not ranks:

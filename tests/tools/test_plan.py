@@ -26,6 +26,8 @@ from runner.tools.plan_tables import flops, size, tables
 
 RESNET = ("model=resnet18", "data=synthetic", "data.size=32", "data.num_samples=64", "device=cpu", "device.threads=1")
 RESNET = (*RESNET, "batch_size=16", "steps=2")
+SMALL = (*FAST, "batch_size=256", "steps=1")
+"""Activations need more than the weights, so that smaller micro-batches fit where the batch does not."""
 CUT = ("parallel=pipeline", "parallel.cuts=[layer3.0]")
 
 
@@ -257,16 +259,16 @@ def test_other_devices_can_be_planned_for(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    [rank] = planned(*RESNET)
+    [rank] = planned(*SMALL)
     limit = rank.peak_bytes - 1
-    assert plan.main([*RESNET, "--memory", str(limit), "--json"]) == plan.DOES_NOT_FIT
+    assert plan.main([*SMALL, "--memory", str(limit), "--json"]) == plan.DOES_NOT_FIT
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is False
     first = next(each for each in found["remedies"] if each["fits"])
     assert first["peak_bytes"] <= limit
-    [changed] = planned(*RESNET, *first["overrides"])
+    [changed] = planned(*SMALL, *first["overrides"])
     assert changed.peak_bytes == first["peak_bytes"]
-    assert plan.main([*RESNET, *first["overrides"], "--memory", str(limit)]) == 0
+    assert plan.main([*SMALL, *first["overrides"], "--memory", str(limit)]) == 0
     assert "it fits" in capsys.readouterr().out
 
 
@@ -283,7 +285,7 @@ def test_a_change_that_divides_batches_changes_batch_normalization(capsys: pytes
 
 
 def test_a_change_that_the_config_contains_is_not_proposed(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys, *RESNET, "accumulation=2", "--memory", "1MB")["remedies"]
+    found = report(capsys, *SMALL, "model.hidden=10000", "accumulation=2", "--memory", "1MB")["remedies"]
     proposed = [tuple(each["overrides"]) for each in found]
     assert ("accumulation=2",) not in proposed
     assert ("accumulation=4",) in proposed
