@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command import run_fresh, until
+from helpers.command import leftovers, run_command, run_fresh, until
 from helpers.compose import FAST
 
 from runner.sweep.ledger_file import read_ledger
@@ -132,14 +132,14 @@ def test_a_sweep_in_the_background(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_sweep_that_cannot_run_says_so_before_the_command_returns(tmp_path: Path) -> None:
-    typed = run_fresh(*FAST, "-m", "seed=0,1", "optimizer.lr=-1", "sweep.detach=true", cwd=tmp_path)
-    assert typed.returncode == 2
-    assert "optimizer.lr: got -1" in typed.stderr
-    assert list(tmp_path.iterdir()) == []
+    code, told = run_command(*FAST, "-m", "seed=0,1", "optimizer.lr=-1", "sweep.detach=true", cwd=tmp_path)
+    assert code == 2
+    assert "optimizer.lr: got -1" in told
+    assert leftovers(tmp_path) == set()
 
 
 @pytest.mark.parametrize("descriptor", ["x", "99"])
 def test_the_flag_of_the_background_is_refused_from_elsewhere(descriptor: str, tmp_path: Path) -> None:
-    typed = run_fresh(*FAST, "-m", "seed=0,1", f"--detached={descriptor}", cwd=tmp_path)
-    assert typed.returncode == 2
-    assert "--detached" in typed.stderr
+    code, told = run_command(*FAST, "-m", "seed=0,1", f"--detached={descriptor}", cwd=tmp_path)
+    assert code == 2
+    assert "--detached" in told
