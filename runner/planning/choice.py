@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from runner.config.errors import ConfigError
-from runner.planning.candidates import Candidate, Candidates, Compose
+from runner.planning.candidates import RESULTS, Candidate, Candidates, Compose
 from runner.planning.device_memory import available_bytes, needed_bytes
 from runner.planning.session import first_process, prepared
 from runner.planning.trace import trace
@@ -51,6 +51,32 @@ def measured_choice(
         lambda row: None if budget_for is None else budget_for(session, row.step_seconds),
     )
     return as_plain(search, chosen, session.run.batch_size) | {"seconds": time.perf_counter() - began}
+
+
+def measured_modes(
+    compose: Compose, modes: Iterable[str], budget: float, report: Callable[[str], None] = lambda line: None
+) -> dict[str, dict[str, Any]]:
+    """Measure a run in several parallel modes against the run as it is.
+
+    Args:
+        compose: function that returns the run with further overrides; it may raise ConfigError.
+        modes: options of `parallel=`.
+        budget: seconds that the measurement may take.
+        report: function that is called with a line about each mode that has been tried.
+
+    Returns:
+        The row of each mode, as in the result of `measured_choice`: its `speedup` is None if it was not measured.
+
+    Raises:
+        ConfigError: if the run is refused.
+        TrialError: if the run cannot train, or its first steps take longer than the budget.
+    """
+    candidates = Candidates(compose, ())
+    others = {mode: candidates.judged((f"parallel={mode}",)) for mode in modes}
+    search = Search(_start, budget, RESULTS, _has_room, report=report)
+    chosen = search.run(candidates.judged(()), [lambda fastest: others.values()])
+    rows = as_plain(search, chosen, candidates.base.batch_size)["rows"]
+    return {mode: next(row for row in rows if row["overrides"] == list(others[mode].overrides)) for mode in others}
 
 
 def _start(candidate: Candidate, seconds: float) -> Trial:

@@ -1,4 +1,8 @@
-"""`python -m runner.tools.doctor [--json]` describes this machine, and what precisions and parallel modes do on it."""
+"""`python -m runner.tools.doctor [--measure] [--json]` describes this machine, and what it can do.
+
+`--measure` also trains a small and a larger network in the parallel modes, which takes about two minutes, and says
+which of these modes pay off here.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,15 @@ PRECISIONS = ("32", "tf32", "64", "bf16", "16")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the report as tables, or with `--json` as one JSON object."""
     parser = argparse.ArgumentParser("python -m runner.tools.doctor", description="Describe this machine.")
+    parser.add_argument("--measure", action="store_true", help="measure which parallel modes pay off: two minutes")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
     report = gather()
+    if options.measure:
+        from runner.tools.doctor_modes import speed_of_modes  # imported here: the report needs no trials
+
+        kind = report["devices"][0]["device"].partition(":")[0] if report["devices"] else "cpu"
+        report["speed"] = speed_of_modes([option["name"] for option in report["parallel"]], kind)
     if options.json:
         print(json.dumps(report, indent=2))
     else:

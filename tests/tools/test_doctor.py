@@ -6,9 +6,11 @@ import io
 import json
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,10 +18,13 @@ from rich.console import Console
 
 from runner.config import options
 from runner.config.options import option_files
+from runner.planning import choice, tuning
+from runner.planning.candidates import Candidate
+from runner.planning.trial import Burst, TrialError
 from runner.precision import TF32, Float16
 from runner.system import cpu as processor
 from runner.system import provenance
-from runner.tools import doctor
+from runner.tools import doctor, doctor_modes
 from runner.tools.doctor_tables import render
 
 GIB = 2**30
@@ -259,6 +264,48 @@ def test_the_modes_are_the_files_of_the_config(tmp_path: Path, monkeypatch: pyte
     report = doctor.gather()
     assert report["parallel"] == [{"name": "one", "what": ""}, {"name": "two", "what": "Twice [as] much."}]
     assert "Twice [as] much." in row_of(drawn(report), "two")
+
+
+class Sleeping:
+    """Stands for `Trial`: steps that take known times."""
+
+    startup_seconds = 0.01
+    seconds: ClassVar[dict[str, float]] = {"Parallel": 0.004, "DDP": 0.002, "FSDP": 0.008}
+
+    def __init__(self, candidate: Candidate, seconds: float):
+        assert candidate.run is not None
+        self.mode = type(candidate.run.parallel).__name__
+        if self.mode == "Pipeline":
+            raise TrialError("no room")
+
+    def steps(self, count: int, seconds: float) -> Burst:
+        time.sleep(count * self.seconds[self.mode])
+        return Burst(self.seconds[self.mode], 1.0)
+
+    def close(self, kill: bool = False) -> None: ...
+
+
+def test_modes_are_measured_against_a_single_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_start", Sleeping)
+    monkeypatch.setattr(tuning, "_BURST_SECONDS", 0.02)
+    tiny = ("model=tiny", "data.size=8", "device=cpu")
+    monkeypatch.setattr(doctor_modes, "SMALL", tiny)
+    monkeypatch.setitem(doctor_modes.LARGE, "cpu", (*tiny, "batch_size=63"))  # which two processes cannot divide
+    speed = doctor_modes.speed_of_modes(["ddp", "ensemble", "fsdp", "pipeline", "single"], "cpu")
+    small, large = speed["small network"], speed["larger network"]
+    assert list(small) == list(large) == ["ddp", "fsdp", "pipeline"], "what cannot be faster is not measured"
+    assert small["ddp"]["speedup"] == pytest.approx(2)
+    assert small["fsdp"]["speedup"] == pytest.approx(0.5)
+    assert (small["pipeline"]["status"], small["pipeline"]["reason"]) == ("crashed", "no room")
+    assert large["ddp"]["status"] == "refused"
+    assert "batch_size" in large["ddp"]["reason"]
+    text = drawn(doctor.gather() | {"speed": speed | {"another network": "it was refused"}})
+    start = text.index("speed, relative to parallel=single")
+    line = row_of(text[start:], "ddp")
+    assert "2.00 ± 0.02 × (pays off)" in line
+    assert "refused: batch_size" in line
+    assert "it was refused" in line
+    assert "0.50 ± 0.05 × (slower)" in row_of(text[start:], "fsdp"), "it was dropped after one burst"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,49 @@
+"""Measures how fast the parallel modes train on this machine, for `runner.tools.doctor --measure`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from runner.config.errors import ConfigError
+from runner.planning.choice import measured_modes
+from runner.planning.trial import TrialError
+from runner.run import Run
+from runner.tools.composed_run import compose_run
+
+BUDGET_SECONDS = 60.0
+"""How long the modes of one network may take."""
+
+SMALL = ("workload=classifier",)
+LARGE = {
+    "cpu": ("model=resnet18", "data=synthetic", "data.size=32", "data.num_samples=256", "batch_size=32"),
+    "cuda": ("workload=resnet50",),
+}
+"""A network on which a GPU or the cores of a CPU are busy for a while in each step."""
+
+
+def speed_of_modes(names: Sequence[str], kind: str, budget: float = BUDGET_SECONDS) -> dict[str, Any]:
+    """Train a small and a larger network for some seconds in each mode that may be faster than a single device.
+
+    Args:
+        names: the options of `parallel=`.
+        kind: the kind of device that `device=auto` chooses.
+        budget: seconds for each network.
+
+    Returns:
+        For each network, the rows of the modes as `measured_modes` returns them; or a text that says why it could not
+        be trained.
+    """
+    found: dict[str, Any] = {}
+    for network, overrides in {"small network": SMALL, "larger network": LARGE.get(kind, LARGE["cpu"])}.items():
+
+        def compose(more: Sequence[str], overrides: Sequence[str] = overrides) -> Run:
+            return compose_run([*overrides, *more], name="doctor")
+
+        try:
+            modes = [name for name in names if compose((f"parallel={name}",)).parallel.may_be_faster]
+            found[network] = measured_modes(compose, modes, budget, lambda line: print(line, file=sys.stderr))
+        except (ConfigError, TrialError) as error:
+            found[network] = " ".join(str(error).split())
+    return found
