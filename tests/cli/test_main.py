@@ -187,7 +187,7 @@ if not torch.cuda.is_available():
 
 @pytest.mark.parametrize("line", REFUSED_LATER)
 def test_a_mistake_found_in_data_or_device_leaves_nothing_either(line: str, tmp_path: Path) -> None:
-    told = refusal(line.split("  "), tmp_path, "torch")
+    told = refusal(line.split("  "), tmp_path, "ranks")
     for words in REFUSED_LATER[line]:
         assert words in told
 

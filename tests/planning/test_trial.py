@@ -31,7 +31,7 @@ def test_a_trial_trains_and_ends(mode: str) -> None:
     trial = Trial(composed(*FAST, f"parallel={mode}"), PATIENCE)
     processes = processes_of(trial)
     assert len(processes) >= (1 if mode == "single" else 3)  # the ranks, and the process that watches them
-    one, many = trial.steps(1, PATIENCE), trial.steps(200, PATIENCE)
+    one, many = trial.steps(1, PATIENCE), trial.steps(20, PATIENCE)
     assert 0 < many.step_seconds < trial.startup_seconds
     assert one.memory_bytes > 5e7
     trial.close()
