@@ -80,7 +80,8 @@ def option_fields(cls: type) -> list[str]:
     return [field.name for field in _init_fields(cls) if field.name not in parts]
 
 
-def field_types(cls: type) -> dict[str, Any]:
+@cache
+def field_types(cls: type) -> Mapping[str, Any]:
     """Return the types of the fields of the component class `cls` by name.
 
     `typing.get_type_hints` is not used, because it would evaluate all annotations, including annotations that only a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,7 @@ class Digits(Data):
         return samples(order[held_out:], self.crop, augment), samples(order[:held_out], 0, NO_AUGMENT)
 
 
+@functools.cache  # most of the time that a short run takes to start, where a process trains several
 def _table():  # no return type: annotating numpy.ndarray would require an import at the top
     """Return an array with one row per digit: 64 pixels with values from 0 to 16, followed by the class."""
     import numpy  # imported here: config errors are reported before numpy is imported

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 from typing import Any
+from unittest import mock
 
 FAULT_POINTS, STEP_GATE = "helpers.fault_points_installed", "helpers.step_gate"
 FROZEN, COMPOSED = "helpers.frozen", "helpers.composed"
@@ -50,19 +51,36 @@ def import_everything() -> None:
     import torch
 
     torch.use_deterministic_algorithms(False)  # imports torch's compiler, as every optimizer does: two seconds
+    importlib.import_module(STEP_GATE)
     importlib.import_module(FROZEN)
 
 
 def share_fork_server(*modules: str) -> None:
     """Start the fork server, which imports `modules` too, and keep every command from starting its own."""
     import multiprocessing.forkserver as server
+    from multiprocessing import resource_tracker, util
 
     from runner.parallel.launch.processes import PRELOADED
     from runner.system.forkserver import start_server
 
-    start_server(*PRELOADED, STEP_GATE, *modules, FROZEN)
+    resource_tracker.ensure_running()
+    with mock.patch.object(util, "spawnv_passfds", fork_instead):
+        start_server(*PRELOADED, STEP_GATE, *modules, FROZEN)
     nothing: Any = lambda: None  # noqa: E731
     server.ensure_running = server._forkserver.ensure_running = nothing  # type: ignore[attr-defined]
+
+
+def fork_instead(path: bytes, words: list[str], descriptors: list[int]) -> int:
+    """Fork this process, which has imported everything, where multiprocessing would start another interpreter."""
+    if (child := os.fork()) != 0:
+        return child
+    try:
+        kept = sorted({0, 1, 2, *descriptors})
+        for before, after in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+            os.closerange(before + 1, after)
+        exec(words[-1])  # words are: python … -c PROGRAM
+    finally:
+        os._exit(0)
 
 
 def watch(cwd: str, variables: dict[str, str], arguments: list[str], answers: int) -> None:

@@ -1,4 +1,4 @@
-"""Imported last in a server that then forks: what each run would import itself, and nothing of it is garbage.
+"""Imported last in a server that then forks: what each run would import and read itself; none of it is garbage.
 
 A run imports TensorBoard when it opens its first file. It also collects garbage before its first step, and would look
 for it among a million objects of torch, whose memory a child of a server would have to copy.
@@ -15,7 +15,9 @@ import helpers.composed  # noqa: F401
 import runner.cli.run_job
 import runner.tracking.event_file
 import runner.tracking.image_grids  # noqa: F401
+from runner.data.digits import Digits
 
+Digits(size=8).load()  # keeps what it has read
 PIL.Image.preinit()
 gc.collect()
 gc.freeze()

@@ -1,4 +1,4 @@
-"""A gate before a training step, at which the jobs of a sweep wait as long as a test needs them to be in training.
+"""A gate before a training step, at which a run or the jobs of a sweep wait while a test needs them in training.
 
 Importing this module puts it into the training loop of this process and those forked from it; a fresh interpreter does
 so if `command.GATED` is on PYTHONPATH. `STEP_GATE=30:FILE` in the environment closes it: a run waits before its step 30

@@ -226,8 +226,10 @@ def test_a_closed_terminal_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> N
 # ---------------------------------------------------------------------------------------------------------------------
 # A process, in the middle of a run
 
-STEPS = 300
-LONG = (*FAST, f"steps={STEPS}", "save_every=20", "log_every=20", "eval_every=100", "model.dropout=0.1")
+STEPS = 100
+LONG = (*FAST, f"steps={STEPS}", "save_every=20", "log_every=20", "eval_every=50", "model.dropout=0.1")
+LATEST = {"STEP_GATE": f"{STEPS - 10}:never"}
+"""However late the signal comes, the run is not done: it waits for it before one of its last steps."""
 
 
 def whole(run: Path) -> dict[str, Any]:
@@ -252,7 +254,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_resume_after_a_signal_is_bitwise_exact(
     number: signal.Signals, uninterrupted: dict[str, Any], tmp_path: Path
 ) -> None:
-    command = Command(tmp_path, *LONG).saved()
+    command = Command(tmp_path, *LONG, **LATEST).saved()
     command.kill(number)
     code, told = command.ended()
     assert code == 75, told
@@ -301,7 +303,7 @@ def test_the_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_sweep(number: signal.Signals, tmp_path: Path) -> None:
-    command = Command(tmp_path, *LONG, "-m", "seed=1,2,3").saved()
+    command = Command(tmp_path, *LONG, "-m", "seed=1,2,3", **LATEST).saved()
     command.kill(number)
     code, told = command.ended()
     assert code == 75, told

@@ -75,11 +75,12 @@ def assert_whole(run: Path) -> None:
 def test_resume_after_killed_ranks_is_bitwise_exact(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
     """Killed in every phase of a run, one rank after the other."""
     arguments, moments = list(LONG), [(0, "training"), (1, "training"), (1, "start"), (0, "evaluating"), (1, "saving")]
-    often = {"evaluating": ("eval_every=1", "workload.eval_batch_size=8"), "saving": ("save_every=1",)}
+    seldom = ("eval_every=60", "save_every=10", "workload.eval_batch_size=256")  # a resumed run keeps what was typed
+    often = {"evaluating": ("eval_every=1", "workload.eval_batch_size=8"), "saving": (*seldom[:1], "save_every=1")}
     for rank, moment in moments:
         run = next(tmp_path.glob("outputs/*/*"), None)
         done = int(newest_checkpoint(run).name[5:]) if run else 0
-        command = Command(tmp_path, *arguments, *often.get(moment, ()))
+        command = Command(tmp_path, *arguments, *often.get(moment, seldom))
         ranks = command.ranks()
         if moment != "start":
             command.saved(done + 1)
@@ -87,7 +88,7 @@ def test_resume_after_killed_ranks_is_bitwise_exact(tmp_path: Path, undisturbed:
         assert_crashed(command, rank, KILLED)
         assert_whole(command.directory)
         arguments = resume_arguments(command.console)
-    succeed(tmp_path, *arguments)
+    succeed(tmp_path, *arguments, *seldom)
     assert_bitwise(command.directory, undisturbed)
     assert not list(command.directory.glob("checkpoints/*.corrupt*"))
 
