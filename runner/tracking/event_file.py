@@ -102,16 +102,16 @@ def points(values: dict[str, float]) -> Summary:
     return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
-def animation(tag: str, gif: bytes, height: int, width: int) -> Summary:
-    """Return a summary with an animated GIF, which TensorBoard shows among the images.
+def picture(tag: str, encoded: bytes, height: int, width: int) -> Summary:
+    """Return a summary with an RGB image or an animation.
 
     Args:
         tag: the name of the image in TensorBoard.
-        gif: the content of the GIF file.
+        encoded: the content of the PNG or GIF file.
         height: height in pixels.
         width: width in pixels.
     """
-    shown = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif)
+    shown = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encoded)
     return Summary(value=[Summary.Value(tag=tag, image=shown)])
 
 

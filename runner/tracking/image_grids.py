@@ -229,6 +229,13 @@ def _framed(canvas: Image.Image, margin: int, extent: int) -> torch.Tensor:
     return to_tensor(canvas)
 
 
+def png(picture: torch.Tensor) -> bytes:
+    """Encode an image, uint8 [1 or 3, height, width], as an RGB image in a PNG file."""
+    buffer = io.BytesIO()
+    _to_pillow(picture).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def save(picture: torch.Tensor, path: Path) -> None:
     """Write an RGB image, uint8 [3, height, width], as a PNG file."""
     _to_pillow(picture).save(path, "PNG")

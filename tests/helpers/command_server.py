@@ -18,6 +18,11 @@ import json
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 from unittest import mock
 
@@ -57,24 +62,35 @@ def import_everything() -> None:
 
 def share_fork_server(*modules: str) -> None:
     """Start the fork server, which imports `modules` too, and keep every command from starting its own."""
-    import multiprocessing.forkserver as server
-    from multiprocessing import resource_tracker, util
-
     from runner.parallel.launch.processes import PRELOADED
     from runner.system.forkserver import start_server
 
-    resource_tracker.ensure_running()
-    with mock.patch.object(util, "spawnv_passfds", fork_instead):
+    with fork_server_forked():
         start_server(*PRELOADED, STEP_GATE, *modules, FROZEN)
     nothing: Any = lambda: None  # noqa: E731
-    server.ensure_running = server._forkserver.ensure_running = nothing  # type: ignore[attr-defined]
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = nothing  # type: ignore[attr-defined]
 
 
-def fork_instead(path: bytes, words: list[str], descriptors: list[int]) -> int:
-    """Fork this process, which has imported everything, where multiprocessing would start another interpreter."""
+@contextmanager
+def fork_server_forked() -> Iterator[None]:
+    """A context in which a fork server is started by a fork: it need not import again what is imported here."""
+    resource_tracker.ensure_running()
+    usual = util.spawnv_passfds
+    with mock.patch.object(util, "spawnv_passfds", partial(fork_instead, usual)):
+        yield
+
+
+def fork_instead(usual: Any, path: bytes, words: list[str], descriptors: list[int]) -> int:
+    """Fork this process, which has imported everything, where multiprocessing would start another interpreter.
+
+    Args:
+        usual: the function that would; a job of a sweep, a child of the server, starts its own server with it.
+    """
     if (child := os.fork()) != 0:
         return child
     try:
+        util.spawnv_passfds = usual
+        forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # held at this moment
         kept = sorted({0, 1, 2, *descriptors})
         for before, after in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(before + 1, after)

@@ -11,6 +11,7 @@ import time
 from multiprocessing import forkserver
 from pathlib import Path
 
+from helpers.command_server import fork_server_forked
 from helpers.supervisor_work import LONG, WELL, does, hang
 from runner.parallel.launch.supervisor import RankError, Supervisor
 from runner.system.forkserver import start_server
@@ -18,7 +19,8 @@ from runner.system.signals import StopRequest
 
 
 def main() -> None:
-    start_server("runner.parallel.launch.supervisor")
+    with fork_server_forked():
+        start_server("runner.parallel.launch.supervisor")
     with Supervisor(does, [(hang,)] * 2, LONG) as ranks:
         pids = [process.pid for process in ranks.processes]
         os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
@@ -28,7 +30,8 @@ def main() -> None:
             print(error)
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.01)
-    start_server("runner.parallel.launch.supervisor")
+    with fork_server_forked():
+        start_server("runner.parallel.launch.supervisor")
     with Supervisor(does, [(WELL,)] * 2, LONG) as ranks:
         print(ranks.wait(StopRequest()))
 

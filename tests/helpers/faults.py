@@ -61,7 +61,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "ddp": (*DIGITS, "parallel=ddp"),
     "fsdp": (*DIGITS, "parallel=fsdp"),
     # Stages of equal measured time are other ones in each session, and sum up the gradient norm in another order.
-    "pipeline": (*DIGITS, "parallel=pipeline", "parallel.cuts=[conv2]"),
+    "pipeline": (*DIGITS, "parallel=pipeline", "parallel.cuts=[conv2]", "parallel.num_micro_batches=2"),
     "ensemble": (*DIGITS, "parallel=ensemble"),
     "hogwild": (*DIGITS, "parallel=hogwild"),
     "workers": (*TRAINING, *FILES, "model=tiny", "device=cpu", "device.threads=1", "batch_size=8"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import FAST, built, composed
+from helpers.narrow import narrow, narrowed
 from helpers.plain_loop import CASES, COMMON, STEPS, Settings, largest_difference, plain_loop, weights_at
 from helpers.ranks import Ranks, connected
 
@@ -33,7 +34,7 @@ BATCH_NORM = (
 
 @functools.cache
 def plain_batch_norm(num_parts: int, num_steps: int = SHORT) -> dict[str, torch.Tensor]:
-    run = built(*FAST, *BATCH_NORM)
+    run = narrowed(built(*FAST, *BATCH_NORM))
     settings = Settings(num_steps, torch.float64, num_parts=num_parts)
     return plain_loop(run, lambda p: torch.optim.SGD(p, lr=0.002, momentum=0.9), settings).weights
 
@@ -46,7 +47,7 @@ def test_batch_normalisation_sees_a_shard_or_with_sync_the_whole_batch(
     mode: str, parts: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     """Buffers too: running statistics are the mean of the parts'."""
-    ranks(2).train(composed(*FAST, *BATCH_NORM, *f"parallel={mode}".split()), tmp_path)
+    ranks(2).train(composed(*FAST, *BATCH_NORM, *f"parallel={mode}".split()), tmp_path, narrow)
     assert largest_difference(weights_at(tmp_path, SHORT), plain_batch_norm(parts)) <= 1e-9
 
 
@@ -54,7 +55,7 @@ def test_batch_normalisation_sees_a_shard_or_with_sync_the_whole_batch(
 def test_a_checkpoint_without_an_evaluation_has_averaged_statistics(
     mode: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    ranks(2).train(composed(*FAST, *BATCH_NORM, "save_every=2", f"parallel={mode}"), tmp_path)
+    ranks(2).train(composed(*FAST, *BATCH_NORM, "save_every=2", f"parallel={mode}"), tmp_path, narrow)
     assert largest_difference(weights_at(tmp_path, 2), plain_batch_norm(2, num_steps=2)) <= 1e-9
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.compose import FAST, built, composed, train_in
 from helpers.events import curves, events
+from helpers.narrow import narrow, narrowed
 from helpers.plain_loop import (
     CASES,
     COMMON,
@@ -75,7 +76,8 @@ class Row(NamedTuple):
 
 SHORT = 3
 DOUBLE = ("precision=64",)
-GROUP = ("model=resnet18", "model.norm=group", "data.holdout=0.02", "batch_size=6", f"steps={SHORT}", *DOUBLE)
+GROUP = ("model=resnet18", "model.norm=group", "data.size=16", "data.holdout=0.02", "batch_size=6")
+GROUP += (f"steps={SHORT}", *DOUBLE)
 ARTICLE = ("model=convnet", "data.size=28")
 """The 20-20-50-10 network on 28×28 digits."""
 NARROW = ("model.hidden=2", "model.channels=[2]")
@@ -130,7 +132,7 @@ def reference(
 
 
 def plain_run(case: str, more: tuple[str, ...]) -> Run:
-    return built(*FAST, *COMMON, *MODE_CASES[case][0], *more)
+    return narrowed(built(*FAST, *COMMON, *MODE_CASES[case][0], *more))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -146,7 +148,7 @@ def test_a_mode_trains_what_a_plain_loop_trains(
     if row.processes == 1:
         result = trained(*overrides).result
     else:
-        change = functools.partial(freeze, row.frozen) if row.frozen else None
+        change = functools.partial(freeze, row.frozen) if row.frozen else narrow
         result = ranks(row.processes).train(composed(*FAST, *overrides), directory, change)
     assert (result.status, result.steps, result.world_size) == ("done", steps, row.processes)
     assert largest_difference(weights_at(directory, steps), plain.weights) <= row.tolerance

@@ -15,6 +15,7 @@ import torch
 from helpers.command import Command, succeed
 from helpers.compose import FAST, built, composed, train_in
 from helpers.events import curves, events
+from helpers.narrow import narrow, narrowed
 from helpers.plain_loop import (
     CASES,
     COMMON,
@@ -60,7 +61,7 @@ def plain(
     case: str = "sgd", more: tuple[str, ...] = SIX, max_norm: float | None = None, steps: int = STEPS
 ) -> tuple[Plain, tuple[float, float]]:
     """The plain loop's weights and curve, and what an evaluation says at its end."""
-    run = built(*FAST, *COMMON, *MODE_CASES[case][0], *more)
+    run = narrowed(built(*FAST, *COMMON, *MODE_CASES[case][0], *more))
     kind = torch.float64 if DOUBLE in more else torch.float32
     optimizer = gentle if "model=resnet18" in more else MODE_CASES[case][1]
     found = plain_loop(run, optimizer, Settings(max_norm=max_norm, dtype=kind, num_steps=steps))
@@ -149,13 +150,13 @@ def test_a_residual_network_with_group_normalisation_equals_a_plain_loop(
 ) -> None:
     """In float64 to its last digits; in float32 as close as the same sums in the same order are on one device."""
     options = ("parallel=pipeline", f"parallel.schedule={schedule}", f"accumulation={accumulation}")
-    ranks(processes).train(composed(*FAST, *COMMON, *GROUP, DOUBLE, *options), tmp_path / "exact")
+    ranks(processes).train(composed(*FAST, *COMMON, *GROUP, DOUBLE, *options), tmp_path / "exact", narrow)
     wanted, _ = plain("sgd", (*GROUP, DOUBLE), None, SHORT)
     assert largest_difference(weights_at(tmp_path / "exact", SHORT), wanted.weights) <= 1e-12
 
     count = 6 // accumulation
     config = composed(*FAST, *COMMON, *GROUP, *options, f"parallel.num_micro_batches={count}")
-    ranks(processes).train(config, tmp_path / "rounded")
+    ranks(processes).train(config, tmp_path / "rounded", narrow)
     assert largest_difference(weights_at(tmp_path / "rounded", SHORT), in_six_micro_batches()) <= 1e-6
 
 
@@ -163,13 +164,13 @@ def test_a_residual_network_with_group_normalisation_equals_a_plain_loop(
 def in_six_micro_batches() -> dict[str, torch.Tensor]:
     """The weights of one device that accumulates over six micro-batches."""
     with tempfile.TemporaryDirectory() as directory:
-        run_here(Path(directory), *COMMON, *GROUP, "accumulation.steps=6")
+        run_here(Path(directory), *COMMON, *GROUP, "accumulation.steps=6", change=narrow)
         return weights_at(Path(directory), SHORT)
 
 
 def test_a_residual_network_on_two_devices_equals_one_that_accumulates(tmp_path: Path) -> None:
     options = ("accumulation.steps=6", "parallel=model", "parallel.cuts=[layer3]")
-    train_in(tmp_path, on_two_devices(built(*FAST, *COMMON, *GROUP, *options)))
+    train_in(tmp_path, on_two_devices(built(*FAST, *COMMON, *GROUP, *options)), narrow)
     assert largest_difference(weights_at(tmp_path, SHORT), in_six_micro_batches()) <= 1e-6
 
 
@@ -300,18 +301,18 @@ def test_batch_normalisation_sees_micro_batches(
     network: tuple[str, ...], options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     """Weights and running statistics are those of one device that accumulates as many."""
-    run_here(tmp_path / "one", *network, "steps=2", "accumulation.steps=3")
+    run_here(tmp_path / "one", *network, "steps=2", "accumulation.steps=3", change=narrow)
     overrides = ("steps=2", "parallel=pipeline", "parallel.split_size=4", *options)
-    ranks(1 if STREAMS in options else 2).train(composed(*FAST, *network, *overrides), tmp_path / "two")
+    ranks(1 if STREAMS in options else 2).train(composed(*FAST, *network, *overrides), tmp_path / "two", narrow)
     assert largest_difference(weights_at(tmp_path / "two", 2), weights_at(tmp_path / "one", 2)) <= 1e-13
 
 
 def test_deferred_statistics_are_those_of_the_whole_batch(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """Of the first layer, whose inputs are the same however they are split; after one step, and each batch once."""
-    run_here(tmp_path / "one", *BATCH_NORM, "steps=1")
+    run_here(tmp_path / "one", *BATCH_NORM, "steps=1", change=narrow)
     options = ("steps=1", "parallel=pipeline", "parallel.batch_norm=defer", "accumulation=2", "parallel.split_size=2")
     more = ("model.checkpoint_activations=true",)  # computed twice, counted once
-    ranks(2).train(composed(*FAST, *BATCH_NORM, *options, *more), tmp_path / "two")
+    ranks(2).train(composed(*FAST, *BATCH_NORM, *options, *more), tmp_path / "two", narrow)
     whole, parts = (weights_at(tmp_path / name, 1) for name in ("one", "two"))
     for name in ("bn1.running_mean", "bn1.running_var"):
         assert torch.allclose(parts[name], whole[name], rtol=1e-12, atol=1e-15)
