@@ -160,6 +160,10 @@ def run_single(
 
         job = with_choices(job, compose, directory, config_dir)
         run = build_run(job.config)
+    if run.parallel.in_processes:
+        from runner.parallel.launch.processes import start_rank_server
+
+        start_rank_server()
     # Imported here: config errors are reported before torch is imported.
     from runner.cli.run_job import print_summary, run_one
 

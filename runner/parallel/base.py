@@ -52,6 +52,11 @@ class Parallel:
         """Whether batch normalization computes its statistics over the shards of all processes."""
         return False
 
+    @property
+    def in_processes(self) -> bool:
+        """Whether the mode trains in processes of its own, each of which has one device."""
+        return False
+
     def alternatives(self, tuning: Tuning) -> Iterator[dict[str, Any]]:
         """Yield the sets of options, by name, with which `tune` tries this mode; `{}` is the mode as it is."""
         yield {}

@@ -49,6 +49,10 @@ class MultiProcess(Parallel, ABC):
         check_range(self, "max_restarts", least=0, most=1000)
         check_range(self, "port", least=1, most=65_535)
 
+    @property
+    def in_processes(self) -> bool:
+        return True
+
     @abstractmethod
     def layout(self, rank_info: RankInfo) -> Layout: ...
 

@@ -125,8 +125,12 @@ class Pipeline(Partition, MultiProcess):
     # -----------------------------------------------------------------------------------------------------------------
     # Stages, processes and devices
 
+    @property
+    def in_processes(self) -> bool:
+        return self.engine == "processes"
+
     def launcher(self, choice: Device) -> Launcher:
-        if self.engine == "processes":
+        if self.in_processes:
             return super().launcher(choice)
         started = external_world_size()
         why = f"{started} processes were started by torchrun or SLURM, and this engine has one"

@@ -38,8 +38,7 @@ def first_process(run: Run, num_devices: int | None = None) -> Process:
     else:
         if type(parallel) is Parallel:
             num_devices = 1  # the others are not used
-        processes = getattr(parallel, "processes", None)
-        in_processes = processes is not None and getattr(parallel, "engine", "processes") == "processes"
+        processes, in_processes = getattr(parallel, "processes", None), parallel.in_processes
         asked = processes if in_processes and isinstance(processes, int) else num_devices
         why = f"there are {num_devices} devices, and each process needs its own"
         check(asked <= num_devices, "parallel.processes", asked, why, f"--devices {asked}, or fewer processes")

@@ -18,7 +18,7 @@ import torch
 from runner.parallel.collectives import Collectives, ProcessGroup
 from runner.parallel.context import Context, Process
 from runner.parallel.launch import process_group
-from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.launch.cluster import RankInfo, external_rank_info
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError, Report, Supervisor, report_of, start_heartbeat
 from runner.system.cpu import allowed_cores
@@ -29,6 +29,12 @@ log = logging.getLogger(__name__)
 
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "runner.training")
 """Modules that every rank needs. The fork server imports them once, while this process reads the data."""
+
+
+def start_rank_server() -> None:
+    """Start the fork server of the ranks, which imports torch while this process does, unless the ranks exist."""
+    if external_rank_info() is None:
+        start_server(*PRELOADED)
 
 
 class LocalProcesses(Launcher):
@@ -60,7 +66,7 @@ class LocalProcesses(Launcher):
     @contextmanager
     def connect(self) -> Iterator[Process]:
         before_training()
-        start_server(*PRELOADED)
+        start_rank_server()
         count = len(self.devices)
         yield Process(RankInfo(0, count, 0, count), self.devices[:1], Collectives())
 
