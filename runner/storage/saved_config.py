@@ -6,11 +6,12 @@ import hashlib
 import json
 import pickle
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.added_groups import with_added_groups
@@ -88,37 +89,63 @@ def plain_values(text: str, root: type[yaml.CollectionStartEvent]) -> Any:
         UnreadableConfigError: if the text is not such a collection, or contains anything other than plain values.
     """
     try:
-        _check_plain(text, root)
-        return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        loader = _loader()(text, root)
+        try:
+            values = loader.get_single_data()
+        finally:
+            loader.dispose()
+        if loader.num_events < 3:
+            raise UnreadableConfigError("it is empty")
+        return OmegaConf.to_container(OmegaConf.create(values), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, OverflowError) as error:
         raise UnreadableConfigError(str(error).splitlines()[0]) from None
     except RecursionError:
         raise UnreadableConfigError("an interpolation in it is nested too deeply") from None
 
 
-def _check_plain(text: str, root: type[yaml.CollectionStartEvent]) -> None:
-    """Check that a YAML text is a collection of type `root`, has no tags or anchors, and does not take long to read.
+@cache
+def _loader() -> Any:
+    """Return a loader that reads YAML as OmegaConf does, and checks each event of the parser before it uses it."""
+
+    class Loader(get_yaml_loader()):
+        def __init__(self, text: str, root: type[yaml.CollectionStartEvent]):
+            super().__init__(text)
+            self.root, self.num_events, self.depth = root, 0, 0
+
+        def get_event(self) -> yaml.Event:
+            event = super().get_event()
+            self.num_events += 1
+            self.depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            _check_plain(event, self.num_events, self.depth, self.root)
+            return event
+
+    return Loader
+
+
+def _check_plain(event: yaml.Event, number: int, depth: int, root: type[yaml.CollectionStartEvent]) -> None:
+    """Check that an event is part of a collection of type `root` without tags and anchors that is soon read.
+
+    Args:
+        event: the event.
+        number: its number in the text, counted from 1.
+        depth: number of collections that have begun and not ended.
+        root: the type of the outermost collection.
 
     Raises:
         UnreadableConfigError: if this is not the case.
     """
-    depth, count = 0, 0
-    for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader), start=1):
-        if count == 3 and not isinstance(event, root):  # after those of the stream and the document
-            raise UnreadableConfigError(f"it is no {'mapping' if root is yaml.MappingStartEvent else 'list'}")
-        if getattr(event, "tag", None) is not None:
-            raise UnreadableConfigError(f"it has the tag {event.tag}")
-        if getattr(event, "anchor", None) is not None:
-            raise UnreadableConfigError("it has an anchor or an alias")
-        if isinstance(event, yaml.ScalarEvent) and not event.style and _LONG_NUMBER.match(event.value):
-            raise UnreadableConfigError("it has a number of more than a thousand digits")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST:
-            raise UnreadableConfigError(f"it is nested more than {_DEEPEST} times")
-        if count > _MOST_EVENTS:
-            raise UnreadableConfigError(f"it has more than {_MOST_EVENTS:,} keys and values")
-    if count < 3:
-        raise UnreadableConfigError("it is empty")
+    if number == 3 and not isinstance(event, root):  # after those of the stream and the document
+        raise UnreadableConfigError(f"it is no {'mapping' if root is yaml.MappingStartEvent else 'list'}")
+    if (tag := getattr(event, "tag", None)) is not None:
+        raise UnreadableConfigError(f"it has the tag {tag}")
+    if getattr(event, "anchor", None) is not None:
+        raise UnreadableConfigError("it has an anchor or an alias")
+    if isinstance(event, yaml.ScalarEvent) and not event.style and _LONG_NUMBER.match(event.value):
+        raise UnreadableConfigError("it has a number of more than a thousand digits")
+    if depth > _DEEPEST:
+        raise UnreadableConfigError(f"it is nested more than {_DEEPEST} times")
+    if number > _MOST_EVENTS:
+        raise UnreadableConfigError(f"it has more than {_MOST_EVENTS:,} keys and values")
 
 
 def _keys(value: Any) -> list[Any]:
