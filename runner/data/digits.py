@@ -44,7 +44,7 @@ class Digits(Data):
         check_range(self, "random_erase", least=0, most=1)
 
     def load(self) -> tuple[Samples, Samples]:
-        table = torch.from_numpy(_table())
+        table = torch.from_numpy(read_table())
         images = table[:, :64].reshape(-1, 1, 8, 8).to(torch.float32) / 16
         if self.size != 8:
             images = torch.nn.functional.interpolate(images, size=(self.size, self.size), mode="bilinear")
@@ -63,7 +63,7 @@ class Digits(Data):
 
 
 @functools.cache  # most of the time that a short run takes to start, where a process trains several
-def _table():  # no return type: annotating numpy.ndarray would require an import at the top
+def read_table():  # no return type: annotating numpy.ndarray would require an import at the top
     """Return an array with one row per digit: 64 pixels with values from 0 to 16, followed by the class."""
     import numpy  # imported here: config errors are reported before numpy is imported
 

@@ -15,9 +15,9 @@ import helpers.composed  # noqa: F401
 import runner.cli.run_job
 import runner.tracking.event_file
 import runner.tracking.image_grids  # noqa: F401
-from runner.data.digits import Digits
+from runner.data.digits import read_table
 
-Digits(size=8).load()  # keeps what it has read
+read_table()  # it is kept. No operation of torch may run here: children of a process that has used OpenMP threads hang
 PIL.Image.preinit()
 gc.collect()
 gc.freeze()
