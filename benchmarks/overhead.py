@@ -130,8 +130,22 @@ def lightning(steps: int) -> float:
     return steps / (time.perf_counter() - module.began)
 
 
-def with_runner(steps: int) -> float:
-    """Return steps per second of the runner, with logs, progress display and checkpoints."""
+def command(options: list[str]) -> int:
+    """Run the command in this process; returns its exit code."""
+    from runner.cli.main import main
+
+    sys.argv = ["runner", *options]
+    return main()
+
+
+def with_runner(steps: int, *more: str, start: Callable[[list[str]], int] = command) -> float:
+    """Return steps per second of the runner, with logs, progress display and checkpoints.
+
+    Args:
+        steps: the number of steps.
+        more: further overrides.
+        start: trains what overrides describe; see `run`.
+    """
     options = [
         "model=tiny",
         "data.size=8",
@@ -142,18 +156,19 @@ def with_runner(steps: int) -> float:
         "eval_every=0",
     ]
     threads = f"device.threads={torch.get_num_threads()}"
-    return run([*options, f"batch_size={BATCH}", f"save_every={steps // 3}", f"steps={steps}", "device=cpu", threads])
+    options += [f"batch_size={BATCH}", f"save_every={steps // 3}", f"steps={steps}", "device=cpu", threads, *more]
+    return run(options, start=start)
 
 
-def run(options: list[str], warmup: int = 0) -> float:
+def run(options: list[str], warmup: int = 0, start: Callable[[list[str]], int] = command) -> float:
     """Return steps per second of a run in this process, including logs, checkpoints and progress display.
 
     Args:
         options: the overrides of the run.
         warmup: steps that are not counted.
+        start: trains what overrides describe in this process, and returns 0 if it is done.
     """
     from runner import training
-    from runner.cli.main import main
 
     times: list[float] = []
     step_done = training.Progress.step  # called at the end of every step, after its logs and checkpoints
@@ -164,8 +179,7 @@ def run(options: list[str], warmup: int = 0) -> float:
 
     training.Progress.step = timed
     with tempfile.TemporaryDirectory() as root:
-        sys.argv = ["runner", *options, f"output_root={root}"]
-        if main():
+        if start([*options, f"output_root={root}"]):
             raise SystemExit(1)
     # Without the last step, which includes the final evaluation and checkpoint.
     return (len(times) - 2 - warmup) / (times[-2] - times[warmup])

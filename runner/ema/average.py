@@ -18,6 +18,10 @@ class Average:
     def update(self) -> None:
         """Take into account the weights after an optimizer step."""
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return this rank's averaged weights; empty if there is no average, or before the first step."""
+        return []
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """A context in which the model has the averaged weights, for an evaluation."""

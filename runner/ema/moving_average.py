@@ -27,6 +27,9 @@ class MovingAverage(Average):
     def update(self) -> None:
         self._optimizer.step()
 
+    def tensors(self) -> list[torch.Tensor]:
+        return [state["average"] for state in self._optimizer.state.values()]
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         weights = {p: p.detach().clone() for p in self._optimizer.state}

@@ -18,7 +18,8 @@ KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer state", "data", 
 """What memory is used for.
 
 `parameters` includes buffers, such as the running statistics of batch normalization, and the weights of a target
-network; with fsdp, also the parameters that have been gathered for a block. `data` is the data set or the replay
+network; with fsdp, also the parameters that have been gathered for a block. `optimizer state` includes the moving
+average of the weights. `data` is the data set or the replay
 buffer, as far as it is on the device, and batches. `activations` are kept from the forward pass for the backward pass.
 `temporary` is what the backward pass and the update allocate for themselves, such as the gradients of activations,
 recomputed activations and workspaces.

@@ -191,10 +191,16 @@ def _trace(session: Session, directory: Path, tracker: MemoryTracker) -> RankPla
 
 
 def _saved(state: State) -> dict[str, int]:
-    """Return the bytes of each tensor of the model in a checkpoint, with those of its optimizer state, by name."""
+    """Return the bytes of each tensor of the model in a checkpoint, with those of its optimizer state, by name.
+
+    With a moving average, the checkpoint has the tensors of the model a second time, with the averaged weights.
+    """
     of_parameter = state.optimizer.state
+    models = 2 if state.average.tensors() else 1
     return {
-        name: sum(each.numel() * each.element_size() for each in (tensor, *of_parameter.get(tensor, {}).values()))
+        name: sum(
+            each.numel() * each.element_size() for each in (*[tensor] * models, *of_parameter.get(tensor, {}).values())
+        )
         for name, tensor in state.model.state_dict(keep_vars=True).items()
     }
 
@@ -205,11 +211,11 @@ def _blocks(model: torch.nn.Module) -> list[str]:
 
 
 def _classify(tracker: MemoryTracker, state: State) -> None:
-    """Tell `tracker` which tensors are parameters, gradients and optimizer state."""
+    """Tell `tracker` which tensors are parameters, gradients and optimizer state, as which averaged weights count."""
     tracker.is_of_kind("parameters", [*state.model.parameters(), *state.model.buffers()])
     tracker.is_of_kind("gradients", [parameter.grad for parameter in state.model.parameters()])
     values = [value for of_parameter in state.optimizer.state.values() for value in of_parameter.values()]
-    tracker.is_of_kind("optimizer state", values)
+    tracker.is_of_kind("optimizer state", [*values, *state.average.tensors()])
 
 
 class CpuWorkspace:

@@ -53,6 +53,7 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
         ("model.checkpoint_activations=true",),
         ("precision=bf16",),
         ("optimizer=adamw", "channels_last=false"),
+        ("ema.decay=0.9",),
         ("parallel=pipeline", "parallel.engine=streams", "parallel.cuts=[layer3.0]"),
     ],
     ids=" ".join,
@@ -111,6 +112,16 @@ def test_memory_is_divided_by_kind() -> None:
     assert images + batch > rank.kept["data"] > images * 64 / 80 + batch
     assert set(rank.peak) == set(KINDS)
     assert rank.saved["fc.weight"] == 3 * model.fc.weight.nbytes + 4  # pyright: ignore
+
+
+def test_averaged_weights_are_optimizer_state_and_a_second_model_in_the_checkpoint() -> None:
+    [averaged], [plain] = planned(*RESNET, "ema.decay=0.9"), planned(*RESNET)
+    model = _network(*RESNET)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert averaged.kept["optimizer state"] - plain.kept["optimizer state"] == weights
+    assert averaged.kept["activations"] == plain.kept["activations"]
+    saved = {name: size - plain.saved[name] for name, size in averaged.saved.items()}
+    assert saved == {name: tensor.nbytes for name, tensor in model.state_dict().items()}
 
 
 def test_a_shard_of_each_kind_is_on_each_rank() -> None:

@@ -1,0 +1,62 @@
+"""What a second tracker costs in the training loop, and what a run costs that is started from Python.
+
+`python -m benchmarks.trackers [--repeats 15] [--steps 6000]`: the small network of `benchmarks.overhead`, one thread,
+logs every 50 steps. All but `two trackers` write to TensorBoard alone; `from Python` calls `runner.train` instead of
+the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+import runner
+from benchmarks import overhead
+from benchmarks.measure import interleave, report, write
+
+GOALS = {("two trackers", "tensorboard"): 0.99, ("from Python", "tensorboard"): 0.99}
+
+
+def tensorboard(steps: int) -> float:
+    """Return steps per second of the command as it is usually run."""
+    return overhead.with_runner(steps)
+
+
+def two_trackers(steps: int) -> float:
+    """Return steps per second with a CSV file beside TensorBoard."""
+    return overhead.with_runner(steps, "tracking=several", "tracking.names=[tensorboard,csv]")
+
+
+def from_python(steps: int) -> float:
+    """Return steps per second of `runner.train`."""
+    return overhead.with_runner(steps, start=lambda options: runner.train(options).status != "done")
+
+
+CONTENDERS: dict[str, Callable[[int], float]] = {
+    "tensorboard": tensorboard,
+    "two trackers": two_trackers,
+    "from Python": from_python,
+}
+
+
+def main() -> None:
+    """Measure all contenders, or with `--run` a single one in this process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--run", choices=CONTENDERS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.run:
+        print(CONTENDERS[arguments.run](arguments.steps))
+        return
+    passed = ["--steps", str(arguments.steps)]
+    rates = interleave("benchmarks.trackers", list(CONTENDERS), arguments.repeats, passed)
+    table = report("small network on digits, one thread, logs every 50 steps", "steps/s", rates, GOALS)
+    write("trackers", [table], " ".join(["python -m benchmarks.trackers", *passed, f"--repeats {arguments.repeats}"]))
+
+
+if __name__ == "__main__":
+    main()
