@@ -33,7 +33,7 @@ def start_server(*modules: str) -> None:
         return
     from multiprocessing import forkserver, resource_tracker, util
 
-    forkserver.set_forkserver_preload(list(modules))
+    forkserver.set_forkserver_preload(["runner.system.preload_begin", *modules, "runner.system.preload_end"])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         # Where multiprocessing has its sockets. A stop signal between the creation of the directory and the

@@ -16,6 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from runner.system.garbage import collection_postponed
 from runner.system.signals import exceptions_postponed
 
 
@@ -41,7 +42,7 @@ def _load(package: _Lazy) -> None:
     assert spec.loader is not None
     package.__class__ = ModuleType  # pyright: ignore[reportAttributeAccessIssue]
     package.__path__ = spec.submodule_search_locations or []
-    with exceptions_postponed():
+    with exceptions_postponed(), collection_postponed():
         spec.loader.exec_module(package)
     _loaded.pop(spec.name)()
 

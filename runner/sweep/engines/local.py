@@ -34,8 +34,8 @@ from runner.system.gpu import busy_gpus, visible_gpus
 
 log = logging.getLogger(__name__)
 
-PRELOADED = ("torch", "runner.cli.run_job", "runner.cli.composition")
-"""Modules that every job imports; the server imports them once."""
+PRELOADED = ("torch", "runner.cli.run_job", "runner.cli.composition", "runner.tracking.event_file", "PIL.ImageDraw")
+"""Modules that every job imports; the server imports them once, also those that a run imports when it needs them."""
 
 _RECHECK_GPUS = 5.0
 """Seconds between two checks of whether GPUs that other users occupy have become free."""

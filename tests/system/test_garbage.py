@@ -1,0 +1,66 @@
+"""When garbage is collected, and among what."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.command import environment
+
+from runner.system.garbage import collection_postponed
+
+
+@pytest.fixture(autouse=True)
+def enabled_afterwards() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_is_collected_again_afterwards_but_not_examined_among_what_was_there() -> None:
+    before = gc.get_freeze_count()
+    with collection_postponed():
+        assert not gc.isenabled()
+        imported = [[] for _ in range(10_000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > before + len(imported)
+    assert not any(each is imported for each in gc.get_objects())
+    cycles = [Cycle() for _ in range(3)]
+    cycles.clear()
+    assert gc.collect() >= 3
+
+
+def test_collection_that_was_off_stays_off_and_is_on_again_after_an_error() -> None:
+    with pytest.raises(ImportError), collection_postponed():
+        raise ImportError
+    assert gc.isenabled()
+    gc.disable()
+    with collection_postponed():
+        pass
+    assert not gc.isenabled()
+
+
+PROGRAM = """
+from runner.system.forkserver import run_in_child, start_server
+from helpers.garbage_work import report
+if __name__ == "__main__":
+    start_server("helpers.garbage_work")
+    run_in_child(report, "found.json")
+"""
+
+
+def test_children_of_a_fork_server_collect_garbage_but_not_among_what_it_has_imported(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment(), check=True, timeout=300)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["while importing"] is False
+    assert found["enabled"] is True
+    assert found["frozen"] > 5_000
