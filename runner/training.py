@@ -205,7 +205,8 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
     progress.metrics(metrics)
     log.debug("step %d: %s", state.step, in_words(metrics))
     recorder.scalars(metrics, state.step)
-    recorder.images(run.workload.images(sums) | run.parallel.images(state.directory), state.step)
+    if state.session.rank == 0:  # the others would draw for nobody
+        recorder.images(run.workload.images(sums) | run.parallel.images(state.directory), state.step)
     is_best = state.record_evaluation(metrics)
     recorder.scalars({f"best/{run.workload.best[0]}": state.best["value"]}, state.step)
     return is_best
@@ -220,9 +221,10 @@ def introduce(state: State, recorder: Recorder) -> None:
         log.warning("%s", why)
     log.debug("model:\n%s", state.model_table)
     log.debug("config:\n%s", config)
-    texts = {"network": state.model_table, "config": config, "environment": json.dumps(environment(), indent=2)}
-    recorder.texts(texts)
-    recorder.hyperparameters(session.run.config)
+    if session.rank == 0:
+        texts = {"network": state.model_table, "config": config, "environment": json.dumps(environment(), indent=2)}
+        recorder.texts(texts)
+        recorder.hyperparameters(session.run.config)
 
 
 def save_diverged_batch(session: Session, directory: Path, step: int) -> None:

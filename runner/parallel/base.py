@@ -188,10 +188,13 @@ class Parallel:
         return {}
 
     def images(self, directory: Path) -> dict[str, torch.Tensor]:
-        """Return images that show a step in this mode: RGB, uint8 [3, height, width], by TensorBoard tag.
+        """Return images that show a step in this mode, by TensorBoard tag; called on rank 0.
 
         Args:
             directory: the run directory, to which the mode may write files.
+
+        Returns:
+            A dict of RGB images, uint8 [3, height, width].
         """
         return {}
 

@@ -144,7 +144,7 @@ class Workload(ABC):
         return outputs.mean(0)
 
     def images(self, sums: MetricSums) -> dict[str, torch.Tensor]:
-        """Return images and videos of the last evaluation, keyed by TensorBoard tag.
+        """Return images and videos of the last evaluation, keyed by TensorBoard tag; called on rank 0.
 
         Args:
             sums: the metric sums over all ranks.

@@ -16,12 +16,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import selectors
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 from unittest import mock
@@ -44,12 +45,28 @@ def main() -> None:
         importlib.import_module(FAULT_POINTS)
     if kind != "no-torch":
         share_fork_server(*[FAULT_POINTS] * (kind == "faults"))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for line in sys.stdin:
-        cwd, variables, *arguments = json.loads(line)
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            watch(cwd, variables, arguments, answers)
+    serve(answers)
+
+
+def serve(answers: int) -> None:
+    """Run the commands, each in a child; a command is only sent when the one before has been answered."""
+    selector = selectors.PollSelector()
+    selector.register(0, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.data is not None:
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                write_code(*key.data)
+                continue
+            if not (line := sys.stdin.readline()):
+                return
+            cwd, variables, *arguments = json.loads(line)
+            compose_options(arguments)
+            if (child := os.fork()) == 0:
+                run(cwd, variables, arguments)
+            selector.register(os.pidfd_open(child), selectors.EVENT_READ, (child, cwd))
+            os.write(answers, b"%d\n" % child)
 
 
 def import_everything() -> None:
@@ -58,6 +75,24 @@ def import_everything() -> None:
     torch.use_deterministic_algorithms(False)  # imports torch's compiler, as every optimizer does: two seconds
     importlib.import_module(STEP_GATE)
     importlib.import_module(FROZEN)
+
+
+def compose_options(arguments: list[str]) -> None:
+    """Compose the options that a command chooses, which takes it longest: it and all later commands find them kept."""
+    from runner.config.options import CONF
+
+    files = {word: CONF / f"{word.replace('=', '/', 1)}.yaml" for word in arguments}
+    _compose("-m" in arguments, *(word for word, file in files.items() if os.path.exists(file)))
+
+
+@cache
+def _compose(is_sweep: bool, *options: str) -> None:
+    from runner.cli.arguments import quoted
+    from runner.cli.composition import Composer
+
+    compose = Composer().sweep if is_sweep else Composer().run
+    with suppress(Exception):  # which the command meets too
+        compose([quoted(option, is_sweep) for option in options])
 
 
 def share_fork_server(*modules: str) -> None:
@@ -99,16 +134,13 @@ def fork_instead(usual: Any, path: bytes, words: list[str], descriptors: list[in
         os._exit(0)
 
 
-def watch(cwd: str, variables: dict[str, str], arguments: list[str], answers: int) -> None:
-    """Run one command in a child, and write its exit code when it has ended."""
-    if (child := os.fork()) == 0:
-        run(cwd, variables, arguments)
-    os.write(answers, b"%d\n" % child)
+def write_code(child: int, cwd: str) -> None:
+    """Write the exit code of a command that has ended."""
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    with open(f"{cwd}/code.part", "w") as file:
-        print(code, file=file)
-    os.replace(f"{cwd}/code.part", f"{cwd}/code")
-    os._exit(0)
+    with suppress(FileNotFoundError):  # its directory may be gone
+        with open(f"{cwd}/code.part", "w") as file:
+            print(code, file=file)
+        os.replace(f"{cwd}/code.part", f"{cwd}/code")
 
 
 def run(cwd: str, variables: dict[str, str], arguments: list[str]) -> None:

@@ -15,9 +15,14 @@ import helpers.composed  # noqa: F401
 import runner.cli.run_job
 import runner.tracking.event_file
 import runner.tracking.image_grids  # noqa: F401
+from helpers.compose import FAST, built
 from runner.data.digits import read_table
 
-read_table()  # it is kept. No operation of torch may run here: children of a process that has used OpenMP threads hang
+# What is read is kept, and how options are checked. No operation of torch may run here: children of a process that has
+# used OpenMP threads hang.
+read_table()
+for mode in ("single", "ddp"):
+    built(*FAST, f"parallel={mode}")
 PIL.Image.preinit()
 gc.collect()
 gc.freeze()
