@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.compose import FAST, option_node
+from helpers.compose import FAST, option_node, prepared
+from helpers.ranks import Ranks
+from helpers.verified import narrow_runs, record_here
 
+from runner.parallel.launch.processes import LocalProcesses
 from runner.precision import BFloat16, Double, Precision
 from runner.run import Run
 from runner.tools import verify, verify_steps
@@ -40,10 +44,17 @@ def references() -> dict[str, list[Steps]]:
 
 
 @pytest.fixture(autouse=True)
-def _references_are_computed_once(references: dict[str, list[Steps]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute the reference of many rows only once."""
+def _few_runs(
+    references: dict[str, list[Steps]], ranks: Callable[[int], Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compute the reference of many rows only once, with narrow networks, and several processes in those of `ranks`."""
 
     def first_steps(runs: list[Run]) -> list[Steps]:
+        launcher = runs[0].parallel.launcher(runs[0].device)
+        if isinstance(launcher, LocalProcesses) and len(launcher.devices) > 1:
+            verify_steps.check_comparable(prepared(runs[-1]))
+            configs = [run.config for run in runs]
+            return ranks(len(launcher.devices)).do(record_here, configs, tmp_path)[0]
         if any(run.config["parallel"]["_target_"] != SINGLE for run in runs):
             return verify_steps.first_steps(runs)
         key = json.dumps([run.config for run in runs])
@@ -51,7 +62,14 @@ def _references_are_computed_once(references: dict[str, list[Steps]], monkeypatc
             references[key] = verify_steps.first_steps(runs)
         return copy.deepcopy(references[key])
 
+    narrow_runs(monkeypatch)
     monkeypatch.setattr(verify, "first_steps", first_steps)
+
+
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes start their processes themselves."""
+    monkeypatch.setattr(verify, "first_steps", verify_steps.first_steps)
 
 
 def code_of(*overrides: str) -> int:
@@ -116,6 +134,15 @@ def test_equivalent_modes_are_the_same(overrides: list[str], capfd: pytest.Captu
     assert [line for line in out.splitlines() if line.startswith(("the same", "different", "cannot"))] == [
         "the same: this config computes what a single device computes, up to rounding"
     ]
+
+
+@pytest.mark.usefixtures("starting")
+@pytest.mark.parametrize(
+    ("overrides", "code"),
+    [(["parallel=ddp", "accumulation=2"], verify.SAME), (["parallel=ddp", workload("SameShard")], verify.DIFFERENT)],
+)
+def test_processes_that_the_mode_starts_are_compared(overrides: list[str], code: int) -> None:
+    assert code_of(*overrides) == code
 
 
 def test_options_of_a_config_directory_are_compared(tmp_path: Path) -> None:
