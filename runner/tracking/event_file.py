@@ -30,10 +30,10 @@ from tensorboard.plugins.hparams.api_pb2 import (
     Experiment,
     MetricName,
 )
-from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import Summary
 
 from runner.storage.run_directory import StorageError
+from runner.tracking.event_records import EventRecords
 
 _NAME = re.compile(r"events\.out\.tfevents\.([0-9]{1,18})(?![0-9])")
 """A pattern for the name of an event file, which contains the number of its session.
@@ -59,7 +59,7 @@ class EventFile:
         path = directory / f"events.out.tfevents.{number:010d}"
         with storage_errors(path):
             self._file = path.open("xb")
-        self._path, self._records = path, RecordWriter(self._file)
+        self._path, self._records = path, EventRecords(self._file)
         try:
             with storage_errors(path):
                 self._write(file_version="brain.Event:2")

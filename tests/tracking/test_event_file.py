@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import os
+import random
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.events import curves
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import scalar
 
 from runner.storage.run_directory import StorageError
+from runner.tracking import event_records
 from runner.tracking.event_file import EventFile, points
+from runner.tracking.event_records import EventRecords
 from runner.tracking.tensorboard import TensorBoard
 
 
@@ -84,7 +89,7 @@ def test_a_file_whose_first_event_cannot_be_written_is_closed(tmp_path: Path, mo
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(RecordWriter, "write", fail)
+    monkeypatch.setattr(EventRecords, "write", fail)
     with pytest.raises(StorageError) as caught:
         EventFile(tmp_path, 1)
     assert caught.value.path.parent == tmp_path
@@ -100,3 +105,23 @@ def test_a_file_with_a_number_of_no_session_does_not_matter(tmp_path: Path, digi
     EventFile(tmp_path, 0).close()
     [name] = {path.name for path in tmp_path.iterdir()} - {f"events.out.tfevents.{digits}"}
     assert before <= int(name.removeprefix("events.out.tfevents.")) <= time.time()
+
+
+def test_checksums_are_those_of_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(0).randbytes
+    lengths = [*range(1490, 1520), 2047, 2048, 2049, 4095, 65_537, 300_001]
+    for data in (*map(draw, lengths), bytes(3000), b"\xff" * 3000, bytes(3000) + b"a", b"a" + bytes(3000)):
+        assert event_records.crc32c(data) == crc32c(data)
+    monkeypatch.setattr(event_records, "_SHORT", 3)  # fewer would need no checksum of many bytes at once
+    for length in range(4, 300):
+        data = draw(length)
+        assert event_records.crc32c(data) == crc32c(data)
+
+
+def test_records_are_written_as_tensorboard_writes_them() -> None:
+    ours, theirs = io.BytesIO(), io.BytesIO()
+    for length in (0, 1, 7, 100, 5000):
+        data = random.Random(length).randbytes(length)
+        EventRecords(ours).write(data)
+        RecordWriter(theirs).write(data)
+    assert ours.getvalue() == theirs.getvalue()

@@ -1,0 +1,73 @@
+"""The records of TensorBoard's event files, each with a CRC-32C checksum.
+
+TensorBoard computes these checksums byte by byte in Python. For an image, this takes as long as drawing it.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cache, reduce
+from typing import Any
+
+import numpy as np
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import CRC_TABLE
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as bytewise
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+_SHORT = 1500
+"""The number of bytes up to which `bytewise` is faster."""
+
+_TABLE = np.array(CRC_TABLE, np.uint32)
+"""For each byte, the register of a checksum after this byte, from a register of zero."""
+
+
+class EventRecords(RecordWriter):
+    """TensorBoard's writer of records, except that it computes the checksums of long records 10 times as fast."""
+
+    def write(self, data: bytes) -> None:
+        length = struct.pack("<Q", len(data))
+        self._writer.write(length + _masked(crc32c(length)) + data + _masked(crc32c(data)))
+
+
+def _masked(checksum: int) -> bytes:
+    """Return a checksum as it is stored, because a checksum of data that contains checksums would be weaker."""
+    rotated = checksum >> 15 | checksum << 17
+    return struct.pack("<I", (rotated + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def crc32c(data: bytes) -> int:
+    """Return the CRC-32C checksum of `data`.
+
+    The register of a checksum depends linearly on the data. So the register of every byte is computed on its own, and
+    then the registers are combined: those of two neighboring bytes, then those of two neighboring pairs, and so on.
+    """
+    if len(data) <= _SHORT:
+        return bytewise(data)
+    values = np.frombuffer(data, np.uint8).copy()
+    values[:4] ^= 0xFF  # has the effect of the initial register, 0xFFFFFFFF
+    registers, level = _TABLE[values], 0
+    while len(registers) > 1:
+        if len(registers) % 2:
+            registers = np.concatenate((np.zeros(1, np.uint32), registers))  # of leading zeros, which have no effect
+        registers = _after_zeros(registers[::2], level) ^ registers[1::2]
+        level += 1
+    return int(registers[0]) ^ 0xFFFFFFFF
+
+
+def _after_zeros(registers: Any, level: int) -> Any:
+    """Return what each register, uint32 [...], is after 2**level further bytes of zero."""
+    parts = (table[registers >> 8 * i & 0xFF] for i, table in enumerate(_tables(level)))
+    return reduce(np.bitwise_xor, parts)
+
+
+@cache
+def _tables(level: int) -> Any:
+    """Return what the registers with one nonzero byte are after 2**level further bytes of zero.
+
+    Returns:
+        uint32 [4, 256]: for the byte at each of the four positions, and each of its values.
+    """
+    if level > 0:
+        return _after_zeros(_tables(level - 1), level - 1)
+    registers = np.arange(256, dtype=np.uint32) << 8 * np.arange(4, dtype=np.uint32)[:, None]
+    return _TABLE[registers & 0xFF] ^ registers >> 8
