@@ -359,8 +359,8 @@ def check_used(run: Run, overrides: Iterable[str]) -> None:
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
         several = key in CONFIG_GROUPS and value.startswith("[")
-        remedy = f"tracking=several tracking.names={value}" if key == "tracking" else "choose one of them"
-        check(not several, key, value, "only the last of several options of a group would be used", remedy)
+        why = "only the last of several options of a group would be used"
+        check(not several, key, value, why, "choose one of them")
         group = key.partition(".")[0]
         why = f"{type(run.workload).__name__} is not made from any {group}"
         check(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -31,12 +32,20 @@ _kept: dict[tuple[Any, ...], tuple[DictConfig, bool]] = {}
 """Composed configs with what `OptionFiles.sets_hydra` says about them, by all that they depend on."""
 
 
+_TRACKERS = re.compile(r"tracking=(\[.*\])")
+
+
 class ConfigLoader(ConfigLoaderImpl):
-    """A config loader that keeps composed options, and composes them again if an option file has changed."""
+    """A config loader that keeps composed options, and composes them again if an option file has changed.
+
+    The override `tracking=[tensorboard,csv]` is short for `tracking=several tracking.names=[tensorboard,csv]`. Hydra
+    would use only the last of the two options.
+    """
 
     def _load_configuration_impl(
         self, config_name: str | None, overrides: list[str], run_mode: RunMode, *rest: Any, **options: Any
     ) -> DictConfig:
+        overrides = list(_with_several_trackers(overrides))
         parsed = OverridesParser.create().parse_overrides(overrides)
         values = [not self._is_option(override) for override in parsed]
         chosen = [text for text, is_value in zip(overrides, values, strict=True) if not is_value]
@@ -104,6 +113,15 @@ class ConfigLoader(ConfigLoaderImpl):
         if len(files) > _MAX_ENTRIES:
             return None
         return (config_name, run_mode, *chosen, JobRuntime.instance().get("name"), *sources, *registered, *files)
+
+
+def _with_several_trackers(overrides: Iterable[str]) -> Iterator[str]:
+    for text in overrides:
+        if trackers := _TRACKERS.fullmatch(text):
+            yield "tracking=several"
+            yield f"tracking.names={trackers[1]}"
+        else:
+            yield text
 
 
 def _registered(nodes: dict[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], bytes]]:

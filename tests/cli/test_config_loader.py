@@ -73,6 +73,14 @@ def test_the_config_of_a_sweep_is_kept_beside_that_of_a_run() -> None:
         assert outcome(loader, words, mode) == outcome(hydras_own(loader), words, mode)
 
 
+def test_a_list_of_trackers_is_short_for_several() -> None:
+    short, full = Composer().run(["seed=1", "tracking=[csv,tensorboard]"]), ["tracking.names=[csv,tensorboard]"]
+    assert short == Composer().run(["seed=1", "tracking=several", *full])
+    assert short.config["tracking"]["names"] == ["csv", "tensorboard"]
+    sweep = Composer().sweep(["seed=1,2"])
+    assert Composer().job(sweep, 0, ["seed=1", "tracking=[csv]"]).config["tracking"]["names"] == ["csv"]
+
+
 def test_mistakes_are_mistakes_in_lines_whose_options_are_fine() -> None:
     """And lines that are fine do not fail after those that are not."""
     loader = Composer()._loader
