@@ -14,22 +14,20 @@ _PROC = Path("/proc/self")
 
 
 def usage(device: torch.device) -> dict[str, float]:
-    """Return the memory usage on `device` in bytes, by TensorBoard tag, without waiting for the device.
+    """Return the peak memory usage on `device` in bytes, by TensorBoard tag, without waiting for the device.
 
-    On CUDA, `memory/peak` is the largest amount of memory that was allocated for tensors since the last call of
-    `reset_peak`. On a CPU, it is the largest resident set size of the process.
+    `memory/peak` is the largest value since the last call of `reset_peak`: on CUDA of the memory that was allocated for
+    tensors, on a CPU of the resident set size of the process. On Metal, which keeps no peak, it is the memory that the
+    process has now.
     """
     if device.type == "cuda":
         return {
-            "memory/allocated": torch.cuda.memory_allocated(device),
-            "memory/reserved": torch.cuda.memory_reserved(device),
             "memory/peak": torch.cuda.max_memory_allocated(device),
             "memory/peak_reserved": torch.cuda.max_memory_reserved(device),
         }
     if device.type == "mps":
-        allocated = torch.mps.driver_allocated_memory()
-        return {"memory/allocated": torch.mps.current_allocated_memory(), "memory/peak": allocated}
-    return {"memory/allocated": _process("VmRSS"), "memory/peak": _process("VmHWM")}
+        return {"memory/peak": torch.mps.driver_allocated_memory()}
+    return {"memory/peak": _peak_resident_bytes()}
 
 
 def reset_peak(device: torch.device) -> None:
@@ -60,12 +58,11 @@ def host_memory() -> dict[str, int | None]:
     }
 
 
-def _process(field: str) -> float:
-    """Return the value of `field` in /proc/self/status, in bytes; without this file, the peak resident set size."""
+def _peak_resident_bytes() -> float:
     try:
         status = (_PROC / "status").read_text()
-        return 1024.0 * int(status.split(f"{field}:")[1].split()[0])
-    except (OSError, IndexError):
+        return 1024.0 * int(status.split("VmHWM:")[1].split()[0])
+    except (OSError, IndexError):  # not Linux, or a container that shows less
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -310,7 +310,6 @@ class DQN(Workload):
         now, (last_time, last_env_steps) = _training_time(), self._logged
         self._logged = (now, env_steps)
         return self._actor.take_episodes() | {
-            "episode/env_steps": env_steps,
             "episode/epsilon": self.epsilon(env_steps),
             "time/env_steps_per_second": (env_steps - last_env_steps) / (now - last_time),
         }

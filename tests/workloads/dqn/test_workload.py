@@ -297,7 +297,6 @@ def test_an_agent_logs_its_curves(agent: Callable[..., Trained]) -> None:
     run = agent("steps=100", "log_every=20", "eval_every=50", "workload.eval_episodes=6")
     seen = curves(run.directory)
     assert {"train/td_loss", "train/q_mean", "episode/return", "episode/length", "episode/epsilon"} <= seen.keys()
-    assert [value for _, value in seen["episode/env_steps"]] == [120, 160, 200, 240, 280]
     assert [step for step, _ in seen["eval/return"]] == [50, 100]
     assert seen["eval/return"] == seen["eval/length"], "CartPole pays 1 a step"
     assert all(rate > 0 for _, rate in seen["time/env_steps_per_second"])
