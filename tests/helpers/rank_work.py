@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -44,17 +43,6 @@ def fail_at(rank: int, step: int, error: BaseException, session: Session) -> Non
         def after_step(_: torch.nn.Module, now: int) -> None:
             if now == step:
                 raise error
-
-        session.run.workload.after_step = after_step
-
-
-def hang_at(rank: int, step: int, session: Session) -> None:
-    """Do nothing on `rank` after `step`, until it is killed; its thread of heartbeats goes on."""
-    if session.rank == rank:
-
-        def after_step(_: torch.nn.Module, now: int) -> None:
-            if now >= step:
-                time.sleep(600)
 
         session.run.workload.after_step = after_step
 

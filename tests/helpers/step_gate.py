@@ -3,6 +3,8 @@
 Importing this module puts it into the training loop of this process and those forked from it; a fresh interpreter does
 so if `command.GATED` is on PYTHONPATH. `STEP_GATE=30:FILE` in the environment closes it: a run waits before its step 30
 until there is FILE, or until it was asked to stop.
+
+A rank of number N hangs before its step 14 if there is a file `rank_N_hangs` in its working directory.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ _train_step = runner.training.train_step
 
 
 def _gated(state: Any, batches: Any, step: Any, log_due: bool) -> Any:
+    if step.number >= 14 and os.path.exists(f"rank_{state.session.rank}_hangs"):
+        time.sleep(3600)
     number, _, file = os.environ.get("STEP_GATE", "").partition(":")
     if number and step.number == int(number):
         request = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)  # not in a rank, which its parent stops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -163,7 +165,8 @@ STOPS = {
     "ensemble-0": ("ensemble", 0, "training"),
     "fsdp-1": ("fsdp", 1, "training"),
 }
-PAUSED = ("ddp", "hogwild", "pipeline")
+HANGS = (("ddp", 1), ("pipeline", 0), ("hogwild", 1), ("fsdp", 0))
+PAUSED = ("hogwild", "pipeline", "ddp")
 
 
 class Paused:
@@ -200,6 +203,7 @@ class Paused:
         self.until = time.monotonic() + TIMEOUT + 5
 
     def go_on(self) -> None:
+        """Let them go on after that time, unless they do already."""
         time.sleep(max(0, self.until - time.monotonic()))
         self._send(signal.SIGCONT)
 
@@ -227,8 +231,20 @@ def paused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pause
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, paused: object) -> dict[str, Command]:
-    """For each case its command, one of whose ranks was stopped; `paused` waits at the same time."""
+def hanging(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Command]:
+    """For each mode and rank a command of which that rank hangs."""
+    commands = {}
+    for mode, rank in HANGS:
+        cwd = tmp_path_factory.mktemp(f"{mode}-{rank}")
+        (cwd / f"rank_{rank}_hangs").touch()
+        commands[mode, rank] = Command(cwd, *LONG, f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
+        commands[mode, rank].ranks()  # one after another: each has all the cores until then
+    return commands
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, paused: object, hanging: object) -> dict[str, Command]:
+    """For each case its command, one of whose ranks was stopped; `paused` and `hanging` wait at the same time."""
     commands = {}
     for case, (mode, rank, moment) in STOPS.items():
         endless = ("steps=100000", f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
@@ -246,6 +262,15 @@ def test_a_stopped_rank_ends_the_run(case: str, stopped: dict[str, Command]) -> 
     assert_crashed(stopped[case], STOPS[case][1], f"{STOPPED}{TIMEOUT})")
 
 
+@pytest.mark.parametrize(("mode", "rank"), HANGS)
+def test_a_rank_that_hangs_is_named(mode: str, rank: int, hanging: dict[tuple[str, int], Command]) -> None:
+    """It still sends heartbeats; the others wait for it in a collective."""
+    command = hanging[mode, rank]
+    assert_crashed(command, rank, f"{STOPPED}{TIMEOUT})")
+    result = json.loads((command.directory / "result.json").read_text())
+    assert result["error"] == f"rank {rank} {STOPPED}{TIMEOUT})"
+
+
 def steps_saved(cwd: Path) -> int:
     return max((int(path.name[5:]) for path in glob(cwd, "outputs/*/*/checkpoints/step_????????")), default=0)
 
@@ -258,7 +283,19 @@ def test_a_run_goes_on_after_all_its_processes_were_suspended(mode: str, paused:
     command.go_on()
     until(lambda: steps_saved(command.cwd) >= before + 50 or command.has_ended)
     assert not command.has_ended, command.console
-    command.kill()  # not only at the end of the module: its ranks keep the machine busy
+    if mode != "ddp":  # which the next test kills
+        command.kill()  # not only at the end of the module: its ranks keep the machine busy
+
+
+def test_a_killed_parent_leaves_no_fork_server(paused: dict[str, Paused]) -> None:
+    command = paused["ddp"]
+    command.go_on()
+    assert not command.has_ended, command.console
+    assert len(processes_in(command.cwd)) >= 5, "the parent, the tracker of shared memory, the fork server, two ranks"
+    assert isinstance(command.process, Popen)
+    command.process.kill()
+    assert command.process.wait() == -signal.SIGKILL
+    until(lambda: not processes_in(command.cwd), what="left behind")
 
 
 def test_a_killed_parent_leaves_no_stopped_rank_behind(tmp_path: Path) -> None:
@@ -328,15 +365,6 @@ def test_the_error_of_a_rank_is_printed_once_with_its_traceback(
     assert len(re.findall(rf"^{re.escape(last)}", printed, re.MULTILINE)) == 1, "its traceback"
     assert line in printed
     assert "gloo" not in printed, "what it did to the others is not printed"
-
-
-@pytest.mark.parametrize(
-    ("mode", "rank"), [("ddp", 1), ("pipeline", 0), ("hogwild", 1), pytest.param("fsdp", 0, marks=SLOW)]
-)
-def test_a_rank_that_hangs_is_named(mode: str, rank: int, failing: Callable[..., Result]) -> None:
-    """It still sends heartbeats; the others wait for it in a collective."""
-    work = changed(partial(rank_work.hang_at, rank, 13))
-    assert failing(work, f"parallel={mode}", f"parallel.timeout={TIMEOUT}").error == f"rank {rank} {STOPPED}{TIMEOUT})"
 
 
 @pytest.mark.parametrize(("rank", "num_bytes"), [(0, 20_000), (1, 1000)])
@@ -409,14 +437,6 @@ def cold(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def test_a_killed_parent_leaves_no_fork_server(cold: Callable[..., Any], tmp_path: Path) -> None:
-    process = cold(*LONG, "steps=100000")
-    assert len(processes_in(tmp_path)) >= 5, "the parent, the tracker of shared memory, the fork server, two ranks"
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    until(lambda: not processes_in(tmp_path), what="left behind")
 
 
 @pytest.mark.slow
