@@ -286,11 +286,13 @@ def _abbreviated(count: int) -> str:
 
 @functools.cache
 def font(size: int) -> ImageFont.FreeTypeFont:
-    """Return the font that Pillow includes, `size` pixels high."""
+    """Return the font that Pillow includes, `size` pixels high. It keeps the texts that it has drawn last."""
     from PIL import ImageFont
 
     font = ImageFont.load_default(size)
     assert isinstance(font, ImageFont.FreeTypeFont), "a font with a size is a FreeType font"
+    keep = functools.lru_cache(1000)  # the images of an evaluation have the same texts many times
+    vars(font).update(getlength=keep(font.getlength), getmask2=keep(font.getmask2))
     return font
 
 
