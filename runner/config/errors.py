@@ -110,7 +110,9 @@ def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
     near = difflib.get_close_matches(word.lower(), spelled, n=3, cutoff=0.6)
     if near:
         return f"did you mean {' or '.join(spelled[name] for name in near)}?"
-    return f"choose from: {', '.join(spelled.values())}" if spelled else "it has none"
+    names = [*spelled.values()]
+    shown = ", ".join(names if len(names) <= _MOST_NAMES else [*names[:_MOST_NAMES], "…"])
+    return f"choose from: {shown}" if spelled else "it has none"
 
 
 @contextmanager
@@ -129,6 +131,7 @@ def see_comments(component: object) -> str:
 
 
 _LONGEST = 80  # characters of a key or a value that a message shows
+_MOST_NAMES = 1000  # names that a message shows; a table can have 100,000 columns
 
 
 def _shortened(value: object) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+import reprlib
+import zipfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +20,11 @@ from runner.storage.torch_file import load_tensors
 SUFFIXES = (".csv", ".npz", ".pt")
 
 _MOST_BYTES = 4 << 30
+"""The maximum size of a file, of what is unpacked from it, and of its numbers in float32."""
+_MOST_TIMES = 100
+"""How many times larger than a compressed file its arrays may be."""
+_MOST_COLUMNS = 100_000
+"""The maximum number of columns of a CSV file."""
 _ARRAYS = "write it with numpy.savez(FILE, inputs=…, targets=…), or torch.save({'inputs': …, 'targets': …}, FILE)"
 
 
@@ -50,14 +57,18 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
     try:
         rows = csv.reader(io.StringIO(_content(path).decode("utf-8-sig"), newline=""), delimiter=delimiter)
         names = [name.strip() for name in next(rows, [])]
-        check(len(set(names)) > 1, "file", str(path), f"its first line has the columns {names}", _CSV)
+        few = len(names) <= _MOST_COLUMNS
+        check(few, "file", str(path), f"it has {len(names):,} columns, more than {_MOST_COLUMNS:,}", _WIDE)
+        check(len(set(names)) > 1, "file", str(path), f"its first line has the columns {reprlib.repr(names)}", _CSV)
+        places = {name: place for place, name in reversed([*enumerate(names)])}  # of two that are equal, the first
         chosen = {"targets": list(targets) or names[-1:]}
-        chosen["inputs"] = list(inputs) or [name for name in names if name not in chosen["targets"]]
+        taken = set(chosen["targets"])
+        chosen["inputs"] = list(inputs) or [name for name in names if name not in taken]
         for key in chosen:
-            _check_columns(key, chosen[key], names)
+            _check_columns(key, chosen[key], places)
         both = sorted(set(chosen["inputs"]) & set(chosen["targets"]))
         check(not both, "inputs", list(inputs), f"{', '.join(both)} is to be predicted", "leave it out of data.inputs")
-        columns = [names.index(name) for name in (*chosen["inputs"], *chosen["targets"])]
+        columns = [places[name] for name in (*chosen["inputs"], *chosen["targets"])]
         values = [_numbers(row, columns, names, path, rows.line_num) for row in rows if row]
     except (csv.Error, UnicodeDecodeError) as error:
         raise ConfigError("file", str(path), f"it is no CSV file: {error}", _CSV) from None
@@ -68,14 +79,16 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
 
 
 _CSV = "the first line names the columns, all other cells are numbers; data.delimiter sets what is between them"
+_WIDE = "write so many numbers as arrays: numpy.savez(FILE, inputs=…, targets=…), with FILE.npz"
 
 
-def _check_columns(key: str, chosen: list[str], names: list[str]) -> None:
+def _check_columns(key: str, chosen: list[str], names: Collection[str]) -> None:
     for name in chosen:
         if name not in names:
             raise ConfigError(key, name, "there is no such column;", did_you_mean(name, names))
     check(len(set(chosen)) == len(chosen), key, chosen, "a column is named twice", "name each once")
-    check(bool(chosen), key, chosen, "no column is left", f"choose some of {', '.join(names)}")
+    if not chosen:
+        raise ConfigError(key, chosen, "no column is left", did_you_mean("", names))
 
 
 def _numbers(row: list[str], columns: list[int], names: list[str], path: Path, line: int) -> list[float]:
@@ -124,6 +137,9 @@ def read_arrays(path: Path) -> Table:
     check(fits and inputs.numel() > 0, "file", str(path), shapes, "inputs are [n, …], and targets [n] or [n, targets]")
     real = not (inputs.is_complex() or targets.is_complex())
     check(real, "file", str(path), "its numbers are complex", "write real numbers")
+    num_bytes = 4 * (inputs.numel() + targets.numel())
+    why = f"its numbers take {num_bytes:,} bytes in float32, more than {_MOST_BYTES:,}"
+    check(num_bytes <= _MOST_BYTES, "file", str(path), why, "leave samples out")
     inputs, targets = inputs.to(torch.float32), targets.to(torch.float32)
     finite = bool(inputs.isfinite().all() and targets.isfinite().all())
     check(finite, "file", str(path), "not all values are finite in float32", "leave such samples out")
@@ -133,8 +149,26 @@ def read_arrays(path: Path) -> Table:
 def _npz(path: Path) -> dict[str, torch.Tensor]:
     import numpy  # imported here: config errors are reported before numpy is imported
 
-    with numpy.load(io.BytesIO(_content(path)), allow_pickle=False) as arrays:
+    content = _content(path)
+    _check_unpacked(path, content)
+    with numpy.load(io.BytesIO(content), allow_pickle=False) as arrays:
         return {name: torch.from_numpy(arrays[name]) for name in ("inputs", "targets") if name in arrays}
+
+
+def _check_unpacked(path: Path, content: bytes) -> None:
+    """Check that the archive `content` is not far larger after decompression: a thousandth can hold as many zeros.
+
+    An entry cannot have more bytes than it claims here, because the rest of it is not read.
+    """
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entries = archive.infolist()
+    usual = all(entry.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for entry in entries)
+    check(usual, "file", str(path), "it is compressed by another method than that of numpy", _ARRAYS)
+    unpacked, most = sum(entry.file_size for entry in entries), min(_MOST_BYTES, _MOST_TIMES * len(content))
+    why = f"it has {unpacked:,} bytes after decompression, more than {most:,}"
+    check(
+        unpacked <= most, "file", str(path), why, "write it with numpy.savez(FILE, inputs=…, targets=…): uncompressed"
+    )
 
 
 def _content(path: Path) -> bytes:

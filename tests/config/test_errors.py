@@ -41,6 +41,12 @@ def test_an_error_is_the_same_in_another_process() -> None:
             assert (copied.got is ABSENT) == (error.got is ABSENT)
 
 
+def test_a_message_names_no_more_than_a_thousand_names() -> None:
+    names = [f"c{i:05}" for i in range(100_000)]
+    assert did_you_mean("zz", names) == f"choose from: {', '.join(names[:1000])}, …"
+    assert did_you_mean("zz", names[:1000]) == f"choose from: {', '.join(names[:1000])}"
+
+
 def test_see_comments_names_the_file_that_explains_a_component() -> None:
     assert "conf/optimizer/sgd.yaml" in see_comments(SGD(lr=0.1))
     assert "conf/optimizer/sgd.yaml" in see_comments(SGD)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from runner.batching import Plan
 from runner.config.errors import ConfigError
+from runner.data import table_files
 from runner.data.arrays import ArraySamples
 from runner.data.tabular import TableSamples, Tabular, friedman
 
@@ -226,3 +229,49 @@ def test_arrays_that_are_no_table_are_refused_and_run_no_code(tmp_path: Path, mo
     for name in (*contents, "code.npz", "broken.npz"):
         assert refusal(file=name).key == "file", name
     assert not Path("ran").exists()
+
+
+def test_arrays_that_are_far_larger_than_their_file_are_refused_before_they_are_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros, targets = numpy.zeros((1000, 1000), numpy.int8), numpy.arange(1000)
+    numpy.savez_compressed(tmp_path / "zeros.npz", inputs=zeros, targets=targets)
+    with zipfile.ZipFile(tmp_path / "other.npz", "w", zipfile.ZIP_BZIP2) as archive:
+        archive.writestr("inputs.npy", b"")
+    with monkeypatch.context() as patch:
+        patch.setattr(numpy, "load", None)
+        refused = refusal(file=str(tmp_path / "zeros.npz"))
+        assert re.match(r"it has 1,00\d,\d{3} bytes after decompression, more than \d{3},\d00$", refused.why)
+        assert refusal(file=str(tmp_path / "other.npz")).why.startswith("it is compressed by another method")
+    numpy.savez(tmp_path / "zeros.npz", inputs=zeros, targets=targets)
+    assert len(loaded(file=str(tmp_path / "zeros.npz"))[0]) == 800
+    monkeypatch.setattr(table_files, "_MOST_BYTES", 2_000_000)
+    assert (
+        refusal(file=str(tmp_path / "zeros.npz")).why
+        == "its numbers take 4,004,000 bytes in float32, more than 2,000,000"
+    )
+
+
+class Name(str):
+    """A name that counts how many times a name is compared."""
+
+    comparisons = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Name.comparisons += 1
+        return str.__eq__(self, other)
+
+
+def test_the_time_to_read_a_csv_file_does_not_grow_with_the_square_of_its_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, count = tmp_path / "wide.csv", 1000
+    path.write_text(",".join(f"c{i}" for i in range(count)) + f"\n{','.join(map(str, range(count)))}\n")
+    inputs = [Name(f"c{i}") for i in range(0, count, 2)]
+    targets = [Name(f"c{i}") for i in range(1, count, 2)]
+    table = table_files.read_csv(path, inputs, targets, ",")
+    assert (table.inputs.tolist(), table.targets.tolist()) == ([[*range(0, count, 2)]], [[*range(1, count, 2)]])
+    assert Name.comparisons < 10 * count
+    monkeypatch.setattr(table_files, "_MOST_COLUMNS", count - 1)
+    assert refusal(file=str(path)).why == "it has 1,000 columns, more than 999"
