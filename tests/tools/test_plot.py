@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import itertools
 import json
 import math
 import os
 import re
+import runpy
 import shutil
 import statistics
 import subprocess
@@ -23,12 +25,16 @@ from helpers.command import environment, run_command
 from helpers.compose import FAST, composed
 from helpers.events import events
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 from omegaconf import OmegaConf
 from PIL import Image
 from rich.console import Console
 
 from runner.sweep.ledger_file import LEDGER
-from runner.tools import plot
+from runner.tools import plot, plot_pictures
 from runner.tools.plot_checks import one_line
 from runner.tools.plot_pictures import pictures
 from runner.tools.plot_runs import Study
@@ -49,6 +55,12 @@ MACHINE = {
 }
 
 
+@functools.cache
+def as_yaml(config: str) -> str:
+    """JSON as YAML, which takes OmegaConf a hundredth of a second."""
+    return OmegaConf.to_yaml(OmegaConf.create(json.loads(config)))
+
+
 class Sweep:
     """A sweep directory that is filled by hand."""
 
@@ -64,7 +76,7 @@ class Sweep:
             (config[group] if name else config)[name or group] = value
         directory = self.path / f"{self.count:03d}-job"
         directory.mkdir(parents=True)
-        (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+        (directory / "config.yaml").write_text(as_yaml(json.dumps(config)))
         (directory / "environment.json").write_text(json.dumps(machine))
         if seconds is not None:
             (directory / "result.json").write_text(json.dumps(self._result(seconds, status)))
@@ -88,6 +100,33 @@ class Sweep:
 @pytest.fixture
 def sweep(tmp_path: Path) -> Sweep:
     return Sweep(tmp_path / "sweep")
+
+
+@pytest.fixture(scope="module")
+def drawn() -> set[str]:
+    """What is shown by the figures that were drawn."""
+    return set()
+
+
+@pytest.fixture
+def drawing_once(drawn: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw only what no test has drawn: drawing takes longer than to read the runs and to make their figures."""
+
+    def new_pictures(study: Study) -> dict[str, Figure]:
+        found = {(name, shown(figure)): figure for name, figure in pictures(study).items()}
+        new = {name: figure for (name, content), figure in found.items() if content not in drawn}
+        drawn.update(content for _, content in found)
+        return new
+
+    monkeypatch.setattr(plot_pictures, "pictures", new_pictures)
+
+
+def shown(figure: Figure) -> str:
+    """The texts and the data of a figure."""
+    texts = [artist.get_text() for artist in figure.findobj(Text)]  # pyright: ignore[reportAttributeAccessIssue]
+    lines = [artist.get_xydata().tolist() for artist in figure.findobj(Line2D)]  # pyright: ignore
+    bars = [artist.get_bbox().bounds for artist in figure.findobj(Rectangle)]  # pyright: ignore
+    return repr((texts, lines, bars))
 
 
 def modes(sweep: Sweep) -> Sweep:
@@ -240,6 +279,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 """A key of a result -> a value of a wrong type, and why the run is excluded."""
 
 
+@pytest.mark.usefixtures("drawing_once")
 @pytest.mark.parametrize("key", WRONG)
 def test_a_result_with_a_wrong_type_is_excluded_and_the_others_are_plotted(
     key: str, sweep: Sweep, capsys: pytest.CaptureFixture[str]
@@ -282,6 +322,7 @@ BROKEN: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.usefixtures("drawing_once")
 @pytest.mark.parametrize("kind", BROKEN)
 @pytest.mark.parametrize("name", ["config.yaml", "result.json", "environment.json", "../sweep.json"])
 def test_a_broken_file_of_a_run_ends_nothing(
@@ -300,6 +341,7 @@ def test_a_broken_file_of_a_run_ends_nothing(
     assert len(rows(sweep.path / "plots" / "points.csv")) == counted
 
 
+@pytest.mark.usefixtures("drawing_once")
 @pytest.mark.parametrize("value", ["many", -3, 0, 1.5, True, None, [2], 10**20])
 @pytest.mark.parametrize("key", ["batch_size", "accumulation__steps"])
 def test_a_config_with_a_wrong_type_ends_nothing(
@@ -857,13 +899,15 @@ def test_without_matplotlib_it_says_how_to_get_it(sweep: Sweep) -> None:
     assert not (sweep.path / "plots").exists()
 
 
-def test_it_reads_what_a_real_sweep_leaves(tmp_path: Path) -> None:
+def test_it_reads_what_a_real_sweep_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = (*FAST, "steps=6", "data=synthetic", "data.num_samples=64", "data.num_classes=3", "data.holdout=8")
     code, said = run_command("-m", *small, "seed=0,1", "precision=32,bf16", cwd=tmp_path)
     assert code == 0, said
-    program = [sys.executable, "-m", "runner.tools.plot", "outputs/sweeps"]
-    ran = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["plot.py", "outputs/sweeps"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(plot.__file__), run_name="__main__")  # as `python -m runner.tools.plot` does
+    assert ended.value.code == 0
     points = rows(tmp_path / "outputs" / "sweeps" / "plots" / "points.csv")
     assert [(point["precision"], point["runs"]) for point in points] == [("32", "2"), ("bf16", "2")]
     for point, target in zip(points, ("Precision", "BFloat16"), strict=True):
