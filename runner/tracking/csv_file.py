@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import csv
+import errno
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runner.config.errors import check
+from runner.storage.safe_read import UnsafeFileError, open_regular
 from runner.tracking.base import Tracker
 
 log = logging.getLogger(__name__)
 
 _HEADER = ["step", "tag", "value"]
+_LIMIT_BYTES = 4_000_000_000
+"""The maximum size of a file that is continued: a hundred curves of a million points."""
+_LIMIT_LINE_BYTES = 10_000
 
 
 @dataclass
 class CsvFile(Tracker):
     """A tracker that appends a line `step,tag,value` for each point of a curve; texts and images are not written.
 
-    If the file cannot be written, one warning says so, and the run goes on.
+    If the file cannot be written, or not be read by a resumed run, one warning says so, and the run goes on.
 
     Args:
         file: name of the file in the run directory.
@@ -36,13 +42,10 @@ class CsvFile(Tracker):
     def open(self, directory: Path, first_step: int) -> None:
         self._path, self._out = directory / self.file, None
         try:
-            # Points of first_step and later are logged once more. A crash may have left an incomplete last line.
-            lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.exists() else []
-            rows = [row for row in csv.reader(line for line in lines if line.endswith("\n")) if len(row) == 3]
-            kept = [row for row in rows if row[0].isdigit() and int(row[0]) < first_step]
             part = self._path.with_name(f"{self.file}.part")
             with part.open("w", newline="", encoding="utf-8") as out:
-                csv.writer(out).writerows([_HEADER, *kept])
+                csv.writer(out).writerow(_HEADER)
+                csv.writer(out).writerows(_rows_before(first_step, self._path))
             os.replace(part, self._path)
             self._out = self._path.open("a", newline="", encoding="utf-8")
         except OSError as error:
@@ -72,10 +75,47 @@ class CsvFile(Tracker):
 
     def _give_up(self, error: OSError) -> None:
         """Write nothing more, because of `error`."""
-        log.warning("%s cannot be written (%s): curves are missing in it; the run goes on", self._path, error.strerror)
+        log.warning(
+            "%s cannot be written or continued (%s): curves are missing in it; the run goes on",
+            self._path,
+            error.strerror,
+        )
         out, self._out = self._out, None
         if out is not None:
             try:
                 out.close()
             except OSError:
                 log.debug("%s cannot be closed either", self._path)
+
+
+def _rows_before(first_step: int, path: Path) -> Iterator[list[str]]:
+    """Yield the rows for steps before `first_step`, because a resumed run logs later ones once more.
+
+    Lines that are damaged are left out: a crash may have left an incomplete last line.
+
+    Raises:
+        OSError: if the file cannot be read, is a link or a pipe, or is too large.
+    """
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
+        return
+    with file:
+        if os.fstat(file.fileno()).st_size > _LIMIT_BYTES:
+            raise UnsafeFileError(errno.EFBIG, f"it has more than {_LIMIT_BYTES:,} bytes", str(path))
+        while line := file.readline(_LIMIT_LINE_BYTES):
+            row = _row(line)
+            if row and int(row[0]) < first_step:
+                yield row
+
+
+def _row(line: bytes) -> list[str] | None:
+    """Return the cells of a line that begins with a step, or None if it is damaged or the header."""
+    step = line.partition(b",")[0]
+    if not (line.endswith(b"\n") and step.isdigit() and len(step) < 20):
+        return None
+    try:
+        [row] = csv.reader([line.decode()])
+    except (csv.Error, UnicodeDecodeError):
+        return None
+    return row if len(row) == len(_HEADER) else None

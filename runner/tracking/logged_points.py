@@ -14,8 +14,12 @@ from typing import TypeVar
 import torch
 
 from runner.storage.durable_write import write_text
+from runner.storage.safe_read import read_regular
 
 T = TypeVar("T", float, torch.Tensor)
+
+_LIMIT_BYTES = 100_000_000
+"""The maximum size of the file: two million points."""
 
 _MEASURED = ("time/", "memory/")
 """Begins the tags of what is measured: it is another value each time, and still the same point."""
@@ -28,16 +32,16 @@ class LoggedPoints:
     is being written, and is then resumed from the one before.
 
     Args:
-        path: the file. An incomplete last line, of a run that was killed, is ignored.
+        path: the file. Damaged lines are ignored, such as an incomplete last line, of a run that was killed.
         first_step: the first step of the session, whose point is the first that may come again.
 
     Raises:
-        OSError: if the file cannot be read or written.
+        OSError: if the file cannot be read or written, or is too large.
     """
 
     def __init__(self, path: Path, first_step: int):
         self._path = path
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        text = read_regular(path, _LIMIT_BYTES).decode(errors="replace") if path.exists() else ""
         lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
         self._repeated = {line for line in lines if _step_of(line) >= first_step}
         self._intervals: list[list[str]] = [[line for line in lines if _step_of(line) >= first_step], []]

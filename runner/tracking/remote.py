@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import check
+from runner.storage.safe_read import read_regular
 from runner.tracking.base import Tracker
 from runner.tracking.logged_points import LoggedPoints
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+
+_LIMIT_BYTES = 1000
+"""The maximum size of the file with the identifier of the run."""
 
 _MOST_WAITING = 10_000
 """The largest number of calls that wait to be made: curves of hours, if the network is down."""
@@ -108,7 +112,7 @@ class RemoteTracker(Tracker, ABC):
     def _start(self, directory: Path, first_step: int) -> None:
         self._points = LoggedPoints(directory / f"{self.package}_points.txt", first_step)
         file = directory / f"{self.package}_run.txt"
-        saved = file.read_text(encoding="utf-8").strip() if file.exists() else ""
+        saved = read_regular(file, _LIMIT_BYTES).decode().strip() if file.exists() else ""
         file.write_text(self.start(directory, saved) + "\n", encoding="utf-8")
 
     def _log_new(self, log_values: Callable[[dict[str, Any], int], None], values: dict[str, Any], step: int) -> None:

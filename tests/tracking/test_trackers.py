@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import os
+import re
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +53,43 @@ def test_several_trackers_get_every_point_once_and_also_across_a_resume(tmp_path
         assert [step for step, _ in got[tag]] == [step for step, _ in values]
         assert [value for _, value in got[tag]] == pytest.approx([value for _, value in values], rel=1e-6)
     assert [step for step, _ in got["train/loss"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_resumed_run_leaves_out_damaged_lines_of_its_csv_file(tmp_path: Path) -> None:
+    damaged = [
+        b"\xff",
+        b"2,\xff,1",
+        "²,a,1".encode(),
+        b"9" * 5000 + b",a,1",
+        b"2,a",
+        b"2,a\rb,1",
+        b"2," + b"a" * 20_000 + b",1",
+    ]
+    lines = [b"step,tag,value", b"1,a,0.5", *damaged, b'3,"b,c",0.25', b"4,a,1", b"3,to"]
+    (tmp_path / "curves.csv").write_bytes(b"\r\n".join(lines))
+    tracker = CsvFile()
+    tracker.open(tmp_path, 4)
+    tracker.scalars({"a": 0.125}, 4)
+    tracker.close(True)
+    assert points(tmp_path) == {"a": [(1, 0.5), (4, 0.125)], "b,c": [(3, 0.25)]}
+
+
+def test_a_csv_file_that_is_far_too_large_or_a_link_is_left_alone_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (tmp_path / "curves.csv").open("wb") as file:
+        file.truncate(30 << 30)  # takes no space on the disk
+    (tmp_path / "other.csv").symlink_to("curves.csv")
+    with caplog.at_level("WARNING", logger="runner"):
+        for name in ("curves.csv", "other.csv"):
+            tracker = CsvFile(name)
+            tracker.open(tmp_path, 4)
+            tracker.scalars({"a": 0.125}, 4)
+            tracker.close(True)
+    large, link = (record.getMessage() for record in caplog.records)
+    assert "it has more than 4,000,000,000 bytes" in large
+    assert "it is a symbolic link" in link
+    assert (tmp_path / "curves.csv").stat().st_size == 30 << 30
 
 
 @pytest.mark.parametrize("fails_at", ["open", "write", "fsync"])
@@ -196,6 +234,30 @@ def test_the_file_of_points_stays_small_and_may_be_cut_anywhere(tmp_path: Path) 
         resumed.scalars({"train/loss": 0.5}, step)
     resumed.close(True)
     assert resumed.calls == [("start", "id7"), ("scalars", {"train/loss": 0.5}, 100), ("finish", True)]
+
+
+def test_damage_in_the_file_of_points_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "torch_points.txt").write_bytes("1 \udcff 1\n² a 1\n".encode(errors="surrogateescape") + b"2 a 0.5\n")
+    tracker = Noted()
+    tracker.open(tmp_path, 1)
+    for step in (1, 2):
+        tracker.scalars({"a": 0.5}, step)
+    tracker.close(True)
+    assert tracker.calls == [("start", ""), ("scalars", {"a": 0.5}, 1), ("finish", True)]
+
+
+@pytest.mark.parametrize("name", ["torch_points.txt", "torch_run.txt"])
+def test_files_of_a_backend_that_are_far_too_large_end_the_tracking(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(30 << 30)  # takes no space on the disk
+    tracker = Noted()
+    with caplog.at_level("WARNING", logger="runner"):
+        use(tracker, tmp_path)
+    [record] = caplog.records
+    assert re.search(r"it has more than 1[0,]+ bytes", record.getMessage())
+    assert tracker.calls == []
 
 
 @pytest.mark.parametrize("broken", ["start", "scalars", "finish"])
