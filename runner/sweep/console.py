@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from runner.storage.safe_read import is_locked, open_regular
+from runner.storage.safe_read import check_no_link, is_locked, open_regular
 from runner.system.utf8 import printable
 
 
@@ -15,9 +15,14 @@ def is_running(console: Path) -> bool:
 
 
 def is_open_in(pid: int, path: Path) -> bool:
-    """Return whether the process `pid` has opened the file `path`; False on systems without /proc."""
+    """Return whether the process `pid` has opened the file `path`; False on systems without /proc.
+
+    A process that has opened the file by another name does not count: somebody may have linked a file of another sweep.
+    """
     try:
-        return any(os.path.samefile(file, path) for file in Path(f"/proc/{pid}/fd").iterdir() if file.exists())
+        name, files = os.path.realpath(path), Path(f"/proc/{pid}/fd")
+        opened = [file for file in files.iterdir() if os.readlink(file) == name]
+        return any(os.path.samefile(file, path) for file in opened)
     except OSError:
         return False
 
@@ -25,6 +30,7 @@ def is_open_in(pid: int, path: Path) -> bool:
 def message(console: Path) -> str:
     """Return the last ten non-empty lines that a job printed, without control characters."""
     try:
+        check_no_link(console.parent)
         with open_regular(console) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
             lines = file.read().decode(errors="replace").splitlines()

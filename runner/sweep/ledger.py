@@ -16,6 +16,7 @@ from runner.storage.durable_write import write_text
 from runner.storage.run_directory import StorageError
 from runner.storage.safe_read import UnsafeFileError, read_regular
 from runner.sweep.ledger_file import LEDGER, read_ledger
+from runner.sweep.own_commands import forget_command, remember_command
 from runner.system.secrets import redacted, redacted_values
 from runner.system.utf8 import printable
 
@@ -80,6 +81,7 @@ class Ledger:
                 self._lock.close()
                 why = f"{LEDGER} cannot be written there ({error.why})"
                 raise ConfigError("output_root", str(root), why, "make room, or output_root=DIR elsewhere") from None
+            remember_command(path, self._command)
 
     def _unfinished(self, root: Path) -> Path | None:
         """Load the newest unfinished sweep in `root` that has the same overrides; return its directory, or None."""
@@ -134,11 +136,15 @@ class Ledger:
         """
         self._complete = complete
         self._write()
+        if complete:
+            forget_command(self.path)
 
     def close(self) -> None:
         """Unlock the sweep. If the sweep is new and none of its jobs has run, remove its files and directories."""
         if self._existing is not None:
             _remove_if_unused(self.path, self._existing)
+            if not self.path.exists():
+                forget_command(self.path)
         self._lock.close()
 
     def __enter__(self) -> Ledger:

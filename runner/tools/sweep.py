@@ -23,7 +23,9 @@ from runner.storage.safe_read import read_regular
 from runner.sweep.console import is_open_in, last_line
 from runner.sweep.ledger import CONSOLE
 from runner.sweep.ledger_file import LEDGER, num_jobs, read_ledger
+from runner.sweep.own_commands import remembered_command
 from runner.system.utf8 import printable
+from runner.tools.plot_checks import one_line
 from runner.tools.run_states import is_locked
 
 _POLL_SECONDS = 0.5
@@ -86,7 +88,7 @@ def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
         state = "complete" if ledger.get("complete") else "stopped; --resume goes on"
     shown = [f"{path}: {state}", what]
     for number, entry in sorted(jobs.items(), key=lambda item: int(item[0])):
-        name = entry.get("directory") or number
+        name = one_line(entry.get("directory") or number)
         if entry.get("state") == "running":
             console = path / CONSOLE / f"{int(number):03d}.txt"
             shown.append(f"  {name} ({entry.get('slot', '')}): {last_line(console)}")
@@ -145,20 +147,16 @@ def resume(path: Path) -> int:
     """Run the command of the sweep at `path` again with `resume=auto`, and return the exit code of the command.
 
     Raises:
-        ConfigError: if the sweep is running or complete, or its command is not known.
+        ConfigError: if the sweep is running or complete, or this user has not started it here.
     """
-    ledger = read_ledger(path)
-    words = ledger.get("command", [])
+    ledger, words = read_ledger(path), remembered_command(path)
     check(not is_locked(path), "PATH", str(path), "a process runs this sweep", "--follow shows it")
     check(not ledger.get("complete"), "PATH", str(path), "the sweep is complete", "type its command to run it again")
-    known = bool(words) and not any("***" in word for word in words)
-    check(
-        known,
-        "PATH",
-        str(path),
-        "its command is not in the ledger, or was not written there because of a secret",
-        "type the command of the sweep again, with resume=auto",
-    )
+    remedy = "type the command of the sweep again, with resume=auto"
+    why = "you have not started this sweep in this place, and a command of somebody else is not run"
+    check(bool(words), "PATH", str(path), why, remedy)
+    why = "its command was not kept because of a secret in it"
+    check(not any("***" in word for word in words), "PATH", str(path), why, remedy)
     output_root = path.resolve().parents[2]  # OUTPUT_ROOT/sweeps/NAME/DATE…
     kept = [word for word in words if not word.startswith(("output_root=", "resume="))]
     typed = ["-m", *kept, f"output_root={output_root}", "resume=auto"]

@@ -28,10 +28,21 @@ def test_which_process_has_opened_a_file(tmp_path: Path) -> None:
     try:
         assert is_open_in(own.pid, path)
         assert not is_open_in(other.pid, path)
+        other_name = tmp_path / "linked"
+        other_name.hardlink_to(path)
+        assert not is_open_in(own.pid, other_name), "somebody else may have linked it"
     finally:
         for process in (own, other):
             process.communicate(b"\n")
     assert not is_open_in(own.pid, path)
+
+
+def test_a_linked_directory_of_consoles_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "007.txt").write_text("secret\n")
+    (tmp_path / "console").symlink_to("elsewhere")
+    assert message(tmp_path / "elsewhere" / "007.txt") == "secret"
+    assert message(tmp_path / "console" / "007.txt") == ""
 
 
 def test_the_last_lines_of_a_file(tmp_path: Path) -> None:

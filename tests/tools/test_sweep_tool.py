@@ -13,8 +13,14 @@ from helpers.command import leftovers, run_command, run_fresh, until
 from helpers.compose import FAST
 
 from runner.sweep.ledger_file import read_ledger
+from runner.sweep.own_commands import remember_command
 from runner.tools.run_states import is_locked
 from runner.tools.sweep import lines, main
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -51,6 +57,11 @@ def test_what_is_shown(sweep: Path) -> None:
         assert lines(sweep, read_ledger(sweep))[0] == f"{sweep}: running, process 7"
 
 
+def test_a_directory_of_several_lines_is_shown_on_one(sweep: Path) -> None:
+    write(sweep, jobs={"1": {"config_hash": "a", "state": "crashed", "directory": "a\nb\x1b[0m", "error": ""}})
+    assert lines(sweep, read_ledger(sweep))[2:] == ["  a b\\x1b[0m: crashed"]
+
+
 def test_following_ends_with_the_sweep(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(sweep), "--follow"]) == 1, "a job has crashed"
     assert "000-seed=0: done\n001-seed=1: crashed\n002-seed=2: running\n" in capsys.readouterr().out
@@ -65,7 +76,8 @@ def test_resuming_types_the_command_again(
         returncode = 3
 
     monkeypatch.setattr("subprocess.run", lambda words, check: seen.append(words) or Ended())
-    write(sweep, command=["seed=0,1", "output_root=/elsewhere", "resume=never", "sweep.slots=2"])
+    write(sweep, command=["seed=0,1", "sweep.setup=[touch /tmp/x]"])
+    remember_command(sweep, ["seed=0,1", "output_root=/elsewhere", "resume=never", "sweep.slots=2"])
     assert main([str(sweep), "--resume"]) == 3
     typed = ["-m", "seed=0,1", "sweep.slots=2", f"output_root={sweep.parents[2]}", "resume=auto"]
     assert seen[0][1:] == ["-m", "runner", *typed]
@@ -76,8 +88,7 @@ def test_resuming_types_the_command_again(
     ("arguments", "changes", "words"),
     [
         (["--resume"], {"complete": True}, "the sweep is complete"),
-        (["--resume"], {"command": []}, "its command is not in the ledger"),
-        (["--resume"], {"command": ["data.root=***"]}, "because of a secret"),
+        (["--resume"], {}, "you have not started this sweep in this place"),
         (["--cancel"], {}, "no process runs this sweep"),
         (["--kill"], {}, "no process runs this sweep"),
         (["--folow"], {}, "there is no such option"),
@@ -89,6 +100,12 @@ def test_what_cannot_be_done_is_refused(
     write(sweep, **changes)
     assert main([str(sweep), *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_command_with_a_secret_has_to_be_typed(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    remember_command(sweep, ["data.root=***"])
+    assert main([str(sweep), "--resume"]) == 2
+    assert "because of a secret" in capsys.readouterr().err
 
 
 def test_a_process_that_does_not_run_the_sweep_is_not_stopped(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,45 @@
+"""The command lines of the user's own unfinished sweeps, in the user's cache directory.
+
+The directory of a sweep may come from somebody else, so a command line that is found in it is never run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from runner.storage.durable_write import write_text
+from runner.storage.safe_read import read_regular
+from runner.system.user_cache import cache_directory
+
+_LIMIT_BYTES = 1_000_000
+
+
+def remember_command(sweep: Path, words: list[str]) -> None:
+    """Keep the command line of the sweep in the directory `sweep`, unless the cache cannot be written to."""
+    path = _file(sweep)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(words))
+
+
+def remembered_command(sweep: Path) -> list[str]:
+    """Return the command line of the sweep in the directory `sweep`; an empty list if this user has not started it."""
+    try:
+        return json.loads(read_regular(_file(sweep), _LIMIT_BYTES))
+    except (OSError, ValueError):
+        return []
+
+
+def forget_command(sweep: Path) -> None:
+    """Remove what `remember_command` has kept."""
+    with suppress(OSError):
+        _file(sweep).unlink()
+
+
+def _file(sweep: Path) -> Path:
+    where = os.fsencode(os.path.realpath(sweep))
+    return cache_directory("sweeps") / f"{hashlib.sha256(where).hexdigest()[:32]}.json"

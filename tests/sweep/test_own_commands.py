@@ -1,0 +1,52 @@
+"""The command lines of the user's own sweeps: kept until the sweep is complete, and by its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner.sweep.ledger import Ledger
+from runner.sweep.own_commands import forget_command, remember_command, remembered_command
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_command_is_that_of_a_place(tmp_path: Path) -> None:
+    words = ["seed=0,1", "name='é\udcff'"]
+    remember_command(tmp_path / "a", words)
+    (tmp_path / "link").symlink_to("a")
+    assert remembered_command(tmp_path / "a") == remembered_command(tmp_path / "link") == words
+    assert remembered_command(tmp_path / "b") == []
+    forget_command(tmp_path / "a")
+    assert remembered_command(tmp_path / "a") == []
+
+
+def test_a_cache_that_cannot_be_used_keeps_nothing(tmp_path: Path, cache: Path) -> None:
+    cache.write_text("a file")
+    remember_command(tmp_path, ["seed=0,1"])
+    forget_command(tmp_path)
+    assert remembered_command(tmp_path) == []
+
+
+def test_a_sweep_is_kept_until_it_is_complete(tmp_path: Path, cache: Path) -> None:
+    with Ledger(["seed=0,1"], tmp_path / "sweeps" / "a", "never", ["seed=0,1", "sweep.slots=2"]) as ledger:
+        assert remembered_command(ledger.path) == ["seed=0,1", "sweep.slots=2"]
+        ledger.update(0, config_hash="a", state="done", code=0)
+        (ledger.path / "000").mkdir()
+        ledger.end(complete=False)
+    assert remembered_command(ledger.path) == ["seed=0,1", "sweep.slots=2"]
+    with Ledger(["seed=0,1"], tmp_path / "sweeps" / "a", "auto") as again:
+        assert again.path == ledger.path
+        again.end(complete=True)
+    assert list((cache / "runner" / "sweeps").iterdir()) == []
+
+
+def test_a_sweep_in_which_nothing_ran_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+    with Ledger(["seed=0,1"], tmp_path / "sweeps" / "a", "never"):
+        pass
+    assert list((cache / "runner" / "sweeps").iterdir()) == []
