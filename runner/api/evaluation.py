@@ -38,7 +38,7 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> dict
         verified_manifest(checkpoint)
     except DamagedError as error:
         raise ConfigError("checkpoint", str(checkpoint), str(error), "evaluate another one of the run") from None
-    run = build_run(dict(compose([f"resume={checkpoint}", *overrides])))
+    run = build_run(dict(compose([f"resume={checkpoint}", "tracking=none", *overrides])))
     check_used(run, overrides)
     launcher = run.parallel.launcher(run.device)
     with tempfile.TemporaryDirectory(prefix="runner-evaluate-") as scratch, launcher.connect() as process:

@@ -138,7 +138,7 @@ class SavedRun:
         """
         initial = ("weights", "reset_head") if (self.config.get("model") or {}).get("weights") is not None else ()
         without = [f"model.{key}={'null' if key == 'weights' else 'false'}" for key in initial]
-        words = [f"resume={self.checkpoint(choice)}", "parallel=single", "device=cpu", *without, *overrides]
+        words = [f"resume={self.checkpoint(choice)}", "parallel=single", "device=cpu", "tracking=none", *without, *overrides]
         return build_run(dict(compose(words)))
 
     @property

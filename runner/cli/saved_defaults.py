@@ -67,20 +67,22 @@ def _plain(value: Any, key: str, overridden: set[str]) -> Any:
         return None
     if isinstance(value, dict):
         return {name: _plain(value[name], f"{key}.{name}", overridden) for name in value}
-    for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, str):
-            reference = "${" in text or text == "???"
-            check(not reference, key, text, "a saved config is not resolved", f"type it again: {key}='{text}'")
-            hidden = "it contains a credential, which is not saved"
-            check(MASK not in text, key, text, hidden, f"type it again: {key}=…, or {key}='${{oc.env:NAME}}'")
+    if isinstance(value, list):
+        for element in value:
+            _plain(element, key, set())
+    if isinstance(value, str):
+        reference = "${" in value or value == "???"
+        check(not reference, key, value, "a saved config is not resolved", f"type it again: {key}='{value}'")
+        hidden = "it contains a credential, which is not saved"
+        check(MASK not in value, key, value, hidden, f"type it again: {key}=…, or {key}='${{oc.env:NAME}}'")
     return value
 
 
 def _check(config: dict[str, Any], overridden: set[str]) -> None:
     """Check that every key is an option of the run or of a component, and that each value has the right type.
 
-    A component may reject or change saved values that it does not trust: see `untrusted_values` of `Env` and
-    `Downloadable`. The values of the keys in `overridden` are not checked.
+    A component may reject or change saved values that it does not trust: see `untrusted_values` of `Env`,
+    `Downloadable` and `RemoteTracker`. The values of the keys in `overridden` are not checked.
     """
     options = [name for name in option_fields(Run) if name not in CONFIG_GROUPS]
     known = [*options, *_GROUPS]

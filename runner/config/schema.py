@@ -97,6 +97,10 @@ def field_types(cls: type) -> Mapping[str, Any]:
     return types
 
 
+_MOST_PARTS = 20
+"""The largest number of dots in the name of a class."""
+
+
 def load_class(target: object, base: type[Component]) -> type[Component]:
     """Import the class `target`, which must be a subclass of `base`.
 
@@ -110,7 +114,8 @@ def load_class(target: object, base: type[Component]) -> type[Component]:
         ConfigError: if `target` is not a concrete dataclass derived from `base`, or its package is not trusted.
     """
     where = "_target_"
-    named = isinstance(target, str) and "." in target and "__main__" not in target  # importing that would run a program
+    named = isinstance(target, str) and 1 <= target.count(".") <= _MOST_PARTS
+    named = named and "__main__" not in cast(str, target)  # importing that would run a program
     check(named, where, target, "it must name a class", "as package.module.Class")
     module_name, _, name = cast(str, target).rpartition(".")
     package = module_name.partition(".")[0]
@@ -124,7 +129,7 @@ def load_class(target: object, base: type[Component]) -> type[Component]:
         check(package in trusted, where, target, why, remedy)
     try:
         cls = getattr(importlib.import_module(module_name), name, None)
-    except ModuleNotFoundError as error:
+    except (ModuleNotFoundError, ValueError) as error:  # ValueError: an empty part
         raise ConfigError(where, target, str(error), "name an importable module") from None
     check(
         isinstance(cls, type) and issubclass(cls, base) and dataclasses.is_dataclass(cls),

@@ -58,7 +58,7 @@ class Env:
         Raises:
             ConfigError: if `id` names a module to import, as in `module:Name-v0`.
         """
-        name = values.get("id", "")
+        name = str(values.get("id", ""))
         why = "a saved config does not decide which modules are imported"
         check(":" not in name, "id", name, why, f"if you trust it, type it again: env.id='{name}'")
         return {}

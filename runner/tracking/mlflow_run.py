@@ -28,6 +28,7 @@ class MLflow(RemoteTracker):
     """
 
     package: ClassVar[str] = "mlflow"
+    destinations: ClassVar[tuple[str, ...]] = ("uri",)
 
     uri: str = "sqlite:///outputs/mlflow.db"
     experiment: str = "runner"

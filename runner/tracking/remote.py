@@ -7,7 +7,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -42,6 +42,30 @@ class RemoteTracker(Tracker, ABC):
     """The name of the package, and of the extra that installs it."""
     patience: ClassVar[float] = 60.0
     """Seconds to wait at the end of the run for the calls that were not made yet."""
+
+    destinations: ClassVar[tuple[str, ...]] = ()
+    """Names of options that decide to which place or person a run is sent."""
+
+    @classmethod
+    def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Check the options from the saved config of a run, which must not decide where the run is sent.
+
+        Args:
+            values: the saved options that the command line does not override.
+
+        Returns:
+            The options to change, with their new values: always empty.
+
+        Raises:
+            ConfigError: if an option in `destinations` is not the default.
+        """
+        defaults = {each.name: each.default for each in fields(cls)}
+        for key in cls.destinations:
+            value = values.get(key, defaults[key])
+            why = "a saved config does not decide where a run is sent"
+            remedy = f"if you trust it, type it again: tracking.{key}='{value}'"
+            check(value == defaults[key], key, value, why, remedy)
+        return {}
 
     def check(self) -> None:
         remedy = f"pip install -e '.[{self.package}]'"

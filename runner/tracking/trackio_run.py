@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from runner.config.errors import check
 from runner.tracking.remote import RemoteTracker
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ class Trackio(RemoteTracker):
     package: ClassVar[str] = "trackio"
 
     project: str = "runner"
+
+    def __post_init__(self) -> None:
+        why = "it is part of a file name"
+        check("/" not in self.project and "\\" not in self.project, "project", self.project, why, "project=NAME")
 
     def start(self, directory: Path, identifier: str) -> str:
         import trackio  # pyright: ignore[reportMissingImports]

@@ -26,6 +26,7 @@ class Wandb(RemoteTracker):
     """
 
     package: ClassVar[str] = "wandb"
+    destinations: ClassVar[tuple[str, ...]] = ("mode",)
 
     project: str = "runner"
     mode: str = "offline"

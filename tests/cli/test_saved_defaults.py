@@ -105,10 +105,18 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "interpolation": {"name": "${oc.env:HOME}"},
     "resolver": {"steps": "${oc.decode:'5'}"},
     "reference": {"steps": "${seed}"},
+    "reference in a list": {"how": [["${oc.env:HOME}"]]},
+    "reference in a node of a list": {"how": [{"x": "${oc.env:HOME}"}]},
     "missing": {"steps": "???"},
     "wrong type": {"steps": "many"},
     "node for a value": {"steps": {"a": 1}},
     "out of range": {"steps": -1},
+    "long name": {"model": {"_target_": f"runner{3000 * '.a'}.A"}},
+    "empty part": {"model": {"_target_": "runner..A"}},
+    "server": {"tracking": {"_target_": "runner.tracking.mlflow_run.MLflow", "uri": "http://localhost:1"}},
+    "upload": {"tracking": {"_target_": "runner.tracking.wandb_run.Wandb", "mode": "online"}},
+    "file elsewhere": {"tracking": {"_target_": "runner.tracking.trackio_run.Trackio", "project": "../x"}},
+    "number for a name": {"env": {"_target_": "runner.env.base.Env", "id": -1}},
     "module to import": {"env": {"_target_": "runner.env.base.Env", "id": "__hello__:CartPole-v1"}},
 }
 
