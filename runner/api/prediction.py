@@ -88,5 +88,5 @@ def _predict_batch(
         with torch.inference_mode():
             probabilities, best = model(inputs.normalized(torch.stack([*images.values()]))).softmax(1).max(1)
         for file, label, probability in zip(images, best, probabilities, strict=True):
-            found[file] = Prediction(file, classes[int(label)], float(probability))
+            found[file] = Prediction(file, printable(classes[int(label)]), float(probability))
     return (found[file] for file in files)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from runner.api.evaluation import evaluate_checkpoint
 from runner.api.prediction import Prediction, image_files, predict
 from runner.config.errors import ConfigError, check
 from runner.data.image_input import ImageInput
+from runner.model.base import without_memory
 from runner.run import Run, build_run
 from runner.storage import checkpoint as stored
 from runner.storage.chosen import chosen_checkpoint
@@ -116,13 +117,16 @@ class SavedRun:
             overrides: changes of the run's config, such as `["env.id=my_package:Own-v0"]`.
 
         Raises:
-            ConfigError: if there is no such checkpoint, it is damaged, or the network cannot be built. The data is
-                needed only for checkpoints of earlier versions, and for workloads without a signature.
+            ConfigError: if there is no such checkpoint, it is damaged, or the network cannot be built or is another
+                one. The data is needed only for checkpoints of earlier versions, and for workloads without a signature.
         """
-        weights = self.weights(choice)
+        weights, path = self.weights(choice), self.checkpoint(choice)
         with settings_kept():
-            run = self.on_one_device(choice, overrides)
-            model = run.precision.convert(run.workload.saved_model(saved_signature(self.checkpoint(choice))))
+            run, signature = self.on_one_device(choice, overrides), saved_signature(path)
+            if signature:  # before memory is allocated: the checkpoint may be anybody's
+                _check_fits(_without_memory(lambda: run.workload.saved_model(signature)), weights, path)
+            model = run.precision.convert(run.workload.saved_model(signature))
+            _check_fits(model, weights, path)
             model.load_state_dict(weights)
         return model.eval()
 
@@ -138,7 +142,14 @@ class SavedRun:
         """
         initial = ("weights", "reset_head") if (self.config.get("model") or {}).get("weights") is not None else ()
         without = [f"model.{key}={'null' if key == 'weights' else 'false'}" for key in initial]
-        words = [f"resume={self.checkpoint(choice)}", "parallel=single", "device=cpu", "tracking=none", *without, *overrides]
+        words = [
+            f"resume={self.checkpoint(choice)}",
+            "parallel=single",
+            "device=cpu",
+            "tracking=none",
+            *without,
+            *overrides,
+        ]
         return build_run(dict(compose(words)))
 
     @property
@@ -189,3 +200,24 @@ class SavedRun:
         remedy = "name a run that classifies square images, of this version or a later one"
         check(signature.get("image") is not None, "directory", str(self.directory), why, remedy)
         return ImageInput.from_dict(signature["image"])
+
+
+def _without_memory(build: Callable[[], torch.nn.Module]) -> torch.nn.Module | None:
+    """Return the network that `build` creates, without memory; None if a library cannot build it in this way."""
+    try:
+        return without_memory(build)
+    except ConfigError:
+        raise
+    except Exception:  # of any type: some libraries compute with the values of tensors while they build a network
+        return None
+
+
+def _check_fits(model: torch.nn.Module | None, weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Check that the names and the shapes of `weights` are those of `model`, if that is known."""
+    if model is None:
+        return
+    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    found = {name: tensor.shape for name, tensor in weights.items()}
+    others = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    why = f"its tensors are not those of the network in its config ({', '.join(others[:3])})"
+    check(not others, "checkpoint", str(path), why, "choose another checkpoint of the run")

@@ -15,6 +15,9 @@ from runner.config.errors import check
 from runner.model.freezing import freeze
 from runner.model.weights import SAVE_WEIGHTS, load_weights
 
+MOST_UNITS = 10_000_000
+"""The largest number of features of a layer: torch cannot even compute the size of far larger ones."""
+
 
 @dataclass
 class Model(ABC):
@@ -70,6 +73,8 @@ class Model(ABC):
             ConfigError: if the network cannot process inputs of this shape, if the weights are for another network, or
                 if a pattern matches no parameter.
         """
+        why = f"this network needs inputs of {self.num_dims} dimensions"
+        check(self.num_dims is None or len(shape) == self.num_dims, "inputs", list(shape), why, "use model=qnet")
         model = self.network(shape, num_classes)
         if self.weights is not None:
             load_weights(model, self.weights, self.reset_head)

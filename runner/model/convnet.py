@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from runner.config.errors import ConfigError, check, check_range
-from runner.model.base import Model
+from runner.model.base import MOST_UNITS, Model
 
 
 @dataclass
@@ -30,13 +30,13 @@ class ConvNet(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive = bool(self.channels) and min(self.channels) > 0
-        why = "every convolution needs at least one output channel"
-        check(positive, "channels", list(self.channels), why, "for example model.channels=[20,20]")
+        possible = bool(self.channels) and all(0 < count <= MOST_UNITS for count in self.channels)
+        why = f"every convolution needs at least one output channel, and at most {MOST_UNITS:,}"
+        check(possible, "channels", list(self.channels), why, "for example model.channels=[20,20]")
         check_range(self, "kernel_size", least=1, most=31)
         # Half a kernel keeps the image size; with more, some outputs would depend on nothing but zeros.
         check_range(self, "padding", least=0, most=self.kernel_size // 2)
-        check_range(self, "hidden", least=1)
+        check_range(self, "hidden", least=1, most=MOST_UNITS)
         check_range(self, "dropout", least=0, below=1)
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:

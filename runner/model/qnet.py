@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from runner.config.errors import check
-from runner.model.base import Model
+from runner.model.base import MOST_UNITS, Model
 
 
 @dataclass
@@ -28,8 +28,9 @@ class QNet(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive = all(width > 0 for width in self.hidden)
-        check(positive, "hidden", list(self.hidden), "every layer needs at least one unit", "for example [256,256]")
+        possible = all(0 < width <= MOST_UNITS for width in self.hidden)
+        why = f"every layer needs at least one unit, and at most {MOST_UNITS:,}"
+        check(possible, "hidden", list(self.hidden), why, "for example [256,256]")
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         from models import qnet  # imported here: config errors are reported before torch is imported

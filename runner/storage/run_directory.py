@@ -189,8 +189,8 @@ def _is_number(value: object) -> bool:
 
 
 def is_step(value: object) -> bool:
-    """Return whether `value` is a valid number of steps (a non-negative integer)."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    """Return whether `value` is a possible number of steps."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**15
 
 
 def step_name(step: int) -> str:

@@ -23,6 +23,8 @@ LIMIT_BYTES = 1_000_000
 _DEEPEST, _MOST_EVENTS = 20, 10_000
 _LONG_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_.:+-]{1000}")
 """The beginning of a number so long that PyYAML may need minutes: its time for 59:59:59:… is quadratic."""
+_MOST_REFERRING = 3_000
+"""The largest number of characters of all texts with references. OmegaConf parses 4,000 characters in a second."""
 _SEAL = "# sha256 of the lines above: "
 
 
@@ -96,7 +98,11 @@ def plain_values(text: str, root: type[yaml.CollectionStartEvent]) -> Any:
             loader.dispose()
         if loader.num_events < 3:
             raise UnreadableConfigError("it is empty")
-        return OmegaConf.to_container(OmegaConf.create(values), resolve=False)
+        if loader.num_referring > _MOST_REFERRING:
+            raise UnreadableConfigError(f"its references have more than {_MOST_REFERRING:,} characters")
+        if loader.num_referring:
+            OmegaConf.create(values)  # parses each reference
+        return values
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, OverflowError) as error:
         raise UnreadableConfigError(str(error).splitlines()[0]) from None
     except RecursionError:
@@ -111,12 +117,15 @@ def _loader() -> Any:
         def __init__(self, text: str, root: type[yaml.CollectionStartEvent]):
             super().__init__(text)
             self.root, self.num_events, self.depth = root, 0, 0
+            self.num_referring = 0  # characters of texts with references
 
         def get_event(self) -> yaml.Event:
             event = super().get_event()
             self.num_events += 1
             self.depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             _check_plain(event, self.num_events, self.depth, self.root)
+            if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
+                self.num_referring += len(event.value)
             return event
 
     return Loader

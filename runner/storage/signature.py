@@ -16,6 +16,10 @@ _LARGEST = 4096
 """The largest size of a dimension: a forged file must not make predictions take any amount of memory."""
 
 
+_MOST_DIMS = 8
+"""The largest number of dimensions of an input."""
+
+
 def signature_text(signature: Mapping[str, Any]) -> str:
     """Return a signature as JSON; empty if there is nothing in it, or if it is too large, as with a million classes."""
     text = json.dumps(signature, ensure_ascii=False, indent=2) + "\n" if signature else ""
@@ -46,7 +50,7 @@ def _is_signature(value: Any) -> bool:
         return False
     inputs, classes, image = (value.get(key) for key in ("inputs", "classes", "image"))
     shaped = isinstance(inputs, list) and all(_is_number(size, 1, _LARGEST) and type(size) is int for size in inputs)
-    if not shaped:
+    if not shaped or len(inputs) > _MOST_DIMS:
         return False
     if "targets" in value:
         return value.keys() == {"inputs", "targets", "scale"} and _is_scale(value["scale"], value["targets"], inputs)

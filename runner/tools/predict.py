@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 from runner.cli.exit_codes import DONE, report_error
 from runner.config.errors import check, escaped
 from runner.storage.durable_write import write_json, write_text
+from runner.system.utf8 import printable
 from runner.tools.output import check_writable, write_or_refuse
+from runner.tools.plot_checks import one_line
 from runner.tools.run_arguments import run_parser
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _row(prediction: Prediction) -> dict[Any, Any]:
     return {
-        "file": prediction.file,
+        "file": printable(prediction.file),
         "class": prediction.label,
         "probability": prediction.probability,
         "error": prediction.error,
@@ -74,12 +76,13 @@ def _as_csv(predictions: list[Prediction]) -> str:
 
 
 def _as_table(predictions: list[Prediction]) -> str:
-    width = max(len(each.label) for each in predictions)
+    labels = [one_line(each.label) for each in predictions]  # names of classes may come from somebody else
+    width = max(map(len, labels))
     return "\n".join(
-        f"{each.label:<{width}}  {each.probability:6.1%}  {escaped(each.file)}"
+        f"{label:<{width}}  {each.probability:6.1%}  {one_line(each.file)}"
         if not each.error
-        else f"{'?':<{width}}          {escaped(each.file)}: {escaped(each.error)}"
-        for each in predictions
+        else f"{'?':<{width}}          {one_line(each.file)}: {escaped(each.error)}"
+        for label, each in zip(labels, predictions, strict=True)
     )
 
 

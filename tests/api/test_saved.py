@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from safetensors.torch import load_file
 import runner
 from runner.data.image_input import ImageInput
 from runner.parallel.launch import processes
+from runner.storage.saved_config import config_text
 from runner.system.forkserver import start_server
 
 SHORT = ("steps=12", "eval_every=4", "save_every=4", "keep=9", "optimizer.lr=0.2", "log_every=4")
@@ -228,3 +231,41 @@ def test_white_is_normalized_with_the_mean_and_the_standard_deviation() -> None:
     values = {"shape": [3, 8, 8], "mean": [0.5] * 3, "std": [0.25] * 3, "centre": 1.0}
     inputs = ImageInput.from_dict(values)
     assert inputs.normalized(torch.full((1, 3, 8, 8), 255, dtype=torch.uint8)).unique().tolist() == [2.0]
+
+
+def change_signature(run: runner.SavedRun, **values: Any) -> None:
+    """Write another signature to the last checkpoint, as somebody else might."""
+    path = run.checkpoint("last")
+    signature = json.loads((path / "model.json").read_text()) | values
+    (path / "model.json").write_text(json.dumps(signature))
+    reseal(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"classes": ["a", "b"]}, "checkpoint"),
+        ({"inputs": [1, 4096, 4096], "image": None}, "checkpoint"),
+        ({"inputs": [1, 1, 8, 8], "image": None}, "model.inputs"),
+    ],
+    ids=["classes", "size", "dimensions"],
+)
+def test_a_signature_of_another_network_is_refused_before_memory_is_taken(values: dict[str, Any], key: str) -> None:
+    run = trained()
+    change_signature(run, **values)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(runner.ConfigError) as refusal:
+        run.model("last")
+    assert refusal.value.key == key
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "kilobytes"
+
+
+def test_where_the_run_was_tracked_does_not_matter_afterwards() -> None:
+    run = trained()
+    path = run.directory / "config.yaml"
+    tracking = {"_target_": "runner.tracking.mlflow_run.MLflow", "uri": "http://localhost:1"}
+    path.write_text(config_text(dict(run.config) | {"tracking": tracking}))
+    again = runner.load(run.directory)
+    assert again.config["tracking"] == tracking
+    assert again.evaluate("last") == run.evaluate("last")
+    assert again.model("last") is not None

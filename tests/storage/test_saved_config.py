@@ -87,6 +87,8 @@ def test_a_truncated_file_is_found_or_is_that_of_an_earlier_version() -> None:
         b"a: 0x" + b"f" * 5_000,
         b"a: " + b"${b:" * 500 + b"c" + b"}" * 500,
         b"a: " + b"59:" * 300 + b"59.5",
+        b"a: '" + b"${" * 40_000 + b"'",
+        b"".join(b"a%d: '${b:[1,1]}'\n" % number for number in range(400)),
         b"a: [" + b"1, " * 10_000 + b"1]",
     ],
     ids=lambda content: content[:20].decode(errors="replace"),

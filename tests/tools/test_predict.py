@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.compose import FAST
+from helpers.forged import reseal
 from helpers.runs import write_images
 from PIL import Image
 
@@ -43,6 +44,18 @@ def test_the_files_and_the_table_have_every_prediction(run: runner.SavedRun, cap
     assert [line.split() for line in lines] == [[e.label, f"{e.probability:.1%}", e.file] for e in wanted[1:]]
     with Image.open("p.png") as picture:
         assert picture.format == "PNG"
+
+
+def test_names_of_classes_cannot_control_a_terminal(run: runner.SavedRun, capsys: Told) -> None:
+    path = run.checkpoint("best")
+    signature = json.loads((path / "model.json").read_text())
+    (path / "model.json").write_text(json.dumps(signature | {"classes": ["\x1b[31ma\nb\ud800", "x" * 90_000]}))
+    reseal(path)
+    assert predict.main([str(run.directory), "photos/val", "--csv", "p.csv", "--json", "p.json"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.isascii()
+    assert "\x1b" not in shown
+    assert all(len(line) < 400 for line in shown.splitlines())
 
 
 @pytest.mark.parametrize(
