@@ -13,6 +13,7 @@ from typing import IO
 from runner.storage import run_directory
 from runner.storage.durable_write import sync
 from runner.storage.run_directory import CONFIG
+from runner.storage.safe_read import MOST_LEVELS
 from runner.sweep.ledger import CONSOLE
 from runner.sweep.ledger_file import LEDGER
 from runner.tools.run_states import is_locked
@@ -96,13 +97,28 @@ def _remove(path: Path) -> None:
             aside = path.with_name(f"{REMOVED}{secrets.token_hex(4)}")
             os.rename(path, aside)
             sync(aside.parent)  # before anything in it is removed: a power loss must not undo the renaming
-        for entry in sorted(aside.iterdir()):
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)  # it follows no links
-            elif entry.name != CONFIG:
-                entry.unlink()
+        while entries := sorted(entry for entry in aside.iterdir() if entry.name != CONFIG):
+            for entry in entries:
+                if entry.is_dir() and not entry.is_symlink():
+                    _move_deepest(entry, aside)
+                    shutil.rmtree(entry)  # it follows no links
+                else:
+                    entry.unlink()
         (aside / CONFIG).unlink()  # last, because it shows that these are the remains of a run
         aside.rmdir()
+
+
+def _move_deepest(top: Path, to: Path) -> None:
+    """Move what is more than `MOST_LEVELS` levels below `top` to the directory `to`.
+
+    `shutil.rmtree` is recursive, and fails on a thousand nested directories.
+    """
+    levels = os.path.join(top, "").count(os.sep)
+    for folder, folders, _ in os.walk(top):
+        if folder.count(os.sep) >= levels + MOST_LEVELS - 1:
+            for name in folders:
+                os.rename(os.path.join(folder, name), to / secrets.token_hex(8))
+            folders.clear()
 
 
 def _remove_sweep_files(path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def nested(directory: Path, levels: int = 1_050) -> Iterator[Path]:
-    """Create `levels` nested directories in `directory`, yield the innermost one, and remove them again."""
+    """Create `levels` nested directories in `directory`, yield the innermost one, and remove them if they are left."""
     for _ in range(levels):  # from the inside, because long paths are slow
         os.mkdir(directory / "next")
         if (directory / "d").exists():
@@ -20,10 +20,11 @@ def nested(directory: Path, levels: int = 1_050) -> Iterator[Path]:
     try:
         yield innermost
     finally:
-        for file in innermost.iterdir():
-            file.unlink()
-        for _ in range(levels - 1):  # from the outside, because rmtree is recursive
-            os.rename(directory / "d" / "d", directory / "next")
+        if innermost.exists():
+            for file in innermost.iterdir():
+                file.unlink()
+            for _ in range(levels - 1):  # from the outside, because rmtree is recursive
+                os.rename(directory / "d" / "d", directory / "next")
+                os.rmdir(directory / "d")
+                os.rename(directory / "next", directory / "d")
             os.rmdir(directory / "d")
-            os.rename(directory / "next", directory / "d")
-        os.rmdir(directory / "d")

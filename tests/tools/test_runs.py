@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.deep import nested
 from helpers.saved import evaluated, make_older, save_ledger, save_run
 
 from runner.storage.run_directory import lock
@@ -255,6 +256,16 @@ def test_a_kill_leaves_no_half_of_a_run_and_the_next_command_removes_the_rest(
     assert names(capsys, "outputs/other", "--status", "done") == (["new"] if after == 0 else [])
     assert runs.main(["--clean", "--yes", "--name", "other"]) == 0
     assert not (outputs / "other").exists()
+
+
+def test_a_run_with_directories_of_any_depth_is_removed(outputs: Path) -> None:
+    old = outputs / "classifier" / "old"
+    with nested(old, 1500) as deep:
+        (deep / "file").write_text("")
+        deep.with_name("link").symlink_to(outputs / "other")
+        assert runs.main(["--clean", "--yes", "--name", "old"]) == 0
+        assert [path.name for path in (outputs / "classifier").iterdir()] == ["killed"]
+    assert runs_in(outputs / "other") == {"new"}
 
 
 def test_what_cannot_be_removed_is_told(
