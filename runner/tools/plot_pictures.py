@@ -117,7 +117,7 @@ def _curve(axes: Axes, curve: SplitCurve, color: str) -> None:
     """Draw the measured points with error bars, the theoretical lower bound, and a star at the best point."""
     sizes = [split_size for split_size, _ in curve.points]
     spreads = [point.seconds for _, point in curve.points]
-    name = _plain(curve.label) or "measured"
+    name = shown(curve.label, _LONGEST) or "measured"
     means, bars = [s.mean for s in spreads], [s.bar for s in spreads]
     axes.errorbar(sizes, means, bars, color=color, marker="o", ms=4, lw=1.4, capsize=4, label=name)
     fine = [sizes[0] * (sizes[-1] / sizes[0]) ** (i / 200) for i in range(201)]
@@ -137,11 +137,7 @@ def _caption(study: Study) -> str:
     counts = sorted({len(point.runs) for point in study.points})
     repeats = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
     spread = "; error bars and bands: ± standard deviation" if counts[-1:] > [1] else ""
-    return f"{_plain('; '.join(study.machines))}. Runs per point: {repeats}{spread}"
-
-
-def _plain(text: str) -> str:
-    """Return `text` shortened, with control characters escaped, and with dollar signs escaped for matplotlib."""
-    line = one_line(text)
-    line = line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"  # a longer one leaves no room for the axes
-    return line.replace("$", r"\$")
+    machines = one_line("; ".join(study.machines))
+    if len(machines) > _LONGEST:  # a longer line leaves no room for the axes
+        machines = f"{machines[: _LONGEST - 1]}…"
+    return f"{machines}. Runs per point: {repeats}{spread}"

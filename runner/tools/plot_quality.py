@@ -156,7 +156,8 @@ def label(point: Point, study: Study, without: str = "") -> str:
     if len(study.keys) > 3 and not _is_grid(study):
         usual = {key: Counter(_value(p, key) for p in study.points).most_common(1)[0][0] for key in study.keys}
     values = {key: _value(point, key) for key in study.keys if key in point.values and key != without}
-    parts = [f"{_short(key, study)}={shown(v, 20)}" for key, v in values.items() if key not in usual or v != usual[key]]
+    differing = {key: value for key, value in values.items() if key not in usual or value != usual[key]}
+    parts = [f"{shown(_short(key, study), 40)}={shown(value, 20)}" for key, value in differing.items()]
     lines = [", ".join(parts[i : i + 4]) for i in range(0, len(parts), 4)]
     return "\n".join(lines) or ("" if without else "all as in most runs")
 
@@ -169,23 +170,24 @@ def _over_one_key(study: Study, caption: str, key: str, other: str | None) -> Fi
     """Draw the metric and the step time over `key`: lines with bands if its values are numbers, otherwise bars."""
     metric, quality = _quality(study)
     panels = {metric: quality} | {_SECONDS: {point: point.seconds for point in study.points}}
-    values, groups = _values(study, key), _values(study, other) if other else [None]
+    values, groups = _values(study, key), _values(study, other) if other is not None else [None]
+    texts = [f"{shown(other, 40)}={shown(group)}" if other is not None else "" for group in groups]
     is_line = all(map(is_number, values))
     width = 5.4 if is_line else max(4.2, 1.0 + 0.55 * len(values) * len(groups))
-    title = f"{metric} over {shown(key, 40)}" if metric != _SECONDS else f"Over {shown(key, 40)}"
+    title = f"{metric} over {key}" if metric != _SECONDS else f"Over {key}"
     figure, axes = charts.canvas(title, caption, (width, 4.0), len(panels))
     palette = _sequence(groups)
     for each, (name, spreads) in zip(axes, panels.items(), strict=True):
         lines: dict[str, list[tuple[Any, Spread]]] = {}
-        for group in groups:
-            text = f"{other}={shown(group)}" if other else ""
+        for group, text in zip(groups, texts, strict=True):
             found = [(_value(p, key), s) for p, s in spreads.items() if other is None or _value(p, other) == group]
             if found:
                 lines[text] = sorted(found, key=lambda pair: values.index(pair[0]))
         if is_line:
             for text, pairs in lines.items():
-                color = palette[[f"{other}={shown(group)}" if other else "" for group in groups].index(text)]
-                charts.line(each, [x for x, _ in pairs], [s for _, s in pairs], color, text or None)
+                charts.line(
+                    each, [x for x, _ in pairs], [s for _, s in pairs], palette[texts.index(text)], text or None
+                )
             charts.scale_x(each, values)
         else:
             charts.bars(each, {text: [(shown(x), s) for x, s in pairs] for text, pairs in lines.items()})
@@ -195,7 +197,7 @@ def _over_one_key(study: Study, caption: str, key: str, other: str | None) -> Fi
             each.set_ylim(0, 1.15 * max(spread.mean + spread.bar for spread in spreads.values()))  # not to show noise
         each.set_xlabel(shown(key, 40))
         each.set_ylabel(shown(name, 40))
-    if other:
+    if other is not None:
         charts.legend_beside(figure, axes[0])
     return figure
 
@@ -213,9 +215,7 @@ def _heat_map(study: Study, caption: str) -> Figure:
     down, across = sorted(study.keys, key=lambda key: len(_values(study, key)))
     columns, rows = len(_values(study, across)), len(_values(study, down))
     size = min(12.0, 3.0 + 0.75 * columns), min(9.0, 1.6 + 0.55 * rows)
-    figure, (axes,) = charts.canvas(
-        f"{shown(metric, 40)} over two keys", caption, (max(5.5, size[0]), max(3.0, size[1]))
-    )
+    figure, (axes,) = charts.canvas(f"{metric} over two keys", caption, (max(5.5, size[0]), max(3.0, size[1])))
     cells = {(_value(point, across), _value(point, down)): spread.mean for point, spread in quality.items()}
     charts.heat_map(figure, axes, cells, shown(metric, 40), _larger_is_better(study, metric))
     axes.set_xlabel(shown(across, 40))
@@ -230,7 +230,7 @@ def _ranking(study: Study, caption: str) -> Figure:
     labels = [label(point, study) for point in points]
     height = sum(0.16 + 0.14 * (1 + text.count("\n")) for text in labels) + 0.9
     count = f"The best {len(points)} of {len(quality)} settings" if len(points) < len(quality) else "All settings"
-    figure, (axes,) = charts.canvas(f"{count} by {shown(metric, 40)}", caption, (8.5, height))
+    figure, (axes,) = charts.canvas(f"{count} by {metric}", caption, (8.5, height))
     charts.ranking(axes, [(text, quality[p], _runs(study, p)) for text, p in zip(labels, points, strict=True)])
     axes.tick_params(axis="y", labelsize=8)
     axes.set_xlabel(shown(metric, 40))
@@ -241,7 +241,7 @@ def _over_each_key(study: Study, caption: str, keys: list[str]) -> Figure:
     """Draw a panel for each of `keys`, with the metric of all runs over this key, regardless of the other keys."""
     metric, quality = _quality(study)
     across = 2 if len(keys) == 4 else 3
-    title = f"{shown(metric, 40)} over each key, whatever the others are"
+    title = f"{metric} over each key, whatever the others are"
     figure, panels = charts.canvas(title, caption, (4.2, 3.4), len(keys), across)
     for axes, key in zip(panels, keys, strict=True):
         points = sorted(
@@ -270,7 +270,7 @@ def _curves(study: Study, caption: str, tag: str, found: list[LearningCurve]) ->
     ordered = few and len(study.keys) == 1
     names = [label(curve.point, study) if study.keys else f"{len(curve.point.runs)} runs" for curve in colored]
     longest = max(len(line) for name in names for line in name.split("\n"))
-    title, width = f"{shown(tag, 40)} over steps", 6.6 + (0.08 * longest if len(found) > 1 else 0)
+    title, width = f"{tag} over steps", 6.6 + (0.08 * longest if len(found) > 1 else 0)
     figure, (axes,) = charts.canvas(title, caption, (width, 4.4))
     palette = _sequence([_value(curve.point, study.keys[0]) if ordered else "" for curve in colored])
     for curve in found:

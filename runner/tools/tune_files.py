@@ -68,7 +68,7 @@ def picture(report: dict[str, Any]) -> Figure:
     rows = [row for row in report["rows"] if row["samples_per_second"] is not None][:_MOST_BARS]
     kinds = {kind: COLORS[i % len(COLORS)] for i, kind in enumerate(dict.fromkeys(row["results"] for row in rows))}
     caption = " ".join(report["typed"]) or "the default config"
-    figure, (axes,) = canvas("Ways to train the same run", caption.replace("$", r"\$"), (8.5, 1.3 + 0.34 * len(rows)))
+    figure, (axes,) = canvas("Ways to train the same run", caption, (8.5, 1.3 + 0.34 * len(rows)))
     for at, row in enumerate(rows):
         low, high = row["spread"]
         rate = row["samples_per_second"]

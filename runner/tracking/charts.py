@@ -40,8 +40,8 @@ def canvas(
     """Return a figure without data, and the axes of each of its panels.
 
     Args:
-        title: the title of the figure.
-        caption: a line below the title. Dollar signs in it must already be escaped.
+        title: the title of the figure, as plain text.
+        caption: a line below the title, as plain text without control characters.
         panel: width and height of each panel in inches.
         panels: number of panels.
         columns: maximum number of panels in a row.
@@ -52,7 +52,7 @@ def canvas(
     figure.suptitle(shown(title, 90), x=0.01, ha="left", fontsize=11, fontweight="bold")
     axes = [figure.add_subplot(down, across, 1 + number) for number in range(panels)]
     wrapped = textwrap.fill(caption, int(15 * (panel[0] * across - 0.8)))
-    axes[0].set_title(wrapped, loc="left", fontsize=8, color=GRAY)
+    axes[0].set_title(without_formulas(wrapped), loc="left", fontsize=8, color=GRAY)
     for each in axes:
         each.spines[["top", "right"]].set_visible(False)
         each.grid(axis="y", color="#dddddd", lw=0.7)
@@ -86,7 +86,14 @@ def shown(value: object, longest: int = _LONGEST_NAME) -> str:
     text = words[value] if known else escaped(printable(" ".join(str(value)[:400].split())))
     if len(text) > longest:  # the end of a path says more than its beginning
         text = f"…{text[-longest + 1 :]}" if "/" in text else f"{text[: longest - 1]}…"
-    return text.replace("$", r"\$")  # which would begin a formula
+    return without_formulas(text)
+
+
+def without_formulas(text: str) -> str:
+    """Return `text` with dollar signs escaped, which would begin a formula. Escape last: shortened or wrapped between
+    the backslash and the dollar sign, a text would have a formula again.
+    """
+    return text.replace("$", r"\$")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -950,6 +950,24 @@ def test_keys_metrics_and_machines_are_shown_as_they_are_written(sweep: Sweep, k
     assert first.get_title(loc="left").startswith(f"{drawn}, 2 cores")
 
 
+@pytest.mark.parametrize("numbers", [(1, 2), (1, 2, 3, 4, 5, 6, 7, 8)])
+@pytest.mark.parametrize("text", ["$\\frac$", "$" + "{" * 400 + "x" + "}" * 400 + "$", ""])
+def test_keys_in_legends_and_labels_are_no_formulas(sweep: Sweep, numbers: tuple[int, ...], text: str) -> None:
+    """Keys are in the legend of a grid, and in the labels of a ranking."""
+    machine = MACHINE | {"cpu": {"model": "$" * 60, "allowed_cores": 2}}  # is wrapped in the caption
+    pairs = itertools.product(numbers, numbers) if len(numbers) == 2 else zip(numbers, numbers, strict=True)
+    for first, second in pairs:
+        key: dict[str, Any] = {text: first, "model__depth": second}
+        sweep.add(1.0 + first, machine=machine, **key)
+    drawn = pictures(sweep.study)
+    assert drawn.keys() == ({"sweep", "heat_map" if len(numbers) == 2 else "ranking"})
+    for name, figure in drawn.items():
+        figure.savefig(io.BytesIO())
+        texts = [each for each in figure.findobj(Text) if "$" in each.get_text()]
+        assert all(each.get_text().count("$") == each.get_text().count("\\$") for each in texts)
+        assert len(texts) >= 1, name
+
+
 @pytest.mark.parametrize("values", [("$\\frac{$", "[/red]"), (10**400, 1), (-(10**400), "\x1b")])
 def test_values_that_cannot_be_drawn_as_numbers_or_formulas_are_names(sweep: Sweep, values: tuple[Any, Any]) -> None:
     for value in values:
