@@ -18,6 +18,7 @@ from runner.config.schema import build, option_fields
 from runner.model.base import Model
 from runner.model.by_name import Torchvision
 from runner.model.convnet import ConvNet
+from runner.model.qnet import QNet
 from runner.model.resnet import ResNet
 from runner.model.weights import read_weights
 
@@ -97,6 +98,9 @@ def test_the_same_seed_gives_the_same_weights() -> None:
         (ConvNet, {"kernel_size": 0}, "kernel_size"),
         (ConvNet, {"padding": 3}, "padding"),
         (ConvNet, {"hidden": 0}, "hidden"),
+        (ConvNet, {"hidden": 10**18}, "hidden"),
+        (ConvNet, {"channels": (10**18,)}, "channels"),
+        (QNet, {"hidden": (10**18,)}, "hidden"),
         (ConvNet, {"dropout": 1.0}, "dropout"),
         (ConvNet, {"dropout": float("nan")}, "dropout"),
         (ResNet, {"depth": 20}, "depth"),

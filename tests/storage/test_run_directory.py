@@ -300,6 +300,11 @@ def test_a_missing_result_is_empty(tmp_path: Path) -> None:
     assert directory.read_result(tmp_path) == {}
 
 
+def test_a_result_of_more_steps_than_can_be_done_is_none(tmp_path: Path) -> None:
+    write_json(tmp_path / directory.RESULT, {"status": "done", "steps": int("9" * 4300)})
+    assert directory.read_result(tmp_path) == {}
+
+
 DAMAGED_RESULTS = [
     *('{"status": "do', "", "[]", "1", "null", '"text"', "[" * 100_000, "{}", '{"status": 1, "steps": 1}'),
     *('{"status": "done"}', '{"status": "done", "steps": "3"}', '{"status": "done", "steps": true}'),
