@@ -1,8 +1,12 @@
 """Fixtures of all tests; what else they share is in `helpers`."""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import gc
+
+gc.disable()  # until all tests are collected: importing torch would take a fifth longer
+
 import importlib
 import os
 import signal
@@ -54,6 +58,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if hasattr(config, "workerinput"):  # one process keeps the order of the files
         items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

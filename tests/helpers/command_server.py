@@ -27,6 +27,8 @@ from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 from unittest import mock
 
+from runner.system.garbage import collection_postponed
+
 FAULT_POINTS, STEP_GATE = "helpers.fault_points_installed", "helpers.step_gate"
 FROZEN, COMPOSED = "helpers.frozen", "helpers.composed"
 
@@ -38,7 +40,8 @@ def main() -> None:
         sys.modules |= dict.fromkeys(("torch._C", "numpy"))  # type: ignore[arg-type]  # importing them fails
         importlib.import_module(COMPOSED)
     else:
-        import_everything()
+        with collection_postponed():
+            import_everything()
     answers, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # what rank 0 prints in the fork server's children
     if kind == "faults":
