@@ -6,6 +6,7 @@ TensorBoard computes these checksums byte by byte in Python. For an image, this 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import cache, reduce
 from typing import Any
 
@@ -17,6 +18,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 _SHORT = 1500
 """The number of bytes up to which `bytewise` is faster."""
 
+_INITIAL = 4
+"""The number of first bytes that are inverted, which has the effect of the initial register, 0xFFFFFFFF."""
+
 _TABLE = np.array(CRC_TABLE, np.uint32)
 """For each byte, the register of a checksum after this byte, from a register of zero."""
 
@@ -26,32 +30,52 @@ class EventRecords(RecordWriter):
 
     def write(self, data: bytes) -> None:
         length = struct.pack("<Q", len(data))
-        self._writer.write(length + _masked(crc32c(length)) + data + _masked(crc32c(data)))
+        self._writer.write(length + masked(crc32c(length)) + data + masked(crc32c(data)))
 
 
-def _masked(checksum: int) -> bytes:
+def masked(checksum: int) -> bytes:
     """Return a checksum as it is stored, because a checksum of data that contains checksums would be weaker."""
     rotated = checksum >> 15 | checksum << 17
     return struct.pack("<I", (rotated + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def crc32c(data: bytes) -> int:
-    """Return the CRC-32C checksum of `data`.
+    """Return the CRC-32C checksum of `data`."""
+    return bytewise(data) if len(data) <= _SHORT else _checksums([data])[0]
+
+
+def crc32cs(records: Sequence[bytes]) -> list[int]:
+    """Return the CRC-32C checksum of each of many records: 10 times as fast as one after another, if they are short."""
+    found = [0] * len(records)
+    groups: dict[int, list[int]] = {}
+    for index, record in enumerate(records):
+        groups.setdefault(len(record).bit_length(), []).append(index)  # none is twice as long as another
+    for bits, indices in groups.items():
+        few = bits < _INITIAL.bit_length() or len(indices) * 2**bits <= _SHORT
+        checksums = map(bytewise, (records[i] for i in indices)) if few else _checksums([records[i] for i in indices])
+        for index, checksum in zip(indices, checksums, strict=True):
+            found[index] = checksum
+    return found
+
+
+def _checksums(records: Sequence[bytes]) -> list[int]:
+    """Return the CRC-32C checksum of each record. None may have fewer than 4 bytes.
 
     The register of a checksum depends linearly on the data. So the register of every byte is computed on its own, and
     then the registers are combined: those of two neighboring bytes, then those of two neighboring pairs, and so on.
     """
-    if len(data) <= _SHORT:
-        return bytewise(data)
-    values = np.frombuffer(data, np.uint8).copy()
-    values[:4] ^= 0xFF  # has the effect of the initial register, 0xFFFFFFFF
+    longest = max(map(len, records))
+    padded = b"".join(record.rjust(longest, b"\0") for record in records)  # leading zeros have no effect
+    values = np.frombuffer(padded, np.uint8).reshape(len(records), longest).copy()
+    begins = longest - np.array([[len(record)] for record in records])
+    values[np.arange(len(records))[:, None], begins + np.arange(_INITIAL)] ^= 0xFF
     registers, level = _TABLE[values], 0
-    while len(registers) > 1:
-        if len(registers) % 2:
-            registers = np.concatenate((np.zeros(1, np.uint32), registers))  # of leading zeros, which have no effect
-        registers = _after_zeros(registers[::2], level) ^ registers[1::2]
+    while registers.shape[1] > 1:
+        if registers.shape[1] % 2:
+            registers = np.pad(registers, ((0, 0), (1, 0)))
+        registers = _after_zeros(registers[:, ::2], level) ^ registers[:, 1::2]
         level += 1
-    return int(registers[0]) ^ 0xFFFFFFFF
+    return (registers[:, 0] ^ 0xFFFFFFFF).tolist()
 
 
 def _after_zeros(registers: Any, level: int) -> Any:

@@ -3,52 +3,124 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+from collections import Counter
 from collections.abc import Container, Iterator
+from io import BufferedReader
 from pathlib import Path
 
+from runner.config.errors import escaped
 from runner.storage.safe_read import open_regular
+from runner.system.utf8 import printable
 
-_LIMIT_BYTES = 500_000_000
-"""The maximum total size of the event files of one run, in bytes. Images take most of this space."""
+log = logging.getLogger(__name__)
+
+_LIMIT_BYTES = 200_000_000
+"""The maximum total size of the events with scalars that are read from the files of one run."""
 _LIMIT_RECORD_BYTES = 10_000
 """The maximum size of an event with scalars, in bytes. Events with images and texts are larger, and are skipped."""
+_BATCH = 200
+"""The number of events whose checksums are computed at once: the fastest for events of a few hundred bytes."""
 
-_MOST_EVENTS = 500_000
-"""The maximum number of events that are read from the files of one run. Reading so many takes a few seconds."""
+_MOST_EVENTS = 2_000_000
+"""The maximum number of events that are read from the files of one run. Reading so many takes about ten seconds."""
+_MOST_TAGS = 1000
+_MOST_POINTS = 2_000_000
+"""The maximum number of points that are kept of one run. They take about 200 MB."""
 
 
 def scalars(directory: Path, tags: Container[str] | None = None) -> dict[str, dict[int, float]]:
     """Return the finite values of scalars by tag and step, in the order of the steps.
 
-    If a resumed session repeated steps of an earlier session, the values of the resumed session are returned. The event
-    files may be damaged or written by somebody else, so everything that cannot be read is left out.
+    If a resumed session repeats steps of an earlier session, the values of the resumed session are returned. The event
+    files may be damaged or written by somebody else, so everything that cannot be read is left out. Of a run with more
+    points than can be kept, every second point of the longest curves is left out, as often as necessary. A warning says
+    so, and also if there are more events than are read.
 
     Args:
         directory: a run directory.
         tags: the TensorBoard tags to read, those of them that were logged; None for all.
     """
+    curves = _Curves(tags)
+    try:
+        _read(sorted(directory.glob("events.out.tfevents.*")), curves)
+    except Exception as error:  # a damaged file may raise anything
+        log.debug("an event file in %s cannot be read: %s", directory, error)
+    for what in curves.left_out:
+        log.warning("%s: %s", escaped(printable(str(directory))), what)
+    return {tag: values for tag, values in curves.values.items() if values}
+
+
+class _Curves:
+    """The curves of a run, as they are read.
+
+    Args:
+        tags: the tags to keep; None for all.
+    """
+
+    def __init__(self, tags: Container[str] | None):
+        self._tags, self._num_points, self._read = tags, 0, Counter[str]()
+        self._every: dict[str, int] = {}  # 2: every second point of this curve is kept
+        self.values: dict[str, dict[int, float]] = {}
+        self.left_out: dict[str, None] = {}  # what is not shown, in words: each once, in order
+
+    def start_session(self, first_step: int) -> None:
+        """Drop the points from `first_step` on, which the session logs once more."""
+        for values in self.values.values():
+            while values and next(reversed(values)) >= first_step:  # the steps of a session are in order
+                values.popitem()
+
+    def add(self, tag: str, step: int, value: float) -> None:
+        if self._tags is not None and tag not in self._tags:
+            return
+        if tag not in self.values:
+            if len(self.values) == _MOST_TAGS:
+                self.left_out[f"it has more than {_MOST_TAGS:,} curves; the others are left out"] = None
+                return
+            self.values[tag], self._every[tag] = {}, 1
+        self._read[tag] += 1
+        if (self._read[tag] - 1) % self._every[tag] == 0:
+            self.values[tag][step] = value
+            self._num_points += 1
+            if self._num_points > _MOST_POINTS:
+                self._thin_out()
+
+    def _thin_out(self) -> None:
+        self._num_points = sum(map(len, self.values.values()))  # fewer, if points were replaced or dropped
+        if self._num_points <= _MOST_POINTS:
+            return
+        longest = max(map(len, self.values.values()))
+        for tag, values in self.values.items():
+            if len(values) > longest / 2:
+                self.values[tag] = dict(itertools.islice(values.items(), None, None, 2))
+                self._every[tag] *= 2
+        self._num_points = sum(map(len, self.values.values()))
+        self.left_out[f"it has more than {_MOST_POINTS:,} points; some of the longest curves are left out"] = None
+
+
+def _read(paths: list[Path], curves: _Curves) -> None:
+    """Add the scalars in event files to `curves`.
+
+    Raises:
+        Exception: of any type, if a file is damaged or cannot be read.
+    """
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
-    found: dict[str, dict[int, float]] = {}
-    paths = sorted(directory.glob("events.out.tfevents.*"))
-    try:
-        if sum(path.stat().st_size for path in paths) > _LIMIT_BYTES:
-            return {}
-        records = itertools.chain.from_iterable(map(_records, paths))
-        for record in itertools.islice(records, _MOST_EVENTS):
-            event = Event.FromString(record)
-            if event.session_log.status == SessionLog.START:
-                for values in found.values():
-                    while values and next(reversed(values)) >= event.step:  # the steps of a session are in order
-                        values.popitem()
-            for each in event.summary.value:
-                wanted = tags is None or each.tag in tags
-                if wanted and each.HasField("simple_value") and abs(each.simple_value) < 1e30:
-                    found.setdefault(each.tag, {})[event.step] = each.simple_value
-    except Exception:  # a damaged file may raise anything
-        return {tag: values for tag, values in found.items() if values}
-    return {tag: values for tag, values in found.items() if values}
+    events, num_bytes = 0, 0
+    for record in itertools.chain.from_iterable(map(_records, paths)):
+        events, num_bytes = events + 1, num_bytes + len(record)
+        if events > _MOST_EVENTS or num_bytes > _LIMIT_BYTES:
+            last = max((next(reversed(values)) for values in curves.values.values() if values), default=0)
+            curves.left_out[f"it has more events than are read: its curves end at step {last:,}"] = None
+            return
+        event = Event.FromString(record)
+        if event.session_log.status == SessionLog.START:
+            curves.start_session(event.step)
+            events += len(curves.values)  # takes as long as that many events
+        for each in event.summary.value:
+            if each.HasField("simple_value") and abs(each.simple_value) < 1e30:
+                curves.add(each.tag, event.step, each.simple_value)
 
 
 def _records(path: Path) -> Iterator[bytes]:
@@ -60,15 +132,22 @@ def _records(path: Path) -> Iterator[bytes]:
         ValueError: if a record is damaged.
         OSError: if the file cannot be read, or is a link or a pipe.
     """
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+    from runner.tracking.event_records import crc32cs, masked  # imported here, because it imports tensorboard
 
     with open_regular(path) as file:
-        while len(head := file.read(12)) == 12:  # the length, and its checksum
-            length = int.from_bytes(head[:8], "little")
-            if length > _LIMIT_RECORD_BYTES:
-                file.seek(length + 4, os.SEEK_CUR)
-                continue
-            record, checksum = file.read(length), file.read(4)
-            if masked_crc32c(record) != int.from_bytes(checksum, "little"):
-                raise ValueError(f"a record of {path} is damaged")
-            yield record
+        stored = _stored(file)
+        while batch := list(itertools.islice(stored, _BATCH)):
+            for (record, checksum), computed in zip(batch, crc32cs([record for record, _ in batch]), strict=True):
+                if masked(computed) != checksum:
+                    raise ValueError(f"a record of {path} is damaged")
+                yield record
+
+
+def _stored(file: BufferedReader) -> Iterator[tuple[bytes, bytes]]:
+    """Yield each record that is not too long, and its checksum."""
+    while len(head := file.read(12)) == 12:  # the length, and its checksum
+        length = int.from_bytes(head[:8], "little")
+        if length > _LIMIT_RECORD_BYTES:
+            file.seek(length + 4, os.SEEK_CUR)
+        else:
+            yield file.read(length), file.read(4)

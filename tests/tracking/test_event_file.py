@@ -116,6 +116,9 @@ def test_checksums_are_those_of_tensorboard(monkeypatch: pytest.MonkeyPatch) -> 
     for length in range(4, 300):
         data = draw(length)
         assert event_records.crc32c(data) == crc32c(data)
+    for lengths in (range(300), [250] * 9, [*range(9), 5000, 1, 9000], []):
+        records = [draw(length) for length in lengths]
+        assert event_records.crc32cs(records) == [crc32c(record) for record in records]
 
 
 def test_records_are_written_as_tensorboard_writes_them() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from runner.tracking import scalar_reader
 from runner.tracking.event_file import points
 from runner.tracking.scalar_reader import scalars
 
@@ -49,6 +52,77 @@ def test_many_sessions_take_linear_time(tmp_path: Path) -> None:
 def test_long_events_are_skipped(tmp_path: Path) -> None:
     write(tmp_path, [scalar(1), scalar(2, count=10_000), scalar(3)])
     assert scalars(tmp_path, ["a"]) == {"a": {1: 1.0, 3: 3.0}}
+
+
+def many(steps: range, *tags: str) -> list[bytes]:
+    return [Event(step=step, summary=points(dict.fromkeys(tags, float(step)))).SerializeToString() for step in steps]
+
+
+def test_of_too_many_points_those_of_the_longest_curves_are_thinned_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    events = [*many(range(1000), "a", "b"), *many(range(0, 1000, 100), "eval/a")]
+    write(tmp_path, events)
+    whole = scalars(tmp_path)
+    assert {tag: len(values) for tag, values in whole.items()} == {"a": 1000, "b": 1000, "eval/a": 10}
+    assert caplog.messages == []
+    monkeypatch.setattr(scalar_reader, "_MOST_POINTS", 600)
+    thinned = scalars(tmp_path)
+    for tag in ("a", "b"):
+        assert thinned[tag] == {step: whole[tag][step] for step in range(0, 1000, 4)}, "evenly"
+    assert thinned["eval/a"] == whole["eval/a"]
+    assert caplog.messages == [f"{tmp_path}: it has more than 600 points; some of the longest curves are left out"]
+    assert scalars(tmp_path, ["eval/a"]) == {"eval/a": whole["eval/a"]}
+    assert len(caplog.messages) == 1, "tags that are not wanted take no space"
+
+
+def test_curves_that_are_replaced_are_not_counted_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scalar_reader, "_MOST_POINTS", 600)
+    write(tmp_path, [*many(range(500), "a"), start(0), *many(range(500), "a"), *many(range(500), "a")])
+    assert scalars(tmp_path) == {"a": {step: float(step) for step in range(500)}}
+
+
+def test_curves_and_events_beyond_the_limits_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, [*many(range(100), "a", "b"), *many(range(100, 110), "c", "d")])
+    monkeypatch.setattr(scalar_reader, "_MOST_TAGS", 3)
+    assert {tag: len(values) for tag, values in scalars(tmp_path).items()} == {"a": 100, "b": 100, "c": 10}
+    assert caplog.messages.pop() == f"{tmp_path}: it has more than 3 curves; the others are left out"
+    event_bytes = len(many(range(10, 11), "a", "b")[0])
+    for name, limit in (("_MOST_EVENTS", 50), ("_LIMIT_BYTES", 50 * event_bytes)):
+        with monkeypatch.context() as patch:
+            patch.setattr(scalar_reader, name, limit)
+            assert set(map(len, scalars(tmp_path).values())) <= {50, 51}  # the event of step 0 is shorter
+        assert "it has more events than are read: its curves end at step " in caplog.messages.pop()
+
+
+def test_sessions_count_as_many_events_as_there_are_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise reading them would take the product."""
+    monkeypatch.setattr(scalar_reader, "_MOST_EVENTS", 500)
+    write(
+        tmp_path,
+        [
+            *many(range(1), *map(str, range(100))),
+            *[start(9)] * 3,
+            *many(range(1, 3), "0"),
+            start(9),
+            *many(range(3, 5), "0"),
+        ],
+    )
+    assert list(scalars(tmp_path)["0"]) == [0, 1, 2, 3, 4]
+    write(tmp_path, [*many(range(1), *map(str, range(100))), *[start(9)] * 5, *many(range(1, 3), "0")])
+    assert list(scalars(tmp_path)["0"]) == [0]
+
+
+def test_images_of_any_size_cost_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, [scalar(1), scalar(2)])
+    whole = path.read_bytes()
+    with path.open("wb") as file:
+        file.write((600_000_000).to_bytes(8, "little") + bytes(4))
+        file.seek(600_000_004, os.SEEK_CUR)
+        file.write(whole)
+    assert scalars(tmp_path, ["a"]) == {"a": {1: 1.0, 2: 2.0}}
 
 
 def test_what_is_before_the_damage_is_read(tmp_path: Path) -> None:
