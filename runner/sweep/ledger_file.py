@@ -15,8 +15,8 @@ from runner.system.utf8 import printable
 log = logging.getLogger(__name__)
 
 LEDGER = "sweep.json"
-_LIMIT_BYTES = 64_000_000
-"""The maximum size of a ledger file; each job takes a few hundred bytes."""
+_LIMIT_BYTES = 24_000_000
+"""The maximum size of a ledger file: four times that of 10,000 jobs. Read, the worst content takes 20 times as much."""
 _ENTRY = {
     "state": str,
     "code": int,

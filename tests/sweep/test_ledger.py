@@ -15,8 +15,10 @@ import pytest
 from helpers.command import Command, until
 from helpers.compose import FAST
 
+from runner.cli.sweep_jobs import MOST_JOBS
 from runner.config.errors import ConfigError
 from runner.storage.run_directory import StorageError
+from runner.sweep import ledger_file
 from runner.sweep.ledger import Ledger
 from runner.sweep.ledger_file import read_ledger
 
@@ -235,8 +237,7 @@ def test_a_ledger_that_is_no_plain_file_is_not_read(
 ) -> None:
     ledger = tmp_path / "sweep.json"
     if kind == "large":
-        ledger.touch()
-        os.truncate(ledger, 10**9)
+        ledger.write_text(json.dumps(GOOD) + " " * 24_000_000)
     make = {"pipe": os.mkfifo, "link": lambda path: path.symlink_to("/dev/zero"), "directory": Path.mkdir}
     make.get(kind, Path.touch)(ledger)
     assert read_ledger(tmp_path) == {}
@@ -276,6 +277,17 @@ def test_a_ledger_that_cannot_be_written_is_an_error(opened: Opened, monkeypatch
         opened(["seed=3"])
     assert refusal.value.key == "output_root"
     assert "Read-only file system" in refusal.value.why
+
+
+def test_the_ledger_of_the_largest_sweep_takes_a_quarter_of_the_limit(opened: Opened) -> None:
+    ledger = opened(["seed=range(10000)"])
+    head_bytes = (ledger.path / "sweep.json").stat().st_size
+    overrides = ["seed=1000", *(f"group.option_{i}=0.125" for i in range(5))]
+    known = {"overrides": overrides, "config_hash": "a" * 64, "directory": f"1000-{','.join(overrides)}"}
+    times = {"started": 1.7e9 + 1 / 3, "seconds": 100 / 3, "tries": 1, "pid": 10**6, "slot": "cuda:0"}
+    ledger.update(1000, state="done", code=0, error="", **known, **times)
+    entry_bytes = (ledger.path / "sweep.json").stat().st_size - head_bytes
+    assert MOST_JOBS * entry_bytes <= ledger_file._LIMIT_BYTES / 4 < 2 * MOST_JOBS * entry_bytes
 
 
 def test_a_good_ledger_is_read_and_none_is_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
