@@ -106,6 +106,10 @@ class Torchvision(NamedModel):
         return model
 
 
+_TAKEN = ("num_classes", "in_chans", "device", "dtype", "checkpoint_path", "cache_dir")
+"""Arguments of timm's networks that are set elsewhere, or name files: `pretrained…` says where to download weights."""
+
+
 @dataclass
 class Timm(NamedModel):
     """A classification network of timm, PyTorch Image Models (https://huggingface.co/docs/timm), with random weights.
@@ -126,8 +130,8 @@ class Timm(NamedModel):
             why,
             "model.checkpoint_activations=false",
         )
-        taken = sorted({"pretrained", "num_classes", "in_chans", "checkpoint_path"} & (self.options or {}).keys())
-        why = "it follows from the data and from model.weights"
+        taken = sorted(key for key in self.options or {} if key in _TAKEN or key.startswith("pretrained"))
+        why = "it follows from the data, the device and model.weights"
         check(not taken, f"options.{''.join(taken[:1])}", ABSENT, why, "leave it out; model.weights=FILE loads weights")
 
     def names(self) -> Iterable[str]:
@@ -139,4 +143,9 @@ class Timm(NamedModel):
         import timm  # pyright: ignore[reportMissingImports]
 
         options = self.options or {}
-        return timm.create_model(self.name, pretrained=False, num_classes=num_classes, in_chans=shape[0], **options)
+        try:
+            return timm.create_model(self.name, pretrained=False, num_classes=num_classes, in_chans=shape[0], **options)
+        except (AttributeError, LookupError, OSError, RuntimeError) as error:
+            if not options:
+                raise
+            raise ValueError(f"{type(error).__name__}: {error}") from None  # timm checks few of its arguments

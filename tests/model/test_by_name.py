@@ -119,6 +119,8 @@ def timm(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def create_model(name: str, **options: Any) -> torch.nn.Module:
         calls.append({"name": name, **options})
+        if "act_layer" in options:
+            raise KeyError(options["act_layer"])
         return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(options["num_classes"]))
 
     package: Any = ModuleType("timm")
@@ -137,9 +139,17 @@ def test_timms_wrong_names_and_arguments_are_refused(timm: list[dict[str, Any]])
     for options, key in (
         ({"name": "hf-hub:someone/resnet18"}, "name"),
         ({"options": {"pretrained": True}}, "options.pretrained"),
+        ({"options": {"pretrained_cfg": {"url": "https://example.org/a.pth"}}}, "options.pretrained_cfg"),
+        ({"options": {"pretrained_cfg_overlay": {"file": "/a.pth"}}}, "options.pretrained_cfg_overlay"),
+        ({"options": {"drop_rate": 0.1, "cache_dir": "/a"}}, "options.cache_dir"),
+        ({"options": {"checkpoint_path": "/a.pth"}}, "options.checkpoint_path"),
+        ({"name": "local-dir:/a"}, "name"),
         ({"checkpoint_activations": True}, "checkpoint_activations"),
     ):
         with pytest.raises(ConfigError) as refused:
             Timm(**options).build((1, 8, 8), 10)
         assert refused.value.key == key
     assert timm == []
+    with pytest.raises(ConfigError) as refused:
+        Timm(options={"act_layer": "rleu"}).build((1, 8, 8), 10)
+    assert "(KeyError: 'rleu')" in refused.value.why
