@@ -16,6 +16,7 @@ from runner.storage.checkpoint import load
 from runner.storage.content_checks import UnexpectedContentError, check_count, check_like
 from runner.storage.manifest import DamagedError, verified_manifest
 from runner.storage.run_directory import step_name
+from runner.storage.safe_read import UnsafeFileError, check_no_link
 from runner.storage.saved_run import checkpoints
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def chosen_checkpoint(run: Path, choice: str | int) -> Path:
         return last_checkpoint(run)
     if choice == "best":
         return best_checkpoint(run)
-    steps = ", ".join(path.name.removeprefix("step_").lstrip("0") or "0" for path in checkpoints(run))
+    steps = ", ".join(path.name.removeprefix("step_").lstrip("0") or "0" for path in _checkpoints(run))
     is_step = str(choice).isdecimal() and len(str(choice)) < 20
     check(is_step, "checkpoint", choice, "it is no number of steps", f"choose best, last, or one of {steps}")
     path = run / "checkpoints" / step_name(int(choice))
@@ -51,7 +52,7 @@ def last_checkpoint(run: Path) -> Path:
     Raises:
         ConfigError: with the key `checkpoint`, if there is none, or no run has written the newest intact one.
     """
-    found = checkpoints(run)
+    found = _checkpoints(run)
     for path in reversed(found):
         try:
             with _errors_of(path):
@@ -61,6 +62,21 @@ def last_checkpoint(run: Path) -> Path:
             log.warning("%s; trying the previous checkpoint", error)
     why = "none of its checkpoints is intact" if found else "it has no checkpoint yet"
     raise ConfigError("checkpoint", str(run), why, "let the run save one (keep=1 or more), or name another run")
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    """Return the paths of the checkpoints of `run`, in the order of their steps.
+
+    Raises:
+        ConfigError: with the key `checkpoint`, if their directory is a link, through which those of another run would
+            be taken for its own.
+    """
+    try:
+        check_no_link(run / "checkpoints")
+    except UnsafeFileError as error:
+        remedy = "name the run directory that has the checkpoints"
+        raise ConfigError("checkpoint", str(error.filename), str(error.strerror), remedy) from None
+    return checkpoints(run)
 
 
 def best_checkpoint(run: Path) -> Path:

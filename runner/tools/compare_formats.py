@@ -16,6 +16,7 @@ from rich.text import Text
 
 from runner.system.utf8 import printable
 from runner.tools.compare_rows import BEST, LAST, RATE, STEPS, Comparison, Row
+from runner.tools.output import csv_row
 from runner.tools.plot_checks import one_line
 from runner.tools.plot_tables import format_value, plus_minus
 from runner.tracking.spread import Spread
@@ -91,15 +92,16 @@ def as_csv(comparison: Comparison) -> str:
     keys = [format_value(key) for key in comparison.keys]
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*keys, "runs", *(f"{title}{end}" for title in titles for end in ("", "_std")), *_FAILURE_TITLES])
+    ends = (f"{title}{end}" for title in titles for end in ("", "_std"))
+    writer.writerow(csv_row([*keys, "runs", *ends, *_FAILURE_TITLES]))
     for row in comparison.rows:
         spreads = [row.spread(name) for name in names]
         numbers = ["" if n is None or math.isnan(n) else n for spread in spreads for n in spread or (None, None)]
-        writer.writerow([*_values(comparison, row.values), len(row.runs), *numbers, "", "done", "", ""])
+        writer.writerow(csv_row([*_values(comparison, row.values), len(row.runs), *numbers, "", "done", "", ""]))
     for f in comparison.failures:
         empty = [""] * (1 + 2 * len(names))
         step = "" if f.step is None else f.step
-        writer.writerow([*_values(comparison, f.values), *empty, f.name, f.state, step, f.reason])
+        writer.writerow(csv_row([*_values(comparison, f.values), *empty, f.name, f.state, step, f.reason]))
     return file.getvalue()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,24 @@ def print_report(report: dict[str, Any], as_json: bool, render: Callable[[dict[s
         print(json.dumps(report, indent=2))
     else:
         Console(width=None if sys.stdout.isatty() else 140).print(render(report))
+
+
+def csv_row(cells: Iterable[Any]) -> list[Any]:
+    """Return the cells of a line of a CSV file, with `'` before a text that a spreadsheet would take for a formula.
+
+    https://owasp.org/www-community/attacks/CSV_Injection
+    """
+    return [f"'{cell}" if isinstance(cell, str) and _is_formula(cell) else cell for cell in cells]
+
+
+def _is_formula(text: str) -> bool:
+    if not text.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return False
+    try:
+        float(text)
+    except ValueError:
+        return True
+    return False
 
 
 def check_writable(flag: str, value: str | None, suffix: str = "") -> None:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from runner.config.errors import escaped
 from runner.system.utf8 import printable
+from runner.tools.output import csv_row
 from runner.tools.plot_checks import one_line
 from runner.tools.plot_runs import Point, Study
 from runner.tools.saved_runs import REPEATS
@@ -121,4 +122,4 @@ def write_points(study: Study, path: Path) -> None:
 def _write(path: Path, rows: list[list[Any]]) -> None:
     path.unlink(missing_ok=True)  # it may be a link, through which another file would be written
     with path.open("x", encoding="utf-8", errors="backslashreplace", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(rows)
+        csv.writer(file, lineterminator="\n").writerows(map(csv_row, rows))

@@ -91,6 +91,16 @@ def test_the_three_tables_say_the_same(sweep: Path, capsys: pytest.CaptureFixtur
     assert next(line.split() for line in shown if line.split()[:1] == ["0.2"])[1:5] == ["2", "0.960", "±", "0.014"]
 
 
+def test_texts_are_no_formulas_in_a_spreadsheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    formulas = ["=1+1", "+A1", "-2+3", "@SUM(A1)"]
+    for i, text in enumerate((*formulas, "-0.5", "a=b")):
+        save_run(tmp_path / f"{i}", status="crashed", error=text)
+    save_run(tmp_path / "6", **evaluated(-0.5, -1e-5, metric="=loss"))
+    rows = list(csv.DictReader(io.StringIO(compared(capsys, tmp_path, "--csv"))))
+    assert [row["reason"] for row in rows] == ["", *(f"'{text}" for text in formulas), "-0.5", "a=b"]
+    assert (rows[0]["best =loss"], rows[0]["last =loss"]) == ("-0.5", "-1e-05")
+
+
 def test_rows_are_sorted_by_any_column(sweep: Path) -> None:
     save_run(sweep / "008-slow", "optimizer.lr=0.05", **evaluated(0.5, 0.1, seconds=99.0, samples_per_second=1.0))
 

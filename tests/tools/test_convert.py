@@ -18,6 +18,7 @@ from helpers.forged import ABSENT, changed, reseal, write
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from runner.config.errors import ConfigError
 from runner.storage import chosen
 from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint import load as checkpoint_at
@@ -273,6 +274,22 @@ def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+
+
+@pytest.mark.parametrize("flags", [[], ["--best"]])
+def test_checkpoints_elsewhere_are_not_taken_for_those_of_the_run(
+    run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    folder = run.directory / "checkpoints"
+    folder.rename(run.directory.with_name("elsewhere"))
+    folder.symlink_to(run.directory.with_name("elsewhere"))
+    told = refusal(capsys, run.directory, tmp_path / "out.pt", *flags)
+    assert told.startswith("SOURCE: got '")
+    assert "/checkpoints': it is a symbolic link, which is not followed\n" in told
+    for choice in ("last", "best", 4):
+        with pytest.raises(ConfigError, match="symbolic link") as refused:
+            chosen.chosen_checkpoint(run.directory, choice)
+        assert refused.value.key == "checkpoint"
 
 
 @pytest.mark.parametrize("what", ["the run", "the checkpoint", "the file"])

@@ -39,7 +39,7 @@ from runner.tools.plot_checks import one_line
 from runner.tools.plot_pictures import pictures
 from runner.tools.plot_runs import Study
 from runner.tools.plot_split import best_pipelines, split_curves
-from runner.tools.plot_tables import plus_minus, render
+from runner.tools.plot_tables import plus_minus, render, write_points, write_runs
 from runner.tools.saved_runs import find_runs, labels_of
 from runner.tracking import charts
 from runner.tracking.event_file import EventFile, points
@@ -461,6 +461,22 @@ def test_csv_has_every_run_and_every_point(sweep: Sweep, capsys: pytest.CaptureF
     assert float(points[3]["seconds_per_step_std"]) == pytest.approx(0.3)
     assert float(points[3]["eval/accuracy_std"]) == pytest.approx(0.03)
     assert (points[5]["samples_per_second"], points[5]["samples_per_second_std"]) == ("30.0", "")
+
+
+def test_keys_values_and_metrics_are_no_formulas_in_a_spreadsheet(sweep: Sweep) -> None:
+    for value in ("=1+1", -0.5):
+        key: dict[str, Any] = {"@SUM(A1)": value}
+        directory = sweep.add(1.0, **key)
+        result = json.loads((directory / "result.json").read_text())
+        result |= {"best": {"metric": "+m", "value": 0.5, "step": 1}, "metrics": {"+m": 0.5}}
+        (directory / "result.json").write_text(json.dumps(result))
+    write_runs(sweep.study, sweep.path / "runs.csv")
+    write_points(sweep.study, sweep.path / "points.csv")
+    for name in ("runs.csv", "points.csv"):
+        assert [(row["'@SUM(A1)"], row["'+m"]) for row in rows(sweep.path / name)] == [
+            ("'=1+1", "0.5"),
+            ("-0.5", "0.5"),
+        ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
