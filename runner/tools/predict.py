@@ -18,7 +18,7 @@ from runner.cli.exit_codes import DONE, report_error
 from runner.config.errors import check, escaped
 from runner.storage.durable_write import write_json, write_text
 from runner.system.utf8 import printable
-from runner.tools.output import check_writable, write_or_refuse
+from runner.tools.output import check_writable, csv_row, write_or_refuse
 from runner.tools.plot_checks import one_line
 from runner.tools.run_arguments import run_parser
 
@@ -69,9 +69,9 @@ def _row(prediction: Prediction) -> dict[Any, Any]:
 
 def _as_csv(predictions: list[Prediction]) -> str:
     text = io.StringIO()
-    table = csv.DictWriter(text, ("file", "class", "probability", "error"), lineterminator="\n")
-    table.writeheader()
-    table.writerows(_row(each) for each in predictions)
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(("file", "class", "probability", "error"))
+    table.writerows(csv_row(_row(each).values()) for each in predictions)
     return text.getvalue()
 
 

@@ -49,10 +49,12 @@ def test_the_files_and_the_table_have_every_prediction(run: runner.SavedRun, cap
 def test_names_of_classes_cannot_control_a_terminal(run: runner.SavedRun, capsys: Told) -> None:
     path = run.checkpoint("best")
     signature = json.loads((path / "model.json").read_text())
-    (path / "model.json").write_text(json.dumps(signature | {"classes": ["\x1b[31ma\nb\ud800", "x" * 90_000]}))
+    (path / "model.json").write_text(json.dumps(signature | {"classes": ["=1\x1b[31ma\nb\ud800", "=2" + "x" * 90_000]}))
     reseal(path)
     assert predict.main([str(run.directory), "photos/val", "--csv", "p.csv", "--json", "p.json"]) == 0
     shown = capsys.readouterr().out
+    with Path("p.csv").open(newline="") as file:
+        assert {row["class"][:2] for row in csv.DictReader(file) if row["class"]} == {"'="}, "no formula either"
     assert shown.isascii()
     assert "\x1b" not in shown
     assert all(len(line) < 400 for line in shown.splitlines())
