@@ -49,8 +49,9 @@ def _is_signature(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     inputs, classes, image = (value.get(key) for key in ("inputs", "classes", "image"))
-    shaped = isinstance(inputs, list) and all(_is_number(size, 1, _LARGEST) and type(size) is int for size in inputs)
-    if not shaped or len(inputs) > _MOST_DIMS:
+    if not isinstance(inputs, list) or len(inputs) > _MOST_DIMS:
+        return False
+    if not all(_is_number(size, 1, _LARGEST) and type(size) is int for size in inputs):
         return False
     if "targets" in value:
         return value.keys() == {"inputs", "targets", "scale"} and _is_scale(value["scale"], value["targets"], inputs)
