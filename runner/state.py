@@ -89,7 +89,7 @@ class State:
             return
         self.load(checkpoint)
         log.info("resumed after step %d", self.step)
-        self.checkpoints.delete_leftovers()  # here, as a run that has no step left does not save again
+        self.checkpoints.finish_interrupted(checkpoint)  # here, as a run that has no step left does not save again
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Load the state that is in `checkpoint`.

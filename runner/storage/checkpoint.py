@@ -237,11 +237,19 @@ class Checkpoints:
                 time.sleep(_POLL_SECONDS)
                 waited += _POLL_SECONDS
 
-    def delete_leftovers(self) -> None:
-        """Delete the files that an interrupted save or deletion has left behind; if this fails, log a warning."""
+    def finish_interrupted(self, newest: Checkpoint) -> None:
+        """Write the index and delete the files that an interrupted save or deletion has left behind.
+
+        If this fails, log a warning.
+
+        Args:
+            newest: the checkpoint that the run has been resumed from.
+        """
+        if self.rank > 0:
+            return
+        self._index(newest)
         try:
-            if self.rank == 0:
-                _remove(self.root, [])
+            _remove(self.root, [])
         except OSError as error:
             log.warning("leftovers of checkpoints cannot be deleted: %s", error)
 

@@ -1,9 +1,9 @@
 """`checkpoints/index.json`, which names the last and the best checkpoint of a run, for people and other programs.
 
 Rank 0 writes the file atomically after each checkpoint is committed and before old ones are deleted, so it names
-checkpoints that exist, and lags behind by one checkpoint if the run is killed in between. Nothing in this project reads
-it: what is the best is recorded in the checkpoints themselves, whose hashes are verified. Links with these names were
-no alternative, because run directories with links are refused.
+checkpoints that exist, and lags behind by one checkpoint if the run is killed in between, until the run is resumed.
+Nothing in this project reads it: what is the best is recorded in the checkpoints themselves, whose hashes are verified.
+Links with these names were no alternative, because run directories with links are refused.
 """
 
 from __future__ import annotations

@@ -406,6 +406,23 @@ def test_an_index_that_cannot_be_written_is_a_warning(
     assert indexed(tmp_path)["last"]["step"] == 3
 
 
+def test_a_resumed_run_writes_the_index_that_an_interrupted_save_has_not(tmp_path: Path) -> None:
+    """Also one that saves no more, because only its result was missing."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        save_now(checkpoints, checkpoint(step))
+    index = checkpoints.root / "index.json"
+    index.rename(checkpoints.root / ".index.json.part")
+    index.write_text(json.dumps({"last": {"checkpoint": "step_00000001", "step": 1}, "best": None}))
+    (checkpoints.root / "tmp.step_00000003").mkdir()
+    newest = checkpoints.latest()
+    assert newest is not None
+    checkpoints.finish_interrupted(newest)
+    assert indexed(tmp_path)["last"] == {"checkpoint": "step_00000002", "step": 2}
+    names = {path.name for path in checkpoints.root.iterdir()}
+    assert names == {"step_00000001", "step_00000002", "index.json"}
+
+
 def test_a_forged_index_changes_nothing(tmp_path: Path) -> None:
     """Neither what is resumed nor what `best` and `last` mean: another program may have written it."""
     checkpoints = Checkpoints(tmp_path, keep=3)
