@@ -285,7 +285,7 @@ def test_checkpoints_elsewhere_are_not_taken_for_those_of_the_run(
     folder.symlink_to(run.directory.with_name("elsewhere"))
     told = refusal(capsys, run.directory, tmp_path / "out.pt", *flags)
     assert told.startswith("SOURCE: got '")
-    assert "/checkpoints': it is a symbolic link, which is not followed\n" in told
+    assert "it is a symbolic link, which is not followed\n" in told
     for choice in ("last", "best", 4):
         with pytest.raises(ConfigError, match="symbolic link") as refused:
             chosen.chosen_checkpoint(run.directory, choice)
