@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -106,7 +106,7 @@ class Checkpoints:
         self.root = directory / "checkpoints"
         self.keep, self.rank, self.world_size, self.barrier, self.timeout = keep, rank, world_size, barrier, timeout
         self.config_hash, self.texts = config_hash, {CONFIG: config, SIGNATURE: signature}
-        self._writing: Future[None] | None = None
+        self._writing: _Writing | None = None
         self._failed = threading.Event()
 
     def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> None:
@@ -136,7 +136,7 @@ class Checkpoints:
         Raises:
             StorageError: if the disk is full or fails; earlier checkpoints are not affected.
         """
-        if self._writing is not None and self._writing.done():
+        if self._writing is not None and self._writing.result.done():
             self.wait()
 
     def wait(self) -> None:
@@ -147,7 +147,8 @@ class Checkpoints:
         """
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()
+            writing.wait()
+            writing.result.result()
 
     def finish_after_error(self) -> None:
         """Wait until the last checkpoint is written, after the training has failed; its own error is ignored.
@@ -156,7 +157,7 @@ class Checkpoints:
         """
         self._failed.set()
         if self._writing is not None:
-            self._writing.exception()
+            self._writing.wait()
 
     def _make(self, part: Path) -> None:
         check_no_link(self.root)
@@ -406,7 +407,23 @@ def _write_synced(path: Path, write: Callable[[Path], object]) -> None:
     sync(path)
 
 
-def _in_thread(function: Callable[[], None]) -> Future[None]:
+class _Writing(NamedTuple):
+    """A checkpoint that is being written by a thread."""
+
+    thread: threading.Thread
+    result: Future[None]
+
+    def wait(self) -> None:
+        """Wait until the thread has ended, not only until its result is there.
+
+        It still has to free the tensors. If the interpreter exits meanwhile, it stops a thread of this kind in the
+        middle of torch's C++ code, which aborts the process.
+        """
+        self.result.exception()
+        self.thread.join()
+
+
+def _in_thread(function: Callable[[], None]) -> _Writing:
     """Call `function` in a thread that does not keep the process from exiting."""
     future: Future[None] = Future()
 
@@ -416,5 +433,6 @@ def _in_thread(function: Callable[[], None]) -> Future[None]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=call, name="checkpoint", daemon=True).start()
-    return future
+    thread = threading.Thread(target=call, name="checkpoint", daemon=True)
+    thread.start()
+    return _Writing(thread, future)

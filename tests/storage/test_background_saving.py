@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -274,3 +275,22 @@ def test_a_rank_without_room_deletes_only_its_own_file(tmp_path: Path, monkeypat
     with pytest.raises(StorageError, match="rank 1"):
         ranks[0].wait()
     assert not list(tmp_path.rglob("tmp.*"))
+
+
+def test_the_thread_has_ended_when_the_checkpoint_has_been_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It frees tensors after its result is there: a process that exits meanwhile would be aborted."""
+
+    class LateEnd(Future):
+        def set_result(self, result: Any) -> None:
+            super().set_result(result)
+            time.sleep(0.2)
+
+    monkeypatch.setattr(runner.storage.checkpoint, "Future", LateEnd)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for wait in (checkpoints.wait, checkpoints.finish_after_error):
+        checkpoints.save(content(1))
+        assert "checkpoint" in {thread.name for thread in threading.enumerate()}
+        wait()
+        assert "checkpoint" not in {thread.name for thread in threading.enumerate()}
