@@ -136,7 +136,7 @@ class Checkpoints:
         Raises:
             StorageError: if the disk is full or fails; earlier checkpoints are not affected.
         """
-        if self._writing is not None and self._writing.result.done():
+        if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
@@ -147,8 +147,7 @@ class Checkpoints:
         """
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.wait()
-            writing.result.result()
+            writing.result()
 
     def finish_after_error(self) -> None:
         """Wait until the last checkpoint is written, after the training has failed; its own error is ignored.
@@ -411,7 +410,15 @@ class _Writing(NamedTuple):
     """A checkpoint that is being written by a thread."""
 
     thread: threading.Thread
-    result: Future[None]
+    future: Future[None]
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def result(self) -> None:
+        """Wait for the end of the thread, and raise its error."""
+        self.wait()
+        self.future.result()
 
     def wait(self) -> None:
         """Wait until the thread has ended, not only until its result is there.
@@ -419,7 +426,7 @@ class _Writing(NamedTuple):
         It still has to free the tensors. If the interpreter exits meanwhile, it stops a thread of this kind in the
         middle of torch's C++ code, which aborts the process.
         """
-        self.result.exception()
+        self.future.exception()
         self.thread.join()
 
 
