@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import reprlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from runner.api.composing import compose
 from runner.cli.arguments import override_value
-from runner.config.errors import ConfigError, check
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.parallel.context import Process
 from runner.run import Session, build_run, check_used
 from runner.storage.checkpoint import load
 from runner.storage.manifest import DamagedError, verified_manifest
+from runner.storage.signature import saved_signature
 from runner.training import initial_state
 
 
@@ -43,9 +45,24 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> dict
     launcher = run.parallel.launcher(run.device)
     with tempfile.TemporaryDirectory(prefix="runner-evaluate-") as scratch, launcher.connect() as process:
         session = run.prepare(process)
+        _check_signature(session.run.workload.signature(), saved_signature(checkpoint))
         rank_main = partial(_evaluate_rank, run.config, checkpoint)
         here = partial(_evaluate, session, checkpoint)
-        return launcher.launch(here, rank_main, session.context, Path(scratch))
+        try:
+            return launcher.launch(here, rank_main, session.context, Path(scratch))
+        except ConfigError as error:
+            if error.key == "resume" and overrides:  # it is not the checkpoint that is wrong
+                why = "the checkpoint is not one of a run with these options"
+                raise ConfigError(" ".join(overrides), ABSENT, why, "leave out what changes the model") from error
+            raise
+
+
+def _check_signature(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Check that the inputs and the names of the classes or targets are those with which the model was trained."""
+    for key in ("inputs", "classes", "targets"):
+        here, there = (list(signature.get(key) or []) for signature in (own, saved))
+        why = f"the model was trained with the {key} {reprlib.repr(there)}"
+        check(here == there or not there, "data", reprlib.repr(here), why, "evaluate it on data with the same ones")
 
 
 def _evaluate_rank(config: dict[str, Any], checkpoint: Path, process: Process) -> dict[str, float]:

@@ -76,7 +76,7 @@ def check_exporter(path: Path) -> None:
         ConfigError: if one is missing.
     """
     missing = [name for name in ("onnx", "onnxscript") if path.suffix == ".onnx" and not importlib.util.find_spec(name)]
-    why, remedy = f"{' and '.join(missing)} is not installed", "pip install 'runner[export]', or name a .pt2 file"
+    why, remedy = f"{' and '.join(missing)} is not installed", "pip install -e '.[export]', or name a .pt2 file"
     check(not missing, "DESTINATION", str(path), why, remedy)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -57,6 +58,8 @@ def check_writable(flag: str, value: str | None, suffix: str = "") -> None:
         return
     path = Path(value).expanduser()
     check(not path.is_dir(), flag, value, "it is a directory", "name a file")
+    usual = not os.path.lexists(path) or (path.is_file() and not path.is_symlink())
+    check(usual, flag, value, "it is a link, a pipe or a device, in whose place the file would be put", "name a file")
     check(path.parent.is_dir(), flag, value, "there is no such directory", f"mkdir -p {path.parent}")
     why = f"it is written as {suffix[1:].upper()}"
     check(not suffix or path.suffix.lower() == suffix, flag, value, why, f"name a {suffix} file")

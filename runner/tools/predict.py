@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         run = load(options.run)
         predictions = run.predict(options.files, options.checkpoint)
+        for flag in ("csv", "json", "grid"):
+            _check_no_input(f"--{flag}", getattr(options, flag), predictions)
         write_or_refuse("--csv", options.csv, lambda path: write_text(path, _as_csv(predictions)))
         write_or_refuse("--json", options.json, lambda path: write_json(path, [_row(each) for each in predictions]))
         write_or_refuse("--grid", options.grid, lambda path: _write_grid(path, run, options.checkpoint, predictions))
@@ -47,6 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report_error(error)
     print(_as_table(predictions))
     return DONE
+
+
+def _check_no_input(flag: str, value: str | None, predictions: Sequence[Prediction]) -> None:
+    real = value and os.path.realpath(os.path.expanduser(value))
+    inputs = {os.path.realpath(each.file) for each in predictions}
+    check(real not in inputs, flag, value, "it is one of the files to predict", "name another file")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -144,6 +144,9 @@ def test_an_agent_is_evaluated_as_it_was() -> None:
         ("last", ["resume=auto"], "resume"),
         ("last", ["env=acrobot"], "env"),
         ("last", ["optimizer.lrr=1"], "optimizer.lrr"),
+        ("last", ["data.size=16"], "data"),
+        ("last", ["model.hidden=7"], "model.hidden=7"),
+        ("last", ["parallel=ddp", "model.hidden=7"], "parallel=ddp model.hidden=7"),
     ],
 )
 def test_what_cannot_be_evaluated_is_an_error(choice: str | int, overrides: list[str], key: str) -> None:
@@ -151,6 +154,18 @@ def test_what_cannot_be_evaluated_is_an_error(choice: str | int, overrides: list
     with pytest.raises(runner.ConfigError) as error:
         run.evaluate(choice, overrides)
     assert error.value.key == key
+
+
+def test_data_with_other_classes_is_not_evaluated(tmp_path: Path) -> None:
+    for name, classes in (("photos", ("cat", "dog")), ("other", ("dog", "zebra"))):
+        write_images(tmp_path / name)
+        for split in (tmp_path / name).iterdir():
+            for old, new in zip(("dog", "cat"), reversed(classes), strict=True):
+                (split / old).rename(split / f"new_{new}")
+    options = ("data=imagefolder", "data.size=8", "data.workers=0", "batch_size=8")
+    run = trained(*options, "data.root=photos")
+    with pytest.raises(runner.ConfigError, match="the model was trained with the classes"):
+        run.evaluate("last", ["data.root=other"])
 
 
 def test_a_damaged_checkpoint_is_an_error_and_the_one_before_is_the_last() -> None:

@@ -69,11 +69,15 @@ def test_names_of_classes_cannot_control_a_terminal(run: runner.SavedRun, capsys
         (["photos/val", "--csv", "empty"], "--csv"),
         (["photos/val", "--json", "nowhere/p.json"], "--json"),
         (["photos/val", "--grid", "p.gif"], "--grid"),
+        (["photos/val", "--csv", "/dev/stdout"], "--csv"),
+        (["photos/val", "--csv", "link.csv"], "--csv"),
+        (["photos/val", "--json", "photos/val/broken.png"], "--json"),
         (["photos/val/broken.png", "--grid", "p.png"], "--grid"),
     ],
 )
 def test_mistakes_are_refused_with_the_key(run: runner.SavedRun, capsys: Told, words: list[str], key: str) -> None:
     Path("empty").mkdir()
+    Path("link.csv").symlink_to("notes.csv")
     assert predict.main([str(run.directory), *words]) == 2
     told = capsys.readouterr()
     assert told.out == ""
