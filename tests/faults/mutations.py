@@ -65,17 +65,18 @@ MUTATIONS = [
     Mutation(
         "a checkpoint is renamed before its manifest is written",
         "runner/storage/checkpoint.py",
-        '        _write(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))\n'
+        '        _write_synced(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))\n'
         "        sync(part)\n",
-        "        os.replace(part, final)\n        _write(final / MANIFEST, lambda path: path.write_text(manifest))\n"
+        "        final = self.root / step_name(checkpoint.step)\n        os.replace(part, final)\n"
+        "        _write_synced(final / MANIFEST, lambda path: path.write_text(manifest))\n"
         "        sync(final)\n        sync(self.root)\n        return\n",
         (POWER, "tests/storage/test_checkpoint.py"),
     ),
     Mutation(
         "old checkpoints are deleted before the new one is there",
         "runner/storage/checkpoint.py",
-        "        _write(part / _MODEL, lambda",
-        "        _remove(self.root, self.steps())\n        _write(part / _MODEL, lambda",
+        "        weights = {_MODEL: checkpoint.tensors}",
+        "        _remove(self.root, self.steps())\n        weights = {_MODEL: checkpoint.tensors}",
         (POWER, DISK),
     ),
     Mutation(
@@ -187,7 +188,7 @@ MUTATIONS = [
     Mutation(
         "a run without an intact checkpoint begins anew",
         "runner/storage/checkpoint.py",
-        '        check(not damaged, "resume", str(self.root.parent), why, "resume=never starts anew")\n',
+        '        check(found is not None or not names, "resume", str(self.root.parent), why, remedy)\n',
         "",
         (CORRUPTION,),
     ),
@@ -216,16 +217,37 @@ MUTATIONS = [
     ),
     Mutation(
         "references in a saved config are resolved",
-        "runner/storage/saved_config.py",
-        "OmegaConf.create(text), resolve=False)",
-        "OmegaConf.create(text), resolve=True)",
+        "runner/cli/saved_defaults.py",
+        'reference = "${" in value or value == "???"',
+        "reference = False",
         (HOSTILE,),
+    ),
+    Mutation(
+        "references in a saved config are looked for in no list",
+        "runner/cli/saved_defaults.py",
+        "            _plain(element, key, set())\n",
+        "            pass\n",
+        ("tests/cli/test_saved_defaults.py",),
+    ),
+    Mutation(
+        "a saved config decides where the run is sent",
+        "runner/tracking/remote.py",
+        "            check(value == defaults[key], key, value, why, remedy)\n",
+        "            pass\n",
+        ("tests/cli/test_saved_defaults.py",),
+    ),
+    Mutation(
+        "the command in somebody else's sweep.json is run",
+        "runner/tools/sweep.py",
+        "    ledger, words = read_ledger(path), remembered_command(path)\n",
+        '    ledger = read_ledger(path)\n    words = ledger["command"]\n',
+        ("tests/tools/test_sweep_tool.py",),
     ),
     Mutation(
         "tags in a saved config are accepted",
         "runner/storage/saved_config.py",
-        '            raise UnreadableConfigError(f"it has the tag {event.tag}")\n',
-        "            pass\n",
+        '        raise UnreadableConfigError(f"it has the tag {tag}")\n',
+        "        pass\n",
         (HOSTILE, "tests/storage/test_saved_config.py"),
     ),
     Mutation(
@@ -245,9 +267,23 @@ MUTATIONS = [
     Mutation(
         "a failed checkpoint leaves its temporary directory behind",
         "runner/storage/checkpoint.py",
-        "                written.unlink() if written is own else shutil.rmtree(written)\n",
-        "                pass\n",
+        "                    path.unlink(missing_ok=True)\n",
+        "                    pass\n",
         (DISK, "tests/storage/test_checkpoint.py"),
+    ),
+    Mutation(
+        "a resumed run does not write the index of its checkpoints again",
+        "runner/storage/checkpoint.py",
+        "        self._index(newest)\n",
+        "",
+        ("tests/storage/test_checkpoint.py",),
+    ),
+    Mutation(
+        "a run does not wait for the end of the thread that writes its last checkpoint",
+        "runner/storage/checkpoint.py",
+        "        self.thread.join()\n",
+        "",
+        ("tests/storage/test_background_saving.py",),
     ),
     Mutation(
         "the lock of a run directory is not taken",
@@ -265,9 +301,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a run that was stopped exits with 0",
-        "runner/cli/exit_codes.py",
-        '"stopped": STOPPED',
-        '"stopped": DONE',
+        "runner/run.py",
+        '"stopped": 75',
+        '"stopped": 0',
         (f"{SIGNALS}::test_resume_after_a_signal_is_bitwise_exact",),
     ),
     Mutation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -130,3 +131,16 @@ def test_another_exit_code_or_other_words(code: int, console: str) -> None:
     assert_ended(0, "it is\ndone", 0, "^done$")
     with pytest.raises(AssertionError):
         assert_ended(code, console, 0, "^done$")
+
+
+def test_planted_bugs_can_be_planted() -> None:
+    """Each in one place, which nobody has changed since: the list is otherwise tried only now and then."""
+    spec = importlib.util.spec_from_file_location("mutations", Path(__file__).with_name("mutations.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["mutations"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    counts = {each.bug: (module.ROOT / each.file).read_text().count(each.old) for each in module.MUTATIONS}
+    assert counts == dict.fromkeys(counts, 1)
+    names = {name.partition("::")[0] for each in module.MUTATIONS for name in each.tests}
+    assert [name for name in names if not (module.ROOT / name).is_file()] == []
