@@ -118,7 +118,8 @@ def test_a_config_is_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "channels_last=false": "measured",
     }
     assert rows[""]["samples_per_second"] > 0
-    assert rows[""]["rounds"] >= 3
+    # One alone, and then all that the other takes part in. On a busy machine, a single one may show it as much slower.
+    assert rows[""]["rounds"] == rows["channels_last=false"]["rounds"] + 1 >= 2
     assert Path(found["directory"], "experiment", "tuned.yaml").is_file()
     assert found["chosen"] in ([], ["channels_last=false"])
     assert not list(tmp_path.glob("tiny/*"))  # a trial leaves no run directory
