@@ -113,8 +113,6 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "out of range": {"steps": -1},
     "long name": {"model": {"_target_": f"runner{3000 * '.a'}.A"}},
     "empty part": {"model": {"_target_": "runner..A"}},
-    "server": {"tracking": {"_target_": "runner.tracking.mlflow_run.MLflow", "uri": "http://localhost:1"}},
-    "upload": {"tracking": {"_target_": "runner.tracking.wandb_run.Wandb", "mode": "online"}},
     "file elsewhere": {"tracking": {"_target_": "runner.tracking.trackio_run.Trackio", "project": "../x"}},
     "number for a name": {"env": {"_target_": "runner.env.base.Env", "id": -1}},
     "module to import": {"env": {"_target_": "runner.env.base.Env", "id": "__hello__:CartPole-v1"}},
@@ -148,6 +146,26 @@ def test_a_download_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
 def test_a_module_of_an_environment_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
     change(run, env={"_target_": "runner.env.base.Env", "id": "mine:Game-v0"})
     assert show(tmp_path, f"resume={run}", "env.id='yours:Game-v0'")["env"]["id"] == "yours:Game-v0"
+
+
+@pytest.mark.parametrize(
+    ("tracker", "key", "value"),
+    [("mlflow_run.MLflow", "uri", "http://localhost:1"), ("wandb_run.Wandb", "mode", "online")],
+)
+def test_where_a_run_is_sent_has_to_be_typed_again(
+    tracker: str, key: str, value: str, run: Path, tmp_path: Path
+) -> None:
+    change(run, tracking={"_target_": f"runner.tracking.{tracker}", key: value})
+    code, console = run_command(f"resume={run}", cwd=tmp_path)
+    assert (code, console.startswith(f"tracking.{key}: got '{value}': a saved config does not")) == (2, True), console
+    assert show(tmp_path, f"resume={run}", f"tracking.{key}='{value}'")["tracking"][key] == value
+
+
+@pytest.mark.parametrize("value", [[["${oc.env:SECRET}"]], [{"x": "${oc.env:SECRET}"}]], ids=["list", "node"])
+def test_a_secret_in_a_list_is_not_shown(value: Any, run: Path, tmp_path: Path) -> None:
+    change(run, how=value)
+    code, console = run_command(f"resume={run}", cwd=tmp_path, SECRET="hidden treasure")
+    assert (code, "treasure" in console) == (2, False), console
 
 
 def test_a_secret_in_the_environment_is_not_shown(run: Path, tmp_path: Path) -> None:
