@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shlex
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -227,7 +228,12 @@ def write(tensors: Tensors, path: Path, prefix: str = "", signature: Mapping[str
     named = {prefix + name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        part.touch()
+        mode = stat.S_IMODE(
+            part.stat().st_mode
+        )  # from the umask; safetensors would make the file unreadable for others
         _WRITERS[path.suffix](named, part, {SIGNATURE: json.dumps(signature)} if signature else None)
+        part.chmod(mode)
         with part.open("rb") as file:
             os.fsync(file.fileno())  # before the rename, or a crash could leave an empty file
         os.replace(part, path)

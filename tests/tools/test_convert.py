@@ -66,6 +66,16 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return told.err
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_files_can_be_read_by_whom_the_umask_allows(run: Trained, tmp_path: Path, suffix: str) -> None:
+    before = os.umask(0o027)
+    try:
+        assert converted(run.directory, tmp_path / f"out{suffix}") == 0
+    finally:
+        os.umask(before)
+    assert (tmp_path / f"out{suffix}").stat().st_mode & 0o777 == 0o640
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is read
 
