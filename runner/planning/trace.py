@@ -211,7 +211,7 @@ def _blocks(model: torch.nn.Module) -> list[str]:
 
 
 def _classify(tracker: MemoryTracker, state: State) -> None:
-    """Tell `tracker` which tensors are parameters, gradients and optimizer state, as which averaged weights count."""
+    """Tell `tracker` which tensors are parameters, gradients and optimizer state, with averaged weights."""
     tracker.is_of_kind("parameters", [*state.model.parameters(), *state.model.buffers()])
     tracker.is_of_kind("gradients", [parameter.grad for parameter in state.model.parameters()])
     values = [value for of_parameter in state.optimizer.state.values() for value in of_parameter.values()]

@@ -426,7 +426,6 @@ class _Writing(NamedTuple):
         It still has to free the tensors. If the interpreter exits meanwhile, it stops a thread of this kind in the
         middle of torch's C++ code, which aborts the process.
         """
-        self.future.exception()
         self.thread.join()
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_postponed() -> Iterator[None]:
-    """A context for slow imports, in which no garbage is collected: importing torch takes a sixth less time.
+    """A context for slow imports, in which no garbage is collected: importing torch takes a fifth less time.
 
     What exists at its end is not examined later, either: a full collection takes a tenth of a second less, and children
     that are forked do not copy the memory of these objects, which a collection writes to.

@@ -16,8 +16,7 @@ from rich.text import Text
 
 from runner.system.utf8 import printable
 from runner.tools.compare_rows import BEST, LAST, RATE, STEPS, Comparison, Row
-from runner.tools.output import csv_row
-from runner.tools.plot_checks import one_line
+from runner.tools.output import csv_row, one_line
 from runner.tools.plot_tables import format_value, plus_minus
 from runner.tracking.spread import Spread
 

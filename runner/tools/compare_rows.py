@@ -14,7 +14,8 @@ from runner.sweep.ledger_file import LEDGER, read_ledger
 from runner.sweep.metric_direction import direction
 from runner.system.secrets import redacted
 from runner.system.utf8 import printable
-from runner.tools.plot_checks import is_finite, one_line
+from runner.tools.output import one_line
+from runner.tools.plot_checks import is_finite
 from runner.tools.run_states import ENDED, is_locked, state_of, steps_of
 from runner.tools.saved_runs import (
     REMOVED,

@@ -229,9 +229,7 @@ def write(tensors: Tensors, path: Path, prefix: str = "", signature: Mapping[str
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.touch()
-        mode = stat.S_IMODE(
-            part.stat().st_mode
-        )  # from the umask; safetensors would make the file unreadable for others
+        mode = stat.S_IMODE(part.stat().st_mode)  # from the umask, which safetensors does not follow
         _WRITERS[path.suffix](named, part, {SIGNATURE: json.dumps(signature)} if signature else None)
         part.chmod(mode)
         with part.open("rb") as file:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.config.errors import ConfigError, check
+from runner.config.errors import ConfigError, check, escaped
+from runner.system.utf8 import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,6 +24,11 @@ def print_report(report: dict[str, Any], as_json: bool, render: Callable[[dict[s
         print(json.dumps(report, indent=2))
     else:
         Console(width=None if sys.stdout.isatty() else 140).print(render(report))
+
+
+def one_line(text: str) -> str:
+    """Return the first 200 characters of `text` on one line, with control characters escaped."""
+    return escaped(printable(" ".join(text.split())[:200]))
 
 
 def csv_row(cells: Iterable[Any]) -> list[Any]:

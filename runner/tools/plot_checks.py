@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from runner.config.errors import escaped
-from runner.system.utf8 import printable
+from runner.tools.output import one_line
 
 _COUNTS = ("batch_size", "accumulation.steps")
 _COUNTS_OR_WORDS = ("parallel.split_size", "parallel.num_micro_batches", "parallel.stages")
@@ -46,8 +45,3 @@ def is_finite(value: object) -> bool:
 
 def _shown(value: object) -> str:
     return one_line("null" if value is None else repr(value)[:200])[:60]
-
-
-def one_line(text: str) -> str:
-    """Return the first 200 characters of `text` on one line, with control characters escaped."""
-    return escaped(printable(" ".join(text.split())[:200]))

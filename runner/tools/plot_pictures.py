@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from runner.tools import plot_quality
-from runner.tools.plot_checks import one_line
+from runner.tools.output import one_line
 from runner.tools.plot_runs import Point, Study
 from runner.tools.plot_split import SplitCurve, best_pipelines, is_pipeline, split_curves
 from runner.tools.plot_tables import format_value

@@ -14,8 +14,7 @@ from rich.text import Text
 
 from runner.config.errors import escaped
 from runner.system.utf8 import printable
-from runner.tools.output import csv_row
-from runner.tools.plot_checks import one_line
+from runner.tools.output import csv_row, one_line
 from runner.tools.plot_runs import Point, Study
 from runner.tools.saved_runs import REPEATS
 from runner.tracking.spread import Spread

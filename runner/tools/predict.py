@@ -19,8 +19,7 @@ from runner.cli.exit_codes import DONE, report_error
 from runner.config.errors import check, escaped
 from runner.storage.durable_write import write_json, write_text
 from runner.system.utf8 import printable
-from runner.tools.output import check_writable, csv_row, write_or_refuse
-from runner.tools.plot_checks import one_line
+from runner.tools.output import check_writable, csv_row, one_line, write_or_refuse
 from runner.tools.run_arguments import run_parser
 
 if TYPE_CHECKING:
@@ -88,9 +87,9 @@ def _as_table(predictions: list[Prediction]) -> str:
     labels = [one_line(each.label) for each in predictions]  # names of classes may come from somebody else
     width = max(map(len, labels))
     return "\n".join(
-        f"{label:<{width}}  {each.probability:6.1%}  {one_line(each.file)}"
+        f"{label:<{width}}  {each.probability:6.1%}  {escaped(each.file)}"
         if not each.error
-        else f"{'?':<{width}}          {one_line(each.file)}: {escaped(each.error)}"
+        else f"{'?':<{width}}          {escaped(each.file)}: {escaped(each.error)}"
         for label, each in zip(labels, predictions, strict=True)
     )
 

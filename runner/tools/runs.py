@@ -15,7 +15,7 @@ from pathlib import Path
 
 from runner.config.errors import ABSENT, ConfigError, check, escaped
 from runner.system.utf8 import printable
-from runner.tools.plot_checks import one_line
+from runner.tools.output import one_line
 from runner.tools.run_states import STATES
 from runner.tools.runs_clean import KeptError, remove_run, remove_sweep
 from runner.tools.runs_list import (

@@ -18,7 +18,8 @@ from runner.storage.run_directory import ENVIRONMENT, LIMIT_BYTES, OVERRIDES, re
 from runner.storage.safe_read import read_regular, walk
 from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import saved_config
-from runner.tools.plot_checks import damage, is_finite, one_line
+from runner.tools.output import one_line
+from runner.tools.plot_checks import damage, is_finite
 
 REPEATS = ("seed", "repeat")
 """Config keys in which the repeats of one measurement differ."""

@@ -25,7 +25,7 @@ from runner.sweep.ledger import CONSOLE
 from runner.sweep.ledger_file import LEDGER, num_jobs, read_ledger
 from runner.sweep.own_commands import remembered_command
 from runner.system.utf8 import printable
-from runner.tools.plot_checks import one_line
+from runner.tools.output import one_line
 from runner.tools.run_states import is_locked
 
 _POLL_SECONDS = 0.5

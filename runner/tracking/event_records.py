@@ -1,6 +1,6 @@
 """The records of TensorBoard's event files, each with a CRC-32C checksum.
 
-TensorBoard computes these checksums byte by byte in Python. For an image, this takes as long as drawing it.
+TensorBoard computes these checksums byte by byte in Python: 8 ms for an image of 20 kB.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TABLE = np.array(CRC_TABLE, np.uint32)
 
 
 class EventRecords(RecordWriter):
-    """TensorBoard's writer of records, except that it computes the checksums of long records 10 times as fast."""
+    """TensorBoard's writer of records, except that it computes the checksums of long records several times as fast."""
 
     def write(self, data: bytes) -> None:
         length = struct.pack("<Q", len(data))

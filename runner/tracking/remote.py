@@ -48,17 +48,7 @@ class RemoteTracker(Tracker, ABC):
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Check the options from the saved config of a run, which must not decide where the run is sent.
-
-        Args:
-            values: the saved options that the command line does not override.
-
-        Returns:
-            The options to change, with their new values: always empty.
-
-        Raises:
-            ConfigError: if an option in `destinations` is not the default.
-        """
+        """Refuse `destinations` from a saved config that are not the defaults; see `Env.untrusted_values`."""
         defaults = {each.name: each.default for each in fields(cls)}
         for key in cls.destinations:
             value = values.get(key, defaults[key])

@@ -144,7 +144,7 @@ def test_an_agent_is_evaluated_as_it_was() -> None:
         ("last", ["resume=auto"], "resume"),
         ("last", ["env=acrobot"], "env"),
         ("last", ["optimizer.lrr=1"], "optimizer.lrr"),
-        ("last", ["data.size=16"], "data"),
+        ("last", ["data.size=16"], "data.size=16"),
         ("last", ["model.hidden=7"], "model.hidden=7"),
         ("last", ["parallel=ddp", "model.hidden=7"], "parallel=ddp model.hidden=7"),
     ],

@@ -35,7 +35,7 @@ from rich.console import Console
 
 from runner.sweep.ledger_file import LEDGER
 from runner.tools import plot, plot_pictures
-from runner.tools.plot_checks import one_line
+from runner.tools.output import one_line
 from runner.tools.plot_pictures import pictures
 from runner.tools.plot_runs import Study
 from runner.tools.plot_split import best_pipelines, split_curves
