@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     if options.format is None:
-        Console(width=None if sys.stdout.isatty() else 160).print(terminal(comparison))
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        console.print(terminal(comparison, console.width))
     else:
         sys.stdout.write(options.format(comparison))
     return 0

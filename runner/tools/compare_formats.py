@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -23,10 +24,26 @@ from runner.tracking.spread import Spread
 _FAILURE_TITLES: list[str] = ["run", "state", "step", "reason"]
 
 
-def terminal(comparison: Comparison) -> Group:
-    """Return, for a terminal, a table of the runs that are done and a table of the runs that are not done."""
+def terminal(comparison: Comparison, width: int) -> Group:
+    """Return, for a terminal, a table of the runs that are done and a table of the runs that are not done.
+
+    If there are so many keys that words would be broken, one column `options` lists the keys and values of a row below
+    one another.
+
+    Args:
+        comparison: the comparison.
+        width: the number of characters that a line of the terminal has.
+    """
+    tables = _tables(comparison)
+    if tables and _readable_width(*tables[0][:2]) > width:
+        count = len(comparison.keys)
+        titles, rows, caption = tables[0]
+        named = [zip(titles[:count], row, strict=False) for row in rows]
+        options = ["\n".join(f"{key}={value}" for key, value in pairs if value) for pairs in named]
+        shorter = [[listed, *row[count:]] for listed, row in zip(options, rows, strict=True)]
+        tables[0] = (["options", *titles[count:]], shorter, caption)
     parts: list[RenderableType] = []
-    for titles, rows, caption in _tables(comparison):
+    for titles, rows, caption in tables:
         table = Table(box=SIMPLE_HEAD, title=caption, title_justify="left", title_style="bold red")
         for title in titles:
             table.add_column(Text(title), overflow="fold")
@@ -34,6 +51,13 @@ def terminal(comparison: Comparison) -> Group:
             table.add_row(*map(Text, row))
         parts.append(table)
     return Group(*parts)
+
+
+def _readable_width(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Return the number of characters of the narrowest table that breaks no word of at most 40 characters."""
+    columns = zip(titles, *rows, strict=True)
+    words = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    return sum(min(word, 40) + 3 for word in words)  # 3: the space between two columns
 
 
 def markdown(comparison: Comparison) -> str:
@@ -53,7 +77,7 @@ def _tables(comparison: Comparison) -> list[tuple[list[str], list[list[str]], st
     """Return the titles, the rows and the caption of each table that is not empty."""
     titles = [*map(format_value, comparison.keys), "runs", *(_title(comparison, name) for name in comparison.measures)]
     done = [
-        [*_values(comparison, row.values), str(len(row.runs)), *(_cell(row, name) for name in comparison.measures)]
+        [*_values(comparison, row.values), _count(row), *(_cell(row, name) for name in comparison.measures)]
         for row in comparison.rows
     ]
     failed = [[f.name, f.state, "" if f.step is None else str(f.step), f.reason] for f in comparison.failures]
@@ -61,6 +85,12 @@ def _tables(comparison: Comparison) -> list[tuple[list[str], list[list[str]], st
     caption = f"{count} {'run is' if count == 1 else 'runs are'} not done"
     tables = [(titles, done, ""), (_FAILURE_TITLES, failed, caption)]
     return [table for table in tables if table[1]]
+
+
+def _count(row: Row) -> str:
+    """Return the number of runs; where some have the same seed, and so are no repeats, also the number of seeds."""
+    runs, seeds = len(row.runs), row.seeds
+    return str(runs) if seeds == runs else f"{runs} ({seeds} {'seed' if seeds == 1 else 'seeds'})"
 
 
 def _title(comparison: Comparison, measure: str) -> str:
@@ -114,6 +144,7 @@ def as_json(comparison: Comparison) -> str:
             {
                 "values": row.values,
                 "runs": len(row.runs),
+                "seeds": row.seeds,
                 **{name: _spread(row.spread(name)) for name in comparison.measures},
                 "directories": [str(run.directory) for run in row.runs],
             }

@@ -52,6 +52,11 @@ class Row:
     runs: tuple[MeasuredRun, ...]
     measures: dict[str, list[float]]
 
+    @property
+    def seeds(self) -> int:
+        """The number of different seeds of the runs: fewer than runs if a run was repeated with the same seed."""
+        return len({tuple(repr(run.labels.get(key)) for key in REPEATS) for run in self.runs})
+
     def spread(self, measure: str) -> Spread | None:
         """Return the mean and the standard deviation of a measure over the runs; None if no run has this measure."""
         return Spread.of(self.measures[measure]) if measure in self.measures else None

@@ -91,6 +91,34 @@ def test_the_three_tables_say_the_same(sweep: Path, capsys: pytest.CaptureFixtur
     assert next(line.split() for line in shown if line.split()[:1] == ["0.2"])[1:5] == ["2", "0.960", "±", "0.014"]
 
 
+def test_no_word_is_broken_where_many_keys_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = [
+        "optimizer.weight_decay=0.5",
+        "schedule=cosine",
+        "workload.label_smoothing=0.25",
+        "log_every=7",
+        "epochs=40",
+    ]
+    more += ["data.size=640", "max_grad_norm=0.5", "batch_size=32", "precision=bf16", "eval_every=77"]
+    save_run(tmp_path / "a", "optimizer.lr=0.1", **evaluated(0.9, 0.8))
+    save_run(tmp_path / "b", "optimizer.lr=0.2", *more, **evaluated(0.95, 0.85))
+    words = compared(capsys, tmp_path).split()
+    assert words[:2] == ["options", "runs"]
+    assert {"optimizer.lr=0.2", "optimizer.weight_decay=0.5", "schedule=cosine", "workload.label_smoothing=0.25"} <= {
+        *words
+    }
+    assert words.index("optimizer.lr=0.2") < words.index("optimizer.lr=0.1")  # the best row is still the first
+    assert "optimizer.lr,schedule," in compared(capsys, tmp_path, "--csv")  # programs get a column for each key
+
+
+def test_a_run_repeated_with_the_same_seed_is_counted_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, typed in (("a", ["seed=0"]), ("b", ["seed=0"]), ("c", ["seed=1"])):
+        save_run(tmp_path / name, *typed, **evaluated(0.9, 0.8))
+    assert "| 3 (2 seeds) |" in compared(capsys, tmp_path, "--markdown")
+    (row,) = json.loads(compared(capsys, tmp_path, "--json"))["rows"]
+    assert (row["runs"], row["seeds"]) == (3, 2)
+
+
 def test_texts_are_no_formulas_in_a_spreadsheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     formulas = ["=1+1", "+A1", "-2+3", "@SUM(A1)"]
     for i, text in enumerate((*formulas, "-0.5", "a=b")):
@@ -162,7 +190,8 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path, capsys: pytest.Captu
     save_run(tmp_path / "1", "seed=1", **evaluated(math.inf, 0.7))
     (row,) = json.loads(compared(capsys, tmp_path, "--json"))["rows"]
     assert row == {
-        "values": {}, "runs": 2, "last": {"mean": pytest.approx(0.6), "std": pytest.approx(0.1 * math.sqrt(2))},
+        "values": {}, "runs": 2, "seeds": 2,
+        "last": {"mean": pytest.approx(0.6), "std": pytest.approx(0.1 * math.sqrt(2))},
         "steps": {"mean": 7, "std": 0}, "directories": [str(tmp_path / "0"), str(tmp_path / "1")],
     }  # fmt: skip
 
