@@ -37,7 +37,11 @@ class WriteTimes(logging.Handler):
 
 
 def measure(name: str) -> float:
-    """Return the images per second of a run, and report its pauses."""
+    """Return the images per second of one run; if it saves checkpoints, print the median seconds of a save.
+
+    Args:
+        name: key of `EVERY`, which says how often the run saves.
+    """
     pauses: list[float] = []
     save, writes = State.save, WriteTimes()
     logging.getLogger("runner.storage.checkpoint").addHandler(writes)

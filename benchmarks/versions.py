@@ -190,7 +190,7 @@ def read_report(report: Path) -> dict[str, Any]:
 
 
 def record(name: str, row: dict[str, Any]) -> None:
-    """Add the row of the environment `name` to the results, and write the page from all of them."""
+    """Add or replace the row of the environment `name` in the results, and rewrite docs/versions.md from all rows."""
     rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     rows = dict(sorted({**rows, name: row}.items()))
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -36,7 +36,7 @@ class State:
         model: the model, as returned by the parallel mode's `place`.
         optimizer: optimizer of the model's parameters.
         model_description: description of the model, for the first lines of the log.
-        model_table: table of the blocks of the model and their parameters.
+        model_table: table of the blocks of the model: their outputs, parameters and floating-point operations.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class State:
         return self.step if self.stopping.reason else self.session.num_steps
 
     def resume(self) -> None:
-        """Load the newest valid checkpoint of the run directory, if there is one.
+        """Load the newest intact checkpoint of the run directory, if there is one.
 
         Raises:
-            ConfigError: if all checkpoints are invalid, or the content of the newest valid one does not fit this run.
+            ConfigError: if all checkpoints are damaged, or the content of the newest intact one does not fit this run.
         """
         run = self.session.run
         checkpoint = self.checkpoints.latest()

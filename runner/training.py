@@ -17,7 +17,7 @@ import torch
 from runner.batching import Step
 from runner.config.errors import ConfigError
 from runner.device import oversubscription
-from runner.model.table import formatted, parameter_rows
+from runner.model.table import table_of
 from runner.optimizer import learning_rates
 from runner.parallel.context import Process
 from runner.run import CrashedError, Result, Run, Session, build_run, describe_model
@@ -94,13 +94,15 @@ def initial_state(session: Session, directory: Path) -> State:
     timer.reset()
     memory.reset_peak(session.device)
     run.precision.prepare(session.device)
+    torch_private.defer_compiler()  # optimizers and the table import it: a second before the first step
     torch.manual_seed(derive(session.seed, "weights"))
-    model = run.precision.convert(run.workload.build_model())
-    description, table = describe_model(model), formatted(parameter_rows(model))  # before a mode splits it
+    model = run.workload.build_model()
+    table = table_of(model, run.workload.input_shape())
+    model = run.precision.convert(model)
+    description = describe_model(model)  # before a mode splits it
     groups = run.optimizer.parameter_groups(model)
     model = run.parallel.place(model, session.context)
     torch.manual_seed(derive(session.seed, "rank", session.context.layout.rng_stream))
-    torch_private.defer_compiler()  # optimizers import it: a second before the first step
     return State(session, directory, model, run.optimizer.build(model, groups), description, table)
 
 
@@ -241,7 +243,7 @@ def refused_by_torch(run: Run, error: Exception) -> ConfigError | None:
     if run.deterministic and (why := torch_errors.nondeterministic_operation(error)):
         return ConfigError("deterministic", True, why, "set deterministic=false, or choose another model")
     if torch_errors.is_single_value_batch_norm(error):
-        why = "batch normalisation would see one sample of one pixel, which has no variance"
+        why = "batch normalization would see one sample of one pixel, which has no variance"
         larger = "more samples in one forward pass (batch_size, accumulation.steps, parallel.split_size)"
         return ConfigError("batch_size", run.batch_size, why, f"{larger}, larger images, or model.norm=group")
     return None

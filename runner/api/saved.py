@@ -72,7 +72,7 @@ class SavedRun:
         """Return the path of a checkpoint.
 
         Args:
-            choice: `best` (by the evaluation), `last`, or a number of steps.
+            choice: `best` (best evaluation), `last` (newest intact), or the step at which it was saved.
 
         Raises:
             ConfigError: if there is no such checkpoint.

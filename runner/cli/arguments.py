@@ -116,14 +116,17 @@ def _checked_flag(word: str) -> str:
 
 
 def quoted(argument: str, sweep: bool) -> str:
-    """Return an override with its value quoted wherever Hydra's grammar would misread it.
+    """Return an override in the form that Hydra's parser needs: its value is quoted where it would be misread.
 
     For example, Hydra would read the 16 in `precision=16` as a number, but it is the name of an option. A path may
-    contain characters that Hydra would reject.
+    contain characters that Hydra would reject; a `~` at its beginning is expanded. `GROUP=null` becomes `~GROUP`.
 
     Args:
         argument: the override; anything else is returned as it is.
         sweep: whether the override belongs to a sweep, where commas separate several values.
+
+    Raises:
+        ConfigError: if the user after a `~` does not exist, or a path is too long.
     """
     match = _OVERRIDE.fullmatch(argument)
     if match is None:

@@ -53,7 +53,10 @@ class Listing(NamedTuple):
 
 
 def stamp(directory: str) -> Stamp:
-    """Return what changes whenever an entry of `directory` is added, removed or renamed."""
+    """Return the times of modification and change in nanoseconds, the inode and the device of `directory`.
+
+    At least one of them changes whenever an entry is added, removed or renamed.
+    """
     found = os.stat(directory)
     return [found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
 

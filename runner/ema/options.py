@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 class Ema:
     """An exponential moving average of the weights (Polyak averaging; Tarvainen and Valpola, Mean Teacher, 2017).
 
-    It is the same as with `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`: the
+    It is equivalent to `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`: the
     average begins with the weights after the first step; buffers, such as the running statistics of batch
-    normalization, are not averaged. Evaluations use the averaged weights with the buffers of the model, and so select
-    the best checkpoint.
+    normalization, are not averaged. Evaluations use the averaged weights with the model's own buffers, so the best
+    checkpoint is the one whose averaged weights evaluate best.
 
     Args:
         decay: weight of the previous average in each update; null for no average.

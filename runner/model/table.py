@@ -1,12 +1,9 @@
-"""Tables of a network: the parameters of its blocks, and their outputs and floating-point operations.
-
-The latter two are found without values, and only for `--summary`: the operators for tensors without values import
-sympy and more, which takes as much CPU time as the start of a small run.
-"""
+"""Tables of a network: the parameters of its blocks, and their outputs and floating-point operations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +32,23 @@ class Row(NamedTuple):
     flops: int | None
 
 
+def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> str:
+    """Return the table of a network for the log, found with one input that consists of zeros.
+
+    A run computes it with the network that it trains, whose weights and buffers stay as they are: a second network
+    without values would need operators that import sympy, which takes as long as the rest of the start of a small run.
+
+    Args:
+        model: the network, before it is placed on its devices.
+        shape: shape of one input; None if it is not known. Outputs and floating-point operations are then left out, as
+            they are if the network cannot process such an input.
+    """
+    if shape is not None:
+        with suppress(Exception):  # whatever is wrong with the network, training says it better
+            return formatted(rows_of(model, shape))
+    return formatted(parameter_rows(model))
+
+
 def parameter_rows(model: torch.nn.Module) -> list[Row]:
     """Return the rows of `rows_of` for a network on any device, without outputs and floating-point operations."""
     rows = [Row(name, _kind(part), None, *_counts(part), None) for name, part in _parts(model)]
@@ -45,17 +59,19 @@ def rows_of(model: torch.nn.Module, shape: tuple[int, ...]) -> list[Row]:
     """Return a row for each block of `model`, or for each child if it lists no blocks, and the sum as the last row.
 
     Args:
-        model: the network, on the meta device.
+        model: the network, on any device. Its weights, its buffers and whether it trains stay as they are.
         shape: shape of one input.
+
+    Raises:
+        Exception: whatever the forward pass of the network raises for such an input.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imported here: its imports take a tenth of a second
 
     parts = _parts(model)
     outputs: dict[str, tuple[int, ...]] = {}
     flops = dict.fromkeys((name for name, _ in parts), 0)
-    x = torch.zeros(1, *shape, device="meta")
-    model.eval()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    x = torch.zeros(1, *shape, device=next((parameter.device for parameter in model.parameters()), None))
+    with _unchanged(model), torch.no_grad(), ExitStack() as hooks, FlopCounterMode(display=False) as counter:
 
         def begin(name: str) -> Any:
             def hook(*_: Any) -> None:
@@ -71,19 +87,33 @@ def rows_of(model: torch.nn.Module, shape: tuple[int, ...]) -> list[Row]:
 
             return hook
 
-        hooks = [module.register_forward_pre_hook(begin(name)) for name, module in parts]
-        hooks += [module.register_forward_hook(end(name)) for name, module in parts]
+        for name, module in parts:
+            hooks.enter_context(module.register_forward_pre_hook(begin(name)))
+            hooks.enter_context(module.register_forward_hook(end(name)))
         if blocks_of(model):
             for _, block in parts:
                 x = block(x)
         else:
             x = model(x)
-        for hook in hooks:
-            hook.remove()
         total = counter.get_total_flops()
     rows = [Row(name, _kind(part), outputs.get(name), *_counts(part), flops[name]) for name, part in parts]
     whole = tuple(x.shape[1:]) if isinstance(x, torch.Tensor) else None
     return [*rows, Row("total", type(model).__name__, whole, *_counts(model), total)]
+
+
+@contextmanager
+def _unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """A context manager in which a model is in evaluation mode. At its end, buffers and mode are as they were."""
+    training = {module: module.training for module in model.modules()}
+    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for buffer, value in buffers.items():
+            buffer.copy_(value)
+        for module, was_training in training.items():
+            module.training = was_training
 
 
 def formatted(rows: Iterable[Row]) -> str:

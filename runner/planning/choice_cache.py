@@ -93,7 +93,10 @@ class ChoiceCache:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Within this context, no other run measures this choice: two that measure at once would disturb each other."""
+        """A context manager that holds the lock of this choice, so that two runs do not measure at the same time.
+
+        It waits for the lock. It does nothing if the cache cannot be written to, or the file system has no locks.
+        """
         import fcntl
 
         try:

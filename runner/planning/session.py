@@ -27,9 +27,14 @@ def prepared(run: Run, num_devices: int | None = None) -> Session:
 
 
 def first_process(run: Run, num_devices: int | None = None) -> Process:
-    """Return rank 0 of the run, as its launcher would start it, but without the other processes.
+    """Return the description of rank 0 as the launcher of the run would give it; no process is started.
 
-    The arguments and the errors are those of `prepared`.
+    Args:
+        run: the run.
+        num_devices: the number of devices, which are then placeholders on the CPU; None for those of this machine.
+
+    Raises:
+        ConfigError: if the parallel mode needs more devices than there are.
     """
     parallel = run.parallel
     if num_devices is None:

@@ -1,4 +1,4 @@
-"""The checkpoint of a run that a user means by `best`, `last` or a number of steps. Nothing is renamed or deleted.
+"""The checkpoint of a run that a user means by `best`, `last` or a step. Nothing is renamed or deleted.
 
 `checkpoints/index.json` is not read: the checkpoints say the same, and their hashes are verified.
 """
@@ -29,7 +29,8 @@ def chosen_checkpoint(run: Path, choice: str | int) -> Path:
 
     Args:
         run: the run directory.
-        choice: `last` is the newest intact checkpoint, `best` the one with the best evaluation; or a number of steps.
+        choice: `last` is the newest intact checkpoint, `best` the one with the best evaluation; or the step at
+            which it was saved.
 
     Raises:
         ConfigError: with the key `checkpoint`, if there is no such checkpoint.

@@ -39,11 +39,10 @@ class Pruner(ABC):
 
 
 class Median(Pruner):
-    """The median rule: a trial stops if its value is worse than the median of the other trials.
+    """A median rule: a trial stops if its value is worse than the median of at least four other trials.
 
-    All values are compared after the same number of evaluations.
-
-    See Golovin et al., "Google Vizier: A Service for Black-Box Optimization", KDD 2017, section 3.2.1.
+    All values are compared after the same number of evaluations. The rule of Golovin et al., "Google Vizier: A Service
+    for Black-Box Optimization", KDD 2017, compares a trial's best value with the median of running averages instead.
     """
 
     def continues(self, number: int, curves: Sequence[Sequence[float]], trial: int) -> bool:

@@ -88,7 +88,7 @@ class _Sweep:
 
 
 def best_job(path: Path) -> BestJob | None:
-    """Return the best job of the sweep at `path`; None if no job that is done has been evaluated."""
+    """Return the best job of the sweep at `path`; None if no finished job has been evaluated."""
     jobs = (sweep := _Sweep(path)).best_first
     return BestJob(jobs[0][0].number, jobs[0][0].path.name, sweep.metric, jobs[0][1]) if jobs else None
 

@@ -32,7 +32,7 @@ DOES_NOT_FIT = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan of the config of the command line, and return the exit code."""
+    """Print the plan of the config that the arguments compose, and return the exit code."""
     try:
         options, overrides = parsed(arguments)
         from runner.tools.plan_report import plan  # imported here: torch is slow to import

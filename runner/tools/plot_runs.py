@@ -31,17 +31,17 @@ class Point:
 
     @property
     def seconds(self) -> Spread:
-        """The mean and the standard deviation, over the repeats, of a run's median seconds per step."""
+        """The median step time in seconds: mean and standard deviation over the repeats."""
         return Spread.of(run.seconds for run in self.runs)
 
     @property
     def samples_per_second(self) -> Spread:
-        """The mean and the standard deviation, over the repeats, of a run's throughput in samples per second."""
+        """The throughput in samples per second: mean and standard deviation over the repeats."""
         return Spread.of(run.samples_per_second for run in self.runs)
 
     @property
     def final(self) -> Spread | None:
-        """The mean and the standard deviation, over the repeats, of the study's metric at the end of a run.
+        """The study's metric at the end of a run: mean and standard deviation over the repeats.
 
         None if no run has this metric.
         """

@@ -152,7 +152,7 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
 def shades(counts: torch.Tensor) -> torch.Tensor:
     """Return the color of each cell of a confusion matrix.
 
-    The colors range from white for none of the samples in the row to dark blue for all of them.
+    The color goes from white to dark blue with the square root of the cell's share of the samples in its row.
 
     Args:
         counts: int64 [classes, classes].
@@ -230,7 +230,7 @@ def _framed(canvas: Image.Image, margin: int, extent: int) -> torch.Tensor:
 
 
 def png(picture: torch.Tensor) -> bytes:
-    """Encode an image, uint8 [1 or 3, height, width], as an RGB image in a PNG file."""
+    """Return an image, uint8 [1 or 3, height, width], encoded as an RGB PNG."""
     buffer = io.BytesIO()
     _to_pillow(picture).save(buffer, "PNG")
     return buffer.getvalue()

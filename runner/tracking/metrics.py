@@ -40,7 +40,7 @@ class MetricBuffer:
     many steps are combined into one tensor. This takes a few bytes per step; one tensor per step would take a kilobyte.
 
     Args:
-        zeros: a zero for each metric, float32 [num_metrics], on the device; the sums of a step without micro-batches.
+        zeros: float32 zeros [num_metrics] on the device; they stand for the sums of a step without micro-batches.
     """
 
     def __init__(self, zeros: torch.Tensor):

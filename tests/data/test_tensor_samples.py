@@ -1,4 +1,4 @@
-"""Samples in memory: order, augmentation and normalisation against the slow, obvious way."""
+"""Samples in memory: order, augmentation and normalization against the slow, obvious way."""
 
 from __future__ import annotations
 

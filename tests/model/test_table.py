@@ -9,7 +9,7 @@ from helpers.compose import FAST, built
 from models.convnet import ConvNet
 from runner.cli.main import run_command
 from runner.model.base import without_memory
-from runner.model.table import Row, formatted, parameter_rows, rows_of
+from runner.model.table import Row, formatted, parameter_rows, rows_of, table_of
 
 
 def test_a_row_for_each_block_and_their_sum() -> None:
@@ -45,6 +45,39 @@ def test_a_network_without_blocks_has_a_row_for_each_child() -> None:
         Row("unused", "Linear", None, 12, 12, 0),
         Row("total", "Branches", (2,), 38, 38, 40),
     ]
+
+
+class Counting(torch.nn.Module):
+    """A network that counts its calls in a buffer, and fails for more than three inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)
+        self.calls: torch.Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.norm(self.linear(x))
+
+
+def test_the_table_of_a_run_leaves_its_network_as_it_is() -> None:
+    model = Counting()
+    model.norm.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    lines = table_of(model, (3,)).splitlines()
+    assert lines[0].split() == ["block", "type", "output", "parameters", "trained", "FLOPs"]
+    assert lines[-1].split() == ["total", "Counting", "2", "12", "12", "12"]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert (model.training, model.linear.training, model.norm.training) == (True, True, False)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_network_that_refuses_zeros_has_a_table_of_parameters() -> None:
+    model = Counting()
+    assert table_of(model, (4,)) == table_of(model, None) == formatted(parameter_rows(model))
+    assert (model.calls, model.training) == (0, True)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_the_table_of_parameters_needs_no_forward_pass() -> None:

@@ -42,7 +42,7 @@ def resnet(depth: int, again: bool, **options) -> ResNet:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize(("depth", "norm"), [(18, "batch"), (18, "group"), (50, "batch")])
 def test_training_is_bitwise_the_same(depth: int, norm: str, dtype: torch.dtype | None) -> None:
-    """Losses, gradients, weights, and batch normalisation's means, variances and counts."""
+    """Losses, gradients, weights, and batch normalization's means, variances and counts."""
     assert same(training(resnet(depth, False, norm=norm), dtype), training(resnet(depth, True, norm=norm), dtype))
 
 
@@ -118,7 +118,7 @@ def test_infinite_statistics_are_bitwise_the_same() -> None:
     assert torch.equal(results[False], results[True])
 
 
-def test_a_frozen_normalisation_computes_with_its_statistics() -> None:
+def test_a_frozen_normalization_computes_with_its_statistics() -> None:
     """One in evaluation mode inside a network that trains."""
     results = {}
     for again in (False, True):

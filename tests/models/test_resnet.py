@@ -131,7 +131,7 @@ def test_imagenet_stem_on_grey_images_is_initialised_as_the_rest() -> None:
     assert ResNet(18, 1).conv1.weight.std().item() == pytest.approx((2 / (64 * 49)) ** 0.5, rel=0.05)
 
 
-def test_group_normalisation_treats_each_sample_alone() -> None:
+def test_group_normalization_treats_each_sample_alone() -> None:
     network, x = ResNet(18, num_classes=10, stem="cifar", norm="group"), torch.randn(4, 3, 16, 16)
 
     torch.testing.assert_close(network(x), torch.cat([network(x[:1]), network(x[1:])]))

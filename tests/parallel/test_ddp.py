@@ -1,4 +1,4 @@
-"""DDP: what its batch normalisation sees, when gradients are sent, and how."""
+"""DDP: what its batch normalization sees, when gradients are sent, and how."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helpers.ranks import Ranks, connected
 from runner.training import prepare
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Batch normalisation: over each process's part of the batch, or over all of it
+# Batch normalization: over each process's part of the batch, or over all of it
 
 SHORT = 3
 BATCH_NORM = (
@@ -43,7 +43,7 @@ def plain_batch_norm(num_parts: int, num_steps: int = SHORT) -> dict[str, torch.
     ("mode", "parts"),
     [("ddp", 2), ("fsdp", 2), ("ddp parallel.sync_batch_norm=true", 1)],
 )
-def test_batch_normalisation_sees_a_shard_or_with_sync_the_whole_batch(
+def test_batch_normalization_sees_a_shard_or_with_sync_the_whole_batch(
     mode: str, parts: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     """Buffers too: running statistics are the mean of the parts'."""

@@ -41,7 +41,7 @@ def test_one_worker_is_bitwise_a_single_process(trained, tmp_path: Path) -> None
     assert_same(got, wanted)
 
 
-def test_batch_normalisation_and_memory_format_survive_shared_memory(trained, tmp_path: Path) -> None:
+def test_batch_normalization_and_memory_format_survive_shared_memory(trained, tmp_path: Path) -> None:
     overrides = ("model=resnet18", "data.holdout=0.02", "steps=2", "batch_size=8", "channels_last=true", "eval_every=0")
     wanted = weights_at(trained(*plain(HARD), *overrides, directory="single").directory, 2)
     run = built(*FAST, *plain(HARD), *overrides, "parallel=hogwild", "parallel.processes=1")

@@ -104,7 +104,7 @@ def test_buffers_are_averaged_over_the_processes(ranks: Callable[[int], Ranks]) 
 
 
 def averaged(config: dict[str, Any]) -> tuple[list[float], int]:
-    """In a rank: the running mean and the count of a batch normalisation after the average."""
+    """In a rank: the running mean and the count of a batch normalization after the average."""
     with connected(config) as session:
         norm = torch.nn.BatchNorm1d(2)
         assert norm.running_mean is not None

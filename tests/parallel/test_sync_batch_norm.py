@@ -1,4 +1,4 @@
-"""Batch normalisation over the shards of several processes, against the whole batch in one."""
+"""Batch normalization over the shards of several processes, against the whole batch in one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def trained(module: nn.Module, parts: list[torch.Tensor]) -> dict[str, list[torc
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("inputs", SHAPES)
-def test_shards_are_normalised_as_the_whole_batch(
+def test_shards_are_normalized_as_the_whole_batch(
     inputs: str, momentum: float | None, affine: bool, ranks: Callable[[int], Ranks]
 ) -> None:
     shape = SHAPES[inputs]

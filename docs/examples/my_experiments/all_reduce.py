@@ -33,7 +33,7 @@ class AllReduce(MultiProcess):
                     torch.distributed.all_reduce(parameter.grad)
         return sums
 
-    # Gradients, and so parameters, are equal on every process; the running statistics of batch normalisation are not.
+    # Gradients, and so parameters, are equal on every process; the running statistics of batch normalization are not.
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         average_buffers(model, self._context.collectives)

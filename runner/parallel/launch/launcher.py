@@ -33,7 +33,7 @@ class Launcher:
         this process, this method joins the process group.
 
         Raises:
-            SystemExit: if a stop signal arrives before training begins.
+            SystemExit: if a stop signal arrived during an earlier run of this process.
         """
         before_training()
         yield Process(RankInfo(), self.devices, Collectives())

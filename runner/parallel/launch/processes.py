@@ -27,7 +27,7 @@ from runner.system.signals import StopRequest, before_training
 
 log = logging.getLogger(__name__)
 
-PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "runner.training")
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.utils.flop_counter", "runner.training")
 """Modules that every rank needs. The fork server imports them once, while this process reads the data."""
 
 

@@ -169,8 +169,8 @@ class Supervisor:
     Args:
         work: main function of a rank; its first argument is the rank's pipe (see `start_heartbeat`).
         arguments: for each rank, the other arguments of `work`.
-        timeout: after this many seconds, a rank that sends no heartbeat, or for which other ranks wait, is considered
-            to hang. Time in which this process itself was suspended (Ctrl-Z) does not count.
+        timeout: seconds after which a rank counts as hung, because it has sent no heartbeat, or because other ranks
+            wait for it and no rank makes progress. Time in which this process was suspended (Ctrl-Z) does not count.
     """
 
     def __init__(self, work: Callable[..., None], arguments: Sequence[tuple], timeout: float):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from PIL import ImageDraw
 
-COLOURS = {
+COLORS = {
     "forward": ((66, 133, 244), (120, 170, 255)),
     "backward": ((52, 140, 90), (110, 185, 140)),
     "weights": ((214, 140, 40), (238, 186, 110)),
@@ -27,7 +27,7 @@ def gantt(work: Sequence[tuple[int, str, int, float, float]], workers: int, titl
     """Draw a Gantt chart of one step.
 
     Args:
-        work: a tuple (stage, kind, micro-batch, start, stop) for each computation; `kind` is a key of `COLOURS`; start
+        work: a tuple (stage, kind, micro-batch, start, stop) for each computation; `kind` is a key of `COLORS`; start
             and stop are in seconds.
         workers: number of workers, each of which has a row; stage i is in row i modulo the number of workers.
         title: title above the chart.
@@ -51,7 +51,7 @@ def gantt(work: Sequence[tuple[int, str, int, float, float]], workers: int, titl
         left, right = (_MARGIN + (moment - begin) * scale for moment in (start, stop))
         top = _TOP + stage % workers * _ROW
         further = stage >= workers
-        draw.rectangle((left, top, max(left + 1, right), top + _BAR), COLOURS[kind][further], outline=_WHITE)
+        draw.rectangle((left, top, max(left + 1, right), top + _BAR), COLORS[kind][further], outline=_WHITE)
         if font(12).getlength(str(micro)) + 4 < right - left:
             draw.text(((left + right) / 2, top + _BAR / 2), str(micro), _WHITE, font(12), anchor="mm")
     _draw_legend(draw, {(kind, stage >= workers) for stage, kind, *_ in work}, canvas.height - 14)
@@ -76,11 +76,11 @@ def _round_step(at_least: float) -> float:
 
 def _draw_legend(draw: ImageDraw.ImageDraw, kinds: set[tuple[str, bool]], y: float) -> None:
     x = float(_MARGIN)
-    for kind, colours in COLOURS.items():
+    for kind, colors in COLORS.items():
         for further in (False, True):
             if (kind, further) not in kinds:
                 continue
-            draw.rectangle((x, y - 6, x + 12, y + 6), colours[further])
+            draw.rectangle((x, y - 6, x + 12, y + 6), colors[further])
             name = f"{kind}, further stage" if further else kind
             draw.text((x + 18, y), name, _INK, font(12), anchor="lm")
             x += 36 + font(12).getlength(name)

@@ -34,7 +34,10 @@ from runner.system.gpu import busy_gpus, visible_gpus
 
 log = logging.getLogger(__name__)
 
-PRELOADED = ("torch", "runner.cli.run_job", "runner.cli.composition", "runner.tracking.event_file", "PIL.ImageDraw")
+PRELOADED = (
+    *("torch", "torch.utils.flop_counter", "PIL.ImageDraw"),
+    *("runner.cli.run_job", "runner.cli.composition", "runner.tracking.event_file"),
+)
 """Modules that every job imports; the server imports them once, also those that a run imports when it needs them."""
 
 _RECHECK_GPUS = 5.0

@@ -347,7 +347,7 @@ def test_a_crash_is_reported_by_its_cause_with_the_result() -> None:
         (RuntimeError("size mismatch"), False),
     ],
 )
-def test_errors_of_a_lost_peer_are_recognised(error: Exception, by_others: bool) -> None:
+def test_errors_of_a_lost_peer_are_recognized(error: Exception, by_others: bool) -> None:
     assert report_of(error).by_others == by_others
 
 

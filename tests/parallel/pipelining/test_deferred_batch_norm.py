@@ -1,4 +1,4 @@
-"""Deferred batch normalisation: micro-batches in training, the whole batch in the running statistics."""
+"""Deferred batch normalization: micro-batches in training, the whole batch in the running statistics."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ WORK = [
 ]
 
 
-def colour_at(picture: torch.Tensor, second: float, row: int) -> tuple[int, ...]:
+def color_at(picture: torch.Tensor, second: float, row: int) -> tuple[int, ...]:
     """What is drawn at a moment, near the upper edge of a row, where no number stands."""
     x = gantt._MARGIN + second * (gantt._WIDTH - gantt._MARGIN - 16)
     return tuple(picture[:, gantt._TOP + row * gantt._ROW + 5, round(x)].tolist())
@@ -28,16 +28,16 @@ def test_computations_are_boxes_and_idle_time_is_grey() -> None:
     assert picture.shape == (3, gantt._TOP + 2 * gantt._ROW + gantt._BOTTOM, gantt._WIDTH)
     for second, kinds in ((0.05, ("forward", None)), (0.15, (None, "forward")), (0.3, (None, "backward"))):
         for row, kind in enumerate(kinds):
-            assert colour_at(picture, second, row) == (gantt.COLOURS[kind][0] if kind else gantt._IDLE)
-    assert colour_at(picture, 0.5, 0) == gantt.COLOURS["backward"][0]
-    assert colour_at(picture, 0.8, 0) == gantt.COLOURS["weights"][0]
-    assert colour_at(picture, 0.8, 1) == gantt._IDLE
+            assert color_at(picture, second, row) == (gantt.COLORS[kind][0] if kind else gantt._IDLE)
+    assert color_at(picture, 0.5, 0) == gantt.COLORS["backward"][0]
+    assert color_at(picture, 0.8, 0) == gantt.COLORS["weights"][0]
+    assert color_at(picture, 0.8, 1) == gantt._IDLE
 
 
 def test_further_stages_of_a_worker_are_lighter() -> None:
     picture = gantt.gantt([(0, "forward", 0, 0.0, 0.5), (2, "forward", 0, 0.5, 1.0)], 2, "two stages each")
-    assert colour_at(picture, 0.25, 0) == gantt.COLOURS["forward"][0]
-    assert colour_at(picture, 0.75, 0) == gantt.COLOURS["forward"][1]
+    assert color_at(picture, 0.25, 0) == gantt.COLORS["forward"][0]
+    assert color_at(picture, 0.75, 0) == gantt.COLORS["forward"][1]
 
 
 def test_time_counts_from_the_first_computation() -> None:

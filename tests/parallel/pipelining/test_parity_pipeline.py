@@ -147,7 +147,7 @@ ALL = [(schedule, stages, accumulation) for schedule in SCHEDULES for stages in 
     ("schedule", "processes", "accumulation"),
     [pytest.param(*row, marks=[] if row in FEW else [pytest.mark.slow]) for row in ALL],
 )
-def test_a_residual_network_with_group_normalisation_equals_a_plain_loop(
+def test_a_residual_network_with_group_normalization_equals_a_plain_loop(
     schedule: str, processes: int, accumulation: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     """In float64 to its last digits; in float32 as close as the same sums in the same order are on one device."""
@@ -286,7 +286,7 @@ def test_16_bits_round_as_in_one_process(precision: str, ranks: Callable[[int], 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Batch normalisation
+# Batch normalization
 
 BATCH_NORM = (*COMMON, *RESNET, DOUBLE)
 
@@ -299,7 +299,7 @@ RESNET50 = (*COMMON, "model=resnet50", *RESNET[1:], DOUBLE)
     [(RESNET50, ("parallel.processes=2",)), (BATCH_NORM, (STREAMS,))],
     ids=["resnet50 in two processes", "resnet18 in streams"],
 )
-def test_batch_normalisation_sees_micro_batches(
+def test_batch_normalization_sees_micro_batches(
     network: tuple[str, ...], options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     """Weights and running statistics are those of one device that accumulates as many."""

@@ -421,7 +421,7 @@ def test_observations_without_bounds_are_normalized_by_fixed_statistics() -> Non
 
 
 class Drawn(gymnasium.Env):
-    """Three steps; the picture tells which, by its colour."""
+    """Three steps; the picture tells which, by its color."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}
     observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float32)
