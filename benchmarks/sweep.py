@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import write
-from runner.cli.exit_codes import DIVERGED, DONE, WIDTH
+from runner.cli.messages import WIDTH
 from runner.storage.run_directory import read_result
 from runner.sweep.display import Display
 from runner.sweep.engines.base import Ended, Job, Pool, Started
@@ -36,6 +36,7 @@ from runner.sweep.engines.local import Local
 from runner.sweep.ledger import Ledger
 from runner.sweep.ledger_file import read_ledger
 from runner.sweep.scheduler import JobSource, PlannedJob, Scheduler
+from runner.system.exit_codes import DIVERGED, DONE
 from runner.system.signals import StopRequest
 
 JOB = ("model=tiny", "data=digits", "epochs=1", "device=cpu", "eval_every=0", "save_every=0")

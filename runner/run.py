@@ -30,6 +30,7 @@ from runner.precision import Precision
 from runner.profiler import Profiler
 from runner.schedule import Schedule
 from runner.stop.rules import Stop
+from runner.system.exit_codes import CRASHED, DIVERGED, DONE, STOPPED
 from runner.system.secrets import redacted_values
 from runner.tracking.base import Tracker
 from runner.workloads.base import Workload
@@ -318,7 +319,7 @@ class Result:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
 
 
-EXIT_CODES = {"done": 0, "crashed": 1, "diverged": 3, "stopped": 75}
+EXIT_CODES = {"done": DONE, "crashed": CRASHED, "diverged": DIVERGED, "stopped": STOPPED}
 """The exit code for each status of a result."""
 
 

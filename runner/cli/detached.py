@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.cli.arguments import DETACHED
-from runner.cli.exit_codes import CRASHED, DONE
 from runner.config.errors import check
 from runner.sweep.console import message
 from runner.sweep.ledger import CONSOLE
+from runner.system.exit_codes import CRASHED, DONE
 
 OUTPUT = "sweep.txt"
 """The file in the folder `console` to which a detached sweep prints."""

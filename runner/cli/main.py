@@ -14,9 +14,10 @@ from runner.system.lazy_import import import_lazily
 import_lazily("torch", "torchvision")
 
 from runner.cli import arguments as command_line  # noqa: E402
-from runner.cli.exit_codes import DONE, INTERRUPTED, REFUSED, STOPPED, report_error  # noqa: E402
 from runner.cli.help import help_text  # noqa: E402
+from runner.cli.messages import report_error  # noqa: E402
 from runner.config.errors import ABSENT, check  # noqa: E402
+from runner.system.exit_codes import DONE, INTERRUPTED, REFUSED, STOPPED  # noqa: E402
 from runner.system.signals import CommandSignals  # noqa: E402
 from runner.system.version import __version__  # noqa: E402
 

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.cli.arguments import override_value
-from runner.cli.exit_codes import wrapped
 from runner.cli.hydra_errors import explain
+from runner.cli.messages import wrapped
 from runner.cli.sweep_jobs import SweepJobs
 from runner.config.errors import ConfigError
 from runner.config.options import chosen_groups

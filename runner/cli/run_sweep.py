@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.cli.detached import Background
-from runner.cli.exit_codes import STOPPED, WIDTH
+from runner.cli.messages import WIDTH
 from runner.cli.plan_jobs import GridJobs, Planner, experiment_file
 from runner.cli.sweep_jobs import SweepJobs
 from runner.config.errors import ABSENT, check
@@ -23,6 +23,7 @@ from runner.sweep.objective import Objective
 from runner.sweep.scheduler import Scheduler
 from runner.sweep.search import SearchJobs, Space
 from runner.sweep.summary import best_job, write_summary
+from runner.system.exit_codes import STOPPED
 from runner.system.forkserver import run_in_child
 from runner.system.signals import StopRequest
 

@@ -1,4 +1,4 @@
-"""Augmentation of single images with torchvision's transforms."""
+"""RandAugment, TrivialAugment and random erasing of single images (crops and flips: `runner.data.memory`)."""
 
 from __future__ import annotations
 

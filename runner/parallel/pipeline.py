@@ -244,7 +244,7 @@ class Pipeline(Partition, MultiProcess):
             ConfigError: with the key `parallel.cuts`, if two stages share a tensor, or the stages of this process have
                 no trainable parameters.
         """
-        from runner.parallel.pipelining.schedules import ProcessEngine
+        from runner.parallel.pipelining.process_engine import ProcessEngine
         from runner.parallel.pipelining.stages import StageModule, keep_only, owners
 
         try:

@@ -17,13 +17,20 @@ from runner.sweep.console import last_line, message
 from runner.sweep.display import Display
 from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
 from runner.sweep.ledger import SETTLED, Ledger
+from runner.system.exit_codes import CRASHED, DIVERGED, DONE, INTERRUPTED, REFUSED, STOPPED
 from runner.system.signals import StopRequest
 from runner.system.utf8 import printable
 
-STATES = {0: "done", 1: "crashed", 2: "refused", 3: "diverged", 75: "stopped", 130: "stopped"}
+STATES = {
+    DONE: "done",
+    CRASHED: "crashed",
+    REFUSED: "refused",
+    DIVERGED: "diverged",
+    STOPPED: "stopped",
+    INTERRUPTED: "stopped",
+}
 """The state of a job that has ended, for each exit code of its command."""
 
-DONE, CRASHED, REFUSED, STOPPED = 0, 1, 2, 75
 _CODES = {state: code for code, state in reversed(STATES.items())}
 
 _POLL_SECONDS = 0.25

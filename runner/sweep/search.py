@@ -23,8 +23,9 @@ from runner.sweep.engines.base import Engine
 from runner.sweep.ledger import STUDY, Ledger
 from runner.sweep.objective import Curve, Objective
 from runner.sweep.pruning import PRUNERS, mean_curve
-from runner.sweep.scheduler import CRASHED, DONE, REFUSED, STOPPED, JobSource, PlannedJob
+from runner.sweep.scheduler import JobSource, PlannedJob
 from runner.sweep.space import Dimension
+from runner.system.exit_codes import CRASHED, DONE, REFUSED, STOPPED
 
 if TYPE_CHECKING:
     import optuna

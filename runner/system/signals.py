@@ -15,15 +15,14 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from runner.system.exit_codes import INTERRUPTED, STOPPED
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
     from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-
-STOPPED, INTERRUPTED = 75, 130
-"""The exit codes of a command that was asked to stop, and of a command that was interrupted by Ctrl-C."""
 
 
 class StopRequest:

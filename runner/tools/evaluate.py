@@ -14,8 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.cli.exit_codes import CRASHED, DONE, report_error
+from runner.cli.messages import report_error
 from runner.parallel.launch.supervisor import RankError
+from runner.system.exit_codes import CRASHED, DONE
 from runner.tools.run_arguments import check_no_flags, run_parser
 
 

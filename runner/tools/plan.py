@@ -22,7 +22,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from runner.cli.exit_codes import report_error
+from runner.cli.messages import report_error
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.tools.composed_run import overrides_of
 

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from runner.cli.exit_codes import DONE, INTERRUPTED, report_error
+from runner.cli.messages import report_error
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.seeds import derive
+from runner.system.exit_codes import DONE, INTERRUPTED
 from runner.tools.output import check_writable, write_or_refuse
 from runner.tools.run_arguments import check_no_flags, run_parser
 

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.cli.exit_codes import DONE, report_error
+from runner.cli.messages import report_error
 from runner.config.errors import check, escaped
 from runner.storage.durable_write import write_json, write_text
+from runner.system.exit_codes import DONE
 from runner.system.utf8 import printable
 from runner.tools.output import check_writable, csv_row, one_line, write_or_refuse
 from runner.tools.run_arguments import run_parser

@@ -24,8 +24,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from runner.cli.exit_codes import CRASHED, DONE, REFUSED, report_error
+from runner.cli.messages import report_error
 from runner.config.errors import ConfigError, check
+from runner.system.exit_codes import CRASHED, DONE, REFUSED
 from runner.tools.composed_run import compose_run, overrides_of
 
 _SECONDS = 60.0

@@ -22,11 +22,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from runner.cli.exit_codes import REFUSED, report_error
+from runner.cli.messages import report_error
 from runner.config.errors import check
 from runner.parallel.launch.supervisor import RankError
 from runner.precision import Double
 from runner.run import check_used
+from runner.system.exit_codes import REFUSED
 from runner.tools.composed_run import compose_run, overrides_of, replaced
 from runner.tools.verify_steps import first_steps
 from runner.tools.verify_verdict import Outcome, Pair, Verdict, compare

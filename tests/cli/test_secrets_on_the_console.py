@@ -8,7 +8,7 @@ import pytest
 from helpers.command import run_command
 from helpers.compose import FAST
 
-from runner.cli.exit_codes import report_error
+from runner.cli.messages import report_error
 from runner.config.errors import ConfigError
 
 

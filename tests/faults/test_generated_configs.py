@@ -25,8 +25,8 @@ from hydra.core.hydra_config import HydraConfig
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from runner.cli.exit_codes import WIDTH
 from runner.cli.main import run_command
+from runner.cli.messages import WIDTH
 from runner.config.errors import escaped
 from runner.config.options import chosen_groups, groups, option_keys, root_keys
 from runner.run import Result

@@ -38,7 +38,7 @@ from PIL import Image
 
 from runner.cli.run_job import run_one
 from runner.storage.saved_config import config_text
-from runner.system.signals import STOPPED
+from runner.system.exit_codes import STOPPED
 
 SECRET = "hidden treasure"
 REFUSED, RESUMED, CRASHED = (2,), (STOPPED,), (1,)

@@ -10,10 +10,10 @@ import pytest
 from helpers.compose import composed
 from matplotlib.image import imread
 
-from runner.cli.exit_codes import CRASHED, DONE, REFUSED
 from runner.planning import choice
 from runner.planning.trial import TooLateError, TrialError
 from runner.planning.tuning import BUDGET_SPENT
+from runner.system.exit_codes import CRASHED, DONE, REFUSED
 from runner.tools import tune
 from runner.tools.composed_run import compose_run
 from runner.tools.tune_files import experiment, picture, write

@@ -18,7 +18,7 @@ def actions(schedule: str, num_stages: int, num_workers: int, num_micros: int) -
     """Return the computations of each worker, in their order.
 
     Args:
-        schedule: key of `runner.parallel.pipelining.schedules.SCHEDULES`.
+        schedule: key of `runner.parallel.pipelining.process_engine.SCHEDULE_CLASSES`.
         num_stages: number of stages; stage i is on worker i modulo `num_workers`.
         num_workers: number of workers.
         num_micros: number of micro-batches.
@@ -28,10 +28,10 @@ def actions(schedule: str, num_stages: int, num_workers: int, num_micros: int) -
         return [[(stage, kind, m) for kind in ("forward", "backward") for m in micros] for stage in range(num_stages)]
     if schedule == "1f1b":
         return [_one_forward_one_backward(stage, num_stages, num_micros) for stage in range(num_stages)]
-    from runner.parallel.pipelining.schedules import SCHEDULES  # imported here: it takes half a second
+    from runner.parallel.pipelining.process_engine import SCHEDULE_CLASSES  # imported here: it takes half a second
 
     kinds = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
-    order = pipeline_actions(SCHEDULES[schedule], num_stages, num_workers, num_micros)
+    order = pipeline_actions(SCHEDULE_CLASSES[schedule], num_stages, num_workers, num_micros)
     return [[(stage, kinds[kind], micro) for stage, kind, micro in own] for own in order]
 
 

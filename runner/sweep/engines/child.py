@@ -15,8 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-STOPPED = 75
-"""The exit code of a job that was asked to stop, and has saved a checkpoint or has not begun."""
+from runner.system.exit_codes import STOPPED
 
 COMMAND = ("-m", "runner")
 """The arguments with which Python runs the command; they are followed by the arguments of the job."""

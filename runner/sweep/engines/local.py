@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 from runner.config.errors import check, check_range
 from runner.sweep.console import is_open_in, is_running
 from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
-from runner.sweep.engines.child import STOPPED
 from runner.system.cpu import usable_core_numbers
+from runner.system.exit_codes import STOPPED
 from runner.system.forkserver import METHOD, become_command, start_server
 from runner.system.gpu import busy_gpus, visible_gpus
 

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError, check, check_range
 from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
-from runner.sweep.engines.child import STOPPED, python_path, task
+from runner.sweep.engines.child import python_path, task
 from runner.sweep.engines.ray_task import RayTask, import_ray
 from runner.system.cpu import usable_core_numbers
+from runner.system.exit_codes import STOPPED
 
 _OBJECT_STORE_BYTES = 100 * 2**20
 """The memory for Ray's object store when Ray is started on this machine; it is small, as jobs exchange no objects."""

@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from runner.config.errors import ConfigError, check, check_range
 from runner.storage.safe_read import UnsafeFileError, check_no_link, read_regular
 from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
-from runner.sweep.engines.child import STOPPED, python_path, task
+from runner.sweep.engines.child import python_path, task
 from runner.sweep.engines.slurm_task import KILL, STOP, SlurmTask
+from runner.system.exit_codes import STOPPED
 
 if TYPE_CHECKING:
     from submitit import SlurmExecutor

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.sweep.engines.child import STOPPED, Child, Task
+from runner.sweep.engines.child import Child, Task
+from runner.system.exit_codes import STOPPED
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission

@@ -12,7 +12,7 @@ from torch.distributed import pipelining
 from runner.parallel.pipelining.stages import ActivationSpec, Loss, StageModule
 from runner.parallel.pipelining.timeline import Timeline
 
-SCHEDULES: dict[str, Any] = {
+SCHEDULE_CLASSES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
     "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
@@ -28,7 +28,7 @@ class ProcessEngine:
     Args:
         stages: stages of this process, by the number of the stage.
         activations: specs of the activations before, between and after all stages.
-        schedule: key of `SCHEDULES`.
+        schedule: key of `SCHEDULE_CLASSES`.
         size: number of samples per micro-batch.
         num_micros: number of micro-batches per call of `train`.
         device: device of this process.
@@ -62,7 +62,7 @@ class ProcessEngine:
             for number, stage in stages.items()
         ]
         own = timed_stages[0] if schedule in _SINGLE else timed_stages
-        self._schedule = SCHEDULES[schedule](own, num_micros, loss_fn=self._loss_of, scale_grads=False)
+        self._schedule = SCHEDULE_CLASSES[schedule](own, num_micros, loss_fn=self._loss_of, scale_grads=False)
 
     def _loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None

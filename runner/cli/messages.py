@@ -1,4 +1,4 @@
-"""The exit codes of the command, and its error messages."""
+"""Error messages of the command."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import textwrap
 import traceback
 
 from runner.config.errors import ConfigError, escaped
+from runner.system.exit_codes import CRASHED, REFUSED
 from runner.system.secrets import redacted
 from runner.system.utf8 import printable
-
-DONE, CRASHED, REFUSED, DIVERGED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
-"""The exit codes of the command; those of a run that has begun are also in `Result.exit_code`."""
 
 WIDTH = 200
 """The maximum length of a line of a message, in characters."""

@@ -1,0 +1,12 @@
+"""The exit codes of the command."""
+
+DONE, CRASHED, REFUSED, DIVERGED = 0, 1, 2, 3
+
+STOPPED = 75
+"""A stop signal arrived, or the time was up. What has begun is saved; the same command with `resume=auto` goes on.
+
+It is `EX_TEMPFAIL` of sysexits.h: a temporary failure, so that a scheduler may start the command again.
+"""
+
+INTERRUPTED = 130
+"""Ctrl-C was pressed before training began, or a second time: nothing more was saved."""
