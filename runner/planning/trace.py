@@ -231,11 +231,23 @@ class CpuWorkspace:
             inputs, weight = args[1], args[2]
             # oneDNN reorders the weights and their gradients; weights in another memory format are converted before.
             converted = _is_channels_last(inputs) and not weight.is_contiguous(memory_format=torch.channels_last)
-            own = weight.nbytes * (3 if converted else 2)
+            copies = 4 * torch.get_num_threads() if _is_summed_per_thread(inputs, weight) else 2
+            own = weight.nbytes * (copies + converted)
         elif func is torch.ops.c10d._reduce_scatter_base_.default:
             # gloo reduces a copy, while the backward pass goes on; FSDP waits for it at its next reduce-scatter.
             self._sent = args[1].nbytes
         return own + self._sent
+
+
+def _is_summed_per_thread(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether oneDNN sums the gradient of the weights of a convolution in memory of each thread.
+
+    Without AVX-512, it multiplies matrices where inputs are smaller than the kernel; each thread has four copies of the
+    weights then (oneDNN 3.12: `gemm:jit`, backward_weights; found by measuring).
+    """
+    smaller = any(size < kernel for size, kernel in zip(inputs.shape[2:], weight.shape[2:], strict=True))
+    without_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return smaller and without_avx512 and len(inputs) > 1 and inputs.dtype == torch.float32
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:

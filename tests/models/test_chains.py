@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copy
 import functools
 
 import pytest
@@ -59,7 +60,8 @@ def test_there_is_a_network_of_each_class() -> None:
 
 @pytest.mark.parametrize("name", SMALLEST)
 def test_block_after_block_computes_what_the_network_computes(name: str) -> None:
-    model, x = network(name), inputs(name)
+    """In float64, in which the outputs of all networks show which of the two inputs they are of."""
+    model, x = copy.deepcopy(network(name)).double(), inputs(name).double()
     with torch.no_grad():
         wanted = model(x)
         for _, block in blocks_of(model):
