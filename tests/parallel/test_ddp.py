@@ -81,7 +81,8 @@ def test_compressed_gradients_round_and_still_learn(
     ranks(2).train(composed(*FAST, *overrides), tmp_path / "short")
     plain = plain_loop(built(*FAST, *COMMON), CASES["sgd"][1])
     assert least < largest_difference(weights_at(tmp_path / "short", STEPS), plain.weights) < most
-    result = ranks(2).train(composed(*FAST, *overrides, "steps=150", "log_every=150"), tmp_path / "long")
+    longer = ("steps=150", "log_every=150", "schedule=cosine")  # at a constant rate, the accuracy varies by 0.1
+    result = ranks(2).train(composed(*FAST, *overrides, *longer), tmp_path / "long")
     assert result.metrics["eval/accuracy"] > 0.8
 
 
