@@ -504,7 +504,7 @@ def test_the_run_in_a_named_directory_continues_or_is_set_aside(tmp_path: Path) 
     for wanted in ("done after step 4/4", "all 4 steps are done: nothing is left to do"):
         code, told = run_command(*words, cwd=tmp_path)
         assert (code, wanted in told) == (0, True), told
-    assert "look: tensorboard --logdir here\n" in told
+    assert "look: tensorboard --logdir here/run\n" in told
     code, told = run_command("resume=here/run", "--run-directory=there", cwd=tmp_path)
     assert (code, told.startswith("--run-directory: got 'there': resume=RUN continues")) == (2, True), told
     code, told = run_command(*words, "seed=1", cwd=tmp_path)

@@ -127,7 +127,7 @@ def _typed(path: str) -> str:
 def summary(session: Session, directory: Path, result: Result) -> str:
     """Return the text that is printed at the end of a run: its status, its directory, and what to type next."""
     root = Path(session.run.output_root).resolve()
-    root = root if directory.is_relative_to(root) else directory.parent
+    root = root if directory.is_relative_to(root) else directory
     where, logs = (shlex.quote(_typed(os.path.relpath(path))) for path in (directory, root))
     steps = f"{result.steps}/{max(result.steps, session.num_steps)}"
     lines = [f"{result.status} after step {steps}" + (f", {result.seconds:.1f} s" if result.seconds else "")]
@@ -141,5 +141,6 @@ def summary(session: Session, directory: Path, result: Result) -> str:
         if any((directory / "checkpoints").glob("step_*")):
             other = " optimizer.lr=…" if result.status == "diverged" else ""
             lines.append(f"resume: python -m runner resume={where}{other}")
-    lines.append(f"look: tensorboard --logdir {logs}")
+    if any(directory.glob("events.out.tfevents.*")):  # with the trackers of the run, or before a resume
+        lines.append(f"look: tensorboard --logdir {logs}")
     return redacted(escaped("\n".join(lines)))
