@@ -123,9 +123,12 @@ class Optimizer(ABC):
     def _patterns(self, model: torch.nn.Module, parameters: Mapping[str, Any]) -> dict[str, str]:
         """Return the first pattern in `groups` that matches, by the name of the parameter."""
         found: dict[str, str] = {}
-        names = {name: own for name, own in names_to_match(model).items() if name in parameters} if self.groups else {}
+        names = names_to_match(model) if self.groups else {}
+        trained = {name: own for name, own in names.items() if name in parameters}
+        frozen = {name: own for name, own in names.items() if name not in parameters}
         for pattern in self.groups or ():
-            own = [name for name in matching("optimizer.groups", pattern, names) if name not in found]
+            matched = matching("optimizer.groups", pattern, trained, frozen, "none of its parameters is trained")
+            own = [name for name in matched if name not in found]
             why = "all parameters that it matches belong to the patterns before it"
             check(bool(own), "optimizer.groups", pattern, why, "write it before them")
             found |= dict.fromkeys(own, pattern)

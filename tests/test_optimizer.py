@@ -172,6 +172,13 @@ def test_groups_that_no_parameter_can_be_in_are_refused(options: dict[str, Any],
     assert (refused.value.key, refused.value.got) == (key, got)
 
 
+def test_a_pattern_that_matches_only_frozen_parameters_is_refused() -> None:
+    model = network()
+    model.get_submodule("2").requires_grad_(False)
+    with pytest.raises(ConfigError, match="none of its parameters is trained"):
+        SGD(lr=0.1, groups={"2": {"lr": 0.3}}).parameter_groups(model)
+
+
 def test_a_part_of_a_model_has_the_groups_of_the_whole() -> None:
     """As a stage of a pipeline does; a group may be empty there."""
     model, options = network(), SGD(lr=0.1, groups={"0": {"lr": 0.3}})

@@ -64,8 +64,7 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str]
     Raises:
         ConfigError: if there is no such option or key, or the overrides cannot be parsed.
     """
-    is_list = not isinstance(overrides, str) and all(isinstance(word, str) for word in overrides)
-    check(is_list, "overrides", overrides, "it is no list of texts", 'for example ["parallel=ddp", "seed=1"]')
+    check_list_of_texts(overrides)
     words = arguments.overrides_first(overrides)
     flags = [word for word in words if word.startswith("-")]
     check(not flags, "".join(flags[:1]), ABSENT, "flags belong to the command", "leave it out")
@@ -73,6 +72,18 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str]
     with _hydra_of_our_own(), _config_errors():
         job = compose_run(composer_of(words, folder), words)
     return Config(job.config, job.overrides, folder)
+
+
+def check_list_of_texts(overrides: Any) -> None:
+    """Raise a ConfigError unless `overrides` is a list of texts: a text alone would be taken for many of one letter."""
+    is_list = not isinstance(overrides, str) and isinstance(overrides, Sequence)
+    check(
+        is_list and all(isinstance(word, str) for word in overrides),
+        "overrides",
+        overrides,
+        "it is no list of texts",
+        'for example ["parallel=ddp", "seed=1"]',
+    )
 
 
 def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:

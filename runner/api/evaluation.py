@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from runner.api.composing import compose
+from runner.api.composing import check_list_of_texts, compose
 from runner.cli.arguments import override_value
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.parallel.context import Process
@@ -20,8 +20,20 @@ from runner.storage.signature import saved_signature
 from runner.training import initial_state
 
 
-def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> dict[str, float]:
-    """Return the metrics of an evaluation of `checkpoint`, by TensorBoard tag. Nothing is written to its run.
+class Evaluation(NamedTuple):
+    """An evaluation of a checkpoint.
+
+    Args:
+        metrics: the metrics by TensorBoard tag.
+        description: what was evaluated, such as {"data": "Digits, 1,438 training and 359 held-out samples …"}.
+    """
+
+    metrics: dict[str, float]
+    description: dict[str, str]
+
+
+def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> Evaluation:
+    """Evaluate `checkpoint`. Nothing is written to its run.
 
     With the mode, the device and the precision of the run, the metrics equal those of the run's evaluation after this
     step, to the last bit.
@@ -34,6 +46,7 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> dict
         ConfigError: if the checkpoint is damaged, or the config cannot run.
         RankError: if a process fails.
     """
+    check_list_of_texts(overrides)
     source = override_value(overrides, "resume")
     check(source is None, "resume", source, "the checkpoint of the evaluation is already named", "leave it out")
     try:
@@ -49,7 +62,8 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> dict
         rank_main = partial(_evaluate_rank, run.config, checkpoint)
         here = partial(_evaluate, session, checkpoint)
         try:
-            return launcher.launch(here, rank_main, session.context, Path(scratch))
+            metrics = launcher.launch(here, rank_main, session.context, Path(scratch))
+            return Evaluation(metrics, session.run.workload.describe())
         except ConfigError as error:
             if error.key == "resume" and overrides:  # it is not the checkpoint that is wrong
                 why = "the checkpoint is not one of a run with these options"

@@ -47,6 +47,9 @@ class SavedRun:
     """
 
     def __init__(self, directory: Path):
+        why, step = "it is a checkpoint, and not a run", directory.name.removeprefix("step_").lstrip("0")
+        remedy = f"name the run, {directory.parent.parent}, and choose the checkpoint {step} (--checkpoint {step})"
+        check(directory.parent.name != "checkpoints", "directory", str(directory), why, remedy)
         try:
             values = saved_config(directory).values
         except UnreadableConfigError as error:
@@ -171,7 +174,7 @@ class SavedRun:
             RankError: if a process fails.
         """
         with settings_kept():
-            return evaluate_checkpoint(self.checkpoint(choice), overrides)
+            return evaluate_checkpoint(self.checkpoint(choice), overrides).metrics
 
     def predict(
         self, files: Sequence[str | os.PathLike[str]] | str | os.PathLike[str], choice: str | int = "best"

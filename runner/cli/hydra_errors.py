@@ -52,6 +52,8 @@ def _no_such_option(error: Exception) -> ConfigError | None:
         if (found := re.fullmatch(pattern, f"{group}={option}"))
     )
     remedy = next(remedies, did_you_mean(option, groups().get(group, [])))
+    if groups().get(group) == ["default"]:  # there is nothing to choose in this group
+        remedy = f"set its keys: {', '.join(f'{group}.{key}=…' for key in sorted(option_keys(group, 'default')))}"
     return ConfigError(group, option, "there is no such option;", remedy)
 
 

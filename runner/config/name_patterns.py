@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from runner.config.errors import check, did_you_mean
@@ -31,20 +32,33 @@ def names_to_match(model: torch.nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def matching(key: str, pattern: str, names: Mapping[str, Sequence[str]]) -> list[str]:
+def matching(
+    key: str,
+    pattern: str,
+    names: Mapping[str, Sequence[str]],
+    others: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    why_not: str = "",
+) -> list[str]:
     """Return the names of the parameters that `pattern` matches.
 
     Args:
         key: the config key of the pattern, for the error message.
         pattern: the pattern.
         names: what it can match, by parameter name: a part of what `names_to_match` returns.
+        others: the rest of it.
+        why_not: why it must not match those alone, for the error message.
 
     Raises:
         ConfigError: if it matches no parameter; the error suggests similar names.
     """
-    found = [name for name, own in names.items() if any(fnmatchcase(each, pattern) for each in own)]
+    found = _found(pattern, names)
     if not found:  # no `check`: the suggestions take time
         near = difflib.get_close_matches(pattern, {each for own in names.values() for each in own}, n=3)
-        why = "no parameter has this name, or is in a module or block of this name;"
+        unknown = "no parameter has this name, or is in a module or block of this name"
+        why = f"{why_not if _found(pattern, others) else unknown};"
         check(False, key, pattern, why, did_you_mean(pattern, near or {own[0] for own in names.values()}))
     return found
+
+
+def _found(pattern: str, names: Mapping[str, Sequence[str]]) -> list[str]:
+    return [name for name, own in names.items() if any(fnmatchcase(each, pattern) for each in own)]

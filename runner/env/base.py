@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import ConfigError, check, check_choice, check_range, did_you_mean
+from runner.system.installed import is_installed
 
 if TYPE_CHECKING:
     from gymnasium.envs.registration import EnvSpec
@@ -123,7 +124,7 @@ class Env:
         """
         if render_mode not in self._render_modes:
             return f"{self.id} does not support render_mode={render_mode}", otherwise
-        if self._is_builtin and importlib.util.find_spec("pygame") is None:
+        if self._is_builtin and not is_installed("pygame"):
             return (
                 "pygame, which renders the environments, is not installed",
                 "pip install 'gymnasium[classic-control]'",

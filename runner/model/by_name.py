@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.model.base import Model
+from runner.system.installed import is_installed
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Timm(NamedModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(find_spec("timm") is not None, "_target_", "timm", "it is not installed", "pip install -e '.[timm]'")
+        check(is_installed("timm"), "_target_", "timm", "it is not installed", "pip install -e '.[timm]'")
         why = "timm's networks do not say which of their blocks could be recomputed"
         check(
             not self.checkpoint_activations,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 from collections import Counter
@@ -13,6 +12,7 @@ from runner.config.options import chosen_groups
 from runner.storage.run_directory import read_result
 from runner.sweep.ledger_file import read_ledger
 from runner.sweep.metric_direction import direction
+from runner.system.installed import is_installed
 from runner.system.utf8 import printable
 from runner.tracking.spread import Spread
 
@@ -218,7 +218,7 @@ def _digits(value: float) -> str:
 def _figure(sweep: _Sweep) -> Figure | None:
     """Plot the metric against each swept key; return None without matplotlib, or if only seeds were swept."""
     keys = [key for key in sweep.swept if key not in _REPEATS and len(sweep.over(key)) > 1][:_MOST_KEYS]
-    if not keys or importlib.util.find_spec("matplotlib") is None:
+    if not keys or not is_installed("matplotlib"):
         return None
     from runner.tracking import charts
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.tools.compare_formats import as_csv, as_json, markdown, terminal
 from runner.tools.compare_rows import Comparison
+from runner.tools.output import reader_may_leave
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,11 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.format is None:
-        console = Console(width=None if sys.stdout.isatty() else 160)
-        console.print(terminal(comparison, console.width))
-    else:
-        sys.stdout.write(options.format(comparison))
+    with reader_may_leave():
+        if options.format is None:
+            console = Console(width=None if sys.stdout.isatty() else 160)
+            console.print(terminal(comparison, console.width))
+        else:
+            sys.stdout.write(options.format(comparison))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import warnings
@@ -18,6 +17,7 @@ from runner.config.errors import ConfigError, check
 from runner.storage.manifest import SIGNATURE
 from runner.storage.saved_run import directory_of
 from runner.storage.signature import saved_signature
+from runner.system.installed import is_installed
 
 TOLERANCE = 1e-5
 """The largest difference between an output of the program and that of the model, relative to the largest output."""
@@ -31,7 +31,7 @@ def export_program(source: Path, choice: str | int, path: Path) -> str:
 
     Args:
         source: a run directory, or a checkpoint in one.
-        choice: `best`, `last` or a number of steps; not used if `source` is a checkpoint.
+        choice: `best`, `last` or a step; not used if `source` is a checkpoint.
         path: a .pt2 or .onnx file, which is replaced if it exists.
 
     Raises:
@@ -75,7 +75,7 @@ def check_exporter(path: Path) -> None:
     Raises:
         ConfigError: if one is missing.
     """
-    missing = [name for name in ("onnx", "onnxscript") if path.suffix == ".onnx" and not importlib.util.find_spec(name)]
+    missing = [name for name in ("onnx", "onnxscript") if path.suffix == ".onnx" and not is_installed(name)]
     why, remedy = f"{' and '.join(missing)} is not installed", "pip install -e '.[export]', or name a .pt2 file"
     check(not missing, "DESTINATION", str(path), why, remedy)
 

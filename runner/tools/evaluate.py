@@ -13,11 +13,15 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runner.cli.messages import report_error
 from runner.parallel.launch.supervisor import RankError
 from runner.system.exit_codes import CRASHED, DONE
 from runner.tools.run_arguments import check_no_flags, run_parser
+
+if TYPE_CHECKING:
+    from runner.api.evaluation import Evaluation
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,28 +31,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parser.parse_known_args(arguments)
     try:
         check_no_flags(overrides)
-        from runner.api.saved import load  # imported here: flags are checked before torch is imported
+        from runner.api.evaluation import evaluate_checkpoint  # imported here: flags are checked before torch is
+        from runner.api.saved import load
 
-        run = load(options.run)
-        checkpoint = run.checkpoint(options.checkpoint)
-        metrics = run.evaluate(int(checkpoint.name.removeprefix("step_")), overrides)
+        checkpoint = load(options.run).checkpoint(options.checkpoint)
+        evaluation = evaluate_checkpoint(checkpoint, overrides)
     except Exception as error:
         if isinstance(error, RankError):
             print(f"{error.trace}{error}", file=sys.stderr)
             return CRASHED
         return report_error(error)
-    print(_as_json(checkpoint, metrics) if options.json else _as_text(checkpoint, metrics))
+    print((_as_json if options.json else _as_text)(checkpoint, evaluation))
     return DONE
 
 
-def _as_json(checkpoint: Path, metrics: dict[str, float]) -> str:
+def _as_json(checkpoint: Path, evaluation: Evaluation) -> str:
     step = int(checkpoint.name.removeprefix("step_"))
-    return json.dumps({"checkpoint": str(checkpoint), "step": step, "metrics": metrics}, indent=2)
+    return json.dumps({"checkpoint": str(checkpoint), "step": step, **evaluation._asdict()}, indent=2)
 
 
-def _as_text(checkpoint: Path, metrics: dict[str, float]) -> str:
-    width = max(map(len, metrics))
-    return "\n".join([str(checkpoint), *(f"{tag:<{width}}  {value:.6g}" for tag, value in metrics.items())])
+def _as_text(checkpoint: Path, evaluation: Evaluation) -> str:
+    cells = evaluation.description | {tag: f"{value:.6g}" for tag, value in evaluation.metrics.items()}
+    width = max(map(len, cells))
+    return "\n".join([str(checkpoint), *(f"{name:<{width}}  {cell}" for name, cell in cells.items())])
 
 
 if __name__ == "__main__":

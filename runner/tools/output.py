@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,19 @@ def _is_formula(text: str) -> bool:
     except ValueError:
         return True
     return False
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """A context manager in which it is no error that the program behind a pipe reads no more, as `head` does.
+
+    See the note on SIGPIPE in https://docs.python.org/3/library/signal.html.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at the exit
 
 
 def check_writable(flag: str, value: str | None, suffix: str = "") -> None:

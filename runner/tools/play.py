@@ -81,7 +81,7 @@ def _play(env: Env, model: torch.nn.Module, seed: int, num_episodes: int, film: 
 
     render_mode, otherwise = ("human", "film it: --film FILE.gif") if film is None else ("rgb_array", "leave it out")
     if missing := env.cannot_be_drawn(render_mode, otherwise):
-        raise ConfigError("--film", film or ABSENT, *missing)
+        raise ConfigError("env" if film is None else "--film", film or env.id, *missing)
     has_window = film is not None or _has_display()
     check(has_window, "--film", ABSENT, "there is no display on which a window could open", otherwise)
     dtype, device = next(model.parameters()).dtype, torch.device("cpu")

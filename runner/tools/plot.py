@@ -7,7 +7,6 @@ repeats of one measurement; error bars show the standard deviation over the repe
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shlex
 import sys
@@ -20,6 +19,7 @@ from rich.console import Console
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.storage.run_directory import StorageError
 from runner.storage.safe_read import check_no_link
+from runner.system.installed import is_installed
 from runner.system.utf8 import printable
 from runner.tools.plot_runs import Study
 from runner.tools.plot_tables import render, write_points, write_runs
@@ -64,7 +64,7 @@ def plot(paths: list[Path], out: Path) -> None:
     remedy = "name the directory of a sweep, outputs/sweeps/NAME/…"
     for path in paths:
         check(path.is_dir(), "PATH", str(path), "there is no such directory", remedy)
-    installed = importlib.util.find_spec("matplotlib") is not None
+    installed = is_installed("matplotlib")
     why = "it is not installed, and draws the figures"
     check(installed, "matplotlib", ABSENT, why, "pip install 'matplotlib>=3.9'")
     study = Study(list(find_runs(paths)))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from runner.config.errors import ABSENT, ConfigError, check, escaped
 from runner.system.utf8 import printable
-from runner.tools.output import one_line
+from runner.tools.output import one_line, reader_may_leave
 from runner.tools.run_states import STATES
 from runner.tools.runs_clean import KeptError, remove_run, remove_sweep
 from runner.tools.runs_list import (
@@ -55,10 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     now = time.time()
     found = listed_sweeps(root) if options.sweeps else listed_runs(root)
     entries = [entry for entry in found if wanted.accepts(entry, now)]
-    if options.json:
-        print(json.dumps([_as_dict(entry, now) for entry in entries], indent=2))
-    else:
-        print("\n".join(_lines(entries, now)) or f"nothing of this kind is in {_shown(root)}")
+    with reader_may_leave():
+        if options.json:
+            print(json.dumps([_as_dict(entry, now) for entry in entries], indent=2))
+        else:
+            print("\n".join(_lines(entries, now)) or f"nothing of this kind is in {_shown(root)}")
     return clean(root, entries, options.yes) if options.clean and entries else 0
 
 

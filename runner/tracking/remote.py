@@ -8,12 +8,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import check
 from runner.storage.safe_read import read_regular
+from runner.system.installed import is_installed
 from runner.tracking.base import Tracker
 from runner.tracking.logged_points import LoggedPoints
 
@@ -59,7 +59,7 @@ class RemoteTracker(Tracker, ABC):
 
     def check(self) -> None:
         remedy = f"pip install -e '.[{self.package}]'"
-        check(find_spec(self.package) is not None, "tracking", self.package, "it is not installed", remedy)
+        check(is_installed(self.package), "tracking", self.package, "it is not installed", remedy)
 
     @abstractmethod
     def start(self, directory: Path, identifier: str) -> str:

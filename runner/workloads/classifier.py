@@ -28,7 +28,7 @@ class Classifier(DataWorkload[LabeledSamples]):
     Args:
         model: the network, as in `DataWorkload`.
         data: labeled images.
-        label_smoothing: amount of label smoothing, from 0 to 1 (Szegedy et al., 2016).
+        label_smoothing: amount of label smoothing, at least 0 and less than 1 (Szegedy et al., 2016).
         class_weights: weight of each class in the training loss, which is the weighted sum over the samples divided by
             the number of samples. torch divides by the sum of the weights in a batch instead, so that the loss of a
             sample would depend on how the batch is divided. Evaluations are not weighted.
@@ -50,12 +50,14 @@ class Classifier(DataWorkload[LabeledSamples]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "label_smoothing", least=0, most=1)
+        check_range(self, "label_smoothing", least=0, below=1)
         check_range(self, "mixup", least=0, most=1000)
         check_range(self, "cutmix", least=0, most=1000)
         valid = all(math.isfinite(weight) and weight >= 0 for weight in self.class_weights or [])
         remedy = "for example workload.class_weights=[1,2.5]"
         check(valid, "class_weights", self.class_weights, "weights must be finite and not negative", remedy)
+        counts = self.class_weights is None or any(self.class_weights)
+        check(counts, "class_weights", self.class_weights, "no class would count", remedy)
         both = self.balance_classes and self.class_weights is not None
         why = "workload.class_weights sets them already"
         check(not both, "balance_classes", True, why, "leave one of the two out")

@@ -142,6 +142,7 @@ def test_an_agent_is_evaluated_as_it_was() -> None:
         (5, [], "checkpoint"),
         ("newest", [], "checkpoint"),
         ("last", ["resume=auto"], "resume"),
+        ("last", "data.size=16", "overrides"),
         ("last", ["env=acrobot"], "env"),
         ("last", ["optimizer.lrr=1"], "optimizer.lrr"),
         ("last", ["data.size=16"], "data.size=16"),
@@ -149,11 +150,18 @@ def test_an_agent_is_evaluated_as_it_was() -> None:
         ("last", ["parallel=ddp", "model.hidden=7"], "parallel=ddp model.hidden=7"),
     ],
 )
-def test_what_cannot_be_evaluated_is_an_error(choice: str | int, overrides: list[str], key: str) -> None:
+def test_what_cannot_be_evaluated_is_an_error(choice: str | int, overrides: list[str] | str, key: str) -> None:
     run = trained()
     with pytest.raises(runner.ConfigError) as error:
         run.evaluate(choice, overrides)
     assert error.value.key == key
+
+
+def test_a_checkpoint_is_no_run() -> None:
+    run = trained()
+    with pytest.raises(runner.ConfigError, match=r"it is a checkpoint.*\n.*--checkpoint 12") as error:
+        runner.load(run.checkpoint("last"))
+    assert (error.value.key, str(run.directory) in error.value.remedy) == ("directory", True)
 
 
 def test_data_with_other_classes_is_not_evaluated(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ REFUSED = {
     "device=gpu": ["device: got 'gpu'", "did you mean cpu?"],
     "debug=nope": ["debug: got 'nope'", "overfit, smoke"],
     "experiment=nope": ["experiment: got 'nope'", "no such option"],
+    "ema=0.99": ["ema: got '0.99'", "no such option", "set its keys: ema.decay=…"],
     "optimizer=null": ["optimizer: got null", "nothing is chosen", "conf/optimizer/"],
     "model=null": ["model: got null", "nothing is chosen", "conf/model/"],
     "workload=null": ["workload: got null", "nothing is chosen", "conf/workload/"],

@@ -126,7 +126,7 @@ def timm(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     package: Any = ModuleType("timm")
     package.list_models, package.create_model = lambda: ["resnet18", "vit_tiny_patch16_224"], create_model
     monkeypatch.setitem(sys.modules, "timm", package)
-    monkeypatch.setattr(by_name, "find_spec", lambda name: name == "timm")
+    monkeypatch.setattr(by_name, "is_installed", lambda name: name == "timm")
     return calls
 
 

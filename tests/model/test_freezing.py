@@ -43,7 +43,7 @@ def test_a_pattern_matches_parameters_modules_and_blocks() -> None:
     [
         (["layr1"], [], "freeze", "layr1", "layer1"),
         (["*"], ["haed"], "unfreeze", "haed", "head"),
-        (["layer1"], ["layer2"], "unfreeze", "layer2", "layer1"),
+        (["layer1"], ["layer2"], "unfreeze", "layer2", "layer1"),  # layer2 is not frozen
         (["*"], [], "freeze", ["*"], "model.unfreeze=[head]"),
     ],
 )
@@ -54,6 +54,7 @@ def test_patterns_that_have_no_effect_are_refused(
         freeze(network(), patterns, exceptions)
     assert (refused.value.key, refused.value.got) == (key, got)
     assert suggested in refused.value.remedy
+    assert ("matches none of its parameters" in refused.value.why) == (exceptions == ["layer2"])
 
 
 def test_frozen_batch_normalization_keeps_its_statistics_and_uses_them() -> None:

@@ -61,7 +61,7 @@ def test_what_cannot_be_exported_is_refused(
     run: runner.SavedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({}, "weights.pt")
-    monkeypatch.setattr(convert_program.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(convert_program, "is_installed", lambda name: False)
     for words, key in {
         ("weights.pt", "model.pt2"): "SOURCE",
         (str(run.checkpoint(2)), "model.pt2", "--best"): "--best",

@@ -40,8 +40,9 @@ def test_the_text_names_the_checkpoint_and_each_metric(
     result: runner.Result, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.main([str(result.directory), "--checkpoint=4"]) == 0
-    first, *others = capsys.readouterr().out.splitlines()
+    first, data, *others = capsys.readouterr().out.splitlines()
     assert first.endswith("/checkpoints/step_00000004")
+    assert data.split(maxsplit=1) == ["data", "Digits, 1,438 training and 359 held-out samples of 1×8×8, 10 classes"]
     assert [line.split() for line in others] == [[tag, f"{value:.6g}"] for tag, value in result.evaluation.items()]
 
 
@@ -67,5 +68,5 @@ def test_a_crash_is_told_apart_from_a_refusal(result: runner.Result, monkeypatch
     def crash(*_: object) -> Callable[..., object]:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("runner.api.saved.evaluate_checkpoint", crash)
+    monkeypatch.setattr("runner.api.evaluation.evaluate_checkpoint", crash)
     assert evaluate.main([str(result.directory)]) == 1

@@ -100,7 +100,7 @@ def test_the_film_and_the_returns_are_those_of_the_greedy_policy(
         (["--checkpoint", "7"], "checkpoint"),
         (["--flim", "agent.gif"], "--flim"),
         (["env.idd=CartPole-v1"], "env.idd"),
-        ([], "--film"),  # this environment has no window
+        ([], "env"),  # this environment has no window
     ],
 )
 def test_mistakes_are_refused_with_the_key(

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,20 @@ def test_only_what_is_listed_is_removed_with_the_directories_it_leaves_empty(
     assert runs_in(outputs) == {"killed", "001-b"}
     assert sorted(path.name for path in outputs.iterdir()) == ["classifier", "sweeps"]
     assert (outputs / "sweeps" / "s" / "2026" / "sweep.json").exists()
+
+
+def test_a_reader_may_leave(tmp_path: Path) -> None:
+    """As `head` does: more is printed than a pipe holds."""
+    for number in range(400):
+        save_run(tmp_path / ("a" * 200 + str(number)), status="crashed", error="why")
+    for tool, flags in (("runs", ["--json"]), ("compare", ["--json"])):
+        command = [sys.executable, "-m", f"runner.tools.{tool}", str(tmp_path), *flags]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.readline()
+            process.stdout.close()
+            assert (process.stderr.read(), process.wait()) == ("", 0)
 
 
 @pytest.mark.parametrize(("answer", "removed"), [("y\n", True), ("YES\n", True), ("n\n", False), ("", False)])

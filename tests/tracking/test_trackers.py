@@ -296,7 +296,7 @@ def test_a_run_is_done_although_its_tracker_fails(tmp_path: Path) -> None:
 def test_a_package_that_is_not_installed_is_refused_before_the_run(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.tracking.remote.find_spec", lambda name: None)
+    monkeypatch.setattr("runner.tracking.remote.is_installed", lambda name: False)
     for overrides in ([f"tracking={package}"], ["tracking=several", f"tracking.names=[csv,{package}]"]):
         with pytest.raises(ConfigError) as refusal:
             prepared(built(*FAST, *overrides))

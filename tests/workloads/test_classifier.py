@@ -184,7 +184,10 @@ def test_an_epoch_and_batches_larger_than_it() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("label_smoothing", 1.5), ("label_smoothing", -0.1), ("eval_batch_size", 0), ("overfit_batches", -1)],
+    [
+        *(("label_smoothing", 1.0), ("label_smoothing", -0.1), ("class_weights", [0.0] * 10)),
+        *(("eval_batch_size", 0), ("overfit_batches", -1)),
+    ],
 )
 def test_options_out_of_range_are_refused(option: str, value: Any) -> None:
     parts = built(*FAST).workload

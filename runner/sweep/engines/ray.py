@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from runner.sweep.engines.child import python_path, task
 from runner.sweep.engines.ray_task import RayTask, import_ray
 from runner.system.cpu import usable_core_numbers
 from runner.system.exit_codes import STOPPED
+from runner.system.installed import is_installed
 
 _OBJECT_STORE_BYTES = 100 * 2**20
 """The memory for Ray's object store when Ray is started on this machine; it is small, as jobs exchange no objects."""
@@ -69,7 +69,7 @@ class Ray(Engine):
 
     @contextmanager
     def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
-        missing = find_spec("ray") is None
+        missing = not is_installed("ray")
         remedy = "pip install -e '.[ray]', or sweep=local"
         check(not missing, "sweep", "ray", "the package ray is not installed", remedy)
         ray = import_ray()

@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from shlex import quote
@@ -33,6 +32,7 @@ from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
 from runner.sweep.engines.child import python_path, task
 from runner.sweep.engines.slurm_task import KILL, STOP, SlurmTask
 from runner.system.exit_codes import STOPPED
+from runner.system.installed import is_installed
 
 if TYPE_CHECKING:
     from submitit import SlurmExecutor
@@ -127,7 +127,7 @@ class Slurm(Engine):
 
     @contextmanager
     def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
-        missing = find_spec("submitit") is None
+        missing = not is_installed("submitit")
         remedy = "pip install -e '.[slurm]', or sweep=local"
         check(not missing, "sweep", "slurm", "the package submitit is not installed", remedy)
         absent = [program for program in PROGRAMS if shutil.which(program) is None]
