@@ -23,7 +23,7 @@ from runner.sweep.objective import Objective
 from runner.sweep.scheduler import Scheduler
 from runner.sweep.search import SearchJobs, Space
 from runner.sweep.summary import best_job, write_summary
-from runner.system.exit_codes import STOPPED
+from runner.system.exit_codes import DIVERGED, DONE, STOPPED
 from runner.system.forkserver import run_in_child
 from runner.system.signals import StopRequest
 
@@ -32,7 +32,7 @@ _FOR_ALL_JOBS = ("output_root", "resume", "sweep")
 
 
 def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: str | None = None) -> list[int]:
-    """Run the jobs of a sweep, and return their exit codes.
+    """Run the jobs of a sweep, and return their exit codes; in a search, a trial that diverged has the code 0.
 
     Args:
         jobs: the combinations of values in the sweep.
@@ -80,6 +80,8 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
         if best is not None:
             run_in_child(write_summary, ledger.path)  # it needs torch, which the server of the jobs has imported
             print(f"look: tensorboard --logdir {shlex.quote(os.path.relpath(ledger.path))}", flush=True)
+        if isinstance(source, SearchJobs) and source.best() is not None:  # trials that diverge are results, too
+            codes = [DONE if code == DIVERGED else code for code in codes]
     if stop.received:
         raise SystemExit(STOPPED)
     return codes

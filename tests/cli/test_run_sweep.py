@@ -64,6 +64,16 @@ def test_a_search_ends_with_the_best_as_an_experiment_that_can_be_run(tmp_path: 
     assert read_result(single)["best"]["value"] == max(values.values()), "the same run"
 
 
+def test_trials_that_diverge_are_no_failure_of_a_search(tmp_path: Path) -> None:
+    wild = ("data.crop=0", "schedule=constant", "batch_size=32", "steps=40")
+    words = (*FAST, "-m", "optimizer.lr=0.1,900", *wild, "log_every=10")
+    for search, wanted in ((["sweep.search=grid"], 0), ([], 3)):
+        code, told = run_command(*words, *search, f"name=n{wanted}", cwd=tmp_path)
+        [path] = tmp_path.glob(f"outputs/sweeps/n{wanted}/*")
+        states = [entry["state"] for entry in read_ledger(path)["jobs"].values()]
+        assert (code, sorted(states)) == (wanted, ["diverged", "done"]), told
+
+
 def test_a_metric_that_is_not_measured_stops_the_search(tmp_path: Path) -> None:
     options = ("sweep.search=tpe", "sweep.metric=eval/los", "sweep.goal=min", "sweep.slots=1")
     code, told = run_command(*FAST, "-m", LR, "steps=2", *options, cwd=tmp_path)
