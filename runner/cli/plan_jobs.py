@@ -18,7 +18,7 @@ from runner.cli.messages import wrapped
 from runner.cli.sweep_jobs import SweepJobs
 from runner.config.errors import ConfigError
 from runner.config.options import chosen_groups
-from runner.run import build_run, config_hash
+from runner.run import Run, build_run, config_hash
 from runner.storage.run_directory import job_name
 from runner.sweep.engines.base import Demand
 from runner.sweep.scheduler import JobSource, PlannedJob
@@ -119,9 +119,21 @@ class Planner:
     def _build(self, config: dict[str, Any]) -> _Base:
         run = build_run(config)
         self.best = run.workload.best
-        devices = run.parallel.launcher(run.device).devices
+        return _Base(config_hash(config), self._demand(run))
+
+    def _demand(self, run: Run) -> Demand:
+        threads = run.device.threads
+        try:
+            devices = run.parallel.launcher(run.device).devices
+        except ConfigError as error:
+            if not error.key.startswith("device."):
+                raise
+            demand = self._jobs.engine.demand_elsewhere(threads)  # the machine may only be the login node of a cluster
+            if demand is None:
+                raise
+            return demand
         gpus = len(devices) if devices[0].type == "cuda" else 0
-        return _Base(config_hash(config), Demand(len(devices), gpus, run.device.threads))
+        return Demand(len(devices), gpus, threads)
 
 
 class GridJobs(JobSource):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from runner.cli.composition import Composer
+from runner.cli.plan_jobs import Planner
 from runner.cli.sweep_jobs import SweepJobs
 from runner.cli.zipped import parse_zip
 from runner.config.errors import ConfigError
+from runner.sweep.engines.base import Demand
 from runner.sweep.space import Interval
 
 
@@ -108,3 +113,23 @@ def test_an_interval_without_a_search_is_refused_with_the_option_to_use() -> Non
     with pytest.raises(ConfigError) as refusal:
         jobs("optimizer.lr=interval(0,1)")
     assert "sweep.search=tpe" in refusal.value.remedy
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices that only the machines of a cluster have
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+@pytest.mark.parametrize("engine", ["slurm", "ray"])
+@pytest.mark.parametrize(
+    "device", [["device=cuda"], ["device=cuda", "device.index=3"], ["parallel=ddp", "device=cuda"]]
+)
+def test_jobs_for_gpus_are_planned_on_a_machine_without(engine: str, device: list[str], tmp_path: Path) -> None:
+    planner = Planner(jobs("seed=0,1", *device, f"sweep={engine}", "sweep.gpus=2", "device.threads=3"), None)
+    planner.path = tmp_path
+    planned = planner.plan(1, ["seed=1", *device, "device.threads=3"])
+    assert (planned.refusal, planned.demand) == ("", Demand(1, 2, 3))
+    with pytest.raises(ConfigError, match=r"^sweep.gpus: .*\n.*sweep.gpus=1"):
+        Planner(jobs("seed=0,1", *device, f"sweep={engine}"), None)
+    with pytest.raises(ConfigError, match=r"^device.kind: got 'cuda'"):
+        Planner(jobs("seed=0,1", *device), None)

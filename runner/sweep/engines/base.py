@@ -177,6 +177,17 @@ class Engine(ABC):
     def prepare(self) -> None:
         """Start slow preparations in the background, while the jobs are being planned."""
 
+    def demand_elsewhere(self, threads: int | None) -> Demand | None:
+        """Return what a job needs whose devices this machine does not have; None if its jobs only run on this machine.
+
+        Args:
+            threads: as in `Demand`.
+
+        Raises:
+            ConfigError: if it depends on the devices.
+        """
+        return None
+
     @abstractmethod
     def connect(self, num_jobs: int, path: Path) -> AbstractContextManager[Pool]:
         """Return a context manager that yields the pool. At the end of the context, `Pool.kill` is called.

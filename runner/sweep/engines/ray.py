@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError, check, check_range
-from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
+from runner.sweep.engines.base import Ended, Job, Pool, Started
 from runner.sweep.engines.child import python_path, task
+from runner.sweep.engines.cluster import ClusterEngine
 from runner.sweep.engines.ray_task import RayTask, import_ray
 from runner.system.cpu import usable_core_numbers
 from runner.system.exit_codes import STOPPED
@@ -39,21 +40,16 @@ _SECONDS_TO_KILL = 5.0
 
 
 @dataclass
-class Ray(Engine):
+class Ray(ClusterEngine):
     """The engine that runs jobs with Ray.
 
     Args:
         slots: the maximum number of jobs that run at once; `auto`: as many as the cluster has CPU cores and GPUs for.
         address: the address of the cluster (`auto`, `HOST:PORT` or `ray://HOST:PORT`); null: start Ray on this machine.
-        threads: the number of CPU threads of each process of a job; one core is reserved for each thread. The option
-            `device.threads` of a job takes precedence.
-        gpus: the number of GPUs of each job; null: as many as the job would use on this machine.
     """
 
     slots: int | str = "auto"
     address: str | None = None
-    threads: int = 1
-    gpus: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,8 +60,6 @@ class Ray(Engine):
         well_formed = self.address is None or self.address == "auto" or _ADDRESS.fullmatch(self.address) is not None
         remedy = "null starts Ray on this machine"
         check(well_formed, "address", self.address, "it must be auto, HOST:PORT or ray://HOST:PORT", remedy)
-        check_range(self, "threads", least=1, most=1024)
-        check_range(self, "gpus", least=0, most=1024)
 
     @contextmanager
     def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
@@ -146,7 +140,7 @@ class RayPool(Pool):
         self._ended: list[Ended] = []
 
     def submit(self, job: Job) -> Started | None:
-        cores, gpus, threads = self._needs(job.demand)
+        cores, gpus, threads = self._options.resources(job.demand)
         self._check_possible(job.number, cores, gpus)
         if not self._has_room(cores, gpus):
             return None
@@ -156,12 +150,6 @@ class RayPool(Pool):
         self._running[job.number] = _Running(actor, actor.run.remote(), actor.ready.remote(), cores, gpus)
         devices = [f"{gpus} GPU{'s' * (gpus > 1)}"] * bool(gpus)
         return Started("Ray, " + ", ".join([f"{cores} core{'s' * (cores > 1)}", *devices]))
-
-    def _needs(self, demand: Demand) -> tuple[int, int, int]:
-        """Return the number of CPU cores of a job, its number of GPUs, and the number of threads of each process."""
-        gpus = demand.gpus if self._options.gpus is None else self._options.gpus
-        threads = demand.threads or self._options.threads
-        return max(demand.processes, gpus) * threads, gpus, threads
 
     def _check_possible(self, number: int, cores: int, gpus: int) -> None:
         """Check that a machine has enough CPU cores and GPUs for job `number`. Otherwise, Ray would wait forever."""

@@ -24,12 +24,13 @@ from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from runner.config.errors import ConfigError, check, check_range
 from runner.storage.safe_read import UnsafeFileError, check_no_link, read_regular
-from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
+from runner.sweep.engines.base import Ended, Job, Pool, Started
 from runner.sweep.engines.child import python_path, task
+from runner.sweep.engines.cluster import ClusterEngine, Resources
 from runner.sweep.engines.slurm_task import KILL, STOP, SlurmTask
 from runner.system.exit_codes import STOPPED
 from runner.system.installed import is_installed
@@ -74,14 +75,11 @@ _IDS_PER_CALL = 200
 
 
 @dataclass
-class Slurm(Engine):
+class Slurm(ClusterEngine):
     """The engine that runs jobs on a SLURM cluster.
 
     Args:
         slots: the maximum number of jobs in SLURM's queue at once, both waiting and running.
-        threads: the number of CPU threads of each process of a job; one core is requested for each thread. The option
-            `device.threads` of a job takes precedence.
-        gpus: the number of GPUs of each job; null: as many as the job would use on this machine.
         mem_gb: the memory of each job in GB; null: the default of the partition.
         timeout_min: the time limit of each job in minutes. A job that reaches the limit saves a checkpoint and is
             requeued.
@@ -93,7 +91,6 @@ class Slurm(Engine):
 
     slots: int = 100
     threads: int = 4
-    gpus: int | None = None
     mem_gb: float | None = None
     timeout_min: int = 240
     signal_seconds: int = 120
@@ -107,8 +104,6 @@ class Slurm(Engine):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, "slots", least=1, most=1000)
-        check_range(self, "threads", least=1, most=1024)
-        check_range(self, "gpus", least=0, most=1024)
         check_range(self, "mem_gb", above=0, most=1e6)
         check_range(self, "timeout_min", least=5, most=10**6)
         check_range(self, "signal_seconds", least=1, most=self.timeout_min * 30)
@@ -157,12 +152,6 @@ class SlurmError(Exception):
     """Raised when a SLURM program such as sbatch or squeue fails, or when its output cannot be parsed."""
 
 
-class _Resources(NamedTuple):
-    cores: int
-    gpus: int
-    threads: int
-
-
 class _Batch:
     """A batch of jobs that are submitted together as one job array.
 
@@ -170,7 +159,7 @@ class _Batch:
         resources: the resources that each job of the batch needs.
     """
 
-    def __init__(self, resources: _Resources):
+    def __init__(self, resources: Resources):
         self.resources = resources
         self.token = secrets.token_hex(4)
         self.jobs: list[Job] = []
@@ -223,7 +212,7 @@ class SlurmPool(Pool):
     def submit(self, job: Job) -> Started | None:
         if len(self._handles) >= self._options.slots:
             return None
-        resources = self._resources(job.demand)
+        resources = self._options.resources(job.demand)
         batch = next((each for each in self._batches if each.resources == resources and not each.failures), None)
         if batch is None:
             batch = _Batch(resources)
@@ -276,11 +265,6 @@ class SlurmPool(Pool):
 
     # -----------------------------------------------------------------------------------------------------------------
     # Starting jobs
-
-    def _resources(self, demand: Demand) -> _Resources:
-        gpus = demand.gpus if self._options.gpus is None else self._options.gpus
-        threads = demand.threads or self._options.threads
-        return _Resources(max(demand.processes, gpus) * threads, gpus, threads)
 
     def _array_name(self, batch: _Batch) -> str:
         return f"{self._name}-{batch.token}"
