@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from runner.config.errors import check_choice, check_range
-from runner.data.augment import NO_AUGMENT, POLICIES, Augment
+from runner.data.auto_augment import NO_AUGMENT, POLICIES, Augment
 from runner.data.base import Data, Samples
 from runner.data.memory import TensorSamples
 from runner.seeds import derive

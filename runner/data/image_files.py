@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from runner.batching import MicroBatch, SampleOrder
-from runner.data.augment import NO_AUGMENT, Augment
+from runner.data.auto_augment import NO_AUGMENT, Augment
 from runner.data.base import Batch, DataError, LabeledSamples, shard_bounds
 from runner.data.prefetch import to_device
 from runner.data.workers import Workers

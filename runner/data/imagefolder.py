@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from runner.config.errors import check, check_choice, check_range
-from runner.data.augment import NO_AUGMENT, POLICIES, Augment
+from runner.data.auto_augment import NO_AUGMENT, POLICIES, Augment
 from runner.data.base import Data, Samples
 from runner.data.class_folders import Files, training_and_held_out
 from runner.data.decode import ImageReader

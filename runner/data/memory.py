@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from runner.batching import MicroBatch, SampleOrder
-from runner.data.augment import NO_AUGMENT, Augment
+from runner.data.auto_augment import NO_AUGMENT, Augment
 from runner.data.base import Batch, LabeledSamples, shard_bounds
 from runner.seeds import sample_seeds, uniforms
 

@@ -25,7 +25,7 @@ import torch
 import torchvision
 
 from runner.config.errors import ConfigError, check, check_choice, check_range
-from runner.data.augment import POLICIES, Augment
+from runner.data.auto_augment import POLICIES, Augment
 from runner.data.base import Data, Samples
 from runner.data.memory import TensorSamples
 

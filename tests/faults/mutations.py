@@ -302,8 +302,8 @@ MUTATIONS = [
     Mutation(
         "a run that was stopped exits with 0",
         "runner/run.py",
-        '"stopped": 75',
-        '"stopped": 0',
+        '"stopped": STOPPED',
+        '"stopped": DONE',
         (f"{SIGNALS}::test_resume_after_a_signal_is_bitwise_exact",),
     ),
     Mutation(

@@ -140,12 +140,12 @@ def test_a_table_of_the_model_is_in_tensorboard_and_in_the_log(
     with caplog.at_level(logging.DEBUG, logger="runner"):
         run = trained("steps=1", "model.freeze=[conv1.*]")
     lines = [
-        "block   type                   parameters  trained",
-        "conv1   Conv2d ReLU MaxPool2d         160        0",
-        "conv2   Conv2d ReLU MaxPool2d       4,640    4,640",
-        "hidden  Flatten Linear ReLU         8,256    8,256",
-        "head    Linear                        650      650",
-        "total   ConvNet                    13,706   13,546",
+        "block   type                   output  parameters  trained    FLOPs",
+        "conv1   Conv2d ReLU MaxPool2d  16×4×4         160        0   18,432",
+        "conv2   Conv2d ReLU MaxPool2d  32×2×2       4,640    4,640  147,456",
+        "hidden  Flatten Linear ReLU    64           8,256    8,256   16,384",
+        "head    Linear                 10             650      650    1,280",
+        "total   ConvNet                10          13,706   13,546  183,552",
     ]
     [(step, table)] = text(run.directory, "network")
     assert (step, table.splitlines()) == (1, lines)

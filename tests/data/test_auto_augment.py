@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 
 from runner.batching import Plan
 from runner.config.errors import ConfigError
-from runner.data.augment import NO_AUGMENT, POLICIES, Augment
+from runner.data.auto_augment import NO_AUGMENT, POLICIES, Augment
 from runner.seeds import sample_seeds
 
 CPU = torch.device("cpu")
