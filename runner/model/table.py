@@ -105,13 +105,14 @@ def rows_of(model: torch.nn.Module, shape: tuple[int, ...]) -> list[Row]:
 def _unchanged(model: torch.nn.Module) -> Iterator[None]:
     """A context manager in which a model is in evaluation mode. At its end, buffers and mode are as they were."""
     training = {module: module.training for module in model.modules()}
-    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     model.eval()
     try:
         yield
     finally:
-        for buffer, value in buffers.items():
-            buffer.copy_(value)
+        for name, (buffer, value) in buffers.items():
+            owner, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(owner), own_name, buffer.copy_(value))  # it may be another tensor now
         for module, was_training in training.items():
             module.training = was_training
 

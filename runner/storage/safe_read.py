@@ -98,8 +98,10 @@ def _unsafe(path: Path, why: str) -> UnsafeFileError:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds an exclusive lock on the file `path`; False if `path` is not a regular file or
-    cannot be opened."""
+    """Return whether a process holds an exclusive lock on the file `path`.
+
+    False if it cannot be opened as a regular file.
+    """
     try:
         with open_regular(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -54,10 +54,13 @@ class Counting(torch.nn.Module):
         super().__init__()
         self.linear, self.norm = torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)
         self.calls: torch.Tensor
+        self.latest: torch.Tensor
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("latest", torch.zeros(1, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        self.latest = x + 1
         return self.norm(self.linear(x))
 
 
@@ -65,11 +68,13 @@ def test_the_table_of_a_run_leaves_its_network_as_it_is() -> None:
     model = Counting()
     model.norm.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    latest = model.latest
     lines = table_of(model, (3,)).splitlines()
     assert lines[0].split() == ["block", "type", "output", "parameters", "trained", "FLOPs"]
     assert lines[-1].split() == ["total", "Counting", "2", "12", "12", "12"]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert (model.training, model.linear.training, model.norm.training) == (True, True, False)
+    assert model.latest is latest
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
