@@ -34,9 +34,8 @@ def terminal(comparison: Comparison, width: int) -> Group:
         comparison: the comparison.
         width: the number of characters that a line of the terminal has.
     """
-    tables = _tables(comparison)
-    if tables and _readable_width(*tables[0][:2]) > width:
-        count = len(comparison.keys)
+    tables, count = _tables(comparison), len(comparison.keys)
+    if comparison.rows and count and _readable_width(*tables[0][:2]) > width:
         titles, rows, caption = tables[0]
         named = [zip(titles[:count], row, strict=False) for row in rows]
         options = ["\n".join(f"{key}={value}" for key, value in pairs if value) for pairs in named]

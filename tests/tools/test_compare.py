@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from helpers.saved import evaluated, save_ledger, save_run
+from rich.table import Table
 
 from runner.storage.run_directory import lock
 from runner.sweep.metric_direction import direction
 from runner.tools import compare
+from runner.tools.compare_formats import terminal
 from runner.tools.compare_rows import Comparison
 
 
@@ -109,6 +111,14 @@ def test_no_word_is_broken_where_many_keys_differ(tmp_path: Path, capsys: pytest
     }
     assert words.index("optimizer.lr=0.2") < words.index("optimizer.lr=0.1")  # the best row is still the first
     assert "optimizer.lr,schedule," in compared(capsys, tmp_path, "--csv")  # programs get a column for each key
+
+
+def test_failures_keep_their_columns_where_nothing_is_done(tmp_path: Path) -> None:
+    for lr in (1, 2):
+        save_run(tmp_path / str(lr), f"optimizer.lr={lr}", status="crashed", error="w" * 50)
+    [table] = terminal(Comparison([tmp_path]), 40).renderables
+    assert isinstance(table, Table)
+    assert [str(column.header) for column in table.columns] == ["run", "state", "step", "reason"]
 
 
 def test_a_run_repeated_with_the_same_seed_is_counted_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
