@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,7 +38,10 @@ class Wandb(RemoteTracker):
     def start(self, directory: Path, identifier: str) -> str:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        settings = wandb.Settings(console="off", silent=True)
+        if os.path.lexists(directory / "wandb" / "settings"):  # perhaps of somebody else's run; W&B would read it
+            raise RuntimeError("wandb/settings in the run directory may say where data is sent: remove it")
+        # A run directory with symbolic links, such as wandb/latest-run, cannot be resumed.
+        settings = wandb.Settings(console="off", silent=True, symlink=False)
         self._run: Any = wandb.init(
             project=self.project,
             id=identifier or None,

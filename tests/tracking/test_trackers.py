@@ -6,10 +6,12 @@ import csv
 import errno
 import os
 import re
+import sys
 import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -19,9 +21,11 @@ from helpers.events import curves
 from helpers.rank_work import stop_at
 
 from runner.config.errors import ConfigError
+from runner.storage.run_directory import check_regular
 from runner.tracking.base import Tracker
 from runner.tracking.csv_file import CsvFile
 from runner.tracking.remote import RemoteTracker
+from runner.tracking.wandb_run import Wandb
 
 STEPS = ("steps=6", "log_every=1", "eval_every=3", "save_every=2")
 
@@ -325,11 +329,32 @@ def test_mlflow_has_every_point_in_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("default")
+def test_wandb_leaves_no_links_and_reads_no_settings_of_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    package: Any = ModuleType("wandb")
+    package.Settings = lambda **options: options
+    package.init = lambda **options: (
+        asked.update(options) or SimpleNamespace(id="x", define_metric=lambda *a, **k: None)
+    )
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    assert Wandb().start(tmp_path, "") == "x"
+    assert (asked["settings"]["symlink"], asked["mode"], asked["dir"]) == (False, "offline", str(tmp_path))
+    asked.clear()
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text("[default]\nbase_url = https://elsewhere.invalid\n")
+    with pytest.raises(RuntimeError, match="wandb/settings"):
+        Wandb().start(tmp_path, "")
+    assert asked == {}
+
+
 def test_wandb_writes_to_the_run_directory_and_resumes_the_run(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     overrides = (*FAST, *STEPS, "tracking=wandb")
     train_in(tmp_path / "run", built(*overrides), partial(stop_at, 3, 0))
     identifier = (tmp_path / "run" / "wandb_run.txt").read_text()
+    check_regular(tmp_path / "run")  # as `resume=` does
     assert train_in(tmp_path / "run", built(*overrides)).result.status == "done"
     assert (tmp_path / "run" / "wandb_run.txt").read_text() == identifier
     files = list((tmp_path / "run").glob(f"wandb/offline-run-*-{identifier.strip()}"))
