@@ -23,6 +23,9 @@ from runner.storage.saved_config import config_text
 from runner.system.secrets import MASK, redacted_values
 
 CONFIG, OVERRIDES, ENVIRONMENT, RESULT = "config.yaml", "overrides.yaml", "environment.json", "result.json"
+WANDB = "wandb"
+"""A directory in which Weights & Biases makes symbolic links. The runner itself neither reads nor writes there."""
+
 LIMIT_BYTES = 1_000_000
 """Size limit in bytes of each of these small files (config, overrides, environment and result)."""
 _DEFAULTS: dict[str, Any] = {"metrics": {}, "best": {}, "step_seconds": {}, "notes": {}, "config_hash": "", "error": ""}
@@ -232,7 +235,7 @@ def lock(directory: Path) -> IO[str] | None:
     return file
 
 
-def check_regular(directory: Path, most_levels: int = MOST_LEVELS) -> None:
+def check_regular(directory: Path, most_levels: int = MOST_LEVELS, skipped: tuple[str, ...] = (WANDB,)) -> None:
     """Check that everything in a run directory is a regular file or a directory, before a run writes to it.
 
     With a symbolic link, a run could write or rename files outside of the run directory.
@@ -240,6 +243,7 @@ def check_regular(directory: Path, most_levels: int = MOST_LEVELS) -> None:
     Args:
         directory: the run directory.
         most_levels: maximum depth of nested directories; Python cannot delete a thousand nested directories.
+        skipped: names of directories in the run directory that are not looked into.
 
     Raises:
         UnsafeFileError: if the directory contains a link, a pipe or a device, or is nested too deeply.
@@ -248,10 +252,10 @@ def check_regular(directory: Path, most_levels: int = MOST_LEVELS) -> None:
     if most_levels < 0:
         raise UnsafeFileError(errno.EPERM, "its directories are nested too deeply", str(directory))
     for path in directory.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            check_regular(path, most_levels - 1)
-        else:
+        if not path.is_dir() or path.is_symlink():
             open_regular(path).close()
+        elif path.name not in skipped:
+            check_regular(path, most_levels - 1, ())
 
 
 def free_name(path: Path, suffix: str) -> Path:

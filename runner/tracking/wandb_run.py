@@ -40,7 +40,7 @@ class Wandb(RemoteTracker):
 
         if os.path.lexists(directory / "wandb" / "settings"):  # perhaps of somebody else's run; W&B would read it
             raise RuntimeError("wandb/settings in the run directory may say where data is sent: remove it")
-        # A run directory with symbolic links, such as wandb/latest-run, cannot be resumed.
+        # Without symbolic links at fixed places, which it would replace: those of somebody else's run lead elsewhere.
         settings = wandb.Settings(console="off", silent=True, symlink=False)
         self._run: Any = wandb.init(
             project=self.project,

@@ -318,7 +318,18 @@ def test_a_damaged_result_is_empty(text: str, tmp_path: Path) -> None:
     assert directory.read_result(tmp_path) == {}
 
 
-@pytest.mark.parametrize("place", [directory.RESULT, "log.txt", ".lock", "checkpoints", "checkpoints/x/y"])
+PLACES = (directory.RESULT, "log.txt", ".lock", "checkpoints", "checkpoints/x/y", "wandb", "checkpoints/wandb/x")
+
+
+def test_links_are_accepted_where_wandb_makes_them(tmp_path: Path) -> None:
+    logs = tmp_path / "wandb" / "offline-run-20260131_120000-abc" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to("/dev/null")
+    (tmp_path / "wandb" / "latest-run").symlink_to(logs.parent.name)
+    directory.check_regular(tmp_path)
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("/dev/null"), os.mkfifo], ids=["link", "pipe"])
 def test_a_run_directory_has_only_regular_files(make: Callable[[Path], None], place: str, tmp_path: Path) -> None:
     directory.check_regular(tmp_path)

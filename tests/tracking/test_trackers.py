@@ -322,22 +322,20 @@ def test_mlflow_has_every_point_in_one_run(tmp_path: Path) -> None:
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert sorted(point.step for point in history) == [1, 2, 3, 4, 5, 6], "none twice"
     assert {item.path for item in client.list_artifacts(run.info.run_id)} == {
-        *("eval", "config.txt", "environment.txt", "model.txt")
+        *("eval", "config.txt", "environment.txt", "network.txt")
     }
     assert run.info.artifact_uri.startswith(f"file://{tmp_path}/mlflow_artifacts/")
     assert run.data.metrics["eval/accuracy"] == pytest.approx(result.metrics["eval/accuracy"])
 
 
-@pytest.mark.filterwarnings("default")
 def test_wandb_leaves_no_links_and_reads_no_settings_of_somebody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Any] = {}
     package: Any = ModuleType("wandb")
     package.Settings = lambda **options: options
-    package.init = lambda **options: (
-        asked.update(options) or SimpleNamespace(id="x", define_metric=lambda *a, **k: None)
-    )
+    run = SimpleNamespace(id="x", define_metric=lambda *_, **__: None)
+    package.init = lambda **options: asked.update(options) or run
     monkeypatch.setitem(sys.modules, "wandb", package)
     assert Wandb().start(tmp_path, "") == "x"
     assert (asked["settings"]["symlink"], asked["mode"], asked["dir"]) == (False, "offline", str(tmp_path))
@@ -349,6 +347,7 @@ def test_wandb_leaves_no_links_and_reads_no_settings_of_somebody_else(
     assert asked == {}
 
 
+@pytest.mark.filterwarnings("default")
 def test_wandb_writes_to_the_run_directory_and_resumes_the_run(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     overrides = (*FAST, *STEPS, "tracking=wandb")
