@@ -45,7 +45,7 @@ def train(session: Session, directory: Path) -> Result:
     """
     run, writes = session.run, session.rank == 0
     with session.settings():
-        state = prepare(session, directory)
+        state = prepare(session, directory, with_table=True)
         with (
             Recorder(run.tracking, directory, state.step, visible=writes) as recorder,
             progress_for(session.num_steps, run.batch_size, state.step, visible=writes) as progress,
@@ -78,14 +78,14 @@ def train_rank(config: dict[str, Any], directory: Path, process: Process) -> Res
         return train(session, directory)
 
 
-def prepare(session: Session, directory: Path) -> State:
+def prepare(session: Session, directory: Path, with_table: bool = False) -> State:
     """Return the state of the run, with the model on its devices, resumed from a checkpoint if there is one."""
-    state = initial_state(session, directory)
+    state = initial_state(session, directory, with_table)
     state.resume()
     return state
 
 
-def initial_state(session: Session, directory: Path) -> State:
+def initial_state(session: Session, directory: Path, with_table: bool = False) -> State:
     """Return the state of the run before its first step, with the model on its devices.
 
     The weights are initialized from the seed alone; later random numbers also depend on the rank.
@@ -97,9 +97,9 @@ def initial_state(session: Session, directory: Path) -> State:
     torch_private.defer_compiler()  # optimizers and the table import it: a second before the first step
     torch.manual_seed(derive(session.seed, "weights"))
     model = run.workload.build_model()
-    table = table_of(model, run.workload.input_shape())
+    table = table_of(model, run.workload.input_shape()) if with_table else ""  # before a mode splits the model
     model = run.precision.convert(model)
-    description = describe_model(model)  # before a mode splits it
+    description = describe_model(model)
     groups = run.optimizer.parameter_groups(model)
     model = run.parallel.place(model, session.context)
     torch.manual_seed(derive(session.seed, "rank", session.context.layout.rng_stream))

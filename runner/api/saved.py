@@ -20,9 +20,9 @@ from runner.run import Run, build_run
 from runner.storage import checkpoint as stored
 from runner.storage.chosen import chosen_checkpoint
 from runner.storage.manifest import DamagedError
-from runner.storage.run_directory import read_result
+from runner.storage.run_directory import read_result, step_of
 from runner.storage.saved_config import UnreadableConfigError
-from runner.storage.saved_run import checkpoints, saved_config, saved_overrides
+from runner.storage.saved_run import checkpoints, directory_of, saved_config, saved_overrides
 from runner.storage.signature import saved_signature
 from runner.tracking.scalar_reader import scalars
 
@@ -47,9 +47,9 @@ class SavedRun:
     """
 
     def __init__(self, directory: Path):
-        why, step = "it is a checkpoint, and not a run", directory.name.removeprefix("step_").lstrip("0")
-        remedy = f"name the run, {directory.parent.parent}, and choose the checkpoint {step} (--checkpoint {step})"
-        check(directory.parent.name != "checkpoints", "directory", str(directory), why, remedy)
+        run, step = directory_of(directory), step_of(directory)
+        remedy = f"name the run, {run}, and choose the checkpoint {step} (--checkpoint {step})"
+        check(run == directory, "directory", str(directory), "it is a checkpoint, and not a run", remedy)
         try:
             values = saved_config(directory).values
         except UnreadableConfigError as error:

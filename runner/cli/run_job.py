@@ -141,6 +141,6 @@ def summary(session: Session, directory: Path, result: Result) -> str:
         if any((directory / "checkpoints").glob("step_*")):
             other = " optimizer.lr=…" if result.status == "diverged" else ""
             lines.append(f"resume: python -m runner resume={where}{other}")
-    if any(directory.glob("events.out.tfevents.*")):  # with the trackers of the run, or before a resume
+    if any(directory.glob("events.out.tfevents.*")):  # other trackers write none
         lines.append(f"look: tensorboard --logdir {logs}")
     return redacted(escaped("\n".join(lines)))

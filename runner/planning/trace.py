@@ -83,7 +83,7 @@ def trace_blocks(session: Session, size: int) -> list[float]:
     run = session.run
     process = Process(RankInfo(), [torch.device("cpu")], Collectives())
     with _quiet(), fake_tensors() as fake_mode, torch.random.fork_rng(devices=[]):
-        tracker = MemoryTracker(fake_mode, CpuWorkspace())
+        tracker = MemoryTracker(fake_mode, CpuWorkspace(1))
         workload = _planned(run.workload, tracker)
         context = dataclasses.replace(
             session.context, process=process, workload=workload, time_block=tracker.time_block
@@ -117,7 +117,8 @@ def trace_rank(session: Session, rank: int, world_size: int) -> RankPlan:
     process = Process(RankInfo(rank, world_size, rank, world_size), devices, collectives)
     group = fake_process_group(rank, world_size) if world_size > 1 else nullcontext()
     with tempfile.TemporaryDirectory(prefix="runner-plan-") as scratch, _quiet(), group, fake_tensors() as fake_mode:
-        tracker = MemoryTracker(fake_mode, CpuWorkspace())
+        threads = run.device.threads or max(1, torch.get_num_threads() // world_size)
+        tracker = MemoryTracker(fake_mode, CpuWorkspace(threads))
         run = dataclasses.replace(run, workload=_planned(run.workload, tracker))
         context = dataclasses.replace(run.context(process), compile=False, time_block=tracker.time_block)
         try:
@@ -219,10 +220,14 @@ def _classify(tracker: MemoryTracker, state: State) -> None:
 
 
 class CpuWorkspace:
-    """A function that returns the bytes that an operation allocates for itself on the CPU, where it is called."""
+    """A function that returns the bytes that an operation allocates for itself on the CPU, where it is called.
 
-    def __init__(self) -> None:
-        self._sent = 0
+    Args:
+        threads: number of threads that execute an operation.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads, self._sent = threads, 0
 
     def __call__(self, func: Any, args: tuple[Any, ...]) -> int:
         """Return the bytes that `func` allocates in addition to its result, and those that earlier ones still hold."""
@@ -231,7 +236,7 @@ class CpuWorkspace:
             inputs, weight = args[1], args[2]
             # oneDNN reorders the weights and their gradients; weights in another memory format are converted before.
             converted = _is_channels_last(inputs) and not weight.is_contiguous(memory_format=torch.channels_last)
-            copies = 4 * torch.get_num_threads() if _is_summed_per_thread(inputs, weight) else 2
+            copies = 4 * self._threads if _is_summed_per_thread(inputs, weight) else 2
             own = weight.nbytes * (copies + converted)
         elif func is torch.ops.c10d._reduce_scatter_base_.default:
             # gloo reduces a copy, while the backward pass goes on; FSDP waits for it at its next reduce-scatter.

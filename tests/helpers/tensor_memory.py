@@ -46,9 +46,10 @@ def measured_peak(config: dict[str, Any], directory: Path, process: Process | No
     connected = nullcontext(process) if process else run.parallel.launcher(run.device).connect()
     with connected as process, recorded() as sizes:
         session = run.prepare(process)
-        state = prepare(session, directory)
-        batches = run.workload.batches(state.model, session.plan, 0, session.device)
-        state.model.train()
-        for step in session.plan.steps(0, 2):
-            train_step(state, batches, step, log_due=False)
+        with session.settings():
+            state = prepare(session, directory)
+            batches = run.workload.batches(state.model, session.plan, 0, session.device)
+            state.model.train()
+            for step in session.plan.steps(0, 2):
+                train_step(state, batches, step, log_due=False)
     return peak_of(sizes)

@@ -55,6 +55,7 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
         ("optimizer=adamw", "channels_last=false"),
         ("ema.decay=0.9",),
         ("parallel=pipeline", "parallel.engine=streams", "parallel.cuts=[layer3.0]"),
+        ("device.threads=2",),
     ],
     ids=" ".join,
 )
