@@ -52,7 +52,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
         check(name not in _FOR_ALL_JOBS, key, ABSENT, "it is the same for all jobs of a sweep", "give it one value")
     background = None if pipe is None else Background(pipe)
     if background is None:  # otherwise not yet: what it starts would keep the pipes of the typed command open
-        jobs.engine.prepare()
+        jobs.engine.prepare(next(jobs.samples()), config_dir)
     engine, planner = jobs.engine, Planner(jobs, config_dir)
     root = Path(planner.config["output_root"], "sweeps", planner.config["name"])
     command = typed if config_dir is None else [*typed, f"--config-dir={os.path.abspath(config_dir)}"]
@@ -65,6 +65,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
         display = Table(len(source), jobs.swept, last_line) if terminal else Display(len(source), jobs.swept, WIDTH)
         if background is not None:
             background.leave_terminal(ledger.path)
+            engine.prepare(next(jobs.samples()), config_dir)
         with engine.connect(len(source), ledger.path) as pool:
             if background is not None:
                 background.announce_start()

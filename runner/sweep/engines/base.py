@@ -7,6 +7,7 @@ and a job exchange only strings and exit codes, so that no job can affect anothe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,8 +175,13 @@ class Engine(ABC):
         if self.prune is not None:
             check_choice(self, "prune", ("median", "halving"))
 
-    def prepare(self) -> None:
-        """Start slow preparations in the background, while the jobs are being planned."""
+    def prepare(self, overrides: Sequence[str] = (), config_dir: str | None = None) -> None:
+        """Start slow preparations in the background, while the jobs are being planned.
+
+        Args:
+            overrides: overrides of the first job. Other jobs usually choose the same options of config groups.
+            config_dir: the directory of `--config-dir`; None if the flag was not typed.
+        """
 
     def demand_elsewhere(self, threads: int | None) -> Demand | None:
         """Return what a job needs whose devices this machine does not have; None if its jobs only run on this machine.

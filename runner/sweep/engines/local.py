@@ -8,6 +8,7 @@ other job of the sweep uses its CPU cores and GPUs.
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import runpy
@@ -15,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -36,9 +37,13 @@ log = logging.getLogger(__name__)
 
 PRELOADED = (
     *("torch", "torch.utils.flop_counter", "PIL.ImageDraw"),
-    *("runner.cli.run_job", "runner.cli.composition", "runner.tracking.event_file"),
+    *("runner.cli.run_job", "runner.cli.main", "runner.tracking.event_file", "psutil"),
+    "runner.cli.preload_options",
 )
 """Modules that every job imports; the server imports them once, also those that a run imports when it needs them."""
+
+FIRST_JOB = "RUNNER_FIRST_JOB"
+"""The environment variable from which the server reads the overrides and the `--config-dir` of the first job."""
 
 _RECHECK_GPUS = 5.0
 """Seconds between two checks of whether GPUs that other users occupy have become free."""
@@ -66,8 +71,12 @@ class Local(Engine):
             if isinstance(value, int):
                 check_range(self, key, least=1, most=1024)
 
-    def prepare(self) -> None:
-        start_server(*PRELOADED)
+    def prepare(self, overrides: Sequence[str] = (), config_dir: str | None = None) -> None:
+        os.environ[FIRST_JOB] = json.dumps([list(overrides), config_dir])
+        try:
+            start_server(*PRELOADED)
+        finally:
+            del os.environ[FIRST_JOB]
 
     @contextmanager
     def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
