@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
+import pytest
 import torch
+from helpers.compose import built
 from torch import distributed
+from torch._subclasses import fake_tensor
 
+from runner.config.options import groups
 from runner.system.fake_tensors import fake_process_group, fake_tensors
 
 
@@ -48,3 +53,22 @@ def test_ddp_trains_a_step_in_a_fake_group() -> None:
             replica(torch.ones(4, 3)).sum().backward()
         assert model.weight.grad is not None
         assert model.weight.grad.shape == (2, 3)
+
+
+@pytest.mark.parametrize("optimizer", groups()["optimizer"])
+@pytest.mark.parametrize("fused", ["true", "false"])
+def test_optimizers_update_without_values(optimizer: str, fused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any, func: Any, *__: Any) -> None:
+        pytest.fail(f"{func} creates tensors with values")
+
+    monkeypatch.setattr(fake_tensor, "run_fallback_kernel", fail)
+    options = built(f"optimizer={optimizer}", f"optimizer.fused={fused}").optimizer
+    with fake_tensors() as mode:
+        network = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        update = options.build(network)
+        for _ in range(2):
+            network(torch.ones(5, 3)).sum().backward()
+            update.step()
+        state = [value for values in update.state.values() for value in values.values()]
+        assert state
+        assert all(getattr(each, "fake_mode", None) is mode for each in state)
