@@ -11,6 +11,8 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
+from torch.distributed import is_initialized
+
 from runner.config.errors import ConfigError, check, escaped
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError
@@ -26,6 +28,8 @@ from runner.training import train, train_rank
 
 log = logging.getLogger(__name__)
 
+
+_PLANNED_SECONDS = 60.0
 
 Report = Callable[[Session, Path, Result], None]
 """A function that reports the result of a run: its arguments are the session, the run directory and the result."""
@@ -56,16 +60,37 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
         claim = partial(claimed_directory, session, parent, name, overrides)
         directory = process.collectives.from_rank_0(lambda: claims.enter_context(claim()))
         with LogFile(directory, process.rank_info.rank):
-            result = trained(session, launcher, directory)
-        result.directory = directory
-        if process.rank_info.rank == 0:
-            write_result(session, directory, result)
-            report(session, directory, result)
+            done = session.collectives.from_rank_0(partial(finished, directory))
+            result = trained(session, launcher, directory) if done is None else nothing_left(done)
+            result.directory = directory
+            if process.rank_info.rank == 0:
+                write_result(session, directory, result)
+                report(session, directory, result)
+                if done is None and is_worth_planning(directory, result):
+                    from runner.planning.logged_plan import log_plan  # imported here: short runs have no plan
+
+                    log_plan(session, result, directory)
     return result
 
 
+def nothing_left(result: Result) -> Result:
+    """Log that a run had already ended with `result`, and return this result."""
+    why = result.stopped_by or "nothing is left to do (more: epochs=N or steps=N)"
+    log.info("all %d steps are done: %s", result.steps, why)
+    return result
+
+
+def is_worth_planning(directory: Path, result: Result) -> bool:
+    """Return whether the plan of a run is logged: TensorBoard shows the run, and it took a minute, as a plan takes 2 s.
+
+    Under torchrun, a plan would need the name of the process group that the run still has.
+    """
+    is_tracked = any(directory.glob("events.out.tfevents.*"))
+    return is_tracked and result.status == "done" and result.seconds >= _PLANNED_SECONDS and not is_initialized()
+
+
 def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
-    """Train a run unless it is already done, and return the result of the run, even if training crashed.
+    """Train a run, and return the result of the run, even if training crashed.
 
     Args:
         session: the run in this process.
@@ -75,11 +100,6 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
     Raises:
         ConfigError: if torch or a rank rejects the config.
     """
-    done = session.collectives.from_rank_0(partial(finished, directory))
-    if done is not None:
-        why = done.stopped_by or "nothing is left to do (more: epochs=N or steps=N)"
-        log.info("all %d steps are done: %s", done.steps, why)
-        return done
     known, trace = config_hash(session.run.config), ""
     try:
         rank_main = partial(train_rank, session.run.config, directory)

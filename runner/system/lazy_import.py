@@ -63,15 +63,15 @@ class _Submodules(MetaPathFinder, Loader):
         if module is None:
             return PathFinder.find_spec(name, package.__path__)
         # With its own spec, the import system would load the module again: it has another spec until `exec_module`.
-        self._spec = module.__spec__
-        module.__spec__ = ModuleSpec(name, self, is_package=hasattr(module, "__path__"))
-        return module.__spec__
+        self._spec, spec = module.__spec__, ModuleSpec(name, self, is_package=hasattr(module, "__path__"))
+        vars(module)["__spec__"] = spec  # `torch._dynamo.config` refuses to set attributes
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
+        vars(module)["__spec__"] = self._spec
 
 
 def import_lazily(*names: str) -> None:

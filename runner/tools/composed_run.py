@@ -26,8 +26,8 @@ def overrides_of(words: Sequence[str], flags: str) -> list[str]:
         ConfigError: for an unknown flag, a word that is not a valid override, and a value of `resume` other than `auto`
             and `never`.
     """
+    check_no_flags(words, f"it takes {flags} and overrides")
     overrides = cli.overrides_first(words)
-    check_no_flags(overrides, f"it takes {flags} and overrides")
     resumed = cli.override_value(overrides, "resume")
     why = "the first steps of a config are looked at, not those of a run"
     check(resumed in (None, "auto", "never"), "resume", resumed, why, "leave it out, and repeat the run's overrides")

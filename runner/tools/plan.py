@@ -1,4 +1,4 @@
-"""`python -m runner.tools.plan [OVERRIDE …]` predicts what a run will take, without training and without its memory.
+"""`python -m runner.tools.plan [RUN] [OVERRIDE …]` predicts what a run will take, without training.
 
 One training step of each process is executed with tensors that have no values. The plan shows which process computes
 what, the memory of tensors by kind at its peak, the floating-point operations, the bytes that are sent, and the size of
@@ -7,6 +7,9 @@ a checkpoint. A config that the command would refuse is refused with the same me
 The plan can also be made for a machine that is not here: `--devices 8 --memory 80GB` says whether the run fits, and if
 not, which changes of *how* would make it fit; `--flops 300e12 --bandwidth 2e12 --link 200e9` adds a lower bound on the
 time of a step.
+
+With a run directory RUN, its config is planned, and what the run has measured is shown beside what is predicted.
+Overrides change the config of the run.
 
 With `--measure`, passes or blocks, the update and messages are measured for some seconds in the processes of the mode,
 and the time of a step is predicted from them; for a pipeline, that of each schedule and `split_size`.
@@ -21,6 +24,7 @@ import gc
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from runner.cli.messages import report_error
 from runner.config.errors import ABSENT, ConfigError, check
@@ -37,11 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, overrides = parsed(arguments)
         from runner.tools.plan_report import plan  # imported here: torch is slow to import
 
-        report = plan(overrides, options.config_dir, options.devices, options.memory, options.machine, options.measure)
+        machine = options.devices, options.memory, options.machine
+        report = plan(overrides, options.config_dir, *machine, options.measure, options.run)
     except Exception as error:
         return report_error(error)
+    from runner.planning.report_tables import render
     from runner.tools.output import print_report  # imported here: flags are checked without them
-    from runner.tools.plan_tables import render
 
     print_report(report, options.json, render)
     return 0 if report["fits"] is not False else DOES_NOT_FIT
@@ -64,6 +69,8 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--bandwidth", help="memory bandwidth of each device in bytes per second, such as 2e12")
     parser.add_argument("--link", help="bytes per second that a device sends to another one, such as 200e9")
     options, rest = parser.parse_known_args(arguments)
+    named = next(filter(_is_run, rest), None)
+    options.run = None if named is None else Path(rest.pop(rest.index(named)))
     overrides = overrides_of(rest, "--devices, --memory, --measure, --json and others (see --help)")
     if options.devices is not None:
         known = options.devices.isdecimal() and 1 <= int(options.devices) <= 4096
@@ -84,6 +91,13 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
         raise ConfigError("--measure", ABSENT, f"it measures this machine, and {flag} is about another", f"drop {flag}")
     options.machine = None if missing else speeds
     return options, overrides
+
+
+def _is_run(word: str) -> bool:
+    """Return whether a word is the path of a directory, and not an override."""
+    return not word.startswith("-") and (
+        Path(word, "config.yaml").exists() or ("=" not in word and Path(word).is_dir())
+    )
 
 
 def _size(flag: str, text: str) -> float:

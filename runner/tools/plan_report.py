@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.api.composing import compose
+from runner.api.saved import load
 from runner.config.errors import ConfigError
-from runner.parallel.pipeline import Pipeline
-from runner.parallel.pipelining.bubbles import bubbles
 from runner.planning.costs import Machine
 from runner.planning.fitting import shortened
-from runner.planning.measure import Parts, measure, step_seconds
-from runner.planning.session import layout_of, prepared
-from runner.planning.trace import RankPlan, trace, trace_blocks
-from runner.run import Run, Session, check_used
-from runner.system.memory import host_memory
+from runner.planning.measure import measure
+from runner.planning.report import measured, report_of
+from runner.planning.session import prepared
+from runner.planning.trace import trace
+from runner.run import Run, build_run, check_used
 from runner.tools.composed_run import compose_run, replaced
 from runner.tools.plan_remedies import SMALLER_BATCHES, changes
 
@@ -31,7 +32,8 @@ def plan(
     num_devices: int | None = None,
     memory: float | None = None,
     speeds: Sequence[float | None] | None = None,
-    measured: bool = False,
+    with_parts: bool = False,
+    source: Path | None = None,
 ) -> dict[str, Any]:
     """Return the plan of a run as plain values.
 
@@ -41,184 +43,47 @@ def plan(
         num_devices: number of devices of the machine that is planned for; None for those of this machine.
         memory: memory of each device in bytes; None if it does not matter.
         speeds: the values of a `Machine`; None to predict no times. Without a `link`, messages take no time.
-        measured: whether to measure the parts of a step on this machine, to predict the time of a step.
+        with_parts: whether to measure the parts of a step on this machine, to predict the time of a step.
+        source: the directory of a run whose config the overrides change; None to compose the config from conf/.
 
     Raises:
-        ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
+        ConfigError, HydraException, OmegaConfBaseException: if the config is refused, or `source` has no run.
         RankError: if a process fails that measures.
     """
-    run = compose_run(overrides, config_dir, "plan")
+    build = _builder(source, config_dir)
+    run = build(overrides)
     check_used(run, overrides)
     session = prepared(run, num_devices)
     ranks = trace(session)
     machine = Machine(speeds[0] or 0, speeds[1] or 0, speeds[2] or float("inf")) if speeds else None
-    peak = max(rank.peak_bytes for rank in ranks)
-    fits = None if memory is None else peak <= memory
-    parts = measure(run) if measured else None
-    pipeline = _pipeline(session, ranks, parts)
-    report = {
-        "run": _described(session),
-        "batch": _batch(session),
-        "length": _length(session),
-        "ranks": [_rank(session, each, machine) for each in ranks],
-        "pipeline": pipeline,
-        "step": None if parts is None else _step(session, parts, pipeline),
-        "checkpoint": _checkpoint(session, ranks),
-        "host": _host(session, ranks) if num_devices is None else None,
-        "memory_bytes": memory,
-        "fits": fits,
-        "remedies": [],
-        "notes": _notes(session, num_devices),
-    }
-    if fits is False:
+    report = report_of(session, ranks, num_devices, machine, measure(run) if with_parts else None)
+    if source is not None and not overrides:
+        report["measured"] = measured(session, load(source).result, source)
+    if memory is not None:
+        report["memory_bytes"], report["fits"] = memory, max(rank.peak_bytes for rank in ranks) <= memory
+    if report["fits"] is False:
         devices = num_devices or max(session.context.world_size, len(session.context.process.devices))
-        report["remedies"] = remedies(run, overrides, config_dir, devices, memory or 0)
+        report["remedies"] = remedies(run, overrides, build, devices, memory or 0)
     return report
 
 
-def _described(session: Session) -> dict[str, str]:
-    run = session.run
-    return {
-        **run.workload.describe(),
-        "parallel": run.parallel.description,
-        "precision": type(run.precision).description,
-    }
-
-
-def _batch(session: Session) -> dict[str, Any]:
-    plan, micros = session.plan, session.run.parallel.num_microbatches(session.context)
-    per_pass = plan.batch_size // plan.data_shard[1] // plan.accumulation // micros
-    return {
-        "batch_size": plan.batch_size,
-        "data_shards": plan.data_shard[1],
-        "accumulation": plan.accumulation,
-        "pipeline_micro_batches": micros,
-        "samples_per_pass": per_pass,
-    }
-
-
-def _length(session: Session) -> dict[str, Any]:
-    size = session.run.batch_size
-    epoch = session.run.workload.steps_per_epoch(size)
-    return {
-        "steps": session.num_steps,
-        "samples": session.num_steps * size,
-        "steps_per_epoch": epoch,
-        "epochs": epoch and session.num_steps / epoch,
-    }
-
-
-def _rank(session: Session, rank: RankPlan, machine: Machine | None) -> dict[str, Any]:
-    world_size = session.context.world_size
-    layout = layout_of(session.run, rank.rank, world_size)
-    index, count = layout.data_shard
-    share = session.run.batch_size // count
-    backward = rank.costs.backward_flops
-    return {
-        "rank": rank.rank,
-        "blocks": rank.blocks,
-        "samples": [index * share, (index + 1) * share],
-        "peak_bytes": rank.peak_bytes,
-        "peak": rank.peak,
-        "placed_bytes": rank.placed,
-        "kept": rank.kept,
-        "forward_flops": rank.costs.flops - backward,
-        "backward_flops": backward,
-        "messages": {name: {"calls": each[0], "bytes": each[1]} for name, each in rank.costs.messages.items()},
-        "sent_bytes": rank.costs.sent_bytes(world_size),
-        "least_seconds": rank.costs.seconds(machine, world_size) if machine else None,
-    }
-
-
-def _pipeline(session: Session, ranks: Sequence[RankPlan], parts: Parts | None) -> dict[str, Any] | None:
-    """Return the bubbles of a pipeline, and with measured `parts` also the times of a step; None for other modes."""
-    mode, batch = session.run.parallel, _batch(session)
-    if not isinstance(mode, Pipeline):
-        return None
-    samples = batch["batch_size"] // batch["accumulation"]
-    stages = max(2, len(session.context.process.devices))
-    num_workers = session.context.world_size if mode.engine == "processes" else mode.asked_stages or stages
-    if parts is None:
-        operations = trace_blocks(session, batch["samples_per_pass"])
-        rows = bubbles(mode.schedules, num_workers, samples, lambda size: operations)
-    else:
-        rows = bubbles(mode.schedules, num_workers, samples, parts.blocks)
-        sizes = [sum(rank.saved.values()) for rank in ranks]
-        cells = [cell for row in rows for cell in row.values() if isinstance(cell, dict)]
-        for cell in cells:
-            cell["step_seconds"] = step_seconds(session, parts, cell["time"], max(sizes) / sum(sizes))
-    return {"schedule": mode.schedule, "num_micro_batches": batch["pipeline_micro_batches"], "bubbles": rows}
-
-
-def _step(session: Session, parts: Parts, pipeline: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the predicted time of a step and the measured parts; for a pipeline, also the fastest that was found."""
-    fastest = None
-    if pipeline is None:
-        seconds = step_seconds(session, parts)
-    else:
-        rows = {row["num_micro_batches"]: row for row in pipeline["bubbles"]}
-        seconds = rows[pipeline["num_micro_batches"]][pipeline["schedule"]]["step_seconds"]
-        fastest = _fastest(pipeline["bubbles"])
-    return {
-        "seconds": seconds,
-        "samples_per_second": session.plan.samples_per_round / seconds,
-        "parts": parts.values,
-        "fastest": fastest,
-    }
-
-
-def _fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the split size and the schedule of the shortest step."""
-    cells = [(cell["step_seconds"], row, key) for row in rows for key, cell in row.items() if isinstance(cell, dict)]
-    seconds, row, schedule = min(cells, key=lambda cell: cell[0])
-    return {"schedule": schedule, "split_size": row["split_size"], "seconds": seconds}
-
-
-def _checkpoint(session: Session, ranks: Sequence[RankPlan]) -> dict[str, int]:
-    """Return the size of a checkpoint, and the room on the disk that the run needs at most, in bytes."""
-    saved = {name: size for rank in ranks for name, size in rank.saved.items()}
-    size = sum(saved.values())
-    # Those that are kept, the best one, and one that is being written.
-    return {"bytes": size, "disk_bytes": size * (session.run.keep + 2)}
-
-
-def _host(session: Session, ranks: Sequence[RankPlan]) -> dict[str, int]:
-    """Return the memory of tensors on this machine's CPU, all processes together, and what is available, in bytes."""
-    machine = host_memory()
-    limits = [machine[key] for key in ("available_bytes", "limit_bytes")]
-    on_cpu = session.device.type == "cpu"
-    return {
-        "tensor_bytes": sum(rank.peak_bytes for rank in ranks) if on_cpu else 0,
-        "available_bytes": min(limit for limit in limits if limit is not None),
-    }
-
-
-def _notes(session: Session, num_devices: int | None) -> list[str]:
-    run, notes = session.run, ["Only tensors are counted; each process takes some 0.3 GB more for Python and torch."]
-    if session.device.type == "cuda" or num_devices is not None:
-        notes[0] = (
-            "Only tensors are counted; a CUDA context, cuDNN's workspaces and what the allocator keeps are additional."
-        )
-    if run.compile:
-        notes.append("The plan is that of compile=false; a compiled model keeps fewer activations.")
-    if getattr(run.parallel, "cuts", None) == "auto":
-        notes.append("parallel.cuts=auto measures the blocks; here their floating-point operations are compared.")
-    if session.context.layout.non_equivalence_reason:
-        notes.append(f"Not what a single device computes: {session.context.layout.non_equivalence_reason}.")
-    if len(session.context.process.devices) > 1:
-        notes.append("One process has all devices; the memory is their sum.")
-    return notes
+def _builder(source: Path | None, config_dir: str | None) -> Callable[[Sequence[str]], Run]:
+    """Return a function that builds a run from overrides: changes of conf/, or of the config of the run `source`."""
+    if source is None:
+        return lambda overrides: compose_run(overrides, config_dir, "plan")
+    run = load(source)
+    return lambda overrides: build_run(dict(compose([f"resume={run.directory}", *overrides], config_dir=config_dir)))
 
 
 def remedies(
-    run: Run, overrides: Sequence[str], config_dir: str | None, num_devices: int, memory: float
+    run: Run, overrides: Sequence[str], build: Callable[[Sequence[str]], Run], num_devices: int, memory: float
 ) -> list[dict[str, Any]]:
     """Return changes of how the run is trained, the cheapest first, until a few are found that make it fit.
 
     Args:
         run: the run that does not fit.
         overrides: the overrides of its config.
-        config_dir: a directory with options of your own; None to use only conf/.
+        build: function that builds a run from overrides.
         num_devices: number of devices of the machine.
         memory: memory of each device in bytes.
 
@@ -231,7 +96,7 @@ def remedies(
         words = replaced(overrides, *(each for each in change.overrides if "." not in each))
         words += [each for each in change.overrides if "." in each]
         try:
-            changed = compose_run(words, config_dir, "plan")
+            changed = build(words)
             ranks = [] if changed.config == run.config else trace(shortened(prepared(changed, num_devices)))
         except (ConfigError, HydraException, OmegaConfBaseException):
             continue

@@ -14,8 +14,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from runner.planning.report_tables import size
 from runner.planning.tuning import BUDGET_SPENT
-from runner.tools.plan_tables import size
 
 AS_IT_IS = "as it is"
 _BUSY = 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -32,8 +33,10 @@ def main() -> None:
     before = [trained(each) for each in optimizers]
     assert "torch._dynamo.eval_frame" not in sys.modules, "training without the compiler must not load it"
 
-    from torch._dynamo import eval_frame  # loads it, by one of its submodules
+    config = import_module("torch._dynamo.config")  # loads it, by a submodule that lets nobody set its attributes
+    from torch._dynamo import eval_frame
 
+    assert torch._dynamo.config is config
     assert torch._dynamo is sys.modules["torch._dynamo"]
     assert torch._dynamo.eval_frame is eval_frame
     assert torch._dynamo.graph_break.__module__ == "torch._dynamo.decorators"

@@ -51,10 +51,11 @@ def probe(*arguments: str, cwd: Path, deep: bool = False) -> Probed:
     """
     seen: dict[str, Any] = {}
 
-    def instead(session: Session, _: object, directory: Path) -> Result:
+    def looked_up(directory: Path) -> Result | None:
         seen["directory"], seen["result"] = directory, finished(directory)
-        if seen["result"] is not None:
-            return seen["result"]
+        return seen["result"]
+
+    def instead(session: Session, _: object, directory: Path) -> Result:
         if deep:
             seen["state"] = state = prepare(session, directory)
             if state.step < session.num_steps:
@@ -64,7 +65,8 @@ def probe(*arguments: str, cwd: Path, deep: bool = False) -> Probed:
             seen["checkpoint"] = Checkpoints(directory, keep=2).latest()
         return Result("stopped")
 
-    code, console = in_process(list(arguments), cwd, instead)
+    with mock.patch("runner.cli.run_job.finished", looked_up):
+        code, console = in_process(list(arguments), cwd, instead)
     found = (seen.get(key) for key in ("directory", "checkpoint", "result", "state"))
     return Probed(code, console, *found)
 

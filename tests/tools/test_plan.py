@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import FAST, built, composed
+from helpers.probe import in_process
 from helpers.ranks import Ranks
 from helpers.runs import write_images
 from helpers.tensor_memory import measured_peak
@@ -18,11 +19,11 @@ from runner.parallel.context import Process
 from runner.parallel.launch.cluster import RankInfo
 from runner.planning.measure import Parts
 from runner.planning.memory import KINDS
+from runner.planning.report_tables import flops, size, tables
 from runner.planning.session import prepared
 from runner.planning.trace import FakeCollectives, RankPlan, trace
 from runner.system.fake_tensors import fake_process_group
 from runner.tools import plan
-from runner.tools.plan_tables import flops, size, tables
 
 RESNET = ("model=resnet18", "data=synthetic", "data.size=32", "data.num_samples=64", "device=cpu", "device.threads=1")
 RESNET = (*RESNET, "batch_size=16", "steps=2")
@@ -337,6 +338,31 @@ def test_mistakes_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> 
     output = capsys.readouterr()
     assert REFUSED[line] in output.err
     assert output.out == ""
+
+
+def test_a_run_is_planned_from_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, console = in_process([*FAST, "steps=3", "batch_size=32", f"output_root={tmp_path}"], tmp_path)
+    assert code == 0, console
+    [run] = (tmp_path / "classifier").iterdir()
+    result = json.loads((run / "result.json").read_text())
+    capsys.readouterr()
+    found = report(capsys, str(run))
+    assert found["batch"]["batch_size"] == 32
+    assert found["measured"]["seconds"] == result["step_seconds"]["median"]
+    assert found["measured"]["samples_per_second"] == result["samples_per_second"]
+    assert found["measured"]["peak_bytes"] == result["peak_memory_bytes"]
+    rows = {title: rows for title, _, rows in tables(found)}["predicted and measured"]
+    flop = sum(rank["forward_flops"] + rank["backward_flops"] for rank in found["ranks"])
+    assert ["arithmetic of a step", flops(flop), f"{flops(flop / found['measured']['seconds'])}/s"] in rows
+    changed = report(capsys, str(run), "batch_size=64", "--memory", "1MB")
+    assert changed["batch"]["batch_size"] == 64
+    assert changed["measured"] is None, "it has not trained like this"
+    assert changed["remedies"]
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"directory: got '{tmp_path}'")
 
 
 def test_ranks_that_do_the_same_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ _MOST_RANKS = 8
 
 
 def render(report: dict[str, Any]) -> Group:
-    """Render `report`, the result of `runner.tools.plan_report.plan`, as tables."""
+    """Render `report`, the result of `runner.planning.report.report_of`, as tables."""
     parts = [_table(title, titles, rows) for title, titles, rows in tables(report)]
     return Group(*parts, *(Text(f"note: {note}", style="dim") for note in report["notes"]), Text(verdict(report)))
 
@@ -45,6 +45,8 @@ def tables(report: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
         ]
         timed = ", and time of a step" if report["step"] else ""
         found.append((f"bubble: idle share of the processes' time{timed}", [*titles, *schedules], cells))
+    if report["measured"]:
+        found.append(("predicted and measured", ["", "predicted", "measured"], _comparison(report)))
     if report["remedies"]:
         rows = [
             [
@@ -58,6 +60,30 @@ def tables(report: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
         ]
         found.append(("changes of how, the cheapest first", ["add", "peak", "fits", "costs", "results"], rows))
     return found
+
+
+def _comparison(report: dict[str, Any]) -> list[list[str]]:
+    """Return a row for each property that a run has measured."""
+    ranks, step, measured = report["ranks"], report["step"], report["measured"]
+    seconds, saved = measured["seconds"], measured["checkpoint_bytes"]
+    count = sum(rank["forward_flops"] + rank["backward_flops"] for rank in ranks)
+    memory = f"{size(ranks[0]['peak_bytes'])} (the tensors of rank 0)"
+    return [
+        ["peak of the memory", memory, f"{size(measured['peak_bytes'])} ({measured['peak_of']})"],
+        ["time of a step", milliseconds(step["seconds"]) if step else "–", f"{milliseconds(seconds)} in the median"],
+        [
+            "throughput",
+            f"{step['samples_per_second']:,.4g} samples/s" if step else "–",
+            f"{measured['samples_per_second']:,.4g} samples/s",
+        ],
+        ["arithmetic of a step", flops(count), f"{flops(count / seconds)}/s"],
+        ["size of a checkpoint", size(report["checkpoint"]["bytes"]), size(saved) if saved else "–"],
+    ]
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time in words, such as `12.3 ms`."""
+    return f"{seconds * 1e3:,.4g} ms"
 
 
 def verdict(report: dict[str, Any]) -> str:
@@ -79,11 +105,11 @@ def _overview(report: dict[str, Any]) -> dict[str, str]:
         "checkpoint": saved,
     }
     if step := report["step"]:
-        lines["step"] = f"{step['seconds'] * 1e3:,.4g} ms, {step['samples_per_second']:,.4g} samples/s"
+        lines["step"] = f"{milliseconds(step['seconds'])}, {step['samples_per_second']:,.4g} samples/s"
         lines["of which"] = _parts(step["parts"])
         if fastest := step["fastest"]:
             words = f"parallel.schedule={fastest['schedule']} parallel.split_size={fastest['split_size']}"
-            lines["fastest"] = f"{fastest['seconds'] * 1e3:,.4g} ms with {words}"
+            lines["fastest"] = f"{milliseconds(fastest['seconds'])} with {words}"
     if host:
         lines["this machine"] = f"{size(host['tensor_bytes'])} for tensors, {size(host['available_bytes'])} available"
     return lines
@@ -121,7 +147,7 @@ def _bubble(row: dict[str, Any], schedule: str, report: dict[str, Any]) -> str:
         return "–"
     own = (schedule, row["num_micro_batches"]) == (pipeline["schedule"], pipeline["num_micro_batches"])
     cell = row[schedule]
-    timed = f", {cell['step_seconds'] * 1e3:,.4g} ms" if "step_seconds" in cell else ""
+    timed = f", {milliseconds(cell['step_seconds'])}" if "step_seconds" in cell else ""
     return f"{'this config: ' * own}{cell['bubble']:.1%}{timed}"
 
 

@@ -1,0 +1,48 @@
+"""Logs the plan of a run, beside what the run has measured, as a text in TensorBoard."""
+
+from __future__ import annotations
+
+import logging
+from io import StringIO
+from pathlib import Path
+
+from runner.planning.report import measured, report_of
+from runner.planning.report_tables import render
+from runner.planning.trace import trace
+from runner.run import Result, Session
+from runner.system.secrets import redacted
+from runner.system.utf8 import printable
+from runner.tracking.tensorboard import TensorBoard
+
+log = logging.getLogger(__name__)
+
+TAG = "plan"
+_WIDTH = 160
+
+
+def log_plan(session: Session, result: Result, directory: Path) -> None:
+    """Log the plan of a run that has just ended, as the last text of its event files.
+
+    A plan that fails is no failure of the run: the reason is in `log.txt` only.
+
+    Args:
+        session: the session of the run in this process.
+        result: its result.
+        directory: the run directory.
+    """
+    from rich.console import Console  # imported here: short runs need none
+
+    try:
+        report = report_of(session, trace(session))
+        report["measured"] = measured(session, result.as_dict(), directory)
+        console = Console(file=StringIO(), width=_WIDTH)
+        with console.capture() as text:
+            console.print(render(report))
+        tracker = TensorBoard()
+        tracker.open(directory, result.steps + 1)
+        try:
+            tracker.texts({TAG: printable(redacted(text.get()))}, result.steps + 1)
+        finally:
+            tracker.close(done=False)
+    except (Exception, KeyboardInterrupt):  # Ctrl-C: the run is complete, and its result is written
+        log.debug("no plan is logged", exc_info=True)

@@ -1,0 +1,90 @@
+"""The plan of a run in TensorBoard, beside what the run has measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.compose import FAST
+from helpers.events import events
+from helpers.probe import in_process
+from helpers.runs import only_run
+
+from runner.cli import run_job
+from runner.planning import logged_plan
+from runner.planning.report_tables import size
+
+
+def trained(cwd: Path, *arguments: str) -> Path:
+    code, console = in_process([*FAST, "steps=3", "eval_every=0", *arguments], cwd)
+    assert code == 0, console
+    return only_run(cwd)
+
+
+def plans(run: Path) -> list[tuple[int, str]]:
+    """The step and the text of each plan in TensorBoard."""
+    read = events(run)
+    tags = [tag for tag in read.Tags()["tensors"] if tag.startswith(logged_plan.TAG)]
+    return [(each.step, each.tensor_proto.string_val[0].decode()) for tag in tags for each in read.Tensors(tag)]
+
+
+@pytest.fixture
+def every_run_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_job, "_PLANNED_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("every_run_is_long")
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+def test_a_run_logs_its_plan_beside_what_it_measured(mode: str, tmp_path: Path) -> None:
+    run = trained(tmp_path, f"parallel={mode}")
+    result = json.loads((run / "result.json").read_text())
+    [(step, text)] = plans(run)
+    assert step == 4, "after the last point of the curves"
+    assert size(result["peak_memory_bytes"]) in text
+    assert f"{result['step_seconds']['median'] * 1e3:,.4g} ms in the median" in text
+    assert f"{result['samples_per_second']:,.4g} samples/s" in text
+    [checkpoint] = (run / "checkpoints").glob("step_*")
+    assert size(sum(file.stat().st_size for file in checkpoint.iterdir())) in text
+    assert read_curves(run)["train/loss"] == [3]
+
+
+def read_curves(run: Path) -> dict[str, list[int]]:
+    read = events(run)
+    return {tag: [point.step for point in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+@pytest.mark.usefixtures("every_run_is_long")
+def test_a_run_that_goes_on_logs_another_plan_and_one_that_is_done_does_not(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    for steps in (3, 5, 5):
+        assert in_process([f"resume={run}", f"steps={steps}"], tmp_path)[0] == 0
+    assert [step for step, _ in plans(run)] == [4, 6]
+    assert read_curves(run)["train/loss"] == [3, 5]
+
+
+def test_a_run_of_less_than_a_minute_logs_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_job, "_PLANNED_SECONDS", 1e9)  # however slow this machine is
+    assert not plans(trained(tmp_path))
+
+
+@pytest.mark.usefixtures("every_run_is_long")
+def test_a_run_that_tensorboard_does_not_show_logs_no_plan(tmp_path: Path) -> None:
+    run = trained(tmp_path, "tracking=csv")
+    assert not list(run.glob("events.out.*"))
+
+
+@pytest.mark.usefixtures("every_run_is_long")
+@pytest.mark.parametrize("error", [RuntimeError("no plan"), KeyboardInterrupt()])
+def test_a_plan_that_fails_is_no_failure_of_the_run(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(logged_plan, "trace", fail)
+    run = trained(tmp_path)
+    assert not plans(run)
+    assert type(error).__name__ in (run / "log.txt").read_text()
+    assert json.loads((run / "result.json").read_text())["status"] == "done"
