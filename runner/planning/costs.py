@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,12 +40,13 @@ class Costs:
     """The costs of the operations of one process so far.
 
     Args:
-        operations: for each operation, its floating-point operations, and the bytes of its arguments and results.
+        operations: how often there was an operation with these floating-point operations and bytes of arguments and
+            results.
         backward_flops: floating-point operations in backward passes, which include recomputed forward passes.
         messages: the number of calls and the bytes of the whole tensors, by the name of the collective.
     """
 
-    operations: list[tuple[int, int]] = field(default_factory=list)
+    operations: Counter[tuple[int, int]] = field(default_factory=Counter)
     backward_flops: int = 0
     messages: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -54,7 +56,7 @@ class Costs:
 
         Only matrix products, convolutions and attention count, as in `torch.utils.flop_counter`.
         """
-        return sum(flops for flops, _ in self.operations)
+        return sum(flops * count for (flops, _), count in self.operations.items())
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, in_backward: bool) -> None:
         """Add the costs of one operation.
@@ -70,7 +72,7 @@ class Costs:
             self._add_message(packet.__name__, args)
         elif not func.is_view:
             flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
-            self.operations.append((flops, _num_bytes((args, result))))
+            self.operations[flops, _num_bytes((args, result))] += 1
             self.backward_flops += flops if in_backward else 0
 
     def _add_message(self, operation: str, args: tuple[Any, ...]) -> None:
@@ -79,6 +81,23 @@ class Costs:
         calls, total = self.messages.get(name, (0, 0))
         # The whole tensor is the output or the input, whichever is larger.
         self.messages[name] = (calls + 1, total + max(_num_bytes(args[0]), _num_bytes(args[1])))
+
+    def repeated(self, shorter: Costs, times: int) -> Costs:
+        """Return these costs plus `times` the difference between them and the costs `shorter`.
+
+        Where a larger operation takes the place of a smaller one, the smaller one counts less than zero times.
+        """
+        operations = Counter({each: count * (times + 1) for each, count in self.operations.items()})
+        operations.subtract({each: count * times for each, count in shorter.operations.items()})
+        messages = {}
+        for name, (calls, size) in self.messages.items():
+            fewer, smaller = shorter.messages.get(name, (0, 0))
+            messages[name] = calls + times * (calls - fewer), size + times * (size - smaller)
+        return Costs(
+            operations,
+            self.backward_flops + times * (self.backward_flops - shorter.backward_flops),
+            messages,
+        )
 
     def sent_bytes(self, world_size: int) -> float:
         """Return how many bytes the process sends, if collectives are rings of `world_size` processes.
@@ -96,7 +115,10 @@ class Costs:
         Each operation takes the time of its arithmetic or that of its memory traffic, whichever is longer: Williams et
         al., Roofline (2009).
         """
-        computed = sum(max(flops / machine.flops, size / machine.bandwidth) for flops, size in self.operations)
+        computed = sum(
+            max(flops / machine.flops, size / machine.bandwidth) * count
+            for (flops, size), count in self.operations.items()
+        )
         return computed + self.sent_bytes(world_size) / machine.link
 
 

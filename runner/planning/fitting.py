@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
-from runner.batching import Accumulation
 from runner.config.errors import ConfigError
 from runner.parallel.context import Process
 from runner.parallel.pipelining.micro_batches import divisors
@@ -17,9 +15,6 @@ from runner.run import Run, Session
 
 _CERTAIN = 0.5
 """The part of the memory below which a predicted peak is not tried."""
-
-_TRACED = 3
-"""Number of micro-batches per step that are traced at most."""
 
 _PATIENCE = 1800.0
 """Seconds that the first steps may take."""
@@ -61,7 +56,7 @@ def fitting_accumulation(
             tried = error
             continue
         count = each
-        ranks = trace(shortened(session))
+        ranks = trace(session)
         needed = needed_bytes(session.device, ranks)
         what = f"{count} micro-batch{'es' * (count > 1)}: {needed / 1e9:,.2f} of {room / 1e9:,.2f} GB"
         if needed > room:
@@ -77,19 +72,6 @@ def fitting_accumulation(
         raise tried
     smaller = "a smaller batch_size, model.checkpoint_activations=true, parallel=fsdp, or precision=bf16"
     raise ConfigError("accumulation", "auto", "the run does not fit even with the smallest micro-batches", smaller)
-
-
-def shortened(session: Session) -> Session:
-    """Return `session` with at most three micro-batches per step, each as large as before.
-
-    The peak is the same: gradients are there from the second one on. Tracing hundreds of them would take minutes.
-    """
-    plan = session.plan
-    if plan.accumulation <= _TRACED:
-        return session
-    size = plan.batch_size // plan.accumulation * _TRACED
-    run = dataclasses.replace(session.run, batch_size=size, accumulation=Accumulation(_TRACED))
-    return dataclasses.replace(session, run=run, context=run.context(session.context.process))
 
 
 def _trains(start: Callable[..., Trial], run: Run) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.blocks import blocks_of
-from runner.batching import Plan
+from runner.batching import Accumulation, Plan
 from runner.data.base import Samples
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
@@ -31,6 +31,9 @@ from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors
 from runner.training import prepare, refused_by_torch, train_step
 from runner.workloads.base import Workload
+
+_TRACED = 3
+"""The maximum number of micro-batches per step that are traced."""
 
 
 class RankPlan(NamedTuple):
@@ -63,7 +66,31 @@ class RankPlan(NamedTuple):
 
 
 def trace(session: Session) -> list[RankPlan]:
-    """Trace a step of each rank of the run; only one rank if all do the same with other samples."""
+    """Return what a step of each rank takes. If all ranks do the same with other samples, one of them is traced.
+
+    Of many micro-batches, two and three are traced, each as large as in the run: the peak of the memory is that of
+    three, and what the third one adds to the costs of a step, each further one does, too. Tracing hundreds of them
+    would take minutes.
+    """
+    count = session.plan.accumulation
+    if count <= _TRACED:
+        return _trace_ranks(session)
+    more, less = (_trace_ranks(_with_micro_batches(session, each)) for each in (_TRACED, _TRACED - 1))
+    return [
+        longer._replace(costs=longer.costs.repeated(shorter.costs, count - _TRACED))
+        for longer, shorter in zip(more, less, strict=True)
+    ]
+
+
+def _with_micro_batches(session: Session, count: int) -> Session:
+    """Return `session` with `count` micro-batches per step, each as large as before."""
+    plan = session.plan
+    size = plan.batch_size // plan.accumulation * count
+    run = dataclasses.replace(session.run, batch_size=size, accumulation=Accumulation(count))
+    return dataclasses.replace(session, run=run, context=run.context(session.context.process))
+
+
+def _trace_ranks(session: Session) -> list[RankPlan]:
     world_size = session.context.world_size
     layouts = [layout_of(session.run, rank, world_size) for rank in range(world_size)]
     own_samples = {(layout.data_shard, layout.step_shard, layout.seed_offset) for layout in layouts}

@@ -13,7 +13,6 @@ from runner.api.composing import compose
 from runner.api.saved import load
 from runner.config.errors import ConfigError
 from runner.planning.costs import Machine
-from runner.planning.fitting import shortened
 from runner.planning.measure import measure
 from runner.planning.report import measured, report_of
 from runner.planning.session import prepared
@@ -97,7 +96,7 @@ def remedies(
         words += [each for each in change.overrides if "." in each]
         try:
             changed = build(words)
-            ranks = [] if changed.config == run.config else trace(shortened(prepared(changed, num_devices)))
+            ranks = [] if changed.config == run.config else trace(prepared(changed, num_devices))
         except (ConfigError, HydraException, OmegaConfBaseException):
             continue
         if not ranks:

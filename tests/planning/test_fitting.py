@@ -10,7 +10,7 @@ from helpers.compose import FAST, built
 
 from runner.config.errors import ConfigError
 from runner.planning.device_memory import needed_bytes
-from runner.planning.fitting import fitting_accumulation, shortened
+from runner.planning.fitting import fitting_accumulation
 from runner.planning.session import prepared
 from runner.planning.trace import trace
 from runner.planning.trial import Burst, TrialError
@@ -91,17 +91,6 @@ def test_a_run_that_does_not_fit_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match="accumulation") as caught:
         fitting(1e6, Attempts())
     assert "fsdp" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "typed", ["", "parallel=ddp", "parallel=fsdp", "parallel=pipeline parallel.num_micro_batches=2"], ids=str
-)
-def test_a_few_of_many_micro_batches_need_as_much_memory_as_all(typed: str) -> None:
-    session = prepared(built(*TYPED, *typed.split(), "batch_size=64", "accumulation.steps=8"))
-    short = shortened(session)
-    assert (session.plan.accumulation, short.plan.accumulation) == (8, 3)
-    for rank, wanted in zip(trace(short), trace(session), strict=True):
-        assert rank.peak_bytes == pytest.approx(wanted.peak_bytes, abs=16)  # a pipeline keeps the loss of each
 
 
 def test_the_processes_share_the_batch() -> None:

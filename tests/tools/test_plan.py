@@ -17,11 +17,12 @@ from helpers.tensor_memory import measured_peak
 
 from runner.parallel.context import Process
 from runner.parallel.launch.cluster import RankInfo
+from runner.planning.costs import Machine
 from runner.planning.measure import Parts
 from runner.planning.memory import KINDS
 from runner.planning.report_tables import flops, size, tables
 from runner.planning.session import prepared
-from runner.planning.trace import FakeCollectives, RankPlan, trace
+from runner.planning.trace import FakeCollectives, RankPlan, trace, trace_rank
 from runner.system.fake_tensors import fake_process_group
 from runner.tools import plan
 
@@ -87,6 +88,28 @@ def test_the_predicted_peak_of_a_shard_is_that_of_the_allocator(tmp_path: Path) 
         process = Process(RankInfo(0, 2, 0, 2), [torch.device("cpu")], FakeCollectives(0, 2))
         measured = measured_peak(composed(*RESNET, "parallel=fsdp"), tmp_path, process)
     assert rank.peak_bytes - copied == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["", "parallel=ddp", "parallel=fsdp", "parallel=pipeline parallel.num_micro_batches=2", "workload=dqn"],
+    ids=str,
+)
+def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
+    small = () if "dqn" in typed else ("model=tiny", "data.size=8")
+    words = (*small, "device=cpu", "device.threads=1", *typed.split(), "batch_size=64", "accumulation.steps=8")
+    session = prepared(built(*words))
+    world_size = session.context.world_size
+    for rank, found in enumerate(trace(session)):
+        whole = trace_rank(session, rank, world_size)
+        assert found.peak_bytes == pytest.approx(whole.peak_bytes, rel=2e-3)  # indices and losses of all samples
+        assert found.kept == pytest.approx(whole.kept, rel=2e-3, abs=64)
+        assert (found.saved, found.blocks) == (whole.saved, whole.blocks)
+        assert (found.costs.flops, found.costs.backward_flops) == (whole.costs.flops, whole.costs.backward_flops)
+        assert found.costs.messages == whole.costs.messages
+        machine = Machine(1e12, 1e10, 1e9)
+        seconds = whole.costs.seconds(machine, world_size)
+        assert found.costs.seconds(machine, world_size) == pytest.approx(seconds, rel=2e-3)
 
 
 def test_files_are_not_read(tmp_path: Path) -> None:
