@@ -12,7 +12,7 @@ import torch
 
 from runner.config.errors import check, check_range
 from runner.storage.content_checks import check_count, check_like
-from runner.system.torch_private import found_inf_flags
+from runner.system.torch_private import found_inf_flags, has_fast_bfloat16
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +152,8 @@ class BFloat16(Precision):
         _allow_tf32(False)
         self._device_type = device.type
         self._dtype = self.compute_dtype(device)
+        if device.type == "cpu" and not has_fast_bfloat16():
+            log.warning("bfloat16 is many times slower than float32 on this CPU, which has no instructions for it")
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         return torch.bfloat16

@@ -124,6 +124,16 @@ def test_16_is_bf16_on_the_cpu_with_a_warning(caplog: pytest.LogCaptureFixture) 
     assert precision.num_skipped() == 0
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
+@pytest.mark.parametrize("precision", [BFloat16(), Float16()], ids=["bf16", "16"])
+def test_a_cpu_without_bfloat16_is_told_about(
+    precision: Precision, is_fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("runner.precision.has_fast_bfloat16", lambda: is_fast)
+    precision.prepare(torch.device("cpu"))
+    assert ("no instructions" in caplog.text) is not is_fast
+
+
 def test_tf32_is_float32_on_the_cpu_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert equal(run(TF32()), by_hand())
     assert "precision=tf32: cpu has no TF32 units" in caplog.text
