@@ -136,7 +136,7 @@ class Plan:
 
     @property
     def samples_per_round(self) -> int:
-        """The number of samples in one iteration of the training loop, over all processes."""
+        """The number of samples in a full round, an iteration of the training loop, over all processes."""
         return self.batch_size * self.steps_per_round
 
     def describe(self) -> str:

@@ -19,12 +19,14 @@ class Device:
 
     Args:
         kind: `cpu`, `cuda`, `mps`, or `auto` for the first available device of `cuda`, `mps` and `cpu`.
-        index: the index of the CUDA device among the visible devices (CUDA_VISIBLE_DEVICES); null for the first.
+        index: the index of the only CUDA device to use, among the visible devices (CUDA_VISIBLE_DEVICES); null for the
+            first one or, in a parallel mode with several devices, for those in `indices`.
         indices: the indices of the CUDA devices that a parallel mode with several devices may use; empty for all
             visible devices.
         threads: the number of CPU threads that each process uses for an operation (`torch.set_num_threads`); null for
             torch's default or, if there are several processes, for an equal share of the cores. On the CPU, null leaves
-            one core to each data worker, unless the environment variable OMP_NUM_THREADS is set.
+            one core to each data worker, but at most half of the cores to all of them, unless the environment variable
+            OMP_NUM_THREADS is set.
     """
 
     kind: str = "auto"

@@ -210,7 +210,7 @@ class Float16(BFloat16):
         self._scaler.unscale_(optimizer)
         flags = found_inf_flags(self._scaler, optimizer)
         for found_inf in flags:
-            combine_overflow(found_inf)
+            combine_overflow(found_inf)  # over the ranks, where each has only a part of the gradients: a pipeline
         norm = clip() if clip is not None else _gradient_norm(optimizer)
         self._scaler.step(optimizer)  # a fused optimizer reads the flag on the device: no sync
         self._scaler.update()

@@ -373,7 +373,9 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
         source: path of the run directory or the checkpoint, for the error message.
 
     Raises:
-        ConfigError: if the samples, the model or the type of the optimizer differ; the error lists the differences.
+        ConfigError: if the seed, the batch size, the type of the optimizer, or an option of the workload, the model,
+            the data or the environment differs that must not change on resume (see `may_change_on_resume`); the error
+            lists the first differences.
     """
     saved, now, differences = completed(saved), completed(now), []
     for key in _ESSENTIAL:

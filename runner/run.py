@@ -410,7 +410,10 @@ def _node(config: Mapping[str, Any], group: str) -> Mapping[str, Any]:
 
 
 def describe_model(model: torch.nn.Module) -> str:
-    """Return a description of `model`, such as `ConvNet, 26,650 trainable parameters, 0.11 MB`."""
+    """Return a description of `model`, such as `ConvNet, 26,650 trainable parameters, 0.11 MB`.
+
+    The size is that of all parameters, including frozen ones, and of all buffers.
+    """
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     return f"{type(model).__name__}, {trained:,} trainable parameters, {size / 1e6:,.2f} MB"

@@ -16,7 +16,10 @@ WIDTH = 200
 
 
 def report_error(error: Exception) -> int:
-    """Print `error`, and return the exit code. An error that is not about the config is printed with its traceback."""
+    """Print `error` to standard error, and return the exit code: 2 for an error of the config, and 1 for any other.
+
+    An error that is not about the config is printed with its traceback.
+    """
     from hydra.errors import HydraException  # imported here: --help needs no Hydra
     from omegaconf.errors import OmegaConfBaseException
 

@@ -19,8 +19,8 @@ from runner.parallel.launch.supervisor import RankError
 from runner.resume import claimed_directory, finished
 from runner.run import CrashedError, Result, Run, Session, check_same_config, check_used, config_hash
 from runner.storage import run_directory
-from runner.storage.checkpoint import delete_all
 from runner.storage.durable_write import write_json
+from runner.storage.retention import delete_all
 from runner.system.secrets import redacted
 from runner.system.utf8 import printable
 from runner.tracking.log_file import LogFile

@@ -16,7 +16,7 @@ RENAMED = {
 
 
 def with_current_names(config: Any) -> Any:
-    """Return a saved config in which each `_target_` has the current name of its class."""
+    """Return a copy of `config`, a saved config, with the current name of each class in a `_target_`."""
     if isinstance(config, dict):
         renamed = {key: with_current_names(value) for key, value in config.items()}
         if isinstance(config.get("_target_"), str):

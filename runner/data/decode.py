@@ -100,15 +100,16 @@ def central_box(width: int, height: int, share: float) -> Box:
 def random_box(width: int, height: int, draws: list[float], least_area: float) -> Box:
     """Return a box of random area, aspect ratio and position (Szegedy et al., Going Deeper with Convolutions, 2015).
 
-    Boxes are distributed as in torchvision's `RandomResizedCrop`: the area is uniform in [least_area, 1], and the
-    aspect ratio is log-uniform in [3/4, 4/3]. If none of ten attempts gives a box that fits, the largest central box
-    with an allowed aspect ratio is returned. Unlike in torchvision, the box depends only on the arguments.
+    Boxes are distributed as in torchvision's `RandomResizedCrop`: the area, as a fraction of the image's, is uniform
+    in [least_area, 1], and the aspect ratio is log-uniform in [3/4, 4/3]. If none of ten attempts gives a box that
+    fits, the largest central box with an allowed aspect ratio is returned. Unlike in torchvision, the box depends only
+    on the arguments.
 
     Args:
         width: width of the image in pixels.
         height: height of the image in pixels.
         draws: `ImageReader.num_draws` uniform random numbers in [0, 1).
-        least_area: the smallest area of the box, as a fraction of the image's area.
+        least_area: the smallest area of a random box, as a fraction of the image's; the central box may be smaller.
     """
     for share, ratio in zip(draws[0 : 2 * _ATTEMPTS : 2], draws[1 : 2 * _ATTEMPTS : 2], strict=True):
         area = width * height * (least_area + (1 - least_area) * share)

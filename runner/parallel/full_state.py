@@ -67,11 +67,18 @@ def load(
 def load_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, dict[str, Any]]
 ) -> None:
-    """Load optimizer state by parameter name; parameters without saved state keep the state that they have.
+    """Load the state of an optimizer. Parameters without saved state keep the state that they have.
+
+    State that this optimizer does not keep at all is ignored, such as momentum in SGD without momentum.
+
+    Args:
+        model: the model whose parameters the optimizer updates.
+        optimizer: the optimizer.
+        optimizer_state: full tensors and plain values, by parameter name and then by key.
 
     Raises:
-        UnexpectedContentError: if names, shapes or dtypes differ from what the optimizer expects. Without this check,
-            fused kernels would read and write beyond the end of a tensor that is too short.
+        UnexpectedContentError: if names, shapes or dtypes are not those that the optimizer expects. They are checked
+            because fused kernels would read and write beyond the end of a tensor that is too short.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}

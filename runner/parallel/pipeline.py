@@ -26,7 +26,7 @@ from runner.parallel.launch.cluster import RankInfo, external_world_size
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.pipelining.gantt import gantt
-from runner.parallel.pipelining.micro_batches import SCHEDULES, MicrobatchConstraint, divisors, num_micro_batches
+from runner.parallel.pipelining.micro_batches import MicrobatchConstraint, divisors, num_micro_batches
 from runner.parallel.pipelining.partition import (
     BlockProfile,
     Partition,
@@ -36,6 +36,7 @@ from runner.parallel.pipelining.partition import (
     profile_blocks,
     supervised,
 )
+from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble
 from runner.system.section_timer import timer
 from runner.tracking.image_grids import save

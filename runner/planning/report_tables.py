@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.parallel.pipelining.micro_batches import SCHEDULES
+from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.planning.memory import KINDS
 
 _MOST_RANKS = 8

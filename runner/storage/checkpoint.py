@@ -26,7 +26,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -39,12 +39,13 @@ import torch
 from safetensors import SafetensorError
 
 from runner.config.errors import check
-from runner.storage.checkpoint_index import INDEX, write_index
 from runner.storage.content_checks import check_plain
 from runner.storage.durable_write import sync
+from runner.storage.index_json import INDEX, write_index
 from runner.storage.manifest import CONFIG, SIGNATURE, DamagedError, manifest_of, untrusted, verified_manifest
 from runner.storage.manifest import NAME as MANIFEST
-from runner.storage.run_directory import StorageError, free_name, step_name, step_of
+from runner.storage.retention import delete, delete_outdated, saved_steps
+from runner.storage.run_directory import StorageError, free_name, step_name
 from runner.storage.safe_read import UnsafeFileError, check_no_link, utf8_path
 from runner.storage.torch_file import load_tensors
 
@@ -175,7 +176,7 @@ class Checkpoints:
                 self._commit(checkpoint, part)
         if self.rank == 0:
             self._index(checkpoint)
-            self._prune(best_step)
+            delete_outdated(self.root, self.keep, best_step)
         log.debug("the checkpoint of step %d took %.2f s to write", checkpoint.step, time.perf_counter() - since)
 
     @contextmanager
@@ -249,7 +250,7 @@ class Checkpoints:
             return
         self._index(newest)
         try:
-            _remove(self.root, [])
+            delete(self.root, [])
         except OSError as error:
             log.warning("leftovers of checkpoints cannot be deleted: %s", error)
 
@@ -259,19 +260,13 @@ class Checkpoints:
         except OSError as error:  # the new checkpoint is complete: go on, and try again after the next one
             log.warning("%s cannot be written: %s", self.root / INDEX, error)
 
-    def _prune(self, best_step: int | None) -> None:
-        try:
-            _remove(self.root, [step for step in self.steps()[: -max(1, self.keep)] if step != best_step])
-        except OSError as error:  # the new checkpoint is complete: go on, and try again after the next one
-            log.warning("old checkpoints cannot be deleted: %s", error)
-
     def steps(self) -> list[int]:
         """Return the steps of the existing checkpoints in increasing order.
 
         Raises:
             UnsafeFileError: if the directory `checkpoints` is a link.
         """
-        return _steps(self.root)
+        return saved_steps(self.root)
 
     def latest(self) -> Checkpoint | None:
         """Return the newest intact checkpoint; None if the run has no checkpoint.
@@ -306,33 +301,6 @@ class Checkpoints:
         remedy = "start a new run, without resume (overrides.yaml has what was typed)"
         check(found is not None or not names, "resume", str(self.root.parent), why, remedy)
         return found
-
-
-def delete_all(directory: Path) -> None:
-    """Delete all checkpoints in the run directory `directory`; if this fails, log a warning."""
-    root = directory / "checkpoints"
-    try:
-        steps = _steps(root)
-        if root.is_dir():
-            (root / INDEX).unlink(missing_ok=True)
-        _remove(root, steps)
-    except OSError as error:
-        log.warning("checkpoints cannot be deleted: %s", error)
-
-
-def _steps(root: Path) -> list[int]:
-    check_no_link(root)
-    if not root.is_dir():
-        return []
-    return sorted(step for path in root.iterdir() if (step := step_of(path)) is not None)
-
-
-def _remove(root: Path, steps: Iterable[int]) -> None:
-    for step in steps:  # renamed first, so that an interrupted deletion leaves no partial checkpoint
-        path = root / step_name(step)
-        os.replace(path, free_name(path, "pruned"))
-    for leftover in [*root.glob("tmp.*"), *root.glob("*.pruned*")]:
-        leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
 
 
 def load(path: Path, rank: int = 0) -> Checkpoint:

@@ -144,7 +144,7 @@ class SearchJobs(JobSource):
 
     @property
     def num_trials(self) -> int:
-        """The number of trials of the whole search."""
+        """The number of trials of the search, including those of earlier commands; a trial has one job per seed."""
         return len(self._grid) or self._options.trials
 
     def __len__(self) -> int:

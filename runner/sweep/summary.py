@@ -114,7 +114,8 @@ def _write(path: Path) -> None:
         return
     from torch.utils.tensorboard.summary import text  # imported here, because a sweep without jobs needs none of it
 
-    from runner.tracking.event_file import EventFile, columns
+    from runner.tracking.event_file import EventFile
+    from runner.tracking.hparams import columns
 
     for old in path.glob("events.out.tfevents.*"):  # TensorBoard would keep the columns of the first file
         old.unlink()

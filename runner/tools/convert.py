@@ -89,10 +89,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def exported(source: Path, destination: Path, best: bool, module_prefix: bool) -> str:
-    """Export the model of a run as a program, and return what to say of it.
+    """Export the model of a run as a program for torch.export or ONNX, and return the message to print.
+
+    Args:
+        source: a run directory, or a checkpoint in one.
+        destination: a .pt2 or .onnx file; replaced if it exists.
+        best: whether to export the best checkpoint of the run, and not the newest; refused if `source` is a checkpoint.
+        module_prefix: whether --module-prefix was typed; refused, as a program has no names of parameters.
 
     Raises:
-        ConfigError: if it cannot be exported, or a flag has no effect.
+        ConfigError: if a flag is refused, a package is missing, or the model cannot be exported.
     """
     from runner.tools.convert_program import check_exporter, export_program  # imported here: they need a run's modules
 

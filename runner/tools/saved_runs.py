@@ -75,7 +75,11 @@ class MeasuredRun:
 
 
 def find_runs(paths: Iterable[Path]) -> Iterator[MeasuredRun]:
-    """Yield every run at most 50 levels below the directories `paths`. A run found twice is yielded only once."""
+    """Yield once each run in the directories `paths`, or at most 50 levels below them.
+
+    Links to directories are not followed, and runs that are being removed are left out. A run that is unfinished or
+    cannot be read is yielded, too; its `failure` says why it has no result.
+    """
     seen = set()
     for path in paths:
         for folder, subfolders, files in walk(path):

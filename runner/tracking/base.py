@@ -41,7 +41,8 @@ class Tracker:
         """Log images and animations.
 
         Args:
-            images: RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag.
+            images: RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag, on
+                any device.
             step: the number of completed optimizer steps.
         """
 

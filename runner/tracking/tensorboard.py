@@ -58,7 +58,7 @@ class TensorBoard(Tracker):
             self._file.add(text(tag, f"```\n{content}\n```"), step)
 
     def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
-        from runner.tracking.event_file import row_start
+        from runner.tracking.hparams import row_start
 
         # `SummaryWriter.add_hparams` would write the row to another run, without the metrics of this one. The row has
         # what was typed: a column for each of the other keys, which have the same value in all runs, would hide it.
@@ -68,7 +68,7 @@ class TensorBoard(Tracker):
         self._file.sync()
 
     def close(self, done: bool) -> None:
-        from runner.tracking.event_file import row_end
+        from runner.tracking.hparams import row_end
 
         try:
             if done:

@@ -197,7 +197,12 @@ class SupervisedWorkload(Workload):
 
     @abstractmethod
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of the outputs, [n, …], as a scalar."""
+        """Return the loss of a micro-batch, as a scalar: the mean over its n samples.
+
+        Args:
+            outputs: outputs of the network, [n, …].
+            targets: the targets of the batch, [n, …], as the data set gives them.
+        """
 
     @abstractmethod
     def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

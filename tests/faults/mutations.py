@@ -76,7 +76,7 @@ MUTATIONS = [
         "old checkpoints are deleted before the new one is there",
         "runner/storage/checkpoint.py",
         "        weights = {_MODEL: checkpoint.tensors}",
-        "        _remove(self.root, self.steps())\n        weights = {_MODEL: checkpoint.tensors}",
+        "        delete(self.root, self.steps())\n        weights = {_MODEL: checkpoint.tensors}",
         (POWER, DISK),
     ),
     Mutation(

@@ -299,7 +299,7 @@ RUNS: dict[str, tuple[Spoil, tuple[int, ...]]] = {
     "class: a path up": (classes("runner.tracking..base.Tracker"), REFUSED),
     "class: dunder": (classes("runner.tracking.base.__builtins__"), REFUSED),
     "class: imported there": (classes("runner.training.json.loads"), REFUSED),
-    "class: a function": (classes("runner.storage.checkpoint.delete_all"), REFUSED),
+    "class: a function": (classes("runner.storage.retention.delete_all"), REFUSED),
     "class: with a call in it": (classes("runner.tracking.base.Tracker", hook={"_target_": "os.system"}), REFUSED),
     "class: a number": (lambda world: world.config(tracking={"_target_": 3}), REFUSED),
     "class: a list": (lambda world: world.config(tracking={"_target_": ["os", "system"]}), REFUSED),

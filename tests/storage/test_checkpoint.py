@@ -29,9 +29,10 @@ from helpers.saved import save_now
 import runner.storage.checkpoint
 import runner.storage.manifest
 from runner.config.errors import ConfigError
-from runner.storage.checkpoint import Checkpoint, Checkpoints, delete_all
+from runner.storage.checkpoint import Checkpoint, Checkpoints
 from runner.storage.chosen import chosen_checkpoint
 from runner.storage.manifest import CONFIG, saved_text
+from runner.storage.retention import delete_all
 from runner.storage.run_directory import StorageError
 from runner.storage.saved_config import config_text, parse_config
 

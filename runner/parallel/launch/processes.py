@@ -32,7 +32,10 @@ PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.utils.
 
 
 def start_rank_server() -> None:
-    """Start the fork server of the ranks, which imports torch while this process does, unless the ranks exist."""
+    """Start the fork server of the ranks in the background, so that it imports torch at the same time as this process.
+
+    Do nothing under torchrun or SLURM, where the ranks are already running.
+    """
     if external_rank_info() is None:
         start_server(*PRELOADED)
 

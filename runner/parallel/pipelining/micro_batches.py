@@ -7,9 +7,6 @@ from typing import NamedTuple
 
 from runner.config.errors import ConfigError, check
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
-"""The orders in which a pipeline computes its micro-batches: the values of `parallel.schedule`."""
-
 _PER_STAGE = 4
 """Default number of micro-batches per stage.
 

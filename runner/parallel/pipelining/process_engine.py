@@ -9,15 +9,10 @@ import torch
 from torch import distributed as dist
 from torch.distributed import pipelining
 
+from runner.parallel.pipelining.schedules import schedule_class
 from runner.parallel.pipelining.stages import ActivationSpec, Loss, StageModule
 from runner.parallel.pipelining.timeline import Timeline
 
-SCHEDULE_CLASSES: dict[str, Any] = {
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
-    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
-}
 _SINGLE = ("gpipe", "1f1b")
 """Schedules with one stage per process."""
 
@@ -28,7 +23,7 @@ class ProcessEngine:
     Args:
         stages: stages of this process, by the number of the stage.
         activations: specs of the activations before, between and after all stages.
-        schedule: key of `SCHEDULE_CLASSES`.
+        schedule: one of `runner.parallel.pipelining.schedules.SCHEDULES`.
         size: number of samples per micro-batch.
         num_micros: number of micro-batches per call of `train`.
         device: device of this process.
@@ -62,7 +57,7 @@ class ProcessEngine:
             for number, stage in stages.items()
         ]
         own = timed_stages[0] if schedule in _SINGLE else timed_stages
-        self._schedule = SCHEDULE_CLASSES[schedule](own, num_micros, loss_fn=self._loss_of, scale_grads=False)
+        self._schedule = schedule_class(schedule)(own, num_micros, loss_fn=self._loss_of, scale_grads=False)
 
     def _loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None

@@ -176,10 +176,11 @@ class Engine(ABC):
             check_choice(self, "prune", ("median", "halving"))
 
     def prepare(self, overrides: Sequence[str] = (), config_dir: str | None = None) -> None:
-        """Start slow preparations in the background, while the jobs are being planned.
+        """Start slow preparations in the background, while the jobs are being planned; by default, there are none.
 
         Args:
-            overrides: overrides of the first job. Other jobs usually choose the same options of config groups.
+            overrides: overrides of the first job. An engine may compose its options ahead of time, because other jobs
+                usually choose the same ones.
             config_dir: the directory of `--config-dir`; None if the flag was not typed.
         """
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 PRELOADED = (
     *("torch", "torch.utils.flop_counter", "PIL.ImageDraw"),
-    *("runner.cli.run_job", "runner.cli.main", "runner.tracking.event_file", "psutil"),
+    *("runner.cli.run_job", "runner.cli.main", "runner.tracking.event_file", "runner.tracking.hparams", "psutil"),
     "runner.cli.preload_options",
 )
 """Modules that every job imports; the server imports them once, also those that a run imports when it needs them."""

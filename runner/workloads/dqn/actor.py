@@ -12,7 +12,7 @@ import torch
 from runner.env.vector import Vector
 from runner.seeds import derive
 from runner.workloads.dqn.n_step import NStepBuffer
-from runner.workloads.dqn.repeats import Repeats
+from runner.workloads.dqn.repeated_actions import Repeats
 from runner.workloads.dqn.replay import Replay
 
 log = logging.getLogger(__name__)

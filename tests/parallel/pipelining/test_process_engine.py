@@ -13,7 +13,8 @@ from torch import nn
 
 from runner.parallel.launch.cluster import external_rank_info
 from runner.parallel.launch.processes import ExternalProcesses
-from runner.parallel.pipelining.process_engine import SCHEDULE_CLASSES, ProcessEngine
+from runner.parallel.pipelining.process_engine import ProcessEngine
+from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.parallel.pipelining.stages import ActivationSpec, StageModule
 from runner.parallel.pipelining.timeline import Span, Timeline
 
@@ -45,7 +46,7 @@ def stages_of(schedule: str) -> list[list[nn.Module]]:
     return [blocks[:2], blocks[2:]] if schedule in ("gpipe", "1f1b") else [[block] for block in blocks]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULE_CLASSES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_and_outputs_are_those_of_the_whole_network(schedule: str, ranks: Callable[[int], Ranks]) -> None:
     whole, (inputs, targets) = nn.Sequential(*network()), batch()
     outputs = whole(inputs)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from runner.parallel.pipelining.simulation import actions, simulate
+from runner.parallel.pipelining.simulation import simulate
 from runner.parallel.pipelining.timeline import bubble
 
 CASES = [
@@ -60,20 +60,6 @@ def test_gradients_of_weights_fill_the_bubble() -> None:
         for name in ("1f1b", "zero_bubble")
     }
     assert both["zero_bubble"] < both["1f1b"] / 2
-
-
-def test_one_forward_one_backward_is_what_torch_does() -> None:
-    """`Schedule1F1B._step_microbatches`: as many forward passes ahead as there are stages from here to the end."""
-    assert actions("1f1b", 3, 3, 4)[1] == [
-        (1, "forward", 0),
-        (1, "forward", 1),
-        (1, "backward", 0),
-        (1, "forward", 2),
-        (1, "backward", 1),
-        (1, "forward", 3),
-        (1, "backward", 2),
-        (1, "backward", 3),
-    ]
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.scripted_env import scripted_actor
 
-from runner.workloads.dqn.repeats import Repeats
+from runner.workloads.dqn.repeated_actions import Repeats
 
 NUM_ENVS, LONGEST = 500, 6
 

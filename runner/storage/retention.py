@@ -1,0 +1,66 @@
+"""Which checkpoints of a run are kept, the newest ones and the best, and how the others are deleted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from runner.storage.index_json import INDEX
+from runner.storage.run_directory import free_name, step_name, step_of
+from runner.storage.safe_read import check_no_link
+
+log = logging.getLogger(__name__)
+
+
+def delete_outdated(root: Path, keep: int, best_step: int | None) -> None:
+    """Delete all but the newest checkpoints and the best one; if this fails, log a warning.
+
+    Args:
+        root: the directory of the checkpoints.
+        keep: the number of newest checkpoints to keep; of 0, one is kept until the run is done.
+        best_step: the step of the best checkpoint; None if there is none.
+    """
+    try:
+        delete(root, [step for step in saved_steps(root)[: -max(1, keep)] if step != best_step])
+    except OSError as error:  # the new checkpoint is complete: go on, and try again after the next one
+        log.warning("old checkpoints cannot be deleted: %s", error)
+
+
+def delete_all(directory: Path) -> None:
+    """Delete all checkpoints in the run directory `directory`; if this fails, log a warning."""
+    root = directory / "checkpoints"
+    try:
+        steps = saved_steps(root)
+        if root.is_dir():
+            (root / INDEX).unlink(missing_ok=True)
+        delete(root, steps)
+    except OSError as error:
+        log.warning("checkpoints cannot be deleted: %s", error)
+
+
+def saved_steps(root: Path) -> list[int]:
+    """Return the steps of the checkpoints in the directory `root`, in increasing order.
+
+    Raises:
+        UnsafeFileError: if `root` is a link.
+    """
+    check_no_link(root)
+    if not root.is_dir():
+        return []
+    return sorted(step for path in root.iterdir() if (step := step_of(path)) is not None)
+
+
+def delete(root: Path, steps: Iterable[int]) -> None:
+    """Delete the checkpoints of `steps` in the directory `root`, and what interrupted saves and deletions have left.
+
+    Raises:
+        OSError: if a checkpoint cannot be deleted.
+    """
+    for step in steps:  # renamed first, so that an interrupted deletion leaves no partial checkpoint
+        path = root / step_name(step)
+        os.replace(path, free_name(path, "pruned"))
+    for leftover in [*root.glob("tmp.*"), *root.glob("*.pruned*")]:
+        leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
