@@ -32,5 +32,5 @@ def check_no_flags(words: Sequence[str], remedy: str = "--help lists them") -> N
         words: the words of a command line that are not the tool's own flags.
         remedy: the last part of the error message.
     """
-    flags = [word for word in words if word.startswith("-")]
+    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
     check(not flags, " ".join(flags[:1]), ABSENT, "there is no such flag of this tool;", remedy)
