@@ -63,12 +63,12 @@ def measured(session: Session, result: Mapping[str, Any], directory: Path) -> di
         return None
     saved = checkpoints(directory)
     files = saved[-1].iterdir() if saved else ()
-    on_device = session.device.type == "cuda"
+    peak_of = {"cpu": "the process of rank 0", "cuda": "the tensors of its first device"}  # see `memory.usage`
     return {
         "seconds": result["step_seconds"]["median"],
         "samples_per_second": result["samples_per_second"],
         "peak_bytes": result["peak_memory_bytes"],
-        "peak_of": "the tensors of its first device" if on_device else "the process of rank 0",
+        "peak_of": peak_of.get(session.device.type, "its device"),
         "checkpoint_bytes": sum(file.stat().st_size for file in files) or None,
     }
 
