@@ -66,8 +66,8 @@ def measured(session: Session, result: Mapping[str, Any], directory: Path) -> di
     peak_of = {"cpu": "the process of rank 0", "cuda": "the tensors of its first device"}  # see `memory.usage`
     return {
         "seconds": result["step_seconds"]["median"],
-        "samples_per_second": result["samples_per_second"],
-        "peak_bytes": result["peak_memory_bytes"],
+        "samples_per_second": result.get("samples_per_second", 0.0),
+        "peak_bytes": result.get("peak_memory_bytes", 0),
         "peak_of": peak_of.get(session.device.type, "its device"),
         "checkpoint_bytes": sum(file.stat().st_size for file in files) or None,
     }

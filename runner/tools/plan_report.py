@@ -20,6 +20,7 @@ from runner.planning.trace import trace
 from runner.run import Run, build_run, check_used
 from runner.tools.composed_run import compose_run, replaced
 from runner.tools.plan_remedies import SMALLER_BATCHES, changes
+from runner.tools.saved_runs import find_runs
 
 _ENOUGH = 4
 """Number of changes that make a run fit, after which no more are tried."""
@@ -57,7 +58,8 @@ def plan(
     machine = Machine(speeds[0] or 0, speeds[1] or 0, speeds[2] or float("inf")) if speeds else None
     report = report_of(session, ranks, num_devices, machine, measure(run) if with_parts else None)
     if source is not None and not overrides:
-        report["measured"] = measured(session, load(source).result, source)
+        [saved] = find_runs([source])  # without a result that is damaged
+        report["measured"] = measured(session, saved.result, source)
     if memory is not None:
         report["memory_bytes"], report["fits"] = memory, max(rank.peak_bytes for rank in ranks) <= memory
     if report["fits"] is False:

@@ -381,6 +381,9 @@ def test_a_run_is_planned_from_its_directory(tmp_path: Path, capsys: pytest.Capt
     assert changed["batch"]["batch_size"] == 64
     assert changed["measured"] is None, "it has not trained like this"
     assert changed["remedies"]
+    for median in ("soon", 0, None):  # somebody else may have written it
+        (run / "result.json").write_text(json.dumps(result | {"step_seconds": {"median": median}}))
+        assert report(capsys, str(run))["measured"] is None
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
