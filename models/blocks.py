@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # config errors are reported before torch is imported, and op
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return what the method `blocks()` of `model` returns; an empty list if it has no such method.
 
-    A submodule of the name `blocks`, as many networks have it, is no such method.
+    A submodule named `blocks`, which many networks have, does not count.
     """
     blocks = getattr(type(model), "blocks", None)
     return [] if blocks is None else blocks(model)

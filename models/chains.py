@@ -34,7 +34,10 @@ class _SpatialMean(nn.Module):
 
 
 class _ViTStem(nn.Module):
-    """The beginning of a vision transformer: patches [n, 1 + patches, hidden_dim] of images, with their positions."""
+    """The layers before a vision transformer's encoder blocks: images → tokens [n, 1 + num_patches, hidden_dim].
+
+    The first token is the class token; the position embeddings are added to all tokens.
+    """
 
     def __init__(self, vit: models.VisionTransformer):
         super().__init__()
@@ -60,7 +63,10 @@ def _vit(vit: models.VisionTransformer) -> Layers:
 
 
 def _children(*names: str, **functions: nn.Module) -> Callable[[nn.Module], Layers]:
-    """Return a function that returns the submodules `names`, or modules without parameters in their places."""
+    """Return a function that lists the layers `names` of a network: modules in `functions`, or else its submodules.
+
+    The modules in `functions` have no parameters; they stand for functions that the network's forward pass calls.
+    """
     return lambda network: [(name, functions.get(name) or network.get_submodule(name)) for name in names]
 
 
@@ -69,7 +75,7 @@ def _all_children(network: nn.Module) -> Layers:
 
 
 def _flatten_before(name: str) -> Callable[[nn.Module], Layers]:
-    """Return a function that returns all children in order, and flattens the inputs of the child `name`."""
+    """Return a function that lists all children of a network in order, with a flatten layer before the child `name`."""
 
     def layers(network: nn.Module) -> Layers:
         children = list(network.named_children())
@@ -108,8 +114,8 @@ CHAINS: dict[type[nn.Module], Callable[[Any], Layers]] = {
 def blocks_of_chain(network: nn.Module) -> Layers:
     """Return the blocks of `network`, an instance of a class in `CHAINS`: stem, …, head.
 
-    Blocks are created in each call where they group several layers, so that they contain the current layers: a wrapper
-    may have replaced a layer.
+    Blocks that group several layers are created in each call, so that they contain the current layers: a wrapper may
+    have replaced a layer.
     """
     groups = list(_grouped(_flattened(CHAINS[_listed_class(network)](network))))
     names = ["stem", *(_name(group) for group in groups[1:-1]), "head"]
@@ -120,8 +126,8 @@ def blocks_of_chain(network: nn.Module) -> Layers:
 def with_blocks(network: nn.Module) -> nn.Module:
     """Give `network` the method `blocks()` if its class is in `CHAINS`, and return it.
 
-    The class of the network changes in place, as `fully_shard` does it: torchvision's functions that build networks
-    take no class. The subclass has the same name, forward pass and parameters.
+    The class of the network is replaced in place by a subclass with the same name, forward pass and parameters, as
+    `fully_shard` does. The subclass cannot be built directly, because torchvision's builder functions take no class.
     """
     cls = type(network)
     if cls in CHAINS:
@@ -130,10 +136,12 @@ def with_blocks(network: nn.Module) -> nn.Module:
 
 
 def checkpoint_activations(network: nn.Module) -> int:
-    """Let the backward pass recompute the activations of the blocks of `network` that are modules with submodules.
+    """Let the backward pass recompute the activations of the blocks of `network` that have submodules.
+
+    Groups of layers, which `blocks()` creates in each call, are not changed.
 
     Returns:
-        The number of these blocks; 0 if `network` has none, or is no chain.
+        The number of blocks that recompute their activations; 0 if there are none, or `network` has no `blocks()`.
     """
     own = {id(module) for module in network.modules()}
     blocks = [block for _, block in blocks_of(network) if id(block) in own and any(True for _ in block.children())]
@@ -162,12 +170,14 @@ def _flattened(layers: Layers) -> Iterator[tuple[str, nn.Module]]:
 def _grouped(layers: Iterable[tuple[str, nn.Module]]) -> Iterator[Layers]:
     """Yield groups of layers that stay together, in forward order.
 
-    A module that has submodules is a group by itself. A convolution or a linear layer begins a group, which also has
-    the normalization, activation and pooling that follow it. No group begins with an activation that works in place,
-    which could not change the inputs of a stage.
+    A convolution or a linear layer begins a group, which also has the normalization, activation and pooling that follow
+    it. A module that has submodules begins a group, too. Simple layers that follow such a module join the next
+    convolution or linear layer, unless another module with submodules, or the end, comes first; then they stay with the
+    module. In the networks of `CHAINS`, no group begins with an in-place activation, which would overwrite the inputs
+    of a stage.
     """
     group: Layers = []
-    waiting: Layers = []  # for what comes after them, or the end
+    waiting: Layers = []  # simple layers after a module with submodules: the next layer decides on their group
     for name, layer in layers:
         has_children = any(True for _ in layer.children())
         is_simple = not has_children and (isinstance(layer, _NORMS) or not any(True for _ in layer.parameters()))

@@ -10,8 +10,8 @@ class FrozenBatchNorm(nn.Module):
     """Batch normalization with the running statistics, in training mode too: a fixed affine map of each channel.
 
     A batch normalization layer whose weight and bias are frozen is converted to this class in place, by setting its
-    `__class__`, which keeps its tensors and their names. It is no subclass of torch's batch normalization, so that no
-    parallel mode synchronizes, defers or averages statistics that do not change.
+    `__class__`, which keeps its tensors and their names. It is not a subclass of torch's batch normalization, so that
+    no parallel mode synchronizes, defers or averages statistics that do not change.
     """
 
     weight: torch.Tensor

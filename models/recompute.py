@@ -43,7 +43,7 @@ def recomputable(forward: Forward) -> Forward:
 
 
 def make_recomputable(module: nn.Module) -> None:
-    """Let the backward pass repeat the forward pass of `module`, whose class changes in place, and not its name."""
+    """Let the backward pass repeat the forward pass of `module`; its class becomes a subclass of the same name."""
     cls = type(module)
     changed = {"forward": recomputable(cls.forward), "checkpoint_activations": True}
     module.__class__ = type(cls.__name__, (cls,), changed)

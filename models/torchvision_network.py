@@ -16,7 +16,7 @@ from torchvision.models.regnet import BlockParams
 from models.chains import with_blocks
 
 _OURS = ("num_classes", "image_size", "init_weights", "aux_logits", "transform_input", "dropout_aux")
-"""Arguments that follow from the data, or without which networks return more than the classes."""
+"""Arguments that are not options: the data sets them, or they concern initialization, pretraining or extra outputs."""
 
 
 def names() -> list[str]:
@@ -32,7 +32,7 @@ def options_of(name: str) -> dict[str, type]:
 
 
 def create(name: str, shape: tuple[int, ...], num_classes: int, options: Mapping[str, Any]) -> nn.Module:
-    """Return the network `name` with random weights, initialized as torchvision does it.
+    """Return the network `name` with random weights, initialized as in torchvision.
 
     If the inputs do not have three channels, the first convolution is replaced; its weights are initialized as in
     torchvision's residual networks (He et al., 2015, fan out).
@@ -66,10 +66,10 @@ def _class_of(name: str) -> type[nn.Module]:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, which reads values of tensors that it creates, so that they have values in every mode."""
+    """Wrap `function`, which reads values of tensors that it creates, so that it creates real tensors in every mode."""
 
     def call(*arguments: Any, **options: Any) -> Any:
-        with torch.device("cpu"), _disable_current_modes():  # of fake tensors
+        with torch.device("cpu"), _disable_current_modes():  # FakeTensorMode
             return function(*arguments, **options)
 
     return call

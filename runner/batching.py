@@ -27,8 +27,8 @@ class Accumulation:
     which uses the statistics of each micro-batch.
 
     Args:
-        steps: number of micro-batches, or `auto` for as few as fit into memory, which is replaced by the number before
-            the run begins.
+        steps: number of micro-batches; `auto` for the smallest number with which a step fits into memory. The number
+            replaces `auto` before the run begins.
     """
 
     steps: int | str = 1
@@ -41,7 +41,7 @@ class Accumulation:
 
     @property
     def count(self) -> int:
-        """The number of micro-batches; 1 if `steps` is `auto`, and the number has not been chosen."""
+        """The number of micro-batches; 1 as long as `steps` is `auto`, because no number has been chosen yet."""
         return self.steps if isinstance(self.steps, int) else 1
 
 

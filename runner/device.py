@@ -126,7 +126,7 @@ _AVAILABLE = "device=auto chooses an available device; `python -m runner.tools.d
 
 
 def _default_threads(device: torch.device, num_data_workers: int) -> int:
-    """Return the number of threads of an operation, which leaves cores to the data workers, at most half of them.
+    """Return the number of CPU threads for an operation. Data workers get a core each, but at most half of the cores.
 
     A thread that has to wait for a core holds up the others of its operation: beside a busy data worker, two threads on
     two cores can take several times as long as one.
@@ -139,10 +139,10 @@ def _default_threads(device: torch.device, num_data_workers: int) -> int:
 
 
 def oversubscription(device: torch.device, num_data_workers: int) -> str:
-    """Return why the processes of a run on this machine get in each other's way; an empty string if they do not.
+    """Return a warning if the run has more busy threads on this machine than there are cores; otherwise, return "".
 
     Args:
-        device: the device of this process. Beside an accelerator, only one thread of the process counts.
+        device: the device of this process. If it is an accelerator, only one thread of each process counts.
         num_data_workers: number of data worker processes of each process.
     """
     processes, cores = local_world_size(), len(usable_core_numbers())

@@ -21,7 +21,7 @@ class ParameterGroup(NamedTuple):
     """Parameters with the same learning rate and weight decay.
 
     Args:
-        name: what distinguishes the learning rate, a pattern or a block; empty for the base learning rate.
+        name: the pattern or the block that determines the learning rate; empty for the base learning rate.
         lr: the learning rate, which the schedule multiplies by a factor.
         weight_decay: as in `Optimizer`.
         parameters: names of the parameters; empty if all parameters are in other groups.
@@ -39,7 +39,7 @@ class Optimizer(ABC):
 
     Args:
         lr: the base learning rate, which the schedule multiplies by a factor.
-        weight_decay: L2 penalty (sgd, adam) or decoupled weight decay (adamw).
+        weight_decay: L2 penalty (sgd, adam, rmsprop; nadam by default) or decoupled weight decay (adamw, muon).
         fused: whether to use torch's fused kernels, which are faster and give the same results up to rounding.
         groups: `lr`, `weight_decay` or both for the parameters that match a pattern, by pattern (see
             `runner.config.name_patterns`): `{head: {lr: 0.1}}`. A parameter belongs to the first pattern that matches
@@ -47,7 +47,7 @@ class Optimizer(ABC):
         layer_decay: factor of the learning rate from each block of the network to the one before it (Clark et al.,
             ELECTRA, 2020): the last block has the rate `lr`, the first one `lr·layer_decay^(num_blocks - 1)`. It does
             not affect parameters whose pattern in `groups` has its own `lr`.
-        decay_norms: whether `weight_decay` also applies to parameters with a single dimension: all biases, and the
+        decay_norms: whether `weight_decay` also applies to parameters with at most one dimension: all biases, and the
             weights of normalization layers. A `weight_decay` in `groups` applies to whatever matches its pattern.
     """
 
@@ -85,7 +85,7 @@ class Optimizer(ABC):
         """Return an optimizer for the parameters of `model` that require gradients.
 
         Args:
-            model: the model, or the part of it that is left on this rank.
+            model: the model, or the part of it that this rank holds.
             groups: the groups of the whole model's parameters; None if `model` is the whole model.
 
         Raises:
@@ -276,7 +276,8 @@ class RMSprop(Optimizer):
         alpha: decay rate of the running average of the squared gradient.
         eps: term added to the denominator for numerical stability.
         momentum: momentum factor.
-        centered: whether gradients are divided by an estimate of their standard deviation, instead of their size.
+        centered: whether gradients are divided by an estimate of their standard deviation, instead of their root mean
+            square.
     """
 
     alpha: float = 0.99
@@ -308,13 +309,14 @@ class Muon(AdamW):
     """Muon (Jordan et al., 2024; `torch.optim.Muon`) for matrices, and AdamW for all other parameters.
 
     Matrices are parameters with two dimensions: the weights of linear layers, but not those of convolutions. Updates of
-    matrices are scaled to the size of AdamW's (Liu et al., Muon is Scalable for LLM Training, 2025), so that both have
-    one learning rate and weight decay. Matrices are orthogonalized in bfloat16: where modes differ in the last bit of a
-    gradient, the update may differ in the eighth. `fused` applies to AdamW.
+    matrices are scaled to the size of AdamW's (Liu et al., Muon is Scalable for LLM Training, 2025), so that both share
+    one learning rate and weight decay. These updates are orthogonalized in bfloat16, which has 8 significant bits:
+    where the gradients of two parallel modes differ by float32 rounding, the updates may differ by bfloat16 rounding.
+    `fused` applies to AdamW.
 
     Args:
-        momentum: momentum factor of matrices.
-        nesterov: whether matrices have Nesterov momentum.
+        momentum: momentum factor for matrices.
+        nesterov: whether to use Nesterov momentum for matrices.
         ns_steps: number of Newton-Schulz iterations of an orthogonalization.
     """
 
@@ -351,10 +353,10 @@ class Muon(AdamW):
 
 @functools.cache
 def _joined_class() -> Any:
-    """Return the class of an optimizer that is made of two; it is defined here, as torch is imported late."""
+    """Return the class of an optimizer made of others; defined here, because its base class would load torch early."""
 
     class Joined(torch.optim.Optimizer):
-        """Two optimizers of different parameters, with one list of groups and one state."""
+        """Optimizers of different parameters, joined into one with a single list of groups and a single state."""
 
         def __init__(self, *parts: torch.optim.Optimizer):
             for number, part in enumerate(parts):

@@ -111,7 +111,7 @@ class Precision:
 
 @dataclass
 class TF32(Precision):
-    """float32 with matrix products in TensorFloat-32 (10 bits of mantissa) on Ampere and later GPUs."""
+    """float32 with matrix products and convolutions in TF32 (10 bits of mantissa) on Ampere and later GPUs."""
 
     description: ClassVar[str] = "float32, matrix products in TF32 where the device has it"
     tolerance: ClassVar[float] = 5e-3

@@ -146,7 +146,7 @@ def _begin_session(path: Path, session: Session, overrides: list[str], undo: Exi
         for current, aside in superseded:
             os.replace(current, aside)
             undo.callback(os.replace, aside, current)
-        if superseded:  # before the new config is there: a power loss must not combine it with their checkpoints
+        if superseded:  # before the config is written: a power loss must not leave it beside later checkpoints
             sync(superseded[-1][0].parent)
         run_directory.write_config(path, session.run.config, redacted_values([*earlier, *overrides]))
         write_json(path / run_directory.ENVIRONMENT, environment())
@@ -210,7 +210,7 @@ def _locked_for_us(path: Path) -> IO[str]:
 def _to_resume(session: Session, parent: Path, name: str | None) -> tuple[Path | None, IO[str] | None]:
     """Return the directory of the run to resume, and its open lock file; (None, None) if a new run begins.
 
-    With `resume=auto`, the run is found by its `name`, if it has one, and otherwise by its config.
+    With `resume=auto`, the run is the one in the directory `name`; if `name` is None, it is found by its config.
 
     Raises:
         ConfigError: if the run to resume does not exist, has another config, is running, or cannot be continued.
@@ -239,8 +239,8 @@ def _check_named(session: Session, path: Path, source: str) -> None:
         source: the value of the option `resume`: the path of a run directory, or of a checkpoint in one.
 
     Raises:
-        ConfigError: if there is no such run or checkpoint, if the config is that of another run, or if the run already
-            has more steps than this session asks for.
+        ConfigError: if there is no such run or checkpoint, if the config is that of another run, if the run already has
+            more steps than this session asks for, or if the checkpoints to continue from have been deleted.
     """
     checkpoint = _named_checkpoint(session)
     if checkpoint is not None:
@@ -305,7 +305,8 @@ def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | 
 def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]:
     """Return the run directory `path` and its open lock file if the run in it has the config of `session`.
 
-    Otherwise, return (None, None), after renaming the directory of a run with another config.
+    Otherwise, return (None, None), after renaming the directory, or deleting it if there is neither a config nor a
+    checkpoint in it.
 
     Raises:
         ConfigError: if `path` exists and is not a run directory, or if the run is running, or its config cannot be read
@@ -361,7 +362,10 @@ def _has_same_config(path: Path, session: Session) -> bool:
 # Which options may change on resume
 
 _ESSENTIAL = ("seed", "batch_size", "workload", "model", "data", "env")
-"""Keys that determine what is computed, and therefore must not change on resume. All other keys may change."""
+"""Keys that determine what is computed, and therefore must not change on resume.
+
+All other keys may change, except that the type of the optimizer must stay the same.
+"""
 
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: str) -> None:
@@ -373,9 +377,9 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
         source: path of the run directory or the checkpoint, for the error message.
 
     Raises:
-        ConfigError: if the seed, the batch size, the type of the optimizer, or an option of the workload, the model,
-            the data or the environment differs that must not change on resume (see `may_change_on_resume`); the error
-            lists the first differences.
+        ConfigError: if the seed, the batch size or the type of the optimizer differs, or an option of the workload, the
+            model, the data or the environment that is not in its `may_change_on_resume`; the error lists the first
+            differences.
     """
     saved, now, differences = completed(saved), completed(now), []
     for key in _ESSENTIAL:
@@ -394,7 +398,7 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `config` with the default of each option that its components have, and an earlier version did not have."""
+    """Return `config`, which an earlier version may have written, with the defaults of the options that it lacks."""
 
     def defaults(cls: type) -> dict[str, Any]:
         known = option_fields(cls)

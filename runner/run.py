@@ -59,8 +59,8 @@ _LARGEST = 2**31 - 1  # more steps, or more samples per step, are a typo
 class Run:
     """The components and options of one experiment; conf/config.yaml documents them.
 
-    A `Run` does not change. Everything that depends on the machine or the data is in the `Session` that `prepare`
-    returns.
+    The options of a `Run` do not change. Values that depend on the machine, the data or the process are in the
+    `Session` that `prepare` returns.
     """
 
     device: Device
@@ -124,7 +124,7 @@ class Run:
         """Load the data, run the checks that need the device or the data, and return the session for `process`.
 
         Raises:
-            ConfigError: if a check fails. No file is written before all checks have passed.
+            ConfigError: if a check fails. The run directory is created only after all checks have passed.
         """
         context = self.context(process)
         self.tracking.check()
@@ -271,7 +271,7 @@ class Result:
     """The outcome of a run, written to `result.json`.
 
     Args:
-        status: `done`, `stopped` (by a signal, after saving), `diverged` or `crashed`.
+        status: `done`, `stopped` (by a signal or `stop.max_time`, after saving), `diverged` or `crashed`.
         steps: number of completed optimizer steps, including the steps before a resume.
         metrics: the latest training and evaluation metrics, by TensorBoard tag.
         best: the `metric`, the `value` and the `step` of the best evaluation.
@@ -436,8 +436,8 @@ _NOT_HASHED = ("name", "output_root", "resume", "tracking", "how")
 def config_hash(config: Mapping[str, Any]) -> str:
     """Return a hash of `config` as 12 hexadecimal digits.
 
-    The hash depends neither on where the run is written and tracked, nor on credentials. The saved config, in which
-    credentials are hidden, therefore has the same hash.
+    The hash does not depend on the options `name`, `output_root`, `resume`, `tracking` and `how`, nor on credentials.
+    The saved config, in which credentials are hidden, therefore has the same hash.
     """
     hashed = redacted_values({key: value for key, value in config.items() if key not in _NOT_HASHED})
     return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -24,7 +24,7 @@ from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quan
 log = logging.getLogger(__name__)
 
 _OPTIONAL: dict[str, Any] = {"stop": {}}
-"""What checkpoints contain only if it is not empty."""
+"""The parts of the shared state that a checkpoint lacks if they are empty, and their empty values."""
 
 
 class State:
@@ -132,10 +132,11 @@ class State:
             log.info("rank %d saved nothing in this checkpoint: its random numbers start anew", self.session.rank)
 
     def save(self) -> None:
-        """Copy the state, check that all of its values are finite, and begin to write it in the background.
+        """Copy the state, check that it is finite, and begin to write it in the background.
 
         Raises:
-            DivergedError: if a value is not finite; nothing is written, and earlier checkpoints are kept.
+            DivergedError: if a loss since the last log, or a value of the model or of the optimizer state, is not
+                finite; nothing is written, and earlier checkpoints are kept.
             StorageError: if the previous checkpoint could not be written.
         """
         run, collectives, device = self.session.run, self.session.collectives, self.session.device
@@ -167,7 +168,11 @@ class State:
         self.checkpoints.save(Checkpoint(self.step, tensors, shared, local, ema=ema), self.best.get("step"))
 
     def flush_metrics(self) -> dict[str, float]:
-        """Return the mean training metrics since the last log, by tag, and empty the buffer."""
+        """Return the mean training metrics since the last log, by tag, and empty the buffer.
+
+        Raises:
+            DivergedError: if a loss is not finite.
+        """
         num_samples = (self.step - self.logged_step) * self.session.run.batch_size
         rows = self.metric_buffer.flush(self.session.collectives.all_reduce, self.step)
         means = rows.double().sum(0) / num_samples
@@ -251,7 +256,7 @@ def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dic
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all elements are finite. Their sum is, unless it overflows, and takes a fifth of the time."""
+    """Return whether all elements are finite. If their sum is finite, so are they; it takes a fifth of the time."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 

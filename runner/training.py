@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 
 
 def train(session: Session, directory: Path) -> Result:
-    """Train one run until it is done, stopped by a signal, or diverged, and return its result; called on every rank.
+    """Train one run until it is done, stopped, or diverged, and return its result; called on every rank.
 
     Raises:
-        ConfigError: if torch rejects the config in the first step.
+        ConfigError: if torch rejects the config in a step, or the checkpoint to resume from cannot be loaded.
         CrashedError: if a step raises any other error; the exception holds the result up to that step.
     """
     run, writes = session.run, session.rank == 0
@@ -150,7 +150,8 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
 def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) -> torch.Tensor | None:
     """Run one optimizer step: the forward and backward passes of its micro-batches, and the update.
 
-    Nothing here waits for the device: the metric sums and the gradient norm stay on the device until a log is due.
+    The metric sums and the gradient norm stay on the device until a log is due, so that the host does not wait for
+    them. Only with loss scaling does it wait, for the end of the previous step.
 
     Args:
         state: the training state, which is updated.
@@ -207,7 +208,7 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
     progress.metrics(metrics)
     log.debug("step %d: %s", state.step, in_words(metrics))
     recorder.scalars(metrics, state.step)
-    if state.session.rank == 0:  # the others would draw for nobody
+    if state.session.rank == 0:  # which alone writes images
         recorder.images(run.workload.images(sums) | run.parallel.images(state.directory), state.step)
     is_best = state.record_evaluation(metrics)
     recorder.scalars({f"best/{run.workload.best[0]}": state.best["value"]}, state.step)

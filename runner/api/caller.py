@@ -15,10 +15,11 @@ from runner.system.forkserver import server_stopped
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """A context in which a run may change global settings, all of which are restored at its end.
+    """A context in which a run may change global settings, which are restored at its end.
 
-    They are random states, threads and defaults of torch, environment variables, and settings of logging. Inside the
-    context, torch has its own defaults: a run computes the same whatever the caller has set.
+    They are torch's random states, number of threads and defaults, environment variables, and settings of logging. The
+    fork server is stopped at the end, unless it was running before. Inside the context, torch has its own default dtype
+    and device, and gradients are enabled, so that these settings of the caller do not affect the run.
     """
     with ExitStack() as restored:
         for keep in (_environment, _logging, server_stopped, _random_state, _torch_defaults):
@@ -46,7 +47,7 @@ def _logging() -> Iterator[None]:
     finally:
         logger.setLevel(level)
         logger.propagate = propagate
-        if warnings.showwarning is not show and show.__module__ == "logging":  # the log file of the run captured them
+        if warnings.showwarning is not show and show.__module__ == "logging":  # the run's log file ended the capture
             logging.captureWarnings(True)
 
 

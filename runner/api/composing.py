@@ -30,7 +30,7 @@ class Config(Mapping[str, Any]):
     Args:
         values: the values by key; components are dicts with a `_target_`.
         overrides: the overrides from which the config was composed.
-        config_dir: the directory of options of the user's own that they refer to, or None.
+        config_dir: a directory with the user's own options, to which the overrides may refer; None if there is none.
     """
 
     def __init__(self, values: Mapping[str, Any], overrides: Sequence[str] = (), config_dir: str | None = None):
@@ -57,7 +57,7 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str]
     """Return the config that `python -m runner OVERRIDES` would train. Its values are checked when it is trained.
 
     Args:
-        overrides: what is typed behind the command: `["parallel=ddp", "optimizer.lr=0.1"]`. With `resume=PATH`, the
+        overrides: what is typed after the command: `["parallel=ddp", "optimizer.lr=0.1"]`. With `resume=PATH`, the
             config is that of the run at PATH.
         config_dir: a directory of options of your own, with the structure of conf/; None to use only conf/.
 
@@ -75,7 +75,11 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str]
 
 
 def check_list_of_texts(overrides: Any) -> None:
-    """Raise a ConfigError unless `overrides` is a list of texts: a text alone would be taken for many of one letter."""
+    """Check that `overrides` is a list of strings: of a single string, each letter would be taken for an override.
+
+    Raises:
+        ConfigError: if it is anything else.
+    """
     is_list = not isinstance(overrides, str) and isinstance(overrides, Sequence)
     check(
         is_list and all(isinstance(word, str) for word in overrides),

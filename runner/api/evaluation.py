@@ -74,7 +74,7 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> Eval
 def _check_signature(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Check that the names of the classes or targets are those with which the model was trained.
 
-    Inputs may have another size: some networks take images of any.
+    Inputs may have another size, because some networks take images of any size.
     """
     for key in ("classes", "targets"):
         here, there = (list(signature.get(key) or []) for signature in (own, saved))

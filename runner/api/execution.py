@@ -16,9 +16,9 @@ from runner.run import CrashedError, Result, build_run
 def train(config: Config | Sequence[str] = ()) -> Result:
     """Train the run of `config`, in this process or those of its parallel mode, and return its result.
 
-    The run writes its directory and logs to standard error, as that of the command does. In the main thread, a stop
-    signal (Ctrl-C, the stop button of a notebook) ends the training after the current step: the result then has the
-    status `stopped`, and `["resume=…"]` with its directory continues. A second Ctrl-C raises `KeyboardInterrupt`.
+    As with the command, the run writes its directory, and logs to standard error. In the main thread, a stop signal
+    (Ctrl-C, the stop button of a notebook) ends the training after the current step: the result then has the status
+    `stopped`, and `train(["resume=DIRECTORY"])` continues the run. A second Ctrl-C raises `KeyboardInterrupt`.
 
     Args:
         config: a composed config, or the overrides of one: `["parallel=ddp", "optimizer.lr=0.1"]`.

@@ -36,10 +36,10 @@ class Prediction:
 
 
 def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Return the files among `paths`, and the images at any depth in the directories among them, sorted.
+    """Return `paths`, with each directory replaced by the sorted paths of the images at any depth in it.
 
     Raises:
-        ConfigError: with the key `FILES`, if a path does not exist, or there is no image in a directory.
+        ConfigError: with the key `FILES`, if `paths` is empty, a path does not exist, or a directory has no images.
     """
     found: list[str] = []
     for path in map(Path, paths):

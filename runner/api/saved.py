@@ -83,7 +83,7 @@ class SavedRun:
         return chosen_checkpoint(self.directory, choice)
 
     def curves(self) -> dict[str, dict[int, float]]:
-        """Return every scalar that TensorBoard shows: the value by step, by tag; without event files, an empty dict."""
+        """Return the values of the scalars in TensorBoard, by tag and step; empty if there are no event files."""
         return scalars(self.directory)
 
     def metrics(self) -> list[dict[str, float]]:
@@ -113,15 +113,16 @@ class SavedRun:
     def model(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> torch.nn.Module:
         """Return the model of a checkpoint as a plain module, on the CPU and in evaluation mode.
 
-        In `precision=64`, its parameters are float64. Of an ensemble, it is the first member.
+        With `precision=64`, its parameters are float64. For an ensemble, it is the first member. The data is needed
+        only for checkpoints of earlier versions, and for workloads without a signature.
 
         Args:
             choice: as in `checkpoint`.
             overrides: changes of the run's config, such as `["env.id=my_package:Own-v0"]`.
 
         Raises:
-            ConfigError: if there is no such checkpoint, it is damaged, or the network cannot be built or is another
-                one. The data is needed only for checkpoints of earlier versions, and for workloads without a signature.
+            ConfigError: if there is no such checkpoint, if it is damaged, or if the network cannot be built or does not
+                match the checkpoint.
         """
         weights, path = self.weights(choice), self.checkpoint(choice)
         with settings_kept():
@@ -157,13 +158,17 @@ class SavedRun:
 
     @property
     def classes(self) -> list[str]:
-        """The names of the classes, in the order of the model's outputs; empty if the newest checkpoint has none."""
+        """The names of the classes, in the order of the model's outputs; empty if the newest checkpoint has none.
+
+        Raises:
+            ConfigError: if there is no intact checkpoint.
+        """
         return saved_signature(self.checkpoint("last")).get("classes", [])
 
     def evaluate(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> dict[str, float]:
         """Return the metrics of an evaluation of a checkpoint, by TensorBoard tag.
 
-        Without overrides they equal, to the last bit, those that the run had itself after this step.
+        Without overrides, they equal, to the last bit, those that the run itself computed after this step.
 
         Args:
             choice: as in `checkpoint`.
@@ -186,7 +191,7 @@ class SavedRun:
             choice: as in `checkpoint`.
 
         Raises:
-            ConfigError: if there are no images, or the run is none of an image classifier.
+            ConfigError: if there are no images or no such checkpoint, or if it is not one of an image classifier.
         """
         found = image_files([files] if isinstance(files, str | os.PathLike) else files)
         inputs, signature = self.image_input(choice), saved_signature(self.checkpoint(choice))

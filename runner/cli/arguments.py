@@ -178,7 +178,7 @@ def _is_literal(value: str) -> bool:
 
 
 def _quote(value: str) -> str:
-    # Of backslashes, Hydra takes only those that a quote follows for escapes.
+    # Hydra takes backslashes for escapes only if a quote follows them.
     return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + "\\'" * bool(found[2]), value) + "'"
 
 

@@ -20,27 +20,28 @@ from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import saved_config
 
 _FIRST_SECONDS = 300.0
-"""How long the first steps of the run as it is may take."""
+"""Seconds that the first steps of the run may take, before other ways to train it are measured."""
 
 _LEAST_SECONDS = 600.0
 """Runs that are shorter are not worth measuring."""
 
 _SHARE, _LEAST_BUDGET, _MOST_BUDGET = 0.05, 60.0, 600.0
-"""The part of a run's time that measuring may take, and the fewest and the most seconds."""
+"""The fraction of a run's time that measuring may take, and its lower and upper limit in seconds."""
 
 
 Compose = Callable[[Sequence[str]], Job]
 
 
 def with_choices(job: Job, compose: Compose, directory: Path | None = None, config_dir: str | None = None) -> Job:
-    """Return `job` with the number of micro-batches and the way to train that are chosen for it on this machine.
+    """Return `job` with a number of micro-batches for `accumulation=auto`, and a way to train for `how=auto`.
 
-    What is chosen becomes part of the config, so that a resumed run is trained as before.
+    Both are chosen for this machine, and become part of the config, so that a resumed run is trained as before.
 
     Args:
         job: the composed config, and the overrides from which it was composed.
         compose: function that composes the config from its overrides.
-        directory: the run directory if the run is a job of a sweep. If the run has begun, its choices are kept.
+        directory: the run directory that `--run-directory` names, as it does for the jobs of a sweep; otherwise None.
+            If the run in it has begun, its choices are kept.
         config_dir: a directory with options of the user's own, parallel modes among them; None if there is none.
 
     Raises:
@@ -54,7 +55,7 @@ def with_choices(job: Job, compose: Compose, directory: Path | None = None, conf
 
 
 def with_fitting_accumulation(job: Job, compose: Compose, directory: Path | None = None) -> Job:
-    """Return `job`, whose config has `accumulation=auto`, with as few micro-batches as fit into memory.
+    """Return `job`, whose config has `accumulation=auto`, with the fewest micro-batches with which it fits into memory.
 
     The arguments and the errors are those of `with_choices`.
     """
@@ -79,7 +80,7 @@ def with_choice(job: Job, compose: Compose, directory: Path | None = None, confi
     """Return `job`, whose config has `how=auto`, with the overrides that were chosen for it on this machine.
 
     The option `how` of the returned config is the list of these overrides, so that a resumed run is trained as before.
-    If there is no choice for the config, it is measured, unless the run is short.
+    If no choice for this config is in the cache, ways to train it are measured, unless the run is short.
 
     The arguments and the errors are those of `with_choices`.
     """
@@ -114,7 +115,7 @@ def _chosen(job: Job, typed: list[str], compose: Compose, config_dir: str | None
 
 
 def _measured(typed: list[str], compose: Compose, config_dir: str | None) -> Choice | None:
-    """Return the choice that is measured now; None if the run is too short."""
+    """Measure and return the choice; None if the run is too short, or its steps cannot be measured."""
     lengths: list[float] = []
 
     def budget(session: Session, step_seconds: float) -> float:
@@ -145,13 +146,13 @@ def _measured(typed: list[str], compose: Compose, config_dir: str | None) -> Cho
 
 
 def _of_begun(directory: Path | None) -> list[str] | None:
-    """Return the choice of the run in `directory`; None if none has begun there."""
+    """Return the overrides that were chosen for the run in `directory`; None if there is no such run or choice."""
     how: Any = _saved(directory).get("how")
     return [str(text) for text in how] if isinstance(how, list) else None
 
 
 def _saved(directory: Path | None) -> Mapping[str, Any]:
-    """Return the config of the run in `directory`; empty if none has begun there."""
+    """Return the config of the run in `directory`; empty if there is no run with a config that can be read."""
     if directory is None or not directory.exists():
         return {}
     try:

@@ -29,7 +29,7 @@ _MAX_KEPT, _MAX_ENTRIES = 64, 2000
 """Maximum number of configs that are kept, 25 kB each; and of directory entries that are looked at for each of them."""
 
 _kept: dict[tuple[Any, ...], tuple[DictConfig, bool]] = {}
-"""Composed configs with what `OptionFiles.sets_hydra` says about them, by all that they depend on."""
+"""By result of `ConfigLoader._key`: the composed config, and the value of `OptionFiles.sets_hydra` for its files."""
 
 
 _TRACKERS = re.compile(r"tracking=(\[.*\])")
@@ -39,7 +39,7 @@ class ConfigLoader(ConfigLoaderImpl):
     """A config loader that keeps composed options, and composes them again if an option file has changed.
 
     The override `tracking=[tensorboard,csv]` is short for `tracking=several tracking.names=[tensorboard,csv]`. Hydra
-    would use only the last of the two options.
+    itself would use only the last option in the list.
     """
 
     def _load_configuration_impl(
@@ -74,9 +74,9 @@ class ConfigLoader(ConfigLoaderImpl):
     def _keep(
         self, key: tuple[Any, ...], config_name: str | None, chosen: list[str], *rest: Any, **options: Any
     ) -> bool:
-        """Compose the options that the overrides `chosen` choose, and keep the config; return whether it may be kept.
+        """Compose the options that the overrides `chosen` choose, and keep the config; return whether it was kept.
 
-        After an error, the whole command line must be composed, for the error that the user sees.
+        After an error, it is not kept: the caller composes all overrides, so that the error refers to what was typed.
         """
         before = OptionFiles.sets_hydra, OptionFiles.is_constant
         OptionFiles.sets_hydra, OptionFiles.is_constant = False, True

@@ -29,13 +29,16 @@ class OptionFiles(FileConfigSource):
         return "conf"
 
     is_constant: ClassVar[bool] = True
-    """Whether no defaults list that was read has references such as `${oc.env:MODEL}`, which are resolved at once."""
+    """Whether the defaults lists that were read have no references. Hydra resolves these while it composes a config.
+
+    The options that `model: ${oc.env:MODEL}` chooses, for example, depend on more than the option files.
+    """
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the content of an option file.
 
         Raises:
-            ConfigError: if the file cannot be read, or is not plain YAML.
+            ConfigError: if the file cannot be read, is not plain YAML, or has a key `hydra` that is not a mapping.
             ConfigLoadError: if the file does not exist.
         """
         path = self._path(config_path)
@@ -66,7 +69,7 @@ class OptionFiles(FileConfigSource):
         return super().is_config(config_path)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the names of options, for completion; not of those that only other files inherit (`_processes`)."""
+        """Return the names of options, for shell completion, without those that are only inherited (`_processes`)."""
         return [name for name in super().list(config_path, results_filter) if not name.startswith("_")]
 
     def _path(self, config_path: str) -> Path:

@@ -62,7 +62,7 @@ _BY_KEY = {
     r"model=resnet(34|101|152)": "model=resnet50 model.depth={}",
     r"model=(.+\d.*|.+_.+|alexnet|googlenet)": "a network of torchvision: model=torchvision model.name={}",
 }
-"""What to type for an option that is no file but the value of a key, by a pattern of GROUP=OPTION."""
+"""What to type instead of an option that does not exist, but is a value of some key; by pattern of GROUP=OPTION."""
 
 
 def _no_such_key(error: Exception) -> ConfigError | None:

@@ -58,7 +58,7 @@ def run_command(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except SystemExit as stop:  # a sweep that was asked to stop, and Hydra's usage errors
+    except SystemExit as stop:  # a stop signal before training, or during a sweep
         return stop.code if stop.code in (DONE, STOPPED) else REFUSED
     except Exception as error:
         return report_error(error)

@@ -157,7 +157,7 @@ class GridJobs(JobSource):
 
 
 def experiment_file(overrides: list[str], comment: str) -> str:
-    """Return the content of an option file for conf/experiment/ that has the same effect as `overrides`.
+    """Return the content of an option file for conf/experiment/ with the same effect as `overrides`, except deletions.
 
     Args:
         overrides: the overrides of a job.

@@ -41,8 +41,9 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
     Args:
         run: the run.
         overrides: the overrides that are already applied to the run's config; they are saved in the run directory.
-        directory: the run directory if the run is a job of a sweep. With `resume=auto`, a run that is already in this
-            directory is resumed if it has the same config. None: a new directory, or the directory that `resume` names.
+        directory: the run directory that `--run-directory` names, as it does for the jobs of a sweep. With
+            `resume=auto`, a run that is already in this directory is resumed if it has the same config. None: a new
+            directory, or the directory that `resume` names.
         report: function that rank 0 calls once the result is written.
 
     Raises:
@@ -81,9 +82,10 @@ def nothing_left(result: Result) -> Result:
 
 
 def is_worth_planning(directory: Path, result: Result) -> bool:
-    """Return whether the plan of a run is logged: TensorBoard shows the run, and it took a minute, as a plan takes 2 s.
+    """Return whether to log the plan of a run: if the run is done, took at least a minute, and logged to TensorBoard.
 
-    Under torchrun, a plan would need the name of the process group that the run still has.
+    A plan takes 2 s, too long for a shorter run. Under torchrun or SLURM, no plan is logged, because planning
+    initializes a default process group, and that of the run still exists.
     """
     is_tracked = any(directory.glob("events.out.tfevents.*"))
     return is_tracked and result.status == "done" and result.seconds >= _PLANNED_SECONDS and not is_initialized()

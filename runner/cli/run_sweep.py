@@ -32,7 +32,9 @@ _FOR_ALL_JOBS = ("output_root", "resume", "sweep")
 
 
 def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: str | None = None) -> list[int]:
-    """Run the jobs of a sweep, and return their exit codes; in a search, a trial that diverged has the code 0.
+    """Run the jobs of a sweep, and return their exit codes.
+
+    In a search that has found a best trial, jobs that diverged have the code 0.
 
     Args:
         jobs: the combinations of values in the sweep.
@@ -41,7 +43,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
         pipe: the file descriptor of a pipe to the command that started this sweep in the background; otherwise None.
 
     Raises:
-        ConfigError: if no job can run.
+        ConfigError: if the sweep or its search is invalid, or no job can run.
         SystemExit: with code 75, if a signal stopped the sweep.
     """
     started_elsewhere = external_rank_info() is not None
@@ -51,7 +53,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
         name = key.partition(".")[0]
         check(name not in _FOR_ALL_JOBS, key, ABSENT, "it is the same for all jobs of a sweep", "give it one value")
     background = None if pipe is None else Background(pipe)
-    if background is None:  # otherwise not yet: what it starts would keep the pipes of the typed command open
+    if background is None:  # else after `leave_terminal`: the server would keep the typed command's output open
         jobs.engine.prepare(next(jobs.samples()), config_dir)
     engine, planner = jobs.engine, Planner(jobs, config_dir)
     root = Path(planner.config["output_root"], "sweeps", planner.config["name"])

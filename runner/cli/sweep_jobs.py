@@ -41,7 +41,8 @@ class SweepJobs:
         common: the overrides of `output_root` and `resume`, which are the same for all jobs.
 
     Raises:
-        ConfigError: if there are more than `MOST_JOBS` combinations, or a key is swept twice.
+        ConfigError: if there are more than `MOST_JOBS` combinations, a key has the same value twice, or a paired key is
+            also set by another override. Of two other overrides of a key, the later one counts.
     """
 
     def __init__(self, composer: Composer, overrides: list[str]):

@@ -1,7 +1,7 @@
 """Config groups that earlier versions did not have.
 
-A run directory that an earlier version wrote lacks them in its config. With the components below it is the config of
-the same run in this version, so that `resume` finds the run and accepts it.
+The saved config of a run from such a version lacks them. The components below are added to it, so that `resume` finds
+the run and accepts it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ADDED_GROUPS: dict[str, dict[str, Any]] = {
         "max_time": None,
     },
 }
-"""The component of each group that stands for what earlier versions did."""
+"""For each added group, the component with which a run is trained as earlier versions trained it."""
 
 
 def with_added_groups(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved config of a run, with the groups that the version that saved it did not have.
+    """Return `config`, the saved config of a run, with the `ADDED_GROUPS` that it lacks.
 
-    Any other mapping, which has no workload, is returned as it is.
+    A mapping without a workload is not the config of a run, and is returned unchanged.
     """
     missing = [group for group in ADDED_GROUPS if "workload" in config and group not in config]
     return config | {group: copy.deepcopy(ADDED_GROUPS[group]) for group in missing}

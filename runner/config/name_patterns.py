@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def names_to_match(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Return what patterns can match, by parameter name: its block, the modules that contain it, and its name."""
+    """Return the names that patterns can match, by parameter name.
+
+    These are the name of the parameter's block, if the network lists blocks, those of the modules that contain the
+    parameter, and the name of the parameter itself.
+    """
     from models.blocks import block_indices, blocks_of
 
     blocks, indices = blocks_of(model), block_indices(model)
@@ -44,15 +48,15 @@ def matching(
     Args:
         key: the config key of the pattern, for the error message.
         pattern: the pattern.
-        names: what it can match, by parameter name: a part of what `names_to_match` returns.
-        others: the rest of it.
-        why_not: why it must not match those alone, for the error message.
+        names: the names that it can match, by parameter name; a part of the result of `names_to_match`.
+        others: the rest of the result of `names_to_match`; a pattern that matches only these names is an error.
+        why_not: the reason for this, for the error message.
 
     Raises:
         ConfigError: if it matches no parameter; the error suggests similar names.
     """
     found = _found(pattern, names)
-    if not found:  # no `check`: the suggestions take time
+    if not found:  # only then are the suggestions computed, which takes time
         near = difflib.get_close_matches(pattern, {each for own in names.values() for each in own}, n=3)
         unknown = "no parameter has this name, or is in a module or block of this name"
         why = f"{why_not if _found(pattern, others) else unknown};"

@@ -36,7 +36,7 @@ def option_files(*more: Path) -> dict[str, dict[str, Path]]:
 
 @cache
 def chosen_groups() -> set[str]:
-    """Return all config groups in the defaults list of conf/config.yaml, even those without option files in conf/."""
+    """Return the config groups in the defaults list of conf/config.yaml, except optional groups such as `local`."""
     # As text: every command needs them, and parsing the YAML takes 8 ms.
     return set(re.findall(r"^  - (\w+): ", (CONF / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE))
 
@@ -53,7 +53,7 @@ def option_keys(group: str, option: str) -> list[str]:
 
 
 def description(option: Path) -> str:
-    """Return the first comment line in an option file that is not an example command; empty if there is none."""
+    """Return the first comment line in an option file, except for directives and example commands; empty if none."""
     comments = [line[1:].strip() for line in option.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     sentences = [line for line in comments if not line.startswith(("python -m", "@package"))]
     return sentences[0] if sentences else ""

@@ -19,7 +19,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 
     The text `${oc.env:NAME}` is kept until a component is built. It is also written to the files of a run instead of
     the value, because environment variables may hold passwords and tokens. In `name`, `output_root` and `resume`, such
-    references are resolved too.
+    references are resolved too, and so are those in a text that has any other interpolation.
 
     Raises:
         OmegaConfBaseException: if an interpolation cannot be resolved.
@@ -32,7 +32,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 
 
 def _marked(value: Any) -> Any:
-    """Replace references to environment variables with marks, unless they are inside other interpolations."""
+    """Replace references to environment variables with marks, except in texts that have any other interpolation."""
     if isinstance(value, str) and "${" not in _VARIABLE.sub("", value):
         return _VARIABLE.sub(lambda match: _MARK.format(match[1]), value)
     return _mapped(_marked, value)

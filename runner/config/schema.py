@@ -102,16 +102,18 @@ _MOST_PARTS = 20
 
 
 def load_class(target: object, base: type[Component]) -> type[Component]:
-    """Import the class `target`, which must be a subclass of `base`.
+    """Import and return the class `target`, which must be a subclass of `base`.
 
     Only this project and packages with an entry point in the group `runner.components` are imported, so that a config
     file cannot run arbitrary code, as it could with `hydra.utils.instantiate`.
 
     Args:
         target: `package.module.Class`.
+        base: the base class, usually that of a config group.
 
     Raises:
-        ConfigError: if `target` is not a concrete dataclass derived from `base`, or its package is not trusted.
+        ConfigError: if `target` cannot be imported, is not a concrete dataclass derived from `base`, or belongs to a
+            package that is not trusted.
     """
     where = "_target_"
     named = isinstance(target, str) and 1 <= target.count(".") <= _MOST_PARTS
@@ -148,7 +150,8 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of all options of `cls` by name, from `node` or the defaults, converted to the declared types.
 
     Raises:
-        ConfigError: for an unknown key, a value of a wrong type, or a missing value.
+        ConfigError: for an unknown key, a value of a wrong type, a missing value, or a reference to an environment
+            variable that is not set.
     """
     schema, hints, options = checked_schema(cls, node), field_types(cls), option_fields(cls)
     for name in options:

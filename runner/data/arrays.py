@@ -13,8 +13,8 @@ from runner.data.base import Batch, Samples, shard_bounds
 class ArraySamples(Samples):
     """Sample i is the pair of `inputs[i]` and `targets[i]`, such as rows of a table, or sequences of one length.
 
-    A batch is made by indexing the first dimension of both tensors; nothing is converted. The tensors are on the device
-    of the batches.
+    A batch is made by indexing the first dimension of both tensors; no dtype is converted. At first use, the tensors
+    are moved to the device of the batches.
 
     Args:
         inputs: any dtype, [n, *shape].

@@ -1,4 +1,4 @@
-"""RandAugment, TrivialAugment and random erasing of single images (crops and flips: `runner.data.memory`)."""
+"""RandAugment, TrivialAugment and random erasing of single images; `memory.py` and `decode.py` crop and flip."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The interface of data sets: `Data` holds options and loads samples, and `Samples` yields batches of them.
 
-Samples may be any tensors. What a workload has to know beside them is in a subclass of `Samples`: `LabeledSamples` for
+Samples may be any tensors. What else a workload has to know is in a subclass of `Samples`: `LabeledSamples` for
 classification, `RegressionSamples` for regression.
 """
 
@@ -23,7 +23,11 @@ class Batch(NamedTuple):
     inputs: torch.Tensor
     """[n, *shape], as the model takes them: float32 [n, channels, height, width] for images, normalized."""
     targets: torch.Tensor
-    """[n, …], as the loss takes them: class indices int64 [n], or the values to predict float32 [n, num_targets]."""
+    """[n, …], as the loss takes them.
+
+    For classification, class indices int64 [n] or, with mixup or CutMix, probabilities float32 [n, num_classes]. For
+    regression, the values to predict float32 [n, num_targets].
+    """
 
 
 class DataError(Exception):
@@ -48,7 +52,7 @@ class Samples(ABC):
 
     There is no collate function: `batches` and `in_order` yield whole batches, whose first dimension is that of the
     samples. `ArraySamples` does so for any tensors in memory, by indexing; images are stacked by the worker that has
-    read them. Sequences of different lengths are padded to one length, with the padding marked in the targets.
+    read them. A data set of sequences must pad them to one length, and mark the padding in the targets.
     """
 
     shape: tuple[int, ...]
@@ -72,7 +76,10 @@ class Samples(ABC):
         """
 
     def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch] | None:
-        """Return batches like those of `batches`, but where tensors have no values; see `Workload.fake_batches`."""
+        """Return batches like those of `batches`, but whose tensors have no values; see `Workload.fake_batches`.
+
+        None (the default) if `batches` works with tensors that have no values.
+        """
         return None
 
     @abstractmethod
@@ -99,9 +106,9 @@ class LabeledSamples(Samples):
     """(channels, height, width) of one input."""
 
     def labels(self) -> torch.Tensor:
-        """Return the class index of every sample, int64 [n] on the CPU; a data set that knows them need not load them.
+        """Return the class index of every sample, int64 [n] on the CPU. Unreadable files may or may not be included.
 
-        Unreadable files may or may not count.
+        By default, all samples are loaded; a data set that knows the class indices overrides this method.
         """
         import torch
 
@@ -112,7 +119,7 @@ class LabeledSamples(Samples):
         """Return samples as images for display, without normalization: uint8 [n, 1 or 3, height, width] on the CPU."""
 
     def image_input(self) -> dict[str, Any] | None:
-        """Return the values of an `ImageInput` that makes inputs of other images; None if inputs are no such images."""
+        """Return the fields of the `ImageInput` that converts other images to inputs; None if there is none."""
         return None
 
 
@@ -127,7 +134,10 @@ class RegressionSamples(Samples):
     target_std: list[float]
 
     def standardization(self) -> dict[str, dict[str, list[float]]]:
-        """Return the `mean` and the `std` of the `targets` and, if they are standardized, of the `inputs`, as JSON."""
+        """Return the `mean` and the `std` by which `targets` and, in some data sets, `inputs` are standardized.
+
+        The values are plain, for JSON: `{"targets": {"mean": […], "std": […]}, …}`.
+        """
         return {"targets": {"mean": self.target_mean, "std": self.target_std}}
 
 

@@ -54,7 +54,7 @@ def _joined(root: Path, classes: Files) -> Files:
 
 
 class _Visited:
-    """The directories that have been listed, and what there is to say about them.
+    """The directories that have been listed, and notes about them for the log.
 
     Args:
         root: the directory of the data set.
@@ -70,7 +70,7 @@ class _Visited:
             self.directories.setdefault(os.path.realpath(path), stamp(path))
 
     def check_link(self, path: str) -> None:
-        """If `path`, which is no image, is a symbolic link, its target can change: the listing must not be cached."""
+        """Prevent caching of the listing if `path` is a symbolic link, because its target can change."""
         if os.path.islink(path):
             self.directories = None
 
@@ -81,7 +81,7 @@ class _Visited:
 
 
 def _listed(root: Path, holdout: float) -> Listing:
-    """List the training images and the held-out images, and what there is to say about them."""
+    """List the training images and the held-out images, with notes about them for the log."""
     visited = _Visited(root)
     train, held_out = _found(root, holdout, visited)
     values = [visited.relative(train), visited.relative(held_out), visited.notes]

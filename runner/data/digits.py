@@ -62,7 +62,7 @@ class Digits(Data):
         return samples(order[held_out:], self.crop, augment), samples(order[:held_out], 0, NO_AUGMENT)
 
 
-@functools.cache  # most of the time that a short run takes to start, where a process trains several
+@functools.cache  # reading takes most of the time to start a short run, and a process may train several runs
 def read_table():  # no return type: annotating numpy.ndarray would require an import at the top
     """Return an array with one row per digit: 64 pixels with values from 0 to 16, followed by the class."""
     import numpy  # imported here: config errors are reported before numpy is imported

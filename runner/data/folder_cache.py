@@ -1,16 +1,18 @@
-"""A cache of what the directories of a data set contain, so that a run does not list ten thousands of files each time.
+"""A cache of the listings of a data set's directories, so that not every run has to list tens of thousands of files.
 
-A cached listing is used only while it is sure to be that of the directories. Adding, removing or renaming an entry
-changes the times of its directory, of which nobody can set the second one (`st_ctime`). A listing is kept
+A cached listing is used only if it is certain that the directories have not changed. Adding, removing or renaming an
+entry changes the modification time and the change time of its directory; programs can set the former, but not the
+latter (`st_ctime`). Therefore, a listing is cached
 
-- with the times, device and inode of every directory, taken before the directory was listed: a change since then,
-  even while it was being listed, makes the listing invalid;
-- only if no directory has changed in the last `_QUIET` seconds: two changes within one tick of a file system's clock
-  could not be told apart;
-- only if no directory is a symbolic link, whose target could change without a trace in the directory that has the link;
-- with a checksum: a damaged file is no listing.
+- with the times, inode and device of every directory, taken before the directory was listed: a change since then, even
+  while the directory was being listed, makes the listing invalid;
+- only if no directory has changed in the last `_QUIET` seconds: within one tick of the file system's clock, a second
+  change would not be visible in the times;
+- only if no directory, and no file other than an image, is a symbolic link: a change of the target does not change the
+  times of the directory that contains the link;
+- with a checksum, by which a damaged cache file is recognized.
 
-What is in a file of an image is not cached, and a file that is gone cannot be read, which ends the run or is reported.
+The content of image files is not cached. A file that is deleted after the listing counts as unreadable.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _LEAST_FILES = 2_000
 """Fewer files are listed faster than a cached listing is checked."""
 
 _FORMAT = 1
-"""Changed whenever other files would be listed, or listed in another form."""
+"""The version of the listings, to be increased when the code lists other files, or returns them in another form."""
 
 Stamp = list[int]
 
@@ -41,8 +43,8 @@ class Listing(NamedTuple):
     """What the directories of a data set contain.
 
     Args:
-        values: the listing, of plain values.
-        directories: the path of every directory that was listed, with its `stamp` before it was; None if the listing
+        values: the listing, as plain values for JSON.
+        directories: the `stamp` of every directory, taken before the directory was listed, by path; None if the listing
             must not be cached.
         num_files: number of files in it.
     """
@@ -62,10 +64,12 @@ def stamp(directory: str) -> Stamp:
 
 
 def cached(key: Iterable[Any], listed: Callable[[], Listing]) -> Any:
-    """Return the values of a listing: of the cached one if it is still valid, otherwise of `listed()`, which is cached.
+    """Return the values of the cached listing if it is still valid, otherwise those of a new one, `listed()`.
+
+    The new listing is cached if the directories allow it (see above) and it has at least `_LEAST_FILES` files.
 
     Args:
-        key: on what the listing depends besides the directories, as JSON.
+        key: what the listing depends on besides the content of the directories, as plain values for JSON.
         listed: function that lists the directories.
     """
     text = json.dumps([_FORMAT, *key])
@@ -91,7 +95,7 @@ def _read(path: Path, key: str) -> Any:
     """Return the values in the file `path`.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: if there is no listing, or it is not that of the directories.
+        OSError, ValueError, KeyError, TypeError: if there is no listing, or it is damaged or no longer valid.
     """
     checksum, _, body = path.read_text(encoding="utf-8").partition("\n")
     if checksum != _checksum(body):

@@ -49,7 +49,13 @@ class Job(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A loaded batch, and a list of its samples that could not be read. The main process handles these samples."""
+    """A loaded batch, and a list of its samples that could not be read. The main process handles these samples.
+
+    Args:
+        job: the description of the batch.
+        images: uint8 [n, channels, height, width].
+        targets: class indices, int64 [n].
+    """
 
     job: Job
     images: torch.Tensor

@@ -32,7 +32,7 @@ class ImageInput:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ImageInput:
-        """Return the transform that `dataclasses.asdict` has described, perhaps after a way through JSON."""
+        """Return the `ImageInput` of which `dataclasses.asdict` returned `values`, even if they were saved as JSON."""
         shape, mean, std = (tuple(values[key]) for key in ("shape", "mean", "std"))
         return ImageInput(shape, mean, std, values["centre"])
 

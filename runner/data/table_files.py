@@ -43,7 +43,7 @@ class Table(NamedTuple):
 
 
 def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimiter: str) -> Table:
-    """Read a CSV file whose first line has the names of the columns, and whose other cells are numbers.
+    """Read columns of numbers from a CSV file whose first line has the names of the columns.
 
     Args:
         path: the file.
@@ -52,7 +52,8 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
         delimiter: the character between two cells.
 
     Raises:
-        ConfigError: if a column does not exist, or a cell is not a finite number.
+        ConfigError: if the file cannot be read, a column does not exist, or a cell in one of these columns is not a
+            finite number.
     """
     try:
         rows = csv.reader(io.StringIO(_content(path).decode("utf-8-sig"), newline=""), delimiter=delimiter)
@@ -118,6 +119,8 @@ def _is_finite(cell: str) -> bool:
 def read_arrays(path: Path) -> Table:
     """Read the arrays `inputs`, [n, …], and `targets`, [n] or [n, num_targets], of a `.npz` or `.pt` file.
 
+    The inputs must have at least two dimensions; those of a single value per sample are [n, 1].
+
     Raises:
         ConfigError: if there are no such arrays, or they do not consist of finite numbers.
     """
@@ -156,7 +159,7 @@ def _npz(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_unpacked(path: Path, content: bytes) -> None:
-    """Check that the archive `content` is not far larger after decompression: a thousandth can hold as many zeros.
+    """Check that the archive `content` is not far larger after decompression: zeros shrink to about a thousandth.
 
     An entry cannot have more bytes than it claims here, because the rest of it is not read.
     """

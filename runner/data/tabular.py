@@ -21,8 +21,8 @@ class Tabular(Data):
 
     Args:
         file: a `.csv` file with the names of the columns in its first line; or an `.npz` or `.pt` file with the arrays
-            `inputs`, [n, …], and `targets`, [n] or [n, num_targets]. null: samples of the first function of Friedman,
-            Multivariate Adaptive Regression Splines (1991).
+            `inputs`, [n, …] with at least two dimensions, and `targets`, [n] or [n, num_targets]. null: samples of the
+            first function of Friedman, Multivariate Adaptive Regression Splines (1991).
         inputs: columns of a CSV file; empty: all that are not targets.
         targets: columns of a CSV file; empty: the last one.
         delimiter: the character between two cells of a CSV file.
@@ -130,6 +130,6 @@ def _scale(values: torch.Tensor, standardize: bool) -> tuple[torch.Tensor, torch
         return torch.zeros(values.shape[1:]), torch.ones(values.shape[1:])
     double = values.double()
     mean, std = double.mean(0), double.std(0, correction=0)
-    # Rounding alone must not make a constant a column with tiny, meaningless differences.
+    # A column whose values differ only by rounding counts as constant.
     std = torch.where(std > 1e-6 * mean.abs().clamp(min=1e-30), std, torch.ones_like(std))
     return mean.float(), std.float()

@@ -12,7 +12,7 @@ from typing import Any
 from runner.data.base import DataError
 
 POLL = 0.5
-"""Seconds between two checks of the workers. They are the fork server's children, so their end sends no SIGCHLD."""
+"""Seconds between two checks of the workers. They are the fork server's children, so no SIGCHLD reports their end."""
 
 _CAUSES = {
     9: (", perhaps because memory ran out", "reduce data.workers or data.prefetch; "),

@@ -68,10 +68,12 @@ class Env:
         """Set the attributes that are read from one environment.
 
         These are `shape` (of an observation), `num_actions`, `longest` (the maximum episode length; None without a
-        limit), `frames_per_second` (at which its author shows it) and `shared_rng` (see `Vector`).
+        limit), `frames_per_second` (at which its videos are to be shown) and `shared_rng` (see `Vector`).
 
         Raises:
-            ConfigError: if the environment does not exist, cannot be created, or has spaces that are not supported.
+            ConfigError: if the environment does not exist, cannot be created, or has spaces that are not supported, or
+                if the processes of `vectorization=async` cannot be started.
+            EnvironmentBrokenError: if an environment raises an error when its process resets it.
         """
         from runner.env.spaces import shape_and_actions  # imported here: it imports gymnasium and numpy
 
@@ -116,11 +118,11 @@ class Env:
             raise ConfigError("num_envs", num_envs, why, "reduce it, or env.vectorization=sync") from None
 
     def cannot_be_drawn(self, render_mode: str, otherwise: str) -> tuple[str, str] | None:
-        """Return why this environment cannot be rendered, and the remedy; None if it can be rendered.
+        """Return why this environment cannot be rendered, and the remedy; None if it can. Called after `prepare`.
 
         Args:
             render_mode: `rgb_array` or `human`.
-            otherwise: the remedy where the environment itself does not support this.
+            otherwise: the remedy if the environment does not support `render_mode`.
         """
         if render_mode not in self._render_modes:
             return f"{self.id} does not support render_mode={render_mode}", otherwise

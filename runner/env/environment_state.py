@@ -26,7 +26,11 @@ def state_of(envs: VectorEnv) -> dict[str, Any] | None:
 
 
 def restore(envs: VectorEnv, state: dict[str, Any]) -> None:
-    """Set the state of `envs` to a state that `state_of` returned for the same kind and number of environments."""
+    """Set the state of `envs` to a state that `state_of` returned for the same kind and number of environments.
+
+    Raises:
+        Exception: one of `CONTENT_ERRORS`, if `state` is not that of such environments.
+    """
     _set_attributes(envs, state["vector"])
     if isinstance(envs, SyncVectorEnv):
         for env, layers in zip(envs.envs, state["layers"], strict=True):

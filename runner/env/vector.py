@@ -20,7 +20,7 @@ from runner.env.spaces import needs_flattening
 from runner.storage.content_checks import UnexpectedContentError, check_like
 
 _UNBOUNDED = 1e6
-"""Larger bounds are none: some environments give the largest float."""
+"""Bounds from this value on count as infinite: some environments give the largest float instead of infinity."""
 
 
 class EnvironmentBrokenError(Exception):
@@ -109,7 +109,11 @@ class Vector:
         """Reset all environments.
 
         Args:
-            seed: one seed, or one seed per environment if each environment has its own random number generator.
+            seed: one seed if all environments share one random number generator; otherwise, one seed per environment,
+                or one seed from which gymnasium derives `seed + i` for environment i.
+
+        Raises:
+            EnvironmentBrokenError: if an environment raises an error, or returns NaN or infinity.
         """
         self._seed = seed
         self._episodes = np.zeros(self.num_envs, np.int64)
@@ -163,7 +167,10 @@ class Vector:
         return f"{self.name} {what}; {one_of}{'; '.join(places)}{more}"
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the smallest and the largest observation, each [...]; None if a component has no bounds."""
+        """Return the lower and the upper bounds of an observation, float64 of its shape; None if not all are finite.
+
+        None is also returned if observations are flattened.
+        """
         space = self.envs.single_observation_space
         if not isinstance(space, gymnasium.spaces.Box):
             return None
@@ -192,7 +199,7 @@ class Vector:
         """Restore the state that `state_dict` returned.
 
         Raises:
-            UnexpectedContentError: if `state` does not match these environments.
+            Exception: one of `CONTENT_ERRORS`, if `state` does not match these environments.
         """
         like = {"episodes": [int], "lengths": [int], "ended": [bool], "seed": object, "envs": dict}
         check_like(state, like | {"observations": torch.from_numpy(self.observations)}, "environments")

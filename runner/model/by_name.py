@@ -107,7 +107,7 @@ class Torchvision(NamedModel):
 
 
 _TAKEN = ("num_classes", "in_chans", "device", "dtype", "checkpoint_path", "cache_dir")
-"""Arguments of timm's networks that are set elsewhere, or name files: `pretrained…` says where to download weights."""
+"""Arguments of timm's networks that are set elsewhere or name files; `pretrained…` are refused like them."""
 
 
 @dataclass

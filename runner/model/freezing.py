@@ -11,7 +11,7 @@ from runner.config.name_patterns import matching, names_to_match
 
 
 def freeze(model: torch.nn.Module, patterns: Iterable[str], exceptions: Iterable[str]) -> None:
-    """Let the parameters of `model` that match one of `patterns`, and none of `exceptions`, have no gradients.
+    """Set `requires_grad=False` for the parameters of `model` that match one of `patterns` and none of `exceptions`.
 
     A batch normalization layer whose weight and bias are frozen normalizes with its running statistics, which no longer
     change (see `models.frozen_batch_norm`). Dropout in frozen layers works as before.

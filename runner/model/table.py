@@ -35,8 +35,8 @@ class Row(NamedTuple):
 def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> str:
     """Return the table of a network for the log, found with one input that consists of zeros.
 
-    A run computes it with the network that it trains, whose weights and buffers stay as they are: a second network
-    without values would need operators that import sympy, which takes as long as the rest of the start of a small run.
+    The weights and buffers of the network stay as they are. The network itself is called, because a copy on the meta
+    device would need operators that import sympy, which takes as long as the rest of the start of a small run.
 
     Args:
         model: the network, before it is placed on its devices.
@@ -137,7 +137,7 @@ def _parts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def _children(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return the children of `model`, with the modules in a list, which has no forward pass, in place of the list."""
+    """Return the children of `model`; in place of a `ModuleList`, which has no forward pass, the modules in it."""
     found = []
     for name, child in model.named_children():
         inside = child.named_children() if isinstance(child, torch.nn.ModuleList) else []

@@ -20,8 +20,8 @@ SAVE_WEIGHTS = "save only the weights: torch.save(model.state_dict(), 'weights.p
 def read_weights(path: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a weights file by name, on the CPU.
 
-    The prefixes that wrappers add to the names are removed: `module.` (DataParallel and DistributedDataParallel) and
-    `_orig_mod.` (torch.compile).
+    If all names begin with prefixes that wrappers add, these are removed: `module.` (DataParallel and
+    DistributedDataParallel) and `_orig_mod.` (torch.compile).
 
     Args:
         path: a `.safetensors` file, or a file written by `torch.save` that contains either a `state_dict`, or a
@@ -74,8 +74,8 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
         reset_head: keep the current weights of the last layer of the last block in `model.blocks()`.
 
     Raises:
-        ConfigError: if the names or shapes of the tensors differ from the model's, or if `reset_head` is True and the
-            model has no `blocks()`.
+        ConfigError: if the file cannot be read, if the names or shapes of its tensors differ from the model's, or if
+            `reset_head` is True and the model has no `blocks()`.
     """
     own, tensors, head = model.state_dict(), read_weights(path), _head(model)
     if reset_head:
@@ -87,7 +87,7 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
             "set model.reset_head=false",
         )
         tensors |= {name: own[name] for name in head}
-    # Files from old versions of PyTorch lack num_batches_tracked, which load_state_dict adds if it is not strict.
+    # Files from old versions of PyTorch lack num_batches_tracked: load_state_dict then keeps the model's.
     missing = [name for name in own if name not in tensors and not name.endswith("num_batches_tracked")]
     unexpected = [name for name in tensors if name not in own and not name.startswith(_AUXILIARY)]
     reshaped = [name for name, tensor in tensors.items() if name in own and tensor.shape != own[name].shape]
@@ -104,7 +104,7 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
 
 
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
-"""What the names of auxiliary classifiers begin with, without which torchvision's Inception networks are built."""
+"""Prefixes of the parameters of auxiliary classifiers; torchvision's Inception networks are built without them."""
 
 _OTHER_CLASSES = "only the last layer differs: model.reset_head=true loads all layers except the last"
 _OTHER_NETWORK = "choose the model that the weights belong to, or weights of this model"

@@ -31,8 +31,8 @@ class Parallel:
 
     A parallel mode changes how a step is computed, not what is computed: batches, losses, tags and checkpoints are the
     same as on a single device. The fields of a mode are its options, which do not change after construction; what a
-    mode needs to know about a run is passed as a `Context`. During a run, the methods are called in the order in which
-    they are defined here.
+    mode needs to know about a run is passed as a `Context`. The methods are defined roughly in the order in which a
+    run calls them.
     """
 
     description: ClassVar[str] = "single device"
@@ -65,8 +65,8 @@ class Parallel:
         """Return the launcher that starts or joins the processes of the mode, on the devices that `choice` selects.
 
         Raises:
-            ConfigError: if the devices or processes do not fit the mode. As in all checks of a mode, the error names
-                the key in full, such as `parallel.processes`.
+            ConfigError: if the devices or processes do not fit the mode. As in `check` and `check_workload`, the error
+                names the key in full, such as `parallel.processes`.
         """
         self._check_one_process()
         with errors_under("device"):
@@ -217,7 +217,8 @@ class Parallel:
         """Load the model's tensors and the optimizer state that `full_state` returned, in this mode or another one.
 
         Raises:
-            UnexpectedContentError: if names or shapes differ from those of the model.
+            UnexpectedContentError: if names, shapes or dtypes differ from those of the model and the optimizer, or a
+                tensor is not finite.
         """
         full_state.load(model, optimizer, tensors, optimizer_state)
 

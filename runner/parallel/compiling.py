@@ -21,7 +21,10 @@ _VARIANTS = 8
 
 
 def modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the blocks that have parameters and are modules of `model`; other blocks only group several modules."""
+    """Return the blocks of `model` that have parameters and are its submodules.
+
+    Blocks that `blocks()` creates in each call, in order to group several submodules, are left out.
+    """
     own = {id(module) for module in model.modules()}
     found = [block for _, block in blocks_of(model)]
     return [block for block in found if id(block) in own and any(True for _ in block.parameters())]
@@ -35,10 +38,10 @@ def compile_in_place(module: torch.nn.Module, how: bool | str, blocks: Sequence[
     Args:
         module: the network, or a stage of it.
         how: false: nothing is compiled; true: `module` as a whole; `blocks`: each of its blocks.
-        blocks: the blocks of `module`; None: those that are modules of the network.
+        blocks: the blocks of `module`; None: those that `modules_of_blocks` returns.
 
     Raises:
-        ConfigError: if the network does not list its blocks.
+        ConfigError: if `how` is `blocks`, and there are no such blocks.
     """
     if how == BLOCKS:
         found = modules_of_blocks(module) if blocks is None else blocks

@@ -69,7 +69,8 @@ class Context:
         channels_last: whether convolutions use the NHWC memory format.
         compile: whether to compile the model with `torch.compile`: as a whole, or by `blocks`.
         time_block: function that returns the seconds of a block's forward and backward pass, from which modes that
-            split a network choose the stages. A plan, which executes nothing, estimates them.
+            split a network choose the stages. `runner.tools.plan`, which executes nothing, passes a function that
+            estimates them.
     """
 
     process: Process
@@ -108,7 +109,7 @@ class Tuning:
 
     Args:
         world_size: the number of processes of the run.
-        samples: number of samples of one forward and backward pass through the network.
+        samples: number of samples of one forward and backward pass through the network, over all processes.
         normalizes: whether the network has batch normalization.
         typed: names of the mode's options that the user has typed, which are kept.
         block_costs: function that returns the floating-point operations of each block of the network for a number of

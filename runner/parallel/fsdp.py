@@ -30,7 +30,8 @@ class FSDP(MultiProcess):
     when the block is used; the network's `blocks()` defines the blocks. With a 16-bit precision, parameters are
     gathered in 16 bits, and gradients are reduced in float32. For an evaluation, the whole model is gathered, because
     processes with unequal numbers of samples could not gather the model block by block. `channels_last` applies to
-    images but not to weights, because FSDP2 shards only contiguous weights. Batch normalization works as in ddp.
+    images but not to weights, because FSDP2 shards only contiguous weights. Batch normalization works as in ddp without
+    `sync_batch_norm`.
 
     Args:
         reshard_after_forward: true (stage 3): free a block's gathered parameters after its forward pass, and gather

@@ -56,7 +56,8 @@ def load(
     If the model is sharded, each rank loads its shards of these tensors.
 
     Raises:
-        UnexpectedContentError: if names, shapes or dtypes differ from those of the model and the optimizer.
+        UnexpectedContentError: if names, shapes or dtypes differ from those of the model and the optimizer, or a tensor
+            is not finite.
     """
     own = model.state_dict()
     check_like(tensors, dict(own), "the model")
@@ -69,7 +70,7 @@ def load_optimizer(
 ) -> None:
     """Load the state of an optimizer. Parameters without saved state keep the state that they have.
 
-    State that this optimizer does not keep at all is ignored, such as momentum in SGD without momentum.
+    If the optimizer keeps no state, as SGD without momentum, the saved state is ignored.
 
     Args:
         model: the model whose parameters the optimizer updates.
@@ -77,12 +78,13 @@ def load_optimizer(
         optimizer_state: full tensors and plain values, by parameter name and then by key.
 
     Raises:
-        UnexpectedContentError: if names, shapes or dtypes are not those that the optimizer expects. They are checked
-            because fused kernels would read and write beyond the end of a tensor that is too short.
+        UnexpectedContentError: if names, shapes or dtypes are not those that the optimizer expects, or a tensor is not
+            finite. Shapes are checked because fused kernels would read and write beyond the end of a tensor that is too
+            short.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
-    expected = {}  # in the order of the optimizer, in which its own state is numbered
+    expected = {}  # in the order in which `optimizer.state_dict` numbers the parameters
     for group in optimizer.param_groups:
         form = _state_of_a_step(optimizer, group)
         expected |= {names[id(parameter)]: form for parameter in group["params"]}

@@ -27,7 +27,10 @@ _CACHE_LINE = 64
 """Size in bytes. Each tensor starts on a new cache line, so that neighboring tensors never share a cache line."""
 
 _MAX_LEAD = 4
-"""The largest lead of one worker over another, in updates. This limit lets all workers stop after the same update."""
+"""How many updates a worker may be ahead of another when it begins a step.
+
+This limit lets all workers stop after the same number of updates.
+"""
 
 _MEASURE_EVERY = 16
 """Number of steps between two measurements of how far other workers move the model. A measurement copies the model."""
@@ -38,7 +41,7 @@ class SharedState(NamedTuple):
 
     Args:
         memory: uint8 [num_bytes]: the model's parameters and buffers.
-        updates: int64 [num_workers]: the number of updates that each worker has made.
+        updates: int64 [num_workers]: the number of updates of each worker. An update is counted just before it is made.
         stop_requested: int64 [1]: 1 if any worker was asked to stop.
         last_update: int64 [1]: the number of updates after which every worker stops; 0 until rank 0 has chosen this
             number.
@@ -68,7 +71,8 @@ class SharedMemoryCollectives(ProcessGroup):
         if flag:  # set, never cleared: a read-modify-write could undo the write of another worker
             self._stop_requested[0] = 1
         if self.rank == 0 and self._stop_requested[0] and not self._last_update[0]:
-            self._last_update[0] = own + _MAX_LEAD + 1  # a worker that gets there has waited for rank 0's next update
+            # A worker that reaches this number has waited for rank 0's next update, so it sees the number in time.
+            self._last_update[0] = own + _MAX_LEAD + 1
         self._wait_for(own - _MAX_LEAD)
         return bool(self._last_update[0] == own)
 
@@ -136,7 +140,7 @@ class Hogwild(MultiProcess):
         assert isinstance(context.collectives, SharedMemoryCollectives)
         self._updates = context.collectives.updates
         self._step_start: tuple[int, list[torch.Tensor] | None] | None = None
-        self._staleness = [0.0] * 4  # sum and count of updates by others, then sum and count of distances
+        self._staleness = [0.0] * 4  # updates by others, steps; sum and number of distances
         model = super()._place(model, context)
         start = 0
         for tensor in _tensors(model):  # all workers have initialized the same model, and write the same values

@@ -38,7 +38,7 @@ def decode(message: bytes) -> Any:
     """Return the value that was encoded as `message`; its tensors are on the CPU.
 
     Raises:
-        ValueError: if `message` is not the result of `encode`.
+        ValueError: if `message` is not JSON, or contains an unknown tag or class.
     """
     return _from_json(json.loads(message))
 

@@ -27,8 +27,9 @@ class MultiProcess(Parallel, ABC):
             is the number of processes that torchrun or SLURM has started.
         timeout: number of seconds that a process waits for the others before the run ends with an error.
         max_restarts: maximum number of times that all processes are restarted from the last checkpoint after one of
-            them has failed or died.
-        port: port of the store through which the processes of this machine find each other; null for any free port.
+            them has failed, died or hung; not used under torchrun or SLURM.
+        port: port of the store through which the processes of this machine find each other; null for any free port. It
+            is not used under torchrun or SLURM.
     """
 
     processes: int | str = "auto"

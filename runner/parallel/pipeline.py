@@ -42,7 +42,7 @@ from runner.system.section_timer import timer
 from runner.tracking.image_grids import save
 from runner.tracking.metrics import MetricSums
 
-if TYPE_CHECKING:  # otherwise imported only when a pipeline is placed: torch.distributed.pipelining takes half a second
+if TYPE_CHECKING:  # otherwise imported only when a pipeline is placed
     from runner.parallel.pipelining.stages import ActivationSpec, StageModule
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,9 @@ class Pipeline(Partition, MultiProcess):
 
     The gradients of the micro-batches are summed. Samples, loss and update are the same as with gradient accumulation
     on one device. In both cases, batch normalization uses the statistics of each micro-batch.
+
+    If `processes` is `auto`, and `stages` or `cuts` specifies the number of stages, there are as many processes as
+    stages; with `interleaved_1f1b`, half as many if the number of stages is even and at least four.
 
     Args:
         engine: `processes`: several processes with one or more stages each, and `torch.distributed.pipelining`;
@@ -114,7 +117,7 @@ class Pipeline(Partition, MultiProcess):
             return
         stages, samples = tuning.world_size, tuning.samples
         counts = {min(divisors(samples), key=lambda n: abs(n - stages * each)) for each in _TRIED_PER_STAGE}
-        costs = tuning.block_costs(samples)  # of a smaller micro-batch they are in the same proportions
+        costs = tuning.block_costs(samples)  # in the same proportions for a smaller micro-batch
         schedules = (self.schedule,) if "schedule" in tuning.typed else self.schedules
         rows = {row["num_micro_batches"]: row for row in bubbles(schedules, stages, samples, lambda size: costs)}
         for count in sorted(counts):
@@ -216,7 +219,8 @@ class Pipeline(Partition, MultiProcess):
         place = self._place_on_streams if self.engine == "streams" else self._place_own_stages
         for number, stage in place(model, grouped, activations, context).items():
             compile_in_place(stage, context.compile, grouped[number])
-        context.precision.scaled(torch.zeros((), device=context.device))  # the scaler allocates its scale on first use
+        # The scaler allocates its scale on first use, but only the process of the last stage has a loss to scale.
+        context.precision.scaled(torch.zeros((), device=context.device))
         return model
 
     def _profiles(self, model: torch.nn.Module, context: Context) -> tuple[torch.Tensor, list[BlockProfile]]:

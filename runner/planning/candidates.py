@@ -83,6 +83,9 @@ class Candidates:
         compose: function that returns the run with further overrides; it may raise ConfigError.
         typed: the overrides of the run.
         config_dir: a directory with options of the user's own; None if there is none.
+
+    Raises:
+        ConfigError: if the run is refused as it is.
     """
 
     compose: Compose
@@ -102,14 +105,14 @@ class Candidates:
         self._has_blocks = bool(blocks_of(model))
 
     def judged(self, overrides: Overrides) -> Candidate:
-        """Return the candidate with `overrides`, after the checks that need no data."""
+        """Return the candidate with `overrides`, after the checks that are possible without reading the data again."""
         try:
             run = self.compose(overrides)
             context = run.context(first_process(run))
             run.parallel.check(context)
             run.workload.check_plan(context.plan)
             run.precision.check_device(context.device)
-            run.parallel.check_workload(replace(context, workload=self.base.workload))  # which has its data
+            run.parallel.check_workload(replace(context, workload=self.base.workload))  # whose data has been read
         except ConfigError as error:
             return Candidate(overrides, None, refusal=" ".join(str(error).split()))
         return Candidate(overrides, run, self._results(run, context, overrides))
@@ -134,7 +137,7 @@ class Candidates:
     # -----------------------------------------------------------------------------------------------------------------
 
     def layouts(self) -> Iterator[Overrides]:
-        """Yield parallel modes with their numbers of processes and threads, the run as it is first."""
+        """Yield overrides that choose a parallel mode, processes and threads; first none, for the run as it is."""
         found: list[Overrides] = []
         for words in chain([()], self._layouts()):
             if words not in found:
@@ -171,7 +174,11 @@ class Candidates:
             count //= 2
 
     def _processes(self, chosen: Overrides) -> Iterator[Overrides]:
-        """Yield numbers of processes of the chosen mode, together with what else decides how fast it is."""
+        """Yield overrides for the processes of a mode, with the options that the mode proposes.
+
+        Args:
+            chosen: overrides that choose the mode; empty for the mode of the run as it is.
+        """
         run = _composed(self.compose, chosen)
         if run is None or not isinstance(run.parallel, MultiProcess):
             yield chosen
@@ -233,13 +240,13 @@ class Candidates:
         return (self.judged((*layout, *overrides)) for layout in self.layouts() if layout)
 
     def _retuned(self, overrides: Overrides) -> Iterator[Candidate]:
-        """Yield the candidate with `overrides` after each change of one of its mode's `speed_options`."""
+        """Yield candidates that differ from that with `overrides` in one of the `speed_options` of its mode."""
         for name, values in self.compose(overrides).parallel.speed_options.items():
             if self._is_free(f"parallel.{name}"):
                 yield from self._changed(f"parallel.{name}", values, overrides)
 
     def _changed(self, key: str, values: Iterable[Any], overrides: Overrides) -> Iterator[Candidate]:
-        """Yield the candidate with `overrides` after each change of `key` to another one of `values`."""
+        """Yield the candidate with `overrides` and each of `values` for `key` that it does not have already."""
         run = self.compose(overrides)
         kept = tuple(text for text in overrides if text.partition("=")[0] != key)
         for value in values:
@@ -287,9 +294,10 @@ def _data(run: Run) -> Any:
 
 
 def _normalized_together(run: Run, context: Context) -> Any:
-    """Return, for each rank that differs from the others, the positions of the samples that are normalized together.
+    """Return a list of groups for each rank: the positions of samples that batch normalization normalizes together.
 
-    The groups of a rank are in the order in which they update the running statistics.
+    The groups of a rank are in the order in which they update the running statistics. Ranks with the same groups are
+    listed once; if statistics are synchronized, there is one list, with the groups of all ranks joined.
     """
     synchronized = run.parallel.synchronizes_batch_norm
     parts = run.parallel.num_microbatches(context)

@@ -37,6 +37,9 @@ def measured_choice(
         budget_for: function that returns the budget for the other candidates, given the prepared run and the seconds
             of its step; 0 to measure none of them. None: the budget is for all candidates.
 
+    Returns:
+        The result of `runner.planning.tuning.as_plain`, and the `seconds` that all of this took.
+
     Raises:
         ConfigError: if the run is refused.
         TrialError: if the run cannot train, or its first steps take longer than the budget.
@@ -90,7 +93,7 @@ def _has_room(candidate: Candidate, default: Row, waiting: Sequence[Row]) -> boo
     Args:
         candidate: the candidate.
         default: the row of the run as it is.
-        waiting: the rows whose trials are waiting. On a CPU, what they have is not available anyway.
+        waiting: the rows whose trials are waiting. On a CPU, the available memory already excludes theirs.
     """
     if candidate.run is None or candidate is default.candidate:
         return True
@@ -99,7 +102,7 @@ def _has_room(candidate: Candidate, default: Row, waiting: Sequence[Row]) -> boo
     if process.devices[0].type == "cuda":
         available -= sum(row.memory_bytes for row in waiting)
     if default.memory_bytes * process.rank_info.world_size < available:
-        return True  # no process needs more than the run as it is; the prediction would read the data again
+        return True  # assumes that no process needs more than the run as it is: a prediction reads the data again
     try:
         session = prepared(candidate.run)
     except ConfigError:

@@ -65,7 +65,10 @@ class ChoiceCache:
         self.path = root / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
     def read(self) -> tuple[Choice | None, str]:
-        """Return the choice, and why it is not used if there is one that cannot be; None if there is none."""
+        """Return the cached choice, and an empty string.
+
+        If the choice cannot be used, return None and the reason; if there is none, None and an empty string.
+        """
         try:
             if self.path.stat().st_size > _LONGEST:
                 return None, "the cached choice is no choice"
@@ -119,7 +122,7 @@ def today() -> str:
 
 
 def fingerprint() -> dict[str, Any]:
-    """Return what a choice depends on besides the config: the processor, the cores, the GPUs and the versions."""
+    """Return what a choice depends on besides the config: the processor, cores, memory, GPUs and versions."""
     return {
         "cpu": cpu_model(),
         "cores": len(usable_core_numbers()),

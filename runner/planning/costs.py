@@ -40,7 +40,7 @@ class Costs:
     """The costs of the operations of one process so far.
 
     Args:
-        operations: how often there was an operation with these floating-point operations and bytes of arguments and
+        operations: the number of operations, by their floating-point operations and the bytes of their arguments and
             results.
         backward_flops: floating-point operations in backward passes, which include recomputed forward passes.
         messages: the number of calls and the bytes of the whole tensors, by the name of the collective.
@@ -85,7 +85,8 @@ class Costs:
     def repeated(self, shorter: Costs, times: int) -> Costs:
         """Return these costs plus `times` the difference between them and the costs `shorter`.
 
-        Where a larger operation takes the place of a smaller one, the smaller one counts less than zero times.
+        An operation of `shorter` that these costs do not have, because a larger one is in its place, has a negative
+        count.
         """
         operations = Counter({each: count * (times + 1) for each, count in self.operations.items()})
         operations.subtract({each: count * times for each, count in shorter.operations.items()})

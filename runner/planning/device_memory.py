@@ -11,17 +11,20 @@ from runner.planning.trace import RankPlan
 from runner.system.memory import host_memory
 
 _PROCESS_BYTES = 0.4e9
-"""What a process takes in addition to its tensors."""
+"""Bytes that a process takes in addition to its tensors."""
 
 _USABLE = 0.95
-"""The part of a GPU's memory that is left by its context and by gaps between tensors."""
+"""The fraction of a GPU's memory that the CUDA context and fragmentation leave for tensors."""
 
 
 def available_bytes(process: Process) -> float:
     """Return the memory for all processes of a run in bytes.
 
+    With CUDA, this is the usable part of the memory of all GPUs, including what is in use at the moment; otherwise, it
+    is the host memory that is available at the moment.
+
     Args:
-        process: any of them.
+        process: any process of the run.
     """
     device = process.devices[0]
     if device.type == "cuda":  # not `mem_get_info`, whose context would itself take memory
@@ -32,11 +35,11 @@ def available_bytes(process: Process) -> float:
 
 
 def needed_bytes(device: torch.device, ranks: Sequence[RankPlan]) -> float:
-    """Return the predicted memory of all processes of a run in bytes.
+    """Return the predicted memory of all processes of a run in bytes; on a CPU, with what they take besides tensors.
 
     Args:
         device: the device of a rank.
-        ranks: what its ranks take; on GPUs, where each rank has its own, the largest of them counts for all.
+        ranks: what the ranks of the run take; on GPUs, where each rank has its own, the largest of them counts for all.
     """
     peaks = [rank.peak_bytes for rank in ranks]
     if device.type == "cuda":

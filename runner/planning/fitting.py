@@ -14,7 +14,7 @@ from runner.planning.trial import Trial, TrialError
 from runner.run import Run, Session
 
 _CERTAIN = 0.5
-"""The part of the memory below which a predicted peak is not tried."""
+"""If the predicted peak is at most this fraction of the memory, it is not tried."""
 
 _PATIENCE = 1800.0
 """Seconds that the first steps may take."""
@@ -26,17 +26,19 @@ def fitting_accumulation(
     available: Callable[[Process], float] = available_bytes,
     start: Callable[..., Trial] = Trial,
 ) -> int:
-    """Return the smallest number of micro-batches per step with which a run fits into the memory of its devices.
+    """Return a number of micro-batches per step, as small as possible, with which a run fits into memory.
 
-    The peak is predicted. If it is close to what is available, two steps are tried in processes of their own, so that
-    an attempt that fails leaves nothing in the run: neither in its weights and random states nor in its curves. Only an
-    error of the allocator leads to smaller micro-batches. All processes of the run get the same number.
+    The numbers are tried in increasing order, each at least twice as large as the one before. The peak is predicted. If
+    it is more than half of what is available, or if an earlier trial has failed, two steps are tried in processes of
+    their own, so that an attempt that fails leaves nothing in the run: neither in its weights and random states nor in
+    its curves. If a trial fails for another reason than a lack of memory, no further numbers are tried. All processes
+    of the run get the same number.
 
     Args:
         compose: function that returns the run with a number of micro-batches; it may raise ConfigError.
         report: function that is called with a line about each attempt.
         available: function that returns the memory in bytes for all processes of the run.
-        start: the class of trials.
+        start: function that starts a trial, with the arguments of `Trial`.
 
     Raises:
         ConfigError: if the run is refused, or does not fit even with one sample in a micro-batch.

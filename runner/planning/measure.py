@@ -43,14 +43,18 @@ class Parts:
     Args:
         values: `pass`, a forward and backward pass; `update`, an optimizer step for the whole model; `batch`, the time
             to make a batch; `reduce`, an all-reduce of all gradients; `gather` and `reduce_scatter`, those of fsdp for
-            all blocks; `blocks`, the times of the blocks of a pipeline by the number of samples in a micro-batch.
+            all blocks; `blocks`, the times of the blocks of a pipeline by the number of samples in a micro-batch, as
+            text. Parts that the mode does not have are missing.
     """
 
     def __init__(self, values: dict[str, Any]):
         self.values = values
 
     def blocks(self, size: int) -> list[float]:
-        """Return the times of the blocks for micro-batches of `size` samples, interpolated between measured sizes."""
+        """Return the times of the blocks in seconds for micro-batches of `size` samples.
+
+        Between measured sizes, the times are interpolated; beyond them, they are proportional to the size.
+        """
         measured = {int(key): value for key, value in self.values["blocks"].items()}
         sizes = sorted(measured)
         if size <= sizes[0] or len(sizes) == 1:
@@ -209,13 +213,13 @@ def _seconds(session: Session, work: Callable[[], Any]) -> float:
 
 
 def step_seconds(session: Session, parts: Parts, computed: float | None = None, update_share: float = 1.0) -> float:
-    """Return the predicted time of a step.
+    """Return the predicted time of an iteration of the training loop in seconds.
 
     Args:
         session: the prepared run.
         parts: the measured times.
-        computed: the time of all forward and backward passes of a pipeline between two updates; None if each process
-            computes whole passes.
+        computed: the time in seconds in which a pipeline computes all forward and backward passes of one accumulated
+            micro-batch; None if each process computes whole passes.
         update_share: the largest share of the parameters that are on one process of a pipeline.
     """
     values, plan = parts.values, session.plan

@@ -32,6 +32,9 @@ def report_of(
         num_devices: number of devices of the machine that is planned for; None for those of this machine.
         machine: the speeds of the machine, for a lower bound on the time of a step; None to leave it out.
         parts: the measured parts of a step, from which the time of a step is predicted; None to leave it out.
+
+    Returns:
+        A dict in which `memory_bytes`, `fits`, `remedies` and `measured` are None or empty; the caller may set them.
     """
     pipeline = _pipeline(session, ranks, parts)
     return {
@@ -52,7 +55,7 @@ def report_of(
 
 
 def measured(session: Session, result: Mapping[str, Any], directory: Path) -> dict[str, Any] | None:
-    """Return what a run has measured of what a plan predicts; None if it has measured no step.
+    """Return a run's measurements of what a plan predicts; None if the times of its steps were not measured.
 
     Args:
         session: the prepared run.

@@ -14,7 +14,7 @@ from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.planning.memory import KINDS
 
 _MOST_RANKS = 8
-"""Number of ranks that do the same, from which on they share a row."""
+"""If more ranks than this do the same, they share a row."""
 
 
 def render(report: dict[str, Any]) -> Group:
@@ -82,7 +82,7 @@ def _comparison(report: dict[str, Any]) -> list[list[str]]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time in words, such as `12.3 ms`."""
+    """Return `seconds` in milliseconds as text, such as `12.3 ms`."""
     return f"{seconds * 1e3:,.4g} ms"
 
 
@@ -203,7 +203,7 @@ def _memory(rank: dict[str, Any]) -> list[str]:
 
 
 def size(num_bytes: float) -> str:
-    """Return a number of bytes in words, such as `102.4 MB`."""
+    """Return a number of bytes as text, such as `12.4 MB`."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= factor * 0.9995:
             return f"{num_bytes / factor:,.{1 if num_bytes < factor * 100 else 0}f} {unit}"
@@ -211,7 +211,7 @@ def size(num_bytes: float) -> str:
 
 
 def flops(count: float) -> str:
-    """Return a number of floating-point operations in words, such as `4.1 GFLOP`."""
+    """Return a number of floating-point operations as text, such as `4.1 GFLOP`."""
     for unit, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if count >= factor:
             return f"{count / factor:,.3g} {unit}FLOP"

@@ -34,7 +34,7 @@ def first_process(run: Run, num_devices: int | None = None) -> Process:
         num_devices: the number of devices, which are then placeholders on the CPU; None for those of this machine.
 
     Raises:
-        ConfigError: if the parallel mode needs more devices than there are.
+        ConfigError: if the devices or processes do not fit the parallel mode.
     """
     parallel = run.parallel
     if num_devices is None:

@@ -68,9 +68,12 @@ class RankPlan(NamedTuple):
 def trace(session: Session) -> list[RankPlan]:
     """Return what a step of each rank takes. If all ranks do the same with other samples, one of them is traced.
 
-    Of many micro-batches, two and three are traced, each as large as in the run: the peak of the memory is that of
-    three, and what the third one adds to the costs of a step, each further one does, too. Tracing hundreds of them
-    would take minutes.
+    If there are more than three micro-batches, steps with two and with three of them are traced, because tracing
+    hundreds would take minutes. The micro-batches are as large as in the run. The peak of the memory is that of three;
+    each further micro-batch is assumed to add the same costs as the third.
+
+    Raises:
+        ConfigError: if torch refuses the config in its first step.
     """
     count = session.plan.accumulation
     if count <= _TRACED:
@@ -159,7 +162,7 @@ def trace_rank(session: Session, rank: int, world_size: int) -> RankPlan:
 def _planned(workload: Workload, tracker: MemoryTracker) -> Workload:
     """Return a copy of `workload` whose batches have no values; the original and its data do not change.
 
-    What the batches allocate is counted as `data`, and so are the tensors in which the samples are now.
+    What the batches allocate is counted as `data`, and so are the tensors that hold the samples of the original.
     """
     copied = copy.copy(workload)
     for name, value in vars(copied).items():
@@ -247,7 +250,7 @@ def _classify(tracker: MemoryTracker, state: State) -> None:
 
 
 class CpuWorkspace:
-    """A function that returns the bytes that an operation allocates for itself on the CPU, where it is called.
+    """A callable that returns the bytes that operations allocate for themselves on the CPU, in addition to results.
 
     Args:
         threads: number of threads that execute an operation.
@@ -257,7 +260,7 @@ class CpuWorkspace:
         self._threads, self._sent = threads, 0
 
     def __call__(self, func: Any, args: tuple[Any, ...]) -> int:
-        """Return the bytes that `func` allocates in addition to its result, and those that earlier ones still hold."""
+        """Return the bytes that `func` allocates for itself, and those that an earlier reduce-scatter still holds."""
         own = 0
         if func is torch.ops.aten.convolution_backward.default:
             inputs, weight = args[1], args[2]
@@ -272,10 +275,10 @@ class CpuWorkspace:
 
 
 def _is_summed_per_thread(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether oneDNN sums the gradient of the weights of a convolution in memory of each thread.
+    """Return whether oneDNN sums the gradient of the weights of a convolution in a separate buffer for each thread.
 
-    Without AVX-512, it multiplies matrices where inputs are smaller than the kernel; each thread has four copies of the
-    weights then (oneDNN 3.12: `gemm:jit`, backward_weights; found by measuring).
+    Without AVX-512, it computes this gradient as a matrix product if the inputs are smaller than the kernel; each
+    thread then has four copies of the weights (oneDNN 3.12: `gemm:jit`, backward_weights; found by measuring).
     """
     smaller = any(size < kernel for size, kernel in zip(inputs.shape[2:], weight.shape[2:], strict=True))
     without_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX2"
@@ -300,7 +303,7 @@ def _quiet() -> Iterator[None]:
 
 
 class FakeCollectives(Collectives):
-    """The collectives of one rank without the others, all of which are assumed to pass what this rank passes."""
+    """The collectives of one rank without its peers: `all_gather` assumes that every rank passes the same value."""
 
     def __init__(self, rank: int, world_size: int):
         self.rank, self.world_size = rank, world_size

@@ -151,7 +151,7 @@ class Trial:
 
 @contextlib.contextmanager
 def _quiet_tracker() -> Iterator[None]:
-    """Do not let the resource tracker, which starts here, warn of what a killed trial has left, and it cleans up."""
+    """Keep the resource tracker, which starts here, from warning of what killed trials leave: it cleans that up."""
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [before, "ignore:resource_tracker:UserWarning"]))
     try:

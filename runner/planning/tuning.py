@@ -25,13 +25,14 @@ _MUCH_SLOWER = 1.6
 
 _FINALISTS = 3
 _ROUNDS = 7
-"""Number of rounds after which the finalists have been compared well enough."""
+"""Number of rounds after which finalists that can be told apart are compared no further; others, after three times as
+many."""
 
 _LEAST_DIFFERENCE = 0.01
 """The smallest difference between two candidates that counts, however precisely it was measured."""
 
 _UNKNOWN = 0.1
-"""The uncertainty of a ratio that has been measured only once or twice."""
+"""The uncertainty of a ratio that has been measured at most twice."""
 
 _DEVIATION_OF_MAD, _ERROR_OF_MEDIAN = 1.4826, 1.2533
 """Of normally distributed values: the standard deviation, in units of the median absolute deviation; and the standard
@@ -69,6 +70,8 @@ class Row:
         memory_bytes: peak memory of its processes.
         bursts: seconds per step, by the number of the round.
         is_much_slower: whether it was dropped after its first burst, because it was much slower than the best one.
+        trial: its trial; None if it has not been started, or has ended.
+        burst_length: number of iterations of the training loop in a burst.
     """
 
     candidate: Candidate
@@ -92,7 +95,7 @@ class Row:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The quartiles of the seconds of an optimizer step."""
+        """The first and the third quartile of the seconds of an optimizer step."""
         values = list(self.bursts.values())
         if len(values) < 2:
             return values[0], values[0]
@@ -113,10 +116,10 @@ class Ratio(NamedTuple):
 
 
 def ratio(row: Row, other: Row) -> Ratio:
-    """Return how many times as long a step of `row` takes as one of `other`; only common rounds are compared.
+    """Return how many times as long a step of `row` takes as one of `other`: the median over their common rounds.
 
-    The uncertainty is twice the standard error of the median, estimated from the median absolute deviation; with fewer
-    than three common rounds, a tenth.
+    The uncertainty is twice the standard error of the median, estimated from the median absolute deviation, but at
+    least 0.01; with fewer than three common rounds, 0.1. Without common rounds, the medians of all rounds are compared.
     """
     values = [row.bursts[each] / other.bursts[each] for each in row.bursts.keys() & other.bursts.keys()]
     if not values:
@@ -137,8 +140,8 @@ class Search:
         start: function that starts a candidate's trial within some seconds; it may raise TrialError.
         budget: seconds that the search may take.
         allowed: the kinds of results that the choice may have, in addition to `ALLOWED`.
-        has_room: function that returns whether there is memory for a candidate, given the row of the first one and
-            the rows whose trials are waiting.
+        has_room: function that returns whether there is memory for a candidate, given the candidate, the row of the
+            default and the rows whose trials are waiting.
         clock: function that returns the time in seconds.
         report: function that is called with a line about each candidate that has been tried.
     """
@@ -168,12 +171,13 @@ class Search:
         Args:
             default: the run as it is.
             groups: functions that return candidates, which change the fastest one so far; they are given its overrides.
-                A group takes at most half of the time that is left, so that the last ones are tried too.
+                Each group except the last starts trials only in the first half of the time that is left, so that the
+                last ones are tried too.
             budget_for: function that returns the seconds for the others, given the default's row; 0 to measure none of
                 them, None if the budget is for all.
 
         Raises:
-            TrialError: if the default cannot train, or fails later, as the others are compared with it.
+            TrialError: if the default cannot train, or fails later: the others are compared with it.
         """
         try:
             self._try(default)
@@ -322,9 +326,9 @@ class Search:
         return sum(row.burst_length * row.step_seconds for row in rows) < self._left()
 
     def _halve(self, rounds: int) -> None:
-        """Let the trials train for some rounds, and end the slower half of them after each, unless it is too close.
+        """Let the trials train for some rounds, and after each end the slower half.
 
-        The default and at least `_FINALISTS` remain.
+        The default and at least `_FINALISTS` remain, and so do rows that cannot be told apart from the best one.
         """
         for _ in range(rounds):
             live = self._live()
@@ -349,7 +353,7 @@ class Search:
             self._round_of(live)
 
     def _fastest(self) -> Row:
-        """Return the fastest row; of those that cannot be told apart from it, the default or the first to start."""
+        """Return the fastest row; of those that cannot be told apart from it, the default or the quickest to start."""
         best, *others = self._live()
         equal = [best, *(row for row in others if not ratio(row, best).is_clear)]
         if self.default in equal or not ratio(best, self.default).is_clear:
@@ -372,6 +376,10 @@ def as_plain(search: Search, chosen: Row, samples: int) -> dict[str, Any]:
         search: the search, after it has been run.
         chosen: the row that it returned.
         samples: number of samples in an optimizer step.
+
+    Returns:
+        A dict with the `chosen` overrides, their `speedup` over the default, the `noise` of the default, and the
+        `rows`: a dict for each candidate.
     """
     measured = search.measured()
     others = [row for row in search.rows if not row.bursts]

@@ -24,7 +24,7 @@ class Stop:
         metric: the TensorBoard tag of the evaluation metric that `patience` and `target` compare.
         patience: number of evaluations in a row without an improvement of `metric` after which the run ends (early
             stopping; Prechelt, Early Stopping – But When?, 1998).
-        min_delta: the smallest change of `metric` that counts as an improvement.
+        min_delta: a change of `metric` counts as an improvement only if it is larger than this.
         target: the value of `metric` at which the run ends.
         max_time: number of seconds, from the first step of this invocation, after which the run saves a checkpoint and
             exits with code 75. If it is resumed, it has as many seconds again.
@@ -57,10 +57,10 @@ class Stop:
         check(self.min_delta == 0 or self.patience is not None, "min_delta", self.min_delta, why, remedy)
 
     def check_evaluations(self, directions: Mapping[str, str], eval_every: int) -> None:
-        """Check that the run measures the metric before its end.
+        """Check that evaluations measure the metric, and that they are not only at the end (`eval_every=0`).
 
         Args:
-            directions: whether the `min` or the `max` of each evaluation metric of the workload is best.
+            directions: whether the `min` or the `max` of each evaluation metric of the workload is best, by name.
             eval_every: number of steps between evaluations; 0 if there is only one, at the end.
 
         Raises:

@@ -1,12 +1,13 @@
 """Crash-safe checkpoints, which do not depend on the parallel mode.
 
-`checkpoints/step_00000100/` contains `model.safetensors` (full tensors by parameter name), `ema.safetensors` (the same
-with averaged weights, if there is an average), `state.pt` (the optimizer
-state, the loss scaling, the metric sums since the last log, the best evaluation), `rank_0.pt` and so on (the state that
-differs between ranks), `config.yaml` (the config of the run, so that a checkpoint can be resumed by itself),
-`model.json` (the names of the classes and the inputs of the model), and `manifest.json` with the SHA-256 of these files
-and of itself. All files are written to a temporary directory and synced to disk; renaming the directory commits the
-checkpoint. After that, `checkpoints/index.json` is written, and old checkpoints are deleted.
+`checkpoints/step_00000100/` contains `model.safetensors` (full tensors by parameter or buffer name), `ema.safetensors`
+(the same with averaged weights, if there is an average), `state.pt` (the optimizer state, the loss scaling, the metric
+sums since the last log, the best evaluation and other state that all ranks share), `rank_0.pt` and so on (the state
+that differs between ranks), `config.yaml` (the config of the run, so that a checkpoint can be resumed without the rest
+of the run directory), `model.json` (the shape of the model's inputs and the names of the classes or targets, if the
+workload has a signature), and `manifest.json` with the SHA-256 of these files and of itself. All files are written to a
+temporary directory and synced to disk; renaming the directory commits the checkpoint. After that,
+`checkpoints/index.json` is written, and old checkpoints are deleted.
 
 A thread of each rank does this while the training goes on. The threads use no collectives, which would get mixed up
 with those of the training: rank 0 waits until the files of the other ranks are in the temporary directory.
@@ -151,7 +152,7 @@ class Checkpoints:
             writing.result()
 
     def finish_after_error(self) -> None:
-        """Wait until the last checkpoint is written, after the training has failed; its own error is ignored.
+        """Wait until the last checkpoint is written, after the training has failed. Errors of the writing are ignored.
 
         Other ranks may have failed too, so rank 0 does not wait for their files.
         """
@@ -313,6 +314,7 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
     Raises:
         DamagedError: if a file is missing or its hash differs.
         ConfigError: if the checkpoint was written by an incompatible version of this project, or by something else.
+        OSError: if a file cannot be read for another reason.
     """
     manifest = verified_manifest(path)
     local = _rank_file(rank)

@@ -51,7 +51,8 @@ def last_checkpoint(run: Path) -> Path:
     """Return the path of the newest intact checkpoint of `run`; a warning is logged for each that is damaged.
 
     Raises:
-        ConfigError: with the key `checkpoint`, if there is none, or no run has written the newest intact one.
+        ConfigError: with the key `checkpoint`, if there is none, or if the newest intact one cannot be read, or was
+            written by an incompatible version of this project or by something else.
     """
     found = _checkpoints(run)
     for path in reversed(found):
@@ -106,7 +107,7 @@ def best_checkpoint(run: Path) -> Path:
 
 
 class NoBestError(ConfigError):
-    """Raised when a run has no checkpoint with a best evaluation, although it has others."""
+    """Raised when a run has checkpoints, but not the one with the best evaluation."""
 
     def __init__(self, why: str, remedy: str):
         super().__init__("checkpoint", "best", why, remedy)
@@ -114,7 +115,7 @@ class NoBestError(ConfigError):
 
 @contextmanager
 def _errors_of(checkpoint: Path) -> Iterator[None]:
-    """Convert errors raised while `checkpoint` is read, except those about damage, to ones about this choice of it."""
+    """Convert a ConfigError or OSError raised inside the context to a ConfigError with the key `checkpoint`."""
     try:
         yield
     except ConfigError as error:

@@ -83,8 +83,8 @@ def check_plain(content: Any, where: str) -> None:
         where: the name of the content in the error message.
 
     Raises:
-        UnexpectedContentError: if `content` contains any other object, a tensor whose elements share memory, or more
-            values than any run saves.
+        UnexpectedContentError: if `content` contains any other object, an integer of 2**256 or more, a tensor whose
+            elements share memory, or more or deeper nested values than any run saves.
     """
     remaining, count = [(content, 0)], 0
     while remaining:

@@ -1,9 +1,10 @@
 """`checkpoints/index.json`, which names the last and the best checkpoint of a run, for people and other programs.
 
-Rank 0 writes the file atomically after each checkpoint is committed and before old ones are deleted, so it names
-checkpoints that exist, and lags behind by one checkpoint if the run is killed in between, until the run is resumed.
-Nothing in this project reads it: what is the best is recorded in the checkpoints themselves, whose hashes are verified.
-Links with these names were no alternative, because run directories with links are refused.
+Rank 0 writes the file atomically after each checkpoint is committed and before old checkpoints are deleted, so the
+checkpoints that it names exist. If the run is killed between the commit and the writing, the file names the previous
+checkpoint as the last one until the run is resumed. Nothing in this project reads the file: the checkpoints themselves,
+whose hashes are verified, record which one is the best. Links named `last` and `best` are not used instead, because run
+directories with links are refused.
 """
 
 from __future__ import annotations

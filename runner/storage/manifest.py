@@ -60,7 +60,7 @@ def verified_manifest(directory: Path) -> dict[str, Any]:
 
 
 def saved_text(directory: Path, name: str) -> str | None:
-    """Return the content of a text file in a checkpoint; None if an earlier version wrote the checkpoint without it.
+    """Return the content of a text file in a checkpoint; None if the checkpoint was written without this file.
 
     Only the hashes of the manifest and of this file are verified.
 

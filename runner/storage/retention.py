@@ -20,7 +20,7 @@ def delete_outdated(root: Path, keep: int, best_step: int | None) -> None:
 
     Args:
         root: the directory of the checkpoints.
-        keep: the number of newest checkpoints to keep; of 0, one is kept until the run is done.
+        keep: the number of newest checkpoints to keep; if 0, one is kept until the run is done.
         best_step: the step of the best checkpoint; None if there is none.
     """
     try:

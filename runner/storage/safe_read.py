@@ -16,7 +16,7 @@ MOST_LEVELS = 50
 
 
 class UnsafeFileError(OSError):
-    """Raised when a path is a symbolic link, is not a regular file, or is a file larger than allowed."""
+    """Raised when a path is a link or not of the expected type, a file is too large, or directories nest too deeply."""
 
 
 def read_regular(path: Path, limit_bytes: int) -> bytes:

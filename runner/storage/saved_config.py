@@ -132,7 +132,7 @@ def _loader() -> Any:
 
 
 def _check_plain(event: yaml.Event, number: int, depth: int, root: type[yaml.CollectionStartEvent]) -> None:
-    """Check that an event is part of a collection of type `root` without tags and anchors that is soon read.
+    """Check that an event is part of a collection of type `root` that has no tags or anchors and is quick to read.
 
     Args:
         event: the event.

@@ -35,7 +35,7 @@ def saved_config(source: Path) -> SavedConfig:
     """Return the config of the run or the checkpoint at `source`.
 
     Each checkpoint has a copy of the config of the run that wrote it. If the config of a run directory is damaged, the
-    copy in its newest checkpoint is read instead; if the copy in a checkpoint is damaged, the config of its run
+    newest intact copy in its checkpoints is read instead; if the copy in a checkpoint is damaged, the config of its run
     directory is read instead.
 
     Raises:

@@ -13,7 +13,7 @@ from runner.storage.manifest import SIGNATURE, saved_text, untrusted
 from runner.storage.run_directory import LIMIT_BYTES
 
 _LARGEST = 4096
-"""The largest size of a dimension: a forged file must not make predictions take any amount of memory."""
+"""The largest size of a dimension. A forged file must not make predictions need an arbitrary amount of memory."""
 
 
 _MOST_DIMS = 8
@@ -31,7 +31,8 @@ def saved_signature(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         DamagedError: if the file is damaged.
-        ConfigError: if it has other content than a run writes.
+        ConfigError: if the file or the manifest has other content than a run of this version writes.
+        OSError: if a file cannot be read for another reason.
     """
     text = saved_text(checkpoint, SIGNATURE)
     if text is None:

@@ -26,18 +26,20 @@ _ZIP = b"PK\x03\x04"
 
 
 class UnusualFileError(Exception):
-    """Raised for a file that `torch.save` cannot have written."""
+    """Raised for a file that is not an ordinary `torch.save` file of tensors and plain values."""
 
 
 def load_tensors(path: Path) -> Any:
     """Return the tensors and plain values in a `torch.save` file, on the CPU.
 
     The file is loaded with `weights_only`, so that it cannot run code. A zip archive whose entries are larger than the
-    archive is refused. Tensors are memory-mapped, so that no tensor can have more bytes than the file.
+    archive is refused. The tensors of a zip archive are memory-mapped, so that no storage can have more bytes than the
+    file.
 
     Raises:
         UnusualFileError: if the file is a zip archive whose entries are compressed or overlap, or contain objects other
-            than tensors and plain values; or if the tensors are far larger than the file.
+            than tensors and plain values; if it calls a function that can allocate any amount of memory; or if the
+            tensors are far larger than the file.
         OSError: if the file cannot be read.
         Exception: any exception that torch raises for other content.
     """

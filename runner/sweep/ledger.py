@@ -46,7 +46,8 @@ class Ledger:
         command: the overrides and flags with which the user can repeat the command; None: the same as `typed`.
 
     Attributes:
-        jobs: the entry of each job that has begun, by number.
+        path: the directory of the sweep.
+        jobs: the entry of each job that was started or refused, by number.
         num_jobs: the number of all jobs; 0 until it is set.
 
     Raises:

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 LEDGER = "sweep.json"
 _LIMIT_BYTES = 24_000_000
-"""The maximum size of a ledger file: four times that of 10,000 jobs. Read, the worst content takes 20 times as much."""
+"""The maximum size of a ledger file: four times that of 10,000 jobs. In memory, it takes at most 20 times as much."""
 _ENTRY = {
     "state": str,
     "code": int,

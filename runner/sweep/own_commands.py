@@ -19,7 +19,7 @@ _LIMIT_BYTES = 1_000_000
 
 
 def remember_command(sweep: Path, words: list[str]) -> None:
-    """Keep the command line of the sweep in the directory `sweep`, unless the cache cannot be written to."""
+    """Store `words`, the command line of the sweep at `sweep`, in the cache; do nothing if it cannot be written to."""
     path = _file(sweep)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,7 +27,7 @@ def remember_command(sweep: Path, words: list[str]) -> None:
 
 
 def remembered_command(sweep: Path) -> list[str]:
-    """Return the command line of the sweep in the directory `sweep`; an empty list if this user has not started it."""
+    """Return the command line that `remember_command` stored for the sweep at `sweep`; an empty list without one."""
     try:
         return json.loads(read_regular(_file(sweep), _LIMIT_BYTES))
     except (OSError, ValueError):
@@ -35,7 +35,7 @@ def remembered_command(sweep: Path) -> list[str]:
 
 
 def forget_command(sweep: Path) -> None:
-    """Remove what `remember_command` has kept."""
+    """Remove the command line that `remember_command` stored for the sweep at `sweep`, if any."""
     with suppress(OSError):
         _file(sweep).unlink()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from runner.sweep.objective import Objective
 
 _LEAST_OTHERS = 4
-"""The minimum number of other trials with which a trial must be compared before it can be stopped."""
+"""The minimum number of other trials with which the median rule must compare a trial before it can stop it."""
 _REDUCTION = 3
 """At each rung of successive halving, one in this number of trials continues."""
 

@@ -121,6 +121,8 @@ class Scheduler:
     def run(self, stop: StopRequest) -> list[int]:
         """Run all jobs, and return their exit codes in the order of their numbers.
 
+        A pruned job counts as done (0). If the sweep is stopped, jobs that have not begun have no exit code.
+
         Args:
             stop: the handler of stop signals. After the first stop signal, the running jobs save a checkpoint and exit
                 with code 75.
@@ -129,8 +131,8 @@ class Scheduler:
             KeyboardInterrupt: if the user presses Ctrl-C after a stop signal. The jobs are killed when the context of
                 the pool ends.
             StorageError: if the ledger cannot be written. The running jobs have saved a checkpoint and exited.
-            ConfigError: if the result of a job shows that the sweep cannot continue. The running jobs have saved a
-                checkpoint and exited.
+            ConfigError: if a cluster rejects the first jobs, or if the result of a job shows that the sweep cannot
+                continue. The running jobs have saved a checkpoint and exited.
         """
         while not (self._stopping and not self._running):
             if stop.received:
@@ -276,7 +278,7 @@ class Scheduler:
 
 
 def how_it_died(ended: Ended) -> str:
-    """Describe how a job ended whose exit code is not in `STATES`, for example `was killed by SIGKILL`."""
+    """Describe the end of a job with an exit code that is not in `STATES`, for example `was killed by SIGKILL`."""
     if ended.code is None:
         return f"was lost{f': {ended.reason}' if ended.reason else ''}"
     if ended.code < 0:

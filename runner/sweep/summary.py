@@ -154,7 +154,7 @@ def _best(job: _Job, metric: str) -> float | None:
 
 
 def _value(key: str, typed: str) -> float | str | bool | None:
-    """Convert the typed value of `key` to its Python type. The name of an option stays text, as in `precision=16`."""
+    """Convert the typed value of `key` to a float, bool or None if possible. Options (`precision=16`) stay text."""
     if key.partition("@")[0] in chosen_groups() or typed[:1] in ("'", '"'):
         return printable(typed.strip("'\""))
     words = {"null": None, "true": True, "false": False}
@@ -217,7 +217,7 @@ def _digits(value: float) -> str:
 
 
 def _figure(sweep: _Sweep) -> Figure | None:
-    """Plot the metric against each swept key; return None without matplotlib, or if only seeds were swept."""
+    """Plot the metric against each swept key; return None without matplotlib, or if no key has two jobs to plot."""
     keys = [key for key in sweep.swept if key not in _REPEATS and len(sweep.over(key)) > 1][:_MOST_KEYS]
     if not keys or not is_installed("matplotlib"):
         return None

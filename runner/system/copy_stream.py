@@ -43,7 +43,7 @@ class NoCopy:
 
 
 class CopyStream(NoCopy):
-    """A stream for copies from host memory to a CUDA device.
+    """A stream for copies from host memory to a CUDA device. Only copies from page-locked memory do not block the host.
 
     Args:
         target: the CUDA device.

@@ -3,7 +3,8 @@
 DONE, CRASHED, REFUSED, DIVERGED = 0, 1, 2, 3
 
 STOPPED = 75
-"""A stop signal arrived, or the time was up. What has begun is saved; the same command with `resume=auto` goes on.
+"""A stop signal arrived, or the time was up. A run that had begun is saved: the same command with `resume=auto`
+continues it.
 
 It is `EX_TEMPFAIL` of sysexits.h: a temporary failure, so that a scheduler may start the command again.
 """

@@ -20,7 +20,7 @@ import torch
 
 @contextmanager
 def fake_tensors() -> Iterator[Any]:
-    """Within this context, every new tensor is fake; a tensor that existed before is treated as one of its shape.
+    """Within this context, every new tensor is fake, and existing tensors are treated as fake tensors of their shapes.
 
     Yields:
         The mode, which is the attribute `fake_mode` of its tensors.
@@ -43,8 +43,8 @@ def fake_tensors() -> Iterator[Any]:
 _FUSED_UPDATES = tuple(
     f"_fused_{name}_{overload}" for name in ("sgd", "adam", "adamw", "adagrad") for overload in ("", ".tensor_lr")
 )
-"""Operators that update all parameters in place. For some of them torch has no kernel for tensors without values; in a
-fake mode, it would create all tensors, and compute the update: 4 s for ResNet50."""
+"""Operators that update all parameters in place. For some of them, torch has no meta kernel: a fake mode would create
+real tensors and compute the update, which takes 4 s for ResNet50."""
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     Collectives return at once, and leave received tensors as they are.
 
     Raises:
-        RuntimeError: if there is a default process group already.
+        ValueError: if there is a default process group already.
     """
     import torch.testing._internal.distributed.fake_pg  # registers the backend
     from torch import distributed
@@ -81,7 +81,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             stack.enter_context(patch.object(device_mesh, "init_device_mesh", unfaked(device_mesh.init_device_mesh)))
-            # These compare shapes and orders with those of other ranks, whose answers would be values.
+            # These would read what other ranks have sent, such as shapes and orders of parameters.
             stack.enter_context(patch.object(ddp, "_verify_param_shape_across_processes", _nothing))
             stack.enter_context(patch.object(ddp, "_sync_module_states", _nothing))
             stack.enter_context(patch("torch.distributed.Reducer._rebuild_buckets", _nothing))
@@ -92,7 +92,10 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _all_reduced(bucket: Any) -> Any:
-    """Return a future of the bucket's gradients, as DDP's own hook does; that of a fake process group has no result."""
+    """Return a future of the bucket's gradients, as DDP's default hook does.
+
+    The future of a fake all-reduce has no result.
+    """
     from torch import distributed
 
     distributed.all_reduce(bucket.buffer())

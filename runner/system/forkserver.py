@@ -36,8 +36,8 @@ def start_server(*modules: str) -> None:
     forkserver.set_forkserver_preload(["runner.system.preload_begin", *modules, "runner.system.preload_end"])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        # Where multiprocessing has its sockets. A stop signal between the creation of the directory and the
-        # registration of its removal would leave it behind. False if the directory is already ours.
+        # This creates the directory in which multiprocessing keeps its sockets. A stop signal before the removal of the
+        # directory is registered would leave it behind. `claim_directory` returns False if it is claimed already.
         if claim_directory(util.get_temp_dir()):
             remove_abandoned("pymp-")
         resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM here, and ignores them itself
@@ -102,7 +102,8 @@ def become_command() -> None:
 def run_in_child(function: Callable[..., object], *arguments: Any) -> None:
     """Call `function(*arguments)` in a child of the fork server, and wait until the child exits.
 
-    The child starts quickly, because it does not have to import the modules that the server has already imported.
+    The child starts quickly, because it does not have to import the modules that the server has already imported. If
+    the function fails in the child, the child prints the error, and this process continues.
     """
     start_server()
     context: Any = multiprocessing.get_context(METHOD)
@@ -112,7 +113,7 @@ def run_in_child(function: Callable[..., object], *arguments: Any) -> None:
 
 
 def death_of_server() -> str:
-    """Return the signal or the exit code with which the fork server ended; an empty string if the server is running.
+    """Return the signal or the exit code with which the fork server ended; an empty string if it still runs after 1 s.
 
     The main process receives the exit codes of the children from the server. Therefore, if all children seem to have
     ended at the same time, it may be the server itself that has ended.

@@ -1,4 +1,4 @@
-"""Python's garbage collector, and imports: it would look for garbage many times among a million objects, all in use."""
+"""Pauses the garbage collector during slow imports, which create a million objects that it would examine repeatedly."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def collection_postponed() -> Iterator[None]:
     """A context for slow imports, in which no garbage is collected: importing torch takes a fifth less time.
 
-    What exists at its end is not examined later, either: a full collection takes a tenth of a second less, and children
-    that are forked do not copy the memory of these objects, which a collection writes to.
+    Objects that exist at its end are excluded from later collections, too: a full collection takes a tenth of a second
+    less, and forked children do not copy the memory of these objects, to which a collection would write.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -62,7 +62,7 @@ class _Submodules(MetaPathFinder, Loader):
         module = sys.modules.get(name)
         if module is None:
             return PathFinder.find_spec(name, package.__path__)
-        # With its own spec, the import system would load the module again: it has another spec until `exec_module`.
+        # Until `exec_module`, the module has another spec: with its own, the import system would load it again.
         self._spec, spec = module.__spec__, ModuleSpec(name, self, is_package=hasattr(module, "__path__"))
         vars(module)["__spec__"] = spec  # `torch._dynamo.config` refuses to set attributes
         return spec
@@ -84,10 +84,10 @@ def import_lazily(*names: str) -> None:
 
 
 def defer(name: str, stand_ins: Mapping[str, Callable[..., Any]], loaded: Callable[[], None] = lambda: None) -> None:
-    """Defer loading the package `name`, as `import_lazily` does, past the use of some of its functions.
+    """Defer loading the package `name`, as `import_lazily` does, even if some of its functions are called.
 
     Args:
-        name: the package. If it is part of another one, that one is loaded.
+        name: the package. If it is a subpackage, its parent package is loaded at once.
         stand_ins: functions that take the place of the package's functions of the same names until it is loaded.
         loaded: function that is called as soon as the package is loaded.
     """

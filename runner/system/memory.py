@@ -17,8 +17,8 @@ def usage(device: torch.device) -> dict[str, float]:
     """Return the peak memory usage on `device` in bytes, by TensorBoard tag, without waiting for the device.
 
     `memory/peak` is the largest value since the last call of `reset_peak`: on CUDA of the memory that was allocated for
-    tensors, on a CPU of the resident set size of the process. On Metal, which keeps no peak, it is the memory that the
-    process has now.
+    tensors, on a CPU of the resident set size of the process. On MPS, which keeps no peak, it is the memory that the
+    process has now. `memory/peak_reserved`, only on CUDA, also counts memory that the allocator caches.
     """
     if device.type == "cuda":
         return {

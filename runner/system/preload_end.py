@@ -1,4 +1,4 @@
-"""Imported by a fork server after what it preloads: its children collect garbage, but not among what is there now."""
+"""Imported by a fork server after what it preloads: its children collect garbage, but not among these objects."""
 
 import gc
 

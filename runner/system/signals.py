@@ -67,9 +67,9 @@ class StopRequest:
             log.debug("asked to stop by %s", self.received)
 
     def _install(self) -> None:
-        for number in STOP_SIGNALS:
+        for number in STOP_SIGNALS:  # `signal.signal` returns None for a handler that was not installed from Python
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL  # None: not from Python
+                self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -77,7 +77,7 @@ class StopRequest:
         self._before = {}
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a process forked from this one, which will stop it
+        if os.getpid() != self._pid:  # in a forked child, which its parent stops
             return
         if number == signal.SIGHUP:
             _forget_closed_terminal()
@@ -115,7 +115,7 @@ class CommandSignals(StopRequest):
     """The exit code of the command if a signal has ended it before training; otherwise None."""
     is_postponing = False
     postponed: BaseException | None = None
-    """Of `exceptions_postponed`: whether it is entered, and the exception that it will raise."""
+    """Whether the context of `exceptions_postponed` is entered, and the exception to raise at its end."""
 
     def __enter__(self) -> CommandSignals:
         if threading.current_thread() is threading.main_thread() and _installed() is None:

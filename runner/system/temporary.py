@@ -36,7 +36,7 @@ def claim_directory(path: str) -> bool:
 def remove_abandoned(prefix: str) -> None:
     """Remove this user's temporary directories named `prefix*` that belonged to processes that have ended."""
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with suppress(OSError):  # not locked by a run, in use, of another user, or removed by another process
+        with suppress(OSError):  # it has no lock file, is in use or another user's, or is already removed
             if path.lstat().st_uid != os.getuid() or path.is_symlink():
                 continue
             file = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW)

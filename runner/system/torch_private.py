@@ -78,8 +78,8 @@ def pipeline_actions(
 ) -> list[list[tuple[int, str, int]]]:
     """Return the order in which each worker of a pipeline with several stages per worker computes.
 
-    torch computes the order when a schedule is created, which needs stages with a network and a process group. Here
-    they are replaced by what is read from them.
+    torch computes the order when a schedule is created, which needs stages with a network and a process group. Here,
+    the stages are replaced by objects that only have the attributes that torch reads.
 
     Args:
         schedule: a subclass of `torch.distributed.pipelining.schedules.PipelineScheduleMulti`.

@@ -87,7 +87,7 @@ def _tables(comparison: Comparison) -> list[tuple[list[str], list[list[str]], st
 
 
 def _count(row: Row) -> str:
-    """Return the number of runs; where some have the same seed, and so are no repeats, also the number of seeds."""
+    """Return the number of runs and, if some of them have the same seed, the number of seeds: `3 (2 seeds)`."""
     runs, seeds = len(row.runs), row.seeds
     return str(runs) if seeds == runs else f"{runs} ({seeds} {'seed' if seeds == 1 else 'seeds'})"
 
@@ -114,7 +114,7 @@ def _cell(row: Row, measure: str) -> str:
 
 
 def as_csv(comparison: Comparison) -> str:
-    """Return one CSV table: a line for each row, with standard deviations in separate columns, then each failure."""
+    """Return one CSV table: a line for each row, with standard deviations in separate columns, and for each failure."""
     names = comparison.measures
     titles = [_title(comparison, name) if name in (BEST, LAST) else name for name in names]
     keys = [format_value(key) for key in comparison.keys]

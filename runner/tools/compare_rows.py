@@ -68,7 +68,8 @@ class Failure(NamedTuple):
     Args:
         values: the values of the keys that differ among all runs.
         name: the path of the run directory, relative to the directory that contains all runs.
-        state: `crashed`, `refused`, `diverged`, `stopped`, `running`, `killed` or `damaged`.
+        state: `crashed`, `diverged`, `stopped`, `running`, `killed` or `damaged`; a job may also be `refused`, `queued`
+            or `pruned`.
         step: the number of completed steps; None if it is not known.
         reason: the reason why the run or the job is not done.
     """
@@ -87,6 +88,14 @@ class Comparison:
         paths: run directories, directories of sweeps, or directories that contain such directories at any depth.
         metric: the TensorBoard tag of the metric to compare; None for the metric that selects the best checkpoint.
         sort: the title of the column to sort by; None for the column of the metric.
+
+    Attributes:
+        keys: the config keys whose values differ among all runs, in the order of their columns.
+        metric: the tag of the metric; empty if no run that is done has any metric.
+        direction: `max` if larger values of the metric are better, otherwise `min`.
+        measures: the measures that at least one row has, in the order of their columns.
+        rows: the runs that are done, sorted.
+        failures: the runs that are not done and the jobs without a run directory, sorted by name.
 
     Raises:
         ConfigError: if there are no runs, no run that is done has the metric, or there is no column `sort`.
@@ -147,7 +156,7 @@ class Comparison:
         runs = {entry.name for entry in os.scandir(sweep) if entry.is_dir(follow_symlinks=False)}
         for entry in ledger["jobs"].values():
             name, state = entry.get("directory", ""), one_line(entry.get("state", "killed"))
-            if name in runs or state == "done":  # of a job that is done, the user has removed the directory
+            if name in runs or state == "done":  # the user has removed the directory of a job that is done
                 continue
             if state in ("running", "queued") and not is_locked(sweep):
                 state = "killed"

@@ -1,4 +1,4 @@
-"""The run of overrides that were passed to a tool."""
+"""Functions that check the overrides that were passed to a tool, and build the run that they describe."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def overrides_of(words: Sequence[str], flags: str) -> list[str]:
-    """Return the overrides among `words`, those words of a command line that are not the tool's own flags.
+    """Check that `words` are overrides, and return them.
 
     Args:
-        words: the words.
+        words: the words of a command line that are not the tool's own flags.
         flags: the tool's flags, for the error message.
 
     Raises:
@@ -55,6 +55,7 @@ def replaced(overrides: Sequence[str], *others: str) -> list[str]:
     """Return `overrides` without those that set the same config groups or keys as `others`, followed by `others`.
 
     For example, `parallel=single` in `others` removes `parallel=pipeline` and `parallel.stages=4` from `overrides`.
+    Keys with a dot in `others`, such as `parallel.stages=2`, remove nothing.
     """
     groups = {text.partition("=")[0] for text in others}
     kept = [text for text in overrides if re.split(r"[=.@]", text.lstrip("+~"))[0] not in groups]

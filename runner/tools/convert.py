@@ -2,7 +2,8 @@
 
 The format of the written weights does not depend on the parallel mode: `model.weights=DESTINATION` starts any run from
 them, and other programs can load them. Reading SOURCE never executes code that is hidden in it, and the hashes of a
-checkpoint are verified before it is read.
+checkpoint are verified before it is read. If DESTINATION is a .pt2 or .onnx file, the model of a run is exported as a
+program.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Weights(NamedTuple):
     Args:
         tensors: tensors by name, on the CPU.
         origin: a description of the file or checkpoint from which the weights were read.
-        signature: names of classes and the shape of an input; empty if they are not known.
+        signature: the shape of an input and the names of the classes or targets (see `Workload.signature`); empty if
+            they are not known.
     """
 
     tensors: Tensors
@@ -225,7 +227,7 @@ def write(tensors: Tensors, path: Path, prefix: str = "", signature: Mapping[str
         tensors: tensors by name.
         path: a .safetensors, .pt or .pth file.
         prefix: a prefix that is added to each name.
-        signature: names of classes and the shape of an input, which a .safetensors file holds in its metadata.
+        signature: the signature of the weights, which a .safetensors file holds in its metadata; None for no signature.
 
     Raises:
         ConfigError: if the format does not support a tensor, or the file cannot be written.

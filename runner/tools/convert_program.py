@@ -1,4 +1,4 @@
-"""Exports the model of a run as a program that needs neither this project nor its network: `.pt2` or `.onnx`."""
+"""Exports the model of a run as a program that needs neither this project nor the network's code: `.pt2` or `.onnx`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from runner.storage.signature import saved_signature
 from runner.system.installed import is_installed
 
 TOLERANCE = 1e-5
-"""The largest difference between an output of the program and that of the model, relative to the largest output."""
+"""The largest accepted difference between an output of the program and that of the model.
+
+It is relative to the largest output, or absolute if all outputs are below 1.
+"""
 
 
 def export_program(source: Path, choice: str | int, path: Path) -> str:
@@ -35,7 +38,9 @@ def export_program(source: Path, choice: str | int, path: Path) -> str:
         path: a .pt2 or .onnx file, which is replaced if it exists.
 
     Raises:
-        ConfigError: if the model cannot be exported, or the outputs of the program differ.
+        ConfigError: if there is no such checkpoint, it does not say what the inputs are, the model cannot be exported,
+            or the outputs of the program differ.
+        DamagedError: if the checkpoint at `source` is damaged or does not exist.
     """
     is_run = (source / "checkpoints").is_dir() or source.parent.name == "checkpoints"
     check(is_run, "SOURCE", str(source), "it is not a run", "name a run directory, or a checkpoint in one")
@@ -51,7 +56,7 @@ def export_program(source: Path, choice: str | int, path: Path) -> str:
     part = path.with_name(f".{os.getpid()}.part{path.suffix}")
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's exporters, about their own internals
+            warnings.simplefilter("ignore")  # torch's exporters warn about their own internals
             wanted = model(inputs)
             outputs = _EXPORTERS[path.suffix](model, inputs, json.dumps(signature), part)
         difference = float((outputs - wanted).abs().max() / wanted.abs().max().clamp(min=1))
@@ -60,7 +65,7 @@ def export_program(source: Path, choice: str | int, path: Path) -> str:
         os.replace(part, path)
     except ConfigError:
         raise
-    except Exception as error:  # the exporters raise anything
+    except Exception as error:  # the exporters may raise any exception
         why = f"the model cannot be exported: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise ConfigError("DESTINATION", str(path), why, "write the weights: .safetensors or .pt") from error
     finally:
@@ -70,7 +75,7 @@ def export_program(source: Path, choice: str | int, path: Path) -> str:
 
 
 def check_exporter(path: Path) -> None:
-    """Check that the packages are installed that the format given by the suffix of `path` needs.
+    """Check that the packages for the format given by the suffix of `path` are installed.
 
     Raises:
         ConfigError: if one is missing.

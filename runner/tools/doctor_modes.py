@@ -13,14 +13,14 @@ from runner.run import Run
 from runner.tools.composed_run import compose_run
 
 BUDGET_SECONDS = 60.0
-"""How long the modes of one network may take."""
+"""Seconds that the measurement of all modes may take, for each network."""
 
 SMALL = ("workload=classifier",)
 LARGE = {
     "cpu": ("model=resnet18", "data=synthetic", "data.size=32", "data.num_samples=256", "batch_size=32"),
     "cuda": ("workload=resnet50",),
 }
-"""A network on which a GPU or the cores of a CPU are busy for a while in each step."""
+"""For each kind of device, the overrides of a network large enough to keep the device busy in each step."""
 
 
 def speed_of_modes(names: Sequence[str], kind: str, budget: float = BUDGET_SECONDS) -> dict[str, Any]:

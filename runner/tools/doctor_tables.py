@@ -71,7 +71,11 @@ def _where(report: dict[str, Any]) -> str:
 
 
 def _speed(speed: dict[str, Any]) -> Table:
-    """Draw the speed of the parallel modes, which is a text for a network that could not be trained."""
+    """Return a table of the speed of the parallel modes.
+
+    Args:
+        speed: for each network, the rows of the modes, or a text that says why the network could not be trained.
+    """
     modes = {mode: None for rows in speed.values() if isinstance(rows, dict) for mode in rows}
     rows = [[mode, *(_relative(rows, mode) for rows in speed.values())] for mode in modes]
     return _table("speed, relative to parallel=single", ["parallel=", *speed], rows)

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parser.parse_known_args(arguments)
     try:
         check_no_flags(overrides)
-        from runner.api.evaluation import evaluate_checkpoint  # imported here: flags are checked before torch is
+        from runner.api.evaluation import evaluate_checkpoint  # imported here: it imports torch, which is slow
         from runner.api.saved import load
 
         checkpoint = load(options.run).checkpoint(options.checkpoint)

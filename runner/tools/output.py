@@ -52,7 +52,7 @@ def _is_formula(text: str) -> bool:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """A context manager in which it is no error that the program behind a pipe reads no more, as `head` does.
+    """Return a context in which it is no error if the program that reads standard output, such as `head`, exits early.
 
     See the note on SIGPIPE in https://docs.python.org/3/library/signal.html.
     """
@@ -60,7 +60,7 @@ def reader_may_leave() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again when it exits
 
 
 def check_writable(flag: str, value: str | None, suffix: str = "") -> None:
@@ -69,10 +69,11 @@ def check_writable(flag: str, value: str | None, suffix: str = "") -> None:
     Args:
         flag: the flag, such as `--csv`.
         value: the path that was typed; None if the flag was not.
-        suffix: the end that the name must have.
+        suffix: the suffix that the path must have, such as `.png`; empty if any suffix is accepted.
 
     Raises:
-        ConfigError: if the path is a directory, its directory is missing, or its suffix is another.
+        ConfigError: if the path is a directory, a link, a pipe or a device, its parent directory does not exist, or it
+            has another suffix.
     """
     if value is None:
         return

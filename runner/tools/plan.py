@@ -4,15 +4,16 @@ One training step of each process is executed with tensors that have no values. 
 what, the memory of tensors by kind at its peak, the floating-point operations, the bytes that are sent, and the size of
 a checkpoint. A config that the command would refuse is refused with the same message.
 
-The plan can also be made for a machine that is not here: `--devices 8 --memory 80GB` says whether the run fits, and if
-not, which changes of *how* would make it fit; `--flops 300e12 --bandwidth 2e12 --link 200e9` adds a lower bound on the
-time of a step.
+The plan can also be made for another machine: `--devices 8 --memory 80GB` says whether the run fits and, if not, which
+other ways to train it would fit; `--flops 300e12 --bandwidth 2e12 --link 200e9` adds a lower bound on the time of a
+step.
 
-With a run directory RUN, its config is planned, and what the run has measured is shown beside what is predicted.
-Overrides change the config of the run.
+With a run directory RUN, the config of the run is planned, and its measurements are shown beside the predictions.
+Overrides change the config of the run; the measurements are then left out.
 
-With `--measure`, passes or blocks, the update and messages are measured for some seconds in the processes of the mode,
-and the time of a step is predicted from them; for a pipeline, that of each schedule and `split_size`.
+`--measure` predicts the time of a step; for a pipeline, also that of each schedule and `split_size`. To do so, it
+measures the parts of a step for some seconds in the processes of the mode: the forward and backward pass (of each
+block, for a pipeline), the batches, the update and the messages.
 
 Exit codes: 0: planned. 1: the plan crashed. 2: the config is refused. 3: planned, but it does not fit into `--memory`.
 """
@@ -101,10 +102,10 @@ def _is_run(word: str) -> bool:
 
 
 def _size(flag: str, text: str) -> float:
-    """Return the number that `text` says, such as 8e10 for `80GB`, 80 000 000 000 for `80e9`.
+    """Return the number in `text`, which may have a unit, for example 8e10 for `80GB` and for `80e9`.
 
     Raises:
-        ConfigError: if it says no positive number.
+        ConfigError: if `text` is not a positive number. The error names `flag`.
     """
     match = _SIZE.fullmatch(text.strip())
     value = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0

@@ -1,4 +1,4 @@
-"""Changes of how a run is trained that make it fit into the memory of its devices, the cheapest first."""
+"""Changes of how a run is trained that may make it fit into the memory of its devices, the cheapest first."""
 
 from __future__ import annotations
 

@@ -42,13 +42,14 @@ def plan(
         config_dir: a directory with options of your own; None to use only conf/.
         num_devices: number of devices of the machine that is planned for; None for those of this machine.
         memory: memory of each device in bytes; None if it does not matter.
-        speeds: the values of a `Machine`; None to predict no times. Without a `link`, messages take no time.
+        speeds: the values of a `Machine`, for a lower bound on the time of a step; None to leave it out. Without a
+            `link`, messages take no time.
         with_parts: whether to measure the parts of a step on this machine, to predict the time of a step.
         source: the directory of a run whose config the overrides change; None to compose the config from conf/.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused, or `source` has no run.
-        RankError: if a process fails that measures.
+        RankError: if a process that measures fails.
     """
     build = _builder(source, config_dir)
     run = build(overrides)
@@ -58,7 +59,7 @@ def plan(
     machine = Machine(speeds[0] or 0, speeds[1] or 0, speeds[2] or float("inf")) if speeds else None
     report = report_of(session, ranks, num_devices, machine, measure(run) if with_parts else None)
     if source is not None and not overrides:
-        [saved] = find_runs([source])  # without a result that is damaged
+        [saved] = find_runs([source])  # unlike `load`, it checks the numbers in the result
         report["measured"] = measured(session, saved.result, source)
     if memory is not None:
         report["memory_bytes"], report["fits"] = memory, max(rank.peak_bytes for rank in ranks) <= memory

@@ -4,7 +4,7 @@ The agent always takes the action with the highest value, as in an evaluation. T
 are printed. Overrides change the config of the run: `env.max_episode_steps=1000` plays longer episodes. Drawing needs
 pygame: pip install -e '.[render]'.
 
-Exit codes: 0: played. 2: there is no such run or checkpoint, or it cannot be shown. 130: ended with Ctrl-C.
+Exit codes: 0: played. 1: crashed. 2: there is no such run or checkpoint, or it cannot be shown. 130: ended with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from runner.env.vector import Vector
 
 _MOST_FRAMES = 2_000
-"""The number of frames in a film: they are kept in memory until it is written, 0.7 MB each."""
+"""The maximum number of frames in a film. They are kept in memory until it is written, for CartPole 0.7 MB each."""
 
 _FRAMES_PER_SECOND = 25
-"""Films of environments that are shown at more leave frames out."""
+"""The approximate frame rate of a film. Frames are left out if the environment renders more of them per second."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _environment(run: SavedRun, checkpoint: str, overrides: Sequence[str]) -> Env:
-    """Return the environment that the agent of `run` was trained in, prepared."""
+    """Return the environment in which the agent of `run` was trained, with `overrides`, after `prepare`.
+
+    Raises:
+        ConfigError: if `run` is not a run of an agent, or its config is refused.
+    """
     from runner.run import check_used
     from runner.workloads.dqn.workload import DQN
 

@@ -94,7 +94,7 @@ def _write(study: Study, out: Path) -> list[Path]:
         written.append(out / f"{name}.png")
         written[-1].unlink(missing_ok=True)  # it may be a link, through which another file would be written
         figure.savefig(written[-1])
-        figure.set_layout_engine("none")  # TensorBoard gets the same layout, which takes as long as to draw it
+        figure.set_layout_engine("none")  # keeps the layout for TensorBoard: computing it again is slow
     if figures:
         _show(figures, out)
     return written

@@ -1,4 +1,4 @@
-"""Checks of the files of a run before the run is plotted: the files may be damaged, or written by somebody else."""
+"""Checks of the files of a run before it is plotted or compared: they may be damaged, or written by somebody else."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def _damages(labels: dict[str, Any], result: dict[str, Any]) -> Iterator[str]:
 
 
 def is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # not if nan
+    """Return whether `value` is a finite number with an absolute value below 1e300."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # false for NaN
 
 
 def _shown(value: object) -> str:

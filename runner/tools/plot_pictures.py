@@ -1,7 +1,8 @@
 """Functions that draw the figures of a study.
 
 A study of parallel modes has up to three figures: run time by mode, run time with and without a pipeline, and run time
-of the pipeline over `split_size`. Other studies have the figures that `runner.tools.plot_quality` draws.
+of the pipeline over `split_size`. Studies without the third figure also have those that `runner.tools.plot_quality`
+draws.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def pictures(study: Study) -> dict[str, Figure]:
         drawn["modes_and_pipeline"] = _bars("Run time with and without a pipeline", study, [*plain, *pipelines])
     if curves := split_curves(study.points):
         return drawn | {"split_size": _over_split_size(study, curves)}
-    quality = any(key.partition(".")[0] != "parallel" for key in study.keys)  # which all modes have in common
+    quality = any(key.partition(".")[0] != "parallel" for key in study.keys)  # all modes reach the same quality
     figures = plot_quality.figures(study, _caption(study)) if quality and len(study.points) > 1 else {}
     return figures | plot_quality.curves(study, _caption(study)) | drawn
 

@@ -45,7 +45,7 @@ def figures(study: Study, caption: str) -> dict[str, Figure]:
 
 
 def curves(study: Study, caption: str) -> dict[str, Figure]:
-    """Return a figure with the learning curves of `study`; an empty dictionary if there are no event files."""
+    """Return a figure with the learning curves of `study`, by name; an empty dictionary if there are no curves."""
     tag, found = learning_curves(study)
     return {"curves": _curves(study, caption, tag, found)} if found else {}
 
@@ -145,7 +145,8 @@ def _short(key: str, study: Study) -> str:
 def label(point: Point, study: Study, without: str = "") -> str:
     """Return a label for a point, which consists of the values of the swept keys.
 
-    If there are many keys, the label contains only the values that differ from the most common value of their key.
+    If there are more than three keys and the points are not a grid, the label contains only the values that differ from
+    the most common value of their key.
 
     Args:
         point: the point.
@@ -194,7 +195,8 @@ def _over_one_key(study: Study, caption: str, key: str, other: str | None) -> Fi
         if name != _SECONDS and is_line:
             charts.scale_y(each, [spread.mean for spread in spreads.values()])
         if name == _SECONDS:
-            each.set_ylim(0, 1.15 * max(spread.mean + spread.bar for spread in spreads.values()))  # not to show noise
+            # From 0, so that noise does not look like a difference.
+            each.set_ylim(0, 1.15 * max(spread.mean + spread.bar for spread in spreads.values()))
         each.set_xlabel(shown(key, 40))
         each.set_ylabel(shown(name, 40))
     if other is not None:

@@ -55,6 +55,14 @@ class Study:
 
     Args:
         runs: all runs, including failed runs.
+
+    Attributes:
+        failed: the runs that are excluded from the points.
+        unfinished: the ledgers of sweeps that are not complete, by directory.
+        keys: the swept keys (see `swept_keys`).
+        metric: the tag of the metric; empty if no run has any metric.
+        machines: descriptions of the machines on which the runs of the points were trained.
+        points: the points, in the order of the runs.
     """
 
     def __init__(self, runs: list[MeasuredRun]):

@@ -80,7 +80,7 @@ def split_size_of(point: Point) -> int | None:
 
 def _pipeline_batch_size(point: Point) -> int:
     labels = point.runs[0].labels
-    return max(1, labels["batch_size"] // labels.get("accumulation.steps", 1))  # 0 in no run that was done
+    return max(1, labels["batch_size"] // labels.get("accumulation.steps", 1))  # at least 1 in every run that is done
 
 
 def _stages(point: Point) -> int:

@@ -67,9 +67,10 @@ def _cells(study: Study, point: Point) -> dict[str, str]:
 
 
 def plus_minus(spread: Spread) -> str:
-    """Return `mean ± deviation` as text, with two significant digits of the deviation and as many decimals of the mean.
+    """Return `mean ± deviation` as text, both with the same number of decimals.
 
-    If there is only one value, and therefore no deviation, return the value with four significant digits.
+    The deviation has two significant digits, or fewer if the mean would otherwise have more than five. If there is only
+    one value, and therefore no deviation, return the value with four significant digits.
     """
     if math.isnan(spread.deviation):
         return f"{spread.mean:.4g}"

@@ -1,7 +1,7 @@
 """`python -m runner.tools.predict RUN FILE|DIRECTORY …` prints the class that a run predicts for each image.
 
-Images are read as the evaluation of the run reads them: cropped, resized and normalized in the same way. A file that
-cannot be read is a row with the reason. Neither the data of the run nor its device is needed.
+Images are read as the evaluation of the run reads them: cropped, resized and normalized in the same way. For a file
+that cannot be read, the reason is printed. Neither the data of the run nor its device is needed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from runner.api.saved import SavedRun
 
 _MOST_IMAGES = 36
-"""The number of images in a grid."""
+"""The maximum number of images in a grid."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
+    """Run the command line, and return the exit code: 0, 2 after a config error, or 1 after any other error."""
     options = _parser().parse_args(arguments)
     try:
         for flag, suffix in (("csv", ""), ("json", ""), ("grid", ".png")):

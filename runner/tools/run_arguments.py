@@ -26,7 +26,7 @@ def run_parser(tool: str, description: str | None, run_help: str = "a run direct
 
 
 def check_no_flags(words: Sequence[str], remedy: str = "--help lists them") -> None:
-    """Raise a ConfigError that names the first of `words` that is a flag: the tool has not taken it for one of its own.
+    """Raise a ConfigError if there is a flag in `words`, because the tool does not have this flag.
 
     Args:
         words: the words of a command line that are not the tool's own flags.

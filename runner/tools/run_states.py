@@ -14,7 +14,8 @@ ENDED = ("done", "crashed", "diverged", "stopped")
 """The states that a run records in its `result.json`."""
 
 STATES = (*ENDED, "running", "killed", "damaged")
-"""All states of a run. A killed run has no result; a damaged one has a result or a config that cannot be read."""
+"""All states of a run. A killed run has no result. A damaged run has a result that cannot be read or, in comparisons, a
+config that cannot be read."""
 
 
 def is_locked(directory: Path) -> bool:
@@ -29,7 +30,7 @@ def state_of(directory: Path, result: dict[str, Any]) -> str:
         directory: the run directory.
         result: the content of the run's `result.json`; empty if the file does not exist or is damaged.
     """
-    if not result and is_locked(directory):  # only then: for a moment, the test keeps a run from locking its directory
+    if not result and is_locked(directory):  # tested only if necessary: meanwhile, no run can lock the directory
         return "running"
     if not result:
         return "damaged" if os.path.lexists(directory / RESULT) else "killed"

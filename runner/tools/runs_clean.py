@@ -51,8 +51,8 @@ def remove_run(path: Path, end: Path) -> None:
 def remove_sweep(path: Path, end: Path) -> None:
     """Remove the sweep at `path` with all its runs, and then its parent directories below `end` that have become empty.
 
-    The ledger is removed first, so that it never lists runs that no longer exist. Anything that is neither a run nor a
-    file of the sweep is kept.
+    The ledger is removed first, so that it never lists runs that no longer exist. If the directory then contains any
+    other files, such as the study of a search, the directory and the remaining files are kept.
 
     Args:
         path: the directory of the sweep.
@@ -122,7 +122,10 @@ def _move_deepest(top: Path, to: Path) -> None:
 
 
 def _remove_sweep_files(path: Path) -> None:
-    """Remove the files that a sweep itself has written to its directory, unless the directory contains other files."""
+    """Remove the ledger, the lock file and the output of the jobs from the directory of a sweep.
+
+    If the directory contains any other files, such as the study of a search, nothing is removed.
+    """
     if {entry.name for entry in path.iterdir()} <= {LEDGER, ".lock", CONSOLE}:
         if (path / CONSOLE).is_dir() and not (path / CONSOLE).is_symlink():
             for file in (path / CONSOLE).glob("*.txt"):

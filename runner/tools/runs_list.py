@@ -129,12 +129,12 @@ def states(key: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def listed_runs(root: Path) -> list[Entry]:
-    """Return all runs at and below `root`, the oldest first. Links are not followed."""
+    """Return all runs at and below `root`, the least recently changed first. Links are not followed."""
     return _oldest_first(_run, (path for path in directories(root) if is_run(path)))
 
 
 def listed_sweeps(root: Path) -> list[Entry]:
-    """Return all sweeps at and below `root`, the oldest first. Links are not followed."""
+    """Return all sweeps at and below `root`, the least recently changed first. Links are not followed."""
     return _oldest_first(_sweep, (path for path in directories(root) if not is_run(path) and read_ledger(path)))
 
 
@@ -147,7 +147,10 @@ def _oldest_first(read: Callable[[Path], Entry], paths: Iterable[Path]) -> list[
 
 
 def directories(root: Path) -> Iterator[Path]:
-    """Yield `root` and every directory below it, except directories inside a run directory. Links are not followed."""
+    """Yield `root` and the directories at most 50 levels below it, except directories inside a run directory.
+
+    Links are not followed.
+    """
     for folder, subfolders, _ in walk(root):
         yield Path(folder)
         if is_run(Path(folder)):
@@ -198,7 +201,7 @@ def _best(result: Mapping[str, Any]) -> tuple[str, float | None]:
 
 
 def changed(path: Path) -> float:
-    """Return the time of the last change to a file directly in the run directory `path`, in seconds since the epoch."""
+    """Return the time of the last change to an entry of the run directory `path`, in seconds since the epoch."""
     with os.scandir(path) as entries:
         return max((entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=os.lstat(path).st_mtime)
 
@@ -210,7 +213,7 @@ def size(path: Path) -> int:
         for name in (*subfolders, *files):
             try:
                 total += os.lstat(os.path.join(folder, name)).st_blocks
-            except OSError:  # a run that goes on has removed it
+            except OSError:  # a running run has removed it
                 continue
     return 512 * total
 

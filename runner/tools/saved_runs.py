@@ -39,7 +39,8 @@ class MeasuredRun:
         directory: the path of the run directory.
         labels: the values in the run's config by dotted key (`model.depth`), and the chosen options by config group
             (`model`).
-        result: the content of `result.json`; empty if the file does not exist.
+        result: the content of `result.json`; empty if the file does not exist or is damaged. If the config cannot be
+            read, or a number in the config or the result is not valid, only a `status` that says so.
         machine: a short description of the machine on which the run was trained.
     """
 
@@ -75,10 +76,10 @@ class MeasuredRun:
 
 
 def find_runs(paths: Iterable[Path]) -> Iterator[MeasuredRun]:
-    """Yield once each run in the directories `paths`, or at most 50 levels below them.
+    """Yield each run in the directories `paths`, or at most 50 levels below them, once.
 
     Links to directories are not followed, and runs that are being removed are left out. A run that is unfinished or
-    cannot be read is yielded, too; its `failure` says why it has no result.
+    cannot be read is yielded too, and its `failure` says so.
     """
     seen = set()
     for path in paths:

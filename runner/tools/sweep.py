@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code.
 
     The exit code is 0, or 2 after printing an error message to standard error. With `--follow`, the exit code is 1 if a
-    job has failed. With `--resume`, it is the exit code of the sweep.
+    job has crashed or was refused. With `--resume`, it is the exit code of the sweep.
     """
     options, unknown = _parser().parse_known_args(arguments)
     path = Path(options.path).expanduser()
@@ -99,10 +99,13 @@ def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
 
 
 def follow(path: Path) -> int:
-    """Print each change of a job's state until no process runs the sweep; return 1 if a job has failed, otherwise 0."""
+    """Print each change of a job's state until no process runs the sweep.
+
+    Return 1 if a job has crashed or was refused, otherwise 0.
+    """
     known: dict[str, str] = {}
     while True:
-        running = is_locked(path)  # before reading: what is written in between is read
+        running = is_locked(path)  # before the ledger is read, so that the last changes are not missed
         jobs = read_ledger(path).get("jobs", {})
         for number, entry in jobs.items():
             state = str(entry.get("state", ""))
@@ -123,7 +126,7 @@ def cancel(path: Path, at_once: bool) -> None:
         at_once: whether to end the jobs at once, without saving checkpoints.
 
     Raises:
-        ConfigError: if no process of this user on this machine runs the sweep.
+        ConfigError: if no process of this user on this machine runs the sweep, or the system has no /proc.
     """
     lock = path / ".lock"
     check(is_locked(path), "PATH", str(path), "no process runs this sweep", "--resume goes on with it")
@@ -135,7 +138,7 @@ def cancel(path: Path, at_once: bool) -> None:
     check(pid > 1 and is_open_in(pid, lock), "PATH", str(path), why, "stop it where it was started, with Ctrl-C")
     os.kill(pid, signal.SIGTERM)
     if at_once:
-        time.sleep(_POLL_SECONDS)  # the first signal has been received, so that the second one ends all
+        time.sleep(_POLL_SECONDS)  # by then, the first signal has been handled, and the second one ends all jobs
         if is_open_in(pid, lock):
             os.kill(pid, signal.SIGINT)
     while is_locked(path):
@@ -147,7 +150,8 @@ def resume(path: Path) -> int:
     """Run the command of the sweep at `path` again with `resume=auto`, and return the exit code of the command.
 
     Raises:
-        ConfigError: if the sweep is running or complete, or this user has not started it here.
+        ConfigError: if the sweep is running or complete, this user has not started it here, or its command contains a
+            credential, which was not stored.
     """
     ledger, words = read_ledger(path), remembered_command(path)
     check(not is_locked(path), "PATH", str(path), "a process runs this sweep", "--follow shows it")

@@ -4,14 +4,16 @@ Candidates train real steps in turn: parallel modes, numbers of processes and th
 memory formats, accumulation, data workers and compilation. What is typed is kept: with `parallel=ddp`, other modes are
 not tried. The slower candidates are dropped early; the others are compared until they can be told apart.
 
-A candidate does not change the results of the run, up to the rounding of sums in another order. With `--allow`, it may:
+A candidate does not change the results of the run, up to the rounding of sums in another order. `--allow` permits other
+changes of the results:
 
 - rounding: products of fewer bits (TF32);
 - 16bit: 16-bit arithmetic;
 - statistics: batch normalization sees other groups of samples;
 - asynchronous: Hogwild's workers do not wait for each other.
 
-The choice is printed as overrides, and written with the table and a picture to `outputs/tuned/`, as an experiment.
+The choice is printed as overrides, and written as an experiment to a directory in `outputs/tuned/`, together with all
+measurements and a picture.
 
 Exit codes: 0: tuned, even if nothing is faster than the config as it is. 1: the config crashed. 2: it is refused.
 """

@@ -44,7 +44,10 @@ def write(report: dict[str, Any], output_root: str, config_dir: str | None) -> P
 
 
 def experiment(overrides: Sequence[str], config_dir: Path | None = None) -> str:
-    """Return the text of an option file in conf/experiment/ that stands for `overrides`."""
+    """Return the text of an option file in conf/experiment/ with the effect of `overrides`.
+
+    Deletions (`~key`) are left out.
+    """
     groups = option_files(*([config_dir.expanduser()] if config_dir else []))
     defaults: list[Any] = []
     content: Any = OmegaConf.create()
@@ -64,7 +67,7 @@ def experiment(overrides: Sequence[str], config_dir: Path | None = None) -> str:
 
 
 def picture(report: dict[str, Any]) -> Figure:
-    """Return a figure with a bar for each measured candidate: its throughput, and the quartiles of its rounds."""
+    """Return a figure with the throughput of the 16 fastest candidates as bars, and the quartiles of their rounds."""
     rows = [row for row in report["rows"] if row["samples_per_second"] is not None][:_MOST_BARS]
     kinds = {kind: COLORS[i % len(COLORS)] for i, kind in enumerate(dict.fromkeys(row["results"] for row in rows))}
     caption = " ".join(report["typed"]) or "the default config"

@@ -19,7 +19,7 @@ from runner.planning.tuning import BUDGET_SPENT
 
 AS_IT_IS = "as it is"
 _BUSY = 0.1
-"""The noise from which on the machine is said to be busy."""
+"""The noise (see `Search.noise`) above which the report says that the machine is busy."""
 
 
 def render(report: dict[str, Any]) -> Group:
@@ -31,7 +31,7 @@ def render(report: dict[str, Any]) -> Group:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """Return the overrides of a row."""
+    """Return the overrides of a row as text; `AS_IT_IS` if there are none."""
     return " ".join(row["overrides"]) or AS_IT_IS
 
 

@@ -74,7 +74,7 @@ def first_steps(runs: Sequence[Run]) -> list[Steps]:
     launcher = runs[0].parallel.launcher(runs[0].device)
     with tempfile.TemporaryDirectory(prefix="runner-verify-") as scratch, launcher.connect() as process:
         directory, possible = Path(scratch), [run for run in runs if _has_format(run, process.devices[0])]
-        session = possible[-1].prepare(process)  # in float64: a mode may allocate memory for a model of this size
+        session = possible[-1].prepare(process)  # the largest, in float64: a mode may allocate memory for its model
         check_comparable(session)
         configs = [run.config for run in possible]
         rank_main = partial(record_runs, configs, directory)
@@ -134,7 +134,10 @@ def record(session: Session, directory: Path) -> Steps:
 
     Args:
         session: the run in this process.
-        directory: an empty directory, used as the run directory.
+        directory: a directory without checkpoints, used as the run directory.
+
+    Raises:
+        DivergedError: if a loss is not finite.
     """
     run, collectives = session.run, session.collectives
     state = prepare(session, directory)
@@ -335,7 +338,7 @@ def evaluated(session: Session, state: State) -> Tensors:
     model.eval()
     _, sums = run.parallel.evaluate(model)
     model.train()
-    for name, buffer in model.named_buffers():  # a mode may average them, and full_state has to do so by itself
+    for name, buffer in model.named_buffers():  # `evaluate` may average them; `full_state` must do so by itself
         buffer.copy_(buffers[name])
     return {name: tensor.cpu() for name, tensor in sums.items()}
 

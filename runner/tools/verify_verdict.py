@@ -6,7 +6,7 @@ must agree about as closely as sums that are computed in different orders.
 The rounding error of the reference is measured too: it is the difference between the reference in the config's own
 precision and the reference in float64. A larger rounding error does not make the limits larger. Instead, if the error
 exceeds half of a limit, or if something computes in float32 although float64 was requested, rounding errors cannot be
-told apart from mistakes, and the verdict is that the config cannot be judged.
+told apart from mistakes. The config then cannot be judged, unless it agrees very closely all the same (see `Row`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Row(NamedTuple):
         own: the difference between the tested run and the reference, both in the precision of the config; None if this
             precision is float64.
         rounding: the rounding error of the reference, that is, the difference between the reference in the precision of
-            the config and the reference in float64.
+            the config and the reference in float64; 0 if one of them is missing.
         limit: the largest acceptable size of `own`.
         tolerance: a stricter limit for the size of `own`, which replaces `limit` if the device does not support
             float64, or if the rounding error of the reference is large (see `is_noisy`).
@@ -170,12 +170,12 @@ def difference(kind: str, tested: Steps, reference: Steps) -> Difference:
 
 
 def largest(tested: Tensors, reference: Tensors) -> Difference:
-    """Return the largest relative difference between tensors of the same name.
+    """Return the largest relative difference between floating-point tensors of the same name.
 
     The relative difference of two tensors is the norm of their difference, divided by the norm of the reference tensor.
     The divisor is at least a thousandth of the norm of all reference tensors together, because a tensor may be zero up
     to rounding errors, for example the gradient of a bias before batch normalization. If a tensor is missing or has
-    another shape, the result is infinity.
+    another shape, the result is infinity. Of other tensors, such as integers, only the shapes are compared.
     """
     others = [name for name in tested.keys() | reference.keys() if _shape(tested, name) != _shape(reference, name)]
     if others:

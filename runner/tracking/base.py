@@ -15,8 +15,9 @@ class Tracker:
     """A tracker that logs nothing (`tracking=none`), and the base class of tracking backends.
 
     A backend overrides the methods for the kinds of data that it can display. Trackers are used on rank 0 only. Once a
-    method has returned, the data that it logged must not be lost if the process is killed. A resumed run calls `open`
-    again, and then logs all steps from `first_step` on, including steps that an earlier session has already logged.
+    method has returned, the data that it logged must not be lost if the process is killed, except by a `RemoteTracker`.
+    A resumed run calls `open` again, and then logs all steps from `first_step` on, including steps that an earlier
+    session has already logged.
     """
 
     def check(self) -> None:
@@ -60,8 +61,8 @@ class Tracker:
     def flush(self) -> None:
         """Flush to disk everything that was logged.
 
-        The trainer calls this before it saves a checkpoint, because a run that is resumed from the checkpoint does not
-        log earlier steps again.
+        The training loop calls this before it saves a checkpoint, because a run that is resumed from the checkpoint
+        does not log earlier steps again.
         """
 
     def close(self, done: bool) -> None:

@@ -90,8 +90,9 @@ def shown(value: object, longest: int = _LONGEST_NAME) -> str:
 
 
 def without_formulas(text: str) -> str:
-    """Return `text` with dollar signs escaped, which would begin a formula. Escape last: shortened or wrapped between
-    the backslash and the dollar sign, a text would have a formula again.
+    """Return `text` with dollar signs escaped, because matplotlib would read them as the beginning of a formula.
+
+    This must come after shortening and wrapping, which might separate the backslash from the dollar sign.
     """
     return text.replace("$", r"\$")
 

@@ -27,7 +27,7 @@ _LIMIT_LINE_BYTES = 10_000
 class CsvFile(Tracker):
     """A tracker that appends a line `step,tag,value` for each point of a curve; texts and images are not written.
 
-    If the file cannot be written, or not be read by a resumed run, one warning says so, and the run goes on.
+    If the file cannot be written, or a resumed run cannot read it, one warning is logged, and the run goes on.
 
     Args:
         file: name of the file in the run directory.

@@ -1,6 +1,7 @@
 """The records of TensorBoard's event files, each with a CRC-32C checksum.
 
-TensorBoard computes these checksums byte by byte in Python: 8 ms for an image of 20 kB.
+TensorBoard computes these checksums byte by byte in Python, which takes 8 ms for an image of 20 kB; this module
+computes those of long records with NumPy.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class EventRecords(RecordWriter):
 
 
 def masked(checksum: int) -> bytes:
-    """Return a checksum as it is stored, because a checksum of data that contains checksums would be weaker."""
+    """Return a checksum as it is stored: rotated, with a constant added, in 4 bytes.
+
+    Checksums of data that contains unmasked checksums would be weaker.
+    """
     rotated = checksum >> 15 | checksum << 17
     return struct.pack("<I", (rotated + 0xA282EAD8) & 0xFFFFFFFF)
 

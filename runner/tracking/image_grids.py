@@ -1,4 +1,4 @@
-"""Images for TensorBoard: a grid of images with captions, and a confusion matrix, as uint8 [3, height, width] tensors.
+"""Images for TensorBoard: image grids, confusion matrices and bars of accuracy, as uint8 [3, height, width] tensors.
 
 The images are drawn with Pillow, which is installed with torchvision and includes a font, so neither a plotting library
 nor a system font is needed.
@@ -35,7 +35,7 @@ def gif(frames: Iterable[torch.Tensor], seconds: float = 0.04) -> bytes:
     """Encode frames as a looping GIF.
 
     Args:
-        frames: at least one, each uint8 [3, height, width].
+        frames: at least one, each uint8 [3, height, width] on the CPU.
         seconds: duration of a frame, in seconds.
     """
     from PIL import Image
@@ -286,7 +286,7 @@ def _abbreviated(count: int) -> str:
 
 @functools.cache
 def font(size: int) -> ImageFont.FreeTypeFont:
-    """Return the font that Pillow includes, `size` pixels high. It keeps the texts that it has drawn last."""
+    """Return the font that Pillow includes, `size` pixels high. It caches the last 1,000 texts that it has drawn."""
     from PIL import ImageFont
 
     font = ImageFont.load_default(size)

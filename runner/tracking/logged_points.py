@@ -1,7 +1,8 @@
-"""The points that a remote tracker has logged since the last checkpoints: a resumed run logs none of them twice.
+"""The points that a remote tracker has logged since the last two checkpoints, which a resumed run must not log again.
 
-A run that is resumed repeats the steps after its last checkpoint, with the same results. TensorBoard's files and CSV
-files are cut there; points in the database of somebody else cannot be taken back.
+A run that is resumed repeats the steps after its last checkpoint, with the same results. TensorBoard ignores the
+earlier points of these steps, and a CSV file is written again without them; but points in a remote database cannot be
+removed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LIMIT_BYTES = 100_000_000
 """The maximum size of the file: two million points."""
 
 _MEASURED = ("time/", "memory/")
-"""Begins the tags of what is measured: it is another value each time, and still the same point."""
+"""Prefixes of the tags of measurements. Their values differ when a step is repeated, so they are not compared."""
 
 
 class LoggedPoints:
@@ -32,8 +33,8 @@ class LoggedPoints:
     is being written, and is then resumed from the one before.
 
     Args:
-        path: the file. Damaged lines are ignored, such as an incomplete last line, of a run that was killed.
-        first_step: the first step of the session, whose point is the first that may come again.
+        path: the file. An incomplete last line is ignored; a run that was killed may have left one.
+        first_step: the first step of the session. Only points from this step on can be logged again.
 
     Raises:
         OSError: if the file cannot be read or written, or is too large.
@@ -48,7 +49,7 @@ class LoggedPoints:
         write_text(path, "".join(self._intervals[0]))
 
     def new(self, values: Mapping[str, T], step: int) -> dict[str, T]:
-        """Return those of `values`, by tag, that were not logged at this step by an earlier session."""
+        """Return those of `values`, by tag, that no earlier session has logged at this step with the same value."""
         if not self._repeated:
             return dict(values)
         return {tag: value for tag, value in values.items() if _line(tag, value, step) not in self._repeated}
@@ -61,7 +62,7 @@ class LoggedPoints:
             file.writelines(lines)
 
     def begin_interval(self) -> None:
-        """Forget the points before the last call; called before each checkpoint."""
+        """Keep only the points that were added since the previous call; called before each checkpoint."""
         self._intervals = [self._intervals[-1], []]
         write_text(self._path, "".join(self._intervals[0]))
 

@@ -17,7 +17,7 @@ MetricSums = dict[str, "torch.Tensor"]
 
 
 class DivergedError(Exception):
-    """Raised when the loss, or a value of the model or the optimizer state, is not finite.
+    """Raised when the loss, an evaluation metric, or a value of the model or the optimizer state is not finite.
 
     Args:
         step: the optimizer step at which the value is not finite.
@@ -147,7 +147,7 @@ class StepTimer:
         }
 
     def elapsed(self) -> float:
-        """Return the seconds since the first step started."""
+        """Return the seconds since the first step started, including logging, evaluation and saving checkpoints."""
         return time.perf_counter() - self._began
 
     def steady(self) -> list[float]:

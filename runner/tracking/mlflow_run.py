@@ -67,7 +67,7 @@ class MLflow(RemoteTracker):
             self._client.log_text(self._run, text, f"{tag}.txt")
 
     def log_config(self, config: dict[str, float | str | bool]) -> None:
-        known = self._client.get_run(self._run).data.params  # which cannot change, and a resumed run logs them again
+        known = self._client.get_run(self._run).data.params  # they cannot be changed, and a resumed run logs them again
         for key, value in config.items():
             if key not in known:
                 self._client.log_param(self._run, key, str(value)[:_LONGEST])

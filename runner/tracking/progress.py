@@ -58,8 +58,8 @@ class Progress:
     def summary(self, step: int) -> str:
         """Return the metrics, the throughput and the remaining time after `step`, as text.
 
-        The throughput is that of the last seconds, without logging, evaluations and checkpoints. The remaining time
-        follows from all steps of this session, and includes these.
+        The throughput is measured since the last display, without the time for logging, evaluations and checkpoints.
+        The remaining time is estimated from all steps of this session, and includes that time.
         """
         parts = [
             f"{name.removeprefix('train/')} {value:.4g}" for name, value in self._metrics.items() if name.count("/") < 2

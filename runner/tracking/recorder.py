@@ -54,7 +54,7 @@ class Recorder:
 
     def hyperparameters(self, config: dict[str, Any]) -> None:
         """Log the config of the run, and separately the values that the user overrode, without secrets."""
-        config = redacted_values(config)  # an override may refer to an environment variable, but this has its value
+        config = redacted_values(config)  # an override may be `${oc.env:TOKEN}`, but the config has the token itself
         typed = typed_values(saved_overrides(self._directory), config)
         self._tracker.hyperparameters(_shown(flatten(config)), _shown(typed))
 

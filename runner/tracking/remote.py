@@ -26,16 +26,18 @@ _LIMIT_BYTES = 1000
 """The maximum size of the file with the identifier of the run."""
 
 _MOST_WAITING = 10_000
-"""The largest number of calls that wait to be made: curves of hours, if the network is down."""
+"""The maximum number of calls in the queue. If the network is down, these are the curves of several hours."""
 
 
 @dataclass
 class RemoteTracker(Tracker, ABC):
     """A tracker whose calls are made by a thread, in order, so that training does not wait for them.
 
-    The first error is logged; after it, nothing more is tracked, and the run goes on. What still waits when the process
-    is killed is lost. The identifier of the run in the backend is kept in the run directory, so that a resumed run goes
-    on in the same one, and so are the points since the last checkpoints: those that come again are not logged again.
+    The first error is logged; after it, nothing more is tracked, and the run goes on. Calls that are still in the queue
+    when the process is killed are lost. Animations are not logged.
+
+    Two files in the run directory are for resumed runs: one with the identifier of the run in the backend, which a
+    resumed run continues, and one with the points since the last two checkpoints, which it does not log again.
     """
 
     package: ClassVar[str]
@@ -44,7 +46,7 @@ class RemoteTracker(Tracker, ABC):
     """Seconds to wait at the end of the run for the calls that were not made yet."""
 
     destinations: ClassVar[tuple[str, ...]] = ()
-    """Names of options that decide to which place or person a run is sent."""
+    """Names of the options that determine where the data of a run is sent."""
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -31,12 +31,12 @@ _MOST_POINTS = 2_000_000
 
 
 def scalars(directory: Path, tags: Container[str] | None = None) -> dict[str, dict[int, float]]:
-    """Return the finite values of scalars by tag and step, in the order of the steps.
+    """Return the finite values of scalars, up to 1e30, by tag and step, in the order of the steps.
 
     If a resumed session repeats steps of an earlier session, the values of the resumed session are returned. The event
-    files may be damaged or written by somebody else, so everything that cannot be read is left out. Of a run with more
-    points than can be kept, every second point of the longest curves is left out, as often as necessary. A warning says
-    so, and also if there are more events than are read.
+    files may be damaged or written by somebody else, so everything that cannot be read is left out. If a run has more
+    points than can be kept, every second point of the longest curves is left out, repeatedly if necessary. A warning is
+    logged if there are too many points, curves or events.
 
     Args:
         directory: a run directory.
@@ -126,7 +126,7 @@ def _read(paths: list[Path], curves: _Curves) -> None:
 def _records(path: Path) -> Iterator[bytes]:
     """Yield the records of an event file, but skip records that are so long that they must contain images or texts.
 
-    TensorBoard's own reader is not used: it takes seconds for each image, because it computes checksums in Python.
+    TensorBoard's own reader is not used: it is slow for images, because it computes checksums byte by byte in Python.
 
     Raises:
         ValueError: if a record is damaged.

@@ -38,9 +38,9 @@ class Wandb(RemoteTracker):
     def start(self, directory: Path, identifier: str) -> str:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        if os.path.lexists(directory / "wandb" / "settings"):  # perhaps of somebody else's run; W&B would read it
+        if os.path.lexists(directory / "wandb" / "settings"):  # perhaps from somebody else; W&B would read it
             raise RuntimeError("wandb/settings in the run directory may say where data is sent: remove it")
-        # Without symbolic links at fixed places, which it would replace: those of somebody else's run lead elsewhere.
+        # No symbolic links: W&B would replace those at fixed paths, and in somebody else's run they may lead elsewhere.
         settings = wandb.Settings(console="off", silent=True, symlink=False)
         self._run: Any = wandb.init(
             project=self.project,

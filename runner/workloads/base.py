@@ -31,7 +31,7 @@ class Workload(ABC):
     """The evaluation metric that selects the best checkpoint, and whether the `min` or the `max` of it is best."""
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
-    """Options that may differ on resume, because they do not affect what is computed."""
+    """Options that may differ on resume: those that do not affect the training, and the length of the run."""
 
     def prepare(self) -> None:
         """Load the data. If the data is read or generated during training, only check that this is possible.
@@ -181,7 +181,7 @@ class Workload(ABC):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that checkpoints save in addition to the model, as plain values and tensors."""
+        """Return the state of this rank that checkpoints save besides the model, as plain values and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

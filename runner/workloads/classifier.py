@@ -34,7 +34,8 @@ class Classifier(DataWorkload[LabeledSamples]):
             sample would depend on how the batch is divided. Evaluations are not weighted.
         balance_classes: use the class weights n / (num_classes · n_c), for n samples of which n_c are of class c.
         mixup: parameter α of mixup; 0 for none (see `Mixing`).
-        cutmix: parameter α of CutMix; 0 for none. In both cases, the training accuracy is that of the larger part.
+        cutmix: parameter α of CutMix; 0 for none. With mixup or CutMix, the training accuracy is the fraction of
+            predictions that are the class with the largest share of the mixture.
         top5: whether evaluations measure how often the true class is among the five with the largest outputs.
     """
 
@@ -145,7 +146,7 @@ class Classifier(DataWorkload[LabeledSamples]):
             "top5": torch.zeros((), dtype=torch.int64, device=device),
             "count": torch.zeros((), dtype=torch.int64, device=device),
             "confusion": torch.zeros(matrix * matrix, dtype=torch.int64, device=device),
-            # Class index plus 1 of each sample; 0 for samples of other shards and for unreadable files.
+            # Class index plus 1 of each readable sample of the shard, in order; the rest is 0, also of other shards.
             "predictions": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
             "targets": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
             # Probability of the predicted class in 1/1000, so that a rounding error does not change which are shown.
@@ -197,7 +198,7 @@ class Classifier(DataWorkload[LabeledSamples]):
     def _captioned(
         self, indices: torch.Tensor, predictions: torch.Tensor, targets: torch.Tensor, confidence: torch.Tensor
     ) -> torch.Tensor:
-        """Return a grid of the held-out images with `indices`; the other arguments are those of all of them."""
+        """Return a grid of the held-out images with `indices`; the other arguments, int64 [n], are of all images."""
         names, rows = self.held_out.class_names, indices.tolist()
         pairs = [(int(predictions[i]), int(targets[i])) for i in rows]
         predicted = [f"{names[p]} {int(confidence[i]) / 10:.0f}%" for i, (p, _) in zip(rows, pairs, strict=True)]

@@ -20,7 +20,7 @@ S = TypeVar("S", bound=Samples)
 
 @dataclass
 class DataWorkload(SupervisedWorkload, Generic[S]):
-    """A supervised workload whose batches are those of a data set. After `prepare`, `train` and `held_out` are there.
+    """A supervised workload whose batches are those of a data set, which `prepare` loads as `train` and `held_out`.
 
     Args:
         model: the network.

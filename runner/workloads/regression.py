@@ -21,9 +21,10 @@ _LOSSES = ("mse", "mae", "huber")
 class Regression(DataWorkload[RegressionSamples]):
     """The training and evaluation of a network that predicts numbers.
 
-    The loss is the mean over samples and targets, of targets as they are in the batches: standardized, if the data set
-    does that. `mae` is the mean absolute error in the units of the data. `r2` is the coefficient of determination
-    1 − Σ(y − ŷ)² / Σ(y − ȳ)² of the held-out samples, averaged over targets: 1 is perfect, 0 as good as the mean ȳ.
+    The loss is the mean over samples and targets. It is computed from the targets in the batches, which are
+    standardized if the data set does that. `mae` is the mean absolute error in the units of the data. `r2` is the
+    coefficient of determination 1 − Σ(y − ŷ)² / Σ(y − ȳ)² of the held-out samples, averaged over targets: 1 is perfect,
+    0 as good as the mean ȳ.
 
     Args:
         model: as in `DataWorkload`.
@@ -125,7 +126,7 @@ class Regression(DataWorkload[RegressionSamples]):
         std = torch.tensor(self.held_out.target_std, dtype=torch.float64)
         variation = sums["target_squared"] - sums["target"].square() / count
         # Where all targets are equal, R² is not defined; as in scikit-learn, it is then 1 if all are predicted, else 0.
-        varies = variation > 1e-12 * sums["target_squared"]  # more than rounding makes of it
+        varies = variation > 1e-12 * sums["target_squared"]  # by more than rounding errors
         ratio = sums["squared"] / torch.where(varies, variation, torch.ones_like(variation))
         r2 = torch.where(varies, 1 - ratio, (sums["squared"] == 0).double())
         return {

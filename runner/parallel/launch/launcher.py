@@ -54,6 +54,7 @@ class Launcher:
                 this directory.
 
         Raises:
+            ConfigError: if torch or a rank rejects the config.
             RankError: if a rank that the launcher has started fails, dies or hangs.
         """
         return train()

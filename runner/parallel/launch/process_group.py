@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 HOST = "127.0.0.1"
-"""The host of the store for processes that are started on this machine; `::1` if the machine has no IPv4."""
+"""The host of the store for processes that are started on this machine, unless the machine has no IPv4."""
 
 
 _LONG = timedelta(days=30)
@@ -71,7 +71,7 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
         rank_info: rank of this process, and address of the store.
         device: device of this process; tensors on a GPU are sent over NCCL, those in host memory over gloo.
         timeout: seconds that a collective waits for the other ranks.
-        external: whether torchrun or SLURM has started the ranks. If not, the supervisor ends a collective of gloo
+        external: whether torchrun or SLURM has started the ranks. If not, the supervisor ends a collective on the CPU
             after `timeout`. Gloo's own timeout is then much longer, because it also counts time in which all processes
             are suspended.
     """

@@ -28,8 +28,9 @@ def bubbles(schedules: Sequence[str], num_workers: int, samples: int, times: Blo
 
     Returns:
         A list of dicts with the keys `split_size` and `num_micro_batches`, and one key for each schedule. Its value is
-        a dict with the `bubble`, the idle share of the processes' time, and the `time` of all computations in the unit
-        of `times`; or None where the schedule does not work with so many micro-batches or stages.
+        a dict with the `bubble`, the idle share of the processes' time, and the `time` from the start of the first
+        computation to the end of the last one, in the unit of `times`; or None where the schedule does not work with so
+        many micro-batches or stages.
     """
     return [
         {"split_size": samples // count, "num_micro_batches": count}

@@ -47,9 +47,10 @@ def actions(schedule: str, num_stages: int, num_workers: int, num_micros: int) -
 
 
 def _one_forward_one_backward(stage: int, num_stages: int, num_micros: int) -> list[Action]:
-    """Return the order of a stage: its forward passes until the first gradient can come, then one of each in turn.
+    """Return the computations of a stage in order.
 
-    torch's own list for this schedule, `Schedule1F1B.pipeline_order`, is wrong for the last stages of torch 2.14.
+    The stage computes forward passes until its first gradient can arrive, then backward and forward passes in turn.
+    torch's own list for this schedule, `Schedule1F1B.pipeline_order`, is wrong for the last stages in torch 2.14.
     """
     ahead = min(num_micros, num_stages - stage)
     own = [(stage, "forward", micro) for micro in range(ahead)]

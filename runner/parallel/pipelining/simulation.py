@@ -39,7 +39,7 @@ def _is_ready(action: Action, num_stages: int, ends: dict[Action, float]) -> boo
 
 
 def _needs(action: Action, num_stages: int) -> Action | None:
-    """Return the computation whose result `action` needs, besides those of its own worker; None if there is none."""
+    """Return the last of the computations whose results `action` needs; None if it needs none."""
     stage, kind, micro = action
     if kind == "forward":
         return (stage - 1, "forward", micro) if stage else None

@@ -122,7 +122,7 @@ class Bubble(NamedTuple):
         return max(0.0, 1 - sum(self.busy) / (len(self.busy) * seconds)) if seconds else 0.0
 
     def scalars(self) -> dict[str, float]:
-        """Return the scalars to log, keyed by TensorBoard tag; those of single workers stand last there."""
+        """Return the scalars to log, by TensorBoard tag: idle fractions, and each worker's busy and idle seconds."""
         shares = {
             "pipeline/bubble": self.share,
             "pipeline/bubble_theory": self.theory,

@@ -106,6 +106,9 @@ class Pool(ABC):
         """Return the jobs that have ended since the last call.
 
         If no job has ended, wait until one does, but at most `seconds` seconds.
+
+        Raises:
+            ConfigError: if a cluster rejects the first jobs, probably because of an invalid option.
         """
 
     @abstractmethod
@@ -179,19 +182,19 @@ class Engine(ABC):
         """Start slow preparations in the background, while the jobs are being planned; by default, there are none.
 
         Args:
-            overrides: overrides of the first job. An engine may compose its options ahead of time, because other jobs
-                usually choose the same ones.
+            overrides: overrides of the first job. An engine may compose the options of this job ahead of time, because
+                other jobs usually choose the same ones.
             config_dir: the directory of `--config-dir`; None if the flag was not typed.
         """
 
     def demand_elsewhere(self, threads: int | None) -> Demand | None:
-        """Return what a job needs whose devices this machine does not have; None if its jobs only run on this machine.
+        """Return the demand of a job whose devices this machine lacks; None if all jobs run on this machine.
 
         Args:
             threads: as in `Demand`.
 
         Raises:
-            ConfigError: if it depends on the devices.
+            ConfigError: if the demand is not known without these devices, and no option of the engine sets it.
         """
         return None
 

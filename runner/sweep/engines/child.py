@@ -1,6 +1,6 @@
 """Runs the command of a job as a child process. The parent is the process that SLURM or Ray starts for the job.
 
-This module imports only the standard library, because the parent process does not need torch.
+This module imports no third-party packages, because the parent process does not need torch.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _locked(console: int) -> bool:
         fcntl.flock(console, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: the lock of the run directory is left
+    except OSError:  # a file system without locks: the run, which locks its directory, reports it
         pass
     return True
 

@@ -1,4 +1,4 @@
-"""What engines have in common whose jobs run on other machines than this one."""
+"""The base class of engines whose jobs may run on other machines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ClusterEngine(Engine):
         return Demand(1, self.gpus or 0, threads)
 
     def resources(self, demand: Demand) -> Resources:
-        """Return what to ask the cluster for: cores for each process, of which there may be one for each GPU."""
+        """Return the resources to request for a job, with enough cores for at least one process per GPU."""
         gpus = demand.gpus if self.gpus is None else self.gpus
         threads = demand.threads or self.threads
         return Resources(max(demand.processes, gpus) * threads, gpus, threads)

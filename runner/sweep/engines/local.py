@@ -2,7 +2,7 @@
 
 Each job is a process that is forked from a server. The server has already imported torch, so that a job starts in a
 fraction of a second, but it has not run anything, so that no job inherits state from another job. While a job runs, no
-other job of the sweep uses its CPU cores and GPUs.
+other job that the same command has started uses its CPU cores and GPUs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PRELOADED = (
     *("runner.cli.run_job", "runner.cli.main", "runner.tracking.event_file", "runner.tracking.hparams", "psutil"),
     "runner.cli.preload_options",
 )
-"""Modules that every job imports; the server imports them once, also those that a run imports when it needs them."""
+"""Modules that the server imports once for all jobs, including some that a run imports only when it needs them."""
 
 FIRST_JOB = "RUNNER_FIRST_JOB"
 """The environment variable from which the server reads the overrides and the `--config-dir` of the first job."""
@@ -121,7 +121,7 @@ class LocalPool(Pool):
 
     def submit(self, job: Job) -> Started | None:
         demand = job.demand
-        if self._gpus is None:  # asked for only now, because it imports torch: all jobs may be refused
+        if self._gpus is None:  # only now, because it imports torch, which is not needed if all jobs are refused
             self._gpus = visible_gpus()
             self._num_gpus = len(self._gpus)
         why = f"{self._num_gpus} GPUs are visible, and job {job.number} needs {demand.gpus}"

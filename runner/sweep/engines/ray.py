@@ -221,5 +221,5 @@ def _handlers_kept() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            with suppress(ValueError):  # not in the main thread, where Ray installs none either
+            with suppress(ValueError):  # outside of the main thread, Ray installs none
                 signal.signal(number, handler)

@@ -1,6 +1,6 @@
 """The Ray actor of a job, which starts, stops and kills the job's command. It may run on another machine.
 
-This module imports only the standard library at the top, because the process of the actor does not need torch.
+At the top, this module imports no third-party packages, because the process of the actor does not need torch.
 """
 
 from __future__ import annotations

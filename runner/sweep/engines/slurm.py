@@ -252,7 +252,7 @@ class SlurmPool(Pool):
             if self._stopped.issuperset(job.number for job in batch.jobs):
                 self._give_up(batch, "")
         self._signal_stopped()
-        self._asked = time.monotonic() - _ASK_AGAIN_SECONDS + _ASK_SECONDS[0]  # those that waited are gone soon
+        self._asked = time.monotonic() - _ASK_AGAIN_SECONDS + _ASK_SECONDS[0]  # canceled jobs are soon gone
         return []
 
     def kill(self) -> None:
@@ -480,7 +480,7 @@ def _states(ids: list[str]) -> dict[str, str]:
     except SlurmError as error:
         log.warning("%s; it is tried again", error)
         return {}
-    except (KeyError, ValueError):  # what it printed is no table
+    except (KeyError, ValueError):  # the output is not a table
         log.warning("sacct gave an answer that cannot be understood: %r; it is tried again", answer[:80])
         return {}
     return {job_id: state for job_id, state in states.items() if state and not state.startswith(_NOT_FINAL)}

@@ -1,6 +1,6 @@
 """The task that submitit runs on a cluster node for a job: it starts the job's command, and handles SLURM's signals.
 
-This module imports only the standard library at the top, because the process of the task does not need torch.
+At the top, this module imports no third-party packages, because the process of the task does not need torch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SlurmTask:
             patience = time.monotonic() + _SECONDS_TO_BE_KILLED
             while self._was_saved() and self._terminated and time.monotonic() < patience:
                 time.sleep(0.1)
-        except Exception as error:  # submitit raises it in its signal handler, where the job is not requeued
+        except Exception as error:  # raised by submitit's signal handler if it does not requeue the job
             if self._child.code is None:
                 raise
             if self._was_saved():
@@ -81,7 +81,7 @@ class SlurmTask:
         return self._child.code == STOPPED and not self._stopping
 
     def _has_gpus(self) -> bool:
-        """Return whether SLURM gave GPUs to the job; otherwise, the job must not use GPUs in the user's environment."""
+        """Return whether SLURM gave GPUs to the job. If it did not, the GPUs of the node are hidden from the job."""
         return any(os.environ.get(name) for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"))
 
     def _stop(self, *_: object) -> None:

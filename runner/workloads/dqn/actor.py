@@ -67,7 +67,7 @@ class Actor:
 
         Args:
             policy: function that returns greedy actions; None to make all actions random.
-            epsilon: the probability with which an action is random.
+            epsilon: the probability of a random action, in an environment that is not repeating one.
         """
         vector, num_envs = self.vector, self.vector.num_envs
         previous = vector.observations
@@ -137,6 +137,9 @@ class Actor:
 
         If the state of the environments was not saved, or the number of environments differs, all environments start
         new episodes, and a warning is logged.
+
+        Raises:
+            UnexpectedContentError, EnvironmentBrokenError: if the state is not that of these environments.
         """
         self.replay.load_state_dict(state["replay"])
         self.num_episodes = state["num_episodes"]

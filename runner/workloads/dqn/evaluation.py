@@ -112,9 +112,9 @@ def _greedy_actions(infer: Infer, observations: np.ndarray, device: torch.device
 def observation_scaling(env: Env, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what to subtract from each component of the observations, and what to multiply the difference by.
 
-    The result is between -1 and 1 if the observation space has bounds. A random policy sees little of many of these
-    environments, so its observations tell less: they are used only without bounds, for a mean of 0 and a standard
-    deviation of 1.
+    If the observation space has bounds, scaled observations are between -1 and 1. Otherwise, they have a mean of 0 and
+    a standard deviation of 1 over the steps of a random policy. Bounds are preferred, because in many environments a
+    random policy visits only a few of the states.
 
     Args:
         env: the options of the environment.

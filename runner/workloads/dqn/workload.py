@@ -63,7 +63,8 @@ class DQN(Workload):
             `epsilon_start` to `epsilon_final`.
         epsilon_repeat: the largest number of steps for which a random action is repeated (temporally extended ε-greedy
             exploration; Dabney et al., 2021): the number n is drawn with probability proportional to n⁻²; 1: each step
-            draws a new action.
+            draws a new action. If it is larger, ε is the probability that a repetition begins, and the fraction of
+            random actions is larger than ε.
         normalize: scale observations to [-1, 1] by the bounds of the observation space; if it has none, to a mean of 0
             and a standard deviation of 1 under random actions. The factors do not change during the training, so that
             stored transitions stay valid.
