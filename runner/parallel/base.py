@@ -74,7 +74,7 @@ class Parallel:
 
     def _check_one_process(self) -> None:
         started = external_world_size()
-        why = f"{started} processes were started by torchrun or SLURM, and this mode has one"
+        why = f"{started} processes were started by torchrun or SLURM, and this mode uses one"
         check(started == 1, "parallel.processes", started, why, "choose parallel=ddp or fsdp, or start one process")
 
     def layout(self, rank_info: RankInfo) -> Layout:

@@ -108,7 +108,7 @@ class Tuning:
     """The information about a run from which a parallel mode proposes options for it.
 
     Args:
-        world_size: the number of processes of the run.
+        world_size: the number of processes of the run or, if there is one, of its devices.
         samples: number of samples of one forward and backward pass through the network, over all processes.
         normalizes: whether the network has batch normalization.
         typed: names of the mode's options that the user has typed, which are kept.

@@ -16,6 +16,7 @@ from runner.parallel.context import Context, Layout, Tuning
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.multiprocess import MultiProcess, average_buffers
+from runner.system import torch_private
 from runner.tracking.metrics import MetricSums
 
 
@@ -73,7 +74,7 @@ class DDP(MultiProcess):
 
     def check(self, context: Context) -> None:
         alone = not self.static_graph or context.plan.accumulation == 1
-        why = "torch cannot plan ahead for steps whose first micro-batches send nothing"
+        why = "a static graph does not allow micro-batches without an all-reduce, and only a step's last one has one"
         remedy = "choose accumulation=1, or leave parallel.static_graph=false"
         check(alone, "parallel.static_graph", True, why, remedy)
 
@@ -83,6 +84,8 @@ class DDP(MultiProcess):
             from runner.parallel.sync_batch_norm import convert_sync_batch_norm
 
             model = convert_sync_batch_norm(model, device)
+        if context.compile:
+            torch_private.split_compiled_ddp(not self.sync_batch_norm and self.bucket_mb >= 1)
         model = super()._place(model, context)
         replica = torch.nn.parallel.DistributedDataParallel(
             model,

@@ -34,11 +34,11 @@ class Ensemble(MultiProcess):
 
     Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles (2017). Member i
     is bitwise equal to the model of a run whose seed is `seed` + i, on the same number of threads. An evaluation covers
-    each member and the ensemble: `eval/accuracy` is the accuracy of the vote, `eval/member_0/accuracy` is the accuracy
-    of the first member, and `eval/disagreement` is the fraction of the members' predictions (the indices of the largest
-    outputs) that differ from the vote. Training metrics are means over the members. The model in a checkpoint is the
-    first member, from which every other mode can resume; the other members are in the files of their ranks
-    (`rank_1.pt`, …).
+    each member and the ensemble: `eval/accuracy` is the accuracy of the vote, and `eval/member_0/accuracy` is the
+    accuracy of the first member. If the outputs are scores of classes or actions, `eval/disagreement` is the fraction
+    of the members' predictions (the indices of the largest outputs) that differ from the vote. Training metrics are
+    means over the members. The model in a checkpoint is the first member, from which every other mode can resume; the
+    other members are in the files of their ranks (`rank_1.pt`, …).
     """
 
     description: ClassVar[str] = "ensemble"
@@ -61,7 +61,9 @@ class Ensemble(MultiProcess):
         metrics = workload.summarize(sums)
         for member, of_member in enumerate(context.collectives.all_gather(own)):
             metrics |= {f"member_{member}/{name}": value for name, value in of_member.items()}
-        return metrics | {"disagreement": int(tally[0]) / max(1, int(tally[1]))}, sums
+        if workload.outputs_are_scores:
+            metrics["disagreement"] = int(tally[0]) / max(1, int(tally[1]))
+        return metrics, sums
 
     def _vote(self, model: torch.nn.Module, tally: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """Return the members' vote on `inputs`, and count the members' predictions in `tally`.

@@ -68,7 +68,8 @@ class FSDP(MultiProcess):
         }
         for block in modules_of_blocks(model):
             fully_shard(block, **options)
-        fully_shard(model, **options)
+        # By default, FSDP does not reshard the root's own parameters, because the backward pass needs them first.
+        fully_shard(model, **options | {"reshard_after_forward": False})
         compile_in_place(model, context.compile)
         return model
 
@@ -88,7 +89,6 @@ class FSDP(MultiProcess):
         result = super().evaluate(model)
         for module in sharded:
             module.reshard()
-            # By default, FSDP does not reshard the root's own parameters, because the backward pass needs them first.
             module.set_reshard_after_forward(self.reshard_after_forward and module is not model, recurse=False)
         return result
 

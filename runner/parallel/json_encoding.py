@@ -38,9 +38,12 @@ def decode(message: bytes) -> Any:
     """Return the value that was encoded as `message`; its tensors are on the CPU.
 
     Raises:
-        ValueError: if `message` is not JSON, or contains an unknown tag or class.
+        ValueError: if `message` is not JSON, or was not made by `encode`.
     """
-    return _from_json(json.loads(message))
+    try:
+        return _from_json(json.loads(message))
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(f"a message from another rank cannot be decoded: {error}") from error
 
 
 def _to_json(value: Any) -> Any:
@@ -97,7 +100,7 @@ def _from_json(value: Any) -> Any:
 
 
 def _unknown(tag: object) -> Any:
-    raise ValueError(f"{tag!r} is no tag of a value from another rank")
+    raise ValueError(f"a message from another rank contains an unknown tag, dtype or class: {tag!r}")
 
 
 def _items(content: list[Any]) -> list[Any]:
@@ -105,7 +108,7 @@ def _items(content: list[Any]) -> list[Any]:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
+    dtype = getattr(torch, name, None)
     return dtype if isinstance(dtype, torch.dtype) else _unknown(name)
 
 

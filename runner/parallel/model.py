@@ -70,7 +70,9 @@ class ModelParallel(Partition, Parallel):
         log.info("stages: %s", format_partition(profiles, bounds))
         move(model, devices[0], context.channels_last)
         blocks = [block for _, block in blocks_of(model)]
-        stages = [torch.nn.Sequential(*blocks[start:stop]) for start, stop in pairwise(bounds)]
+        grouped = [blocks[start:stop] for start, stop in pairwise(bounds)]
+        self.stage_of_each_tensor(model, grouped)  # refuses a tensor that would have to be on two devices
+        stages = [torch.nn.Sequential(*own) for own in grouped]
         for stage, device in zip(stages, devices, strict=True):
             stage.to(device)
             compile_in_place(stage, context.compile, list(stage))

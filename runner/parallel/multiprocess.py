@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,6 +17,8 @@ from runner.parallel.context import Context, Layout
 from runner.parallel.launch.cluster import RankInfo, external_rank_info
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.processes import ExternalProcesses, LocalProcesses
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -66,9 +69,13 @@ class MultiProcess(Parallel, ABC):
         why = f"torchrun or SLURM started {started} processes"
         check(self.processes in ("auto", started), "parallel.processes", self.processes, why, "leave it auto")
         number, cpu = rank_info.local_rank, torch.device("cpu")
-        why = f"process {number} of this machine would need another: one GPU a process"
+        why = f"process {number} of this machine has no GPU of its own"
         enough, fewer = not gpus or number < len(gpus), f"start at most {len(gpus)} processes a machine"
         check(enough, "device.indices", [gpu.index for gpu in gpus], why, fewer)
+        if self.max_restarts and rank_info.rank == 0:
+            log.warning(
+                "parallel.max_restarts has no effect: torchrun (--max-restarts) or SLURM restarts the processes"
+            )
         return ExternalProcesses(rank_info, gpus[number] if gpus else cpu, self.timeout, self.collectives_class)
 
     def _local_processes(self, gpus: list[torch.device]) -> Launcher:

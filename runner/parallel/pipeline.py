@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from runner.batching import MicroBatch
-from runner.config.errors import ConfigError, check, check_choice, check_range
+from runner.config.errors import check, check_choice, check_range
 from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import full_state
@@ -25,6 +25,7 @@ from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import RankInfo, external_world_size
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.multiprocess import MultiProcess
+from runner.parallel.pipelining import deferred_batch_norm
 from runner.parallel.pipelining.gantt import gantt
 from runner.parallel.pipelining.micro_batches import MicrobatchConstraint, divisors, num_micro_batches
 from runner.parallel.pipelining.partition import (
@@ -36,18 +37,15 @@ from runner.parallel.pipelining.partition import (
     profile_blocks,
     supervised,
 )
-from runner.parallel.pipelining.schedules import SCHEDULES
+from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, SCHEDULES
+from runner.parallel.pipelining.stages import ActivationSpec, StageModule, activation_specs, keep_only
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble
 from runner.system.section_timer import timer
 from runner.tracking.image_grids import save
 from runner.tracking.metrics import MetricSums
 
-if TYPE_CHECKING:  # otherwise imported only when a pipeline is placed
-    from runner.parallel.pipelining.stages import ActivationSpec, StageModule
-
 log = logging.getLogger(__name__)
 
-_ONE_STAGE_EACH = ("gpipe", "1f1b")
 _PICTURE = "pipeline.png"
 _TRIED_PER_STAGE = (2, 4, 8)
 """The numbers of micro-batches per stage that `tune` tries."""
@@ -115,11 +113,13 @@ class Pipeline(Partition, MultiProcess):
         if tuning.block_costs is None or {"split_size", "num_micro_batches"} & tuning.typed:
             yield {}
             return
-        stages, samples = tuning.world_size, tuning.samples
+        workers = tuning.world_size if self.in_processes else self.asked_stages or max(2, tuning.world_size)
+        stages, samples = self.asked_stages or workers, tuning.samples
         counts = {min(divisors(samples), key=lambda n: abs(n - stages * each)) for each in _TRIED_PER_STAGE}
         costs = tuning.block_costs(samples)  # in the same proportions for a smaller micro-batch
         schedules = (self.schedule,) if "schedule" in tuning.typed else self.schedules
-        rows = {row["num_micro_batches"]: row for row in bubbles(schedules, stages, samples, lambda size: costs)}
+        found = bubbles(schedules, workers, samples, lambda size: costs, self.asked_stages)
+        rows = {row["num_micro_batches"]: row for row in found}
         for count in sorted(counts):
             cells = {name: cell for name, cell in rows[count].items() if isinstance(cell, dict)}
             if cells:
@@ -137,7 +137,7 @@ class Pipeline(Partition, MultiProcess):
         if self.in_processes:
             return super().launcher(choice)
         started = external_world_size()
-        why = f"{started} processes were started by torchrun or SLURM, and this engine has one"
+        why = f"{started} processes were started by torchrun or SLURM, and this engine uses one"
         check(started == 1, "parallel.engine", self.engine, why, "choose engine=processes, or start one process")
         return Launcher(devices_of_one_process(choice))
 
@@ -171,13 +171,14 @@ class Pipeline(Partition, MultiProcess):
         self.num_microbatches(context)
 
     def _check_stages_per_process(self, stages: int, processes: int) -> None:
-        if self.schedule in _ONE_STAGE_EACH:
+        if self.schedule in ONE_STAGE_EACH:
             why = f"each of the {processes} processes has one stage under schedule={self.schedule}"
             remedy = f"parallel.stages={processes}, or leave it null"
             check(stages == processes, "parallel.stages", stages, why, remedy)
         least = 2 if self.schedule == "interleaved_1f1b" else 1
         each = max(least, stages // processes)
-        why = f"schedule={self.schedule} has equally many on each of {processes} processes, at least {least}"
+        equal = f"the same number of stages on each of {processes} processes, at least {least}"
+        why = f"schedule={self.schedule} needs {equal}"
         check(stages == each * processes, "parallel.stages", stages, why, f"parallel.stages={each * processes}")
 
     def num_microbatches(self, context: Context) -> int:
@@ -196,8 +197,6 @@ class Pipeline(Partition, MultiProcess):
     # Placement
 
     def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
-        from runner.parallel.pipelining import deferred_batch_norm, stages
-
         count, self._num_micros = self._num_stages(context), self.num_microbatches(context)
         self._size = context.plan.batch_size // context.plan.accumulation // self._num_micros
         self._num_workers = count if self.engine == "streams" else context.world_size
@@ -214,10 +213,14 @@ class Pipeline(Partition, MultiProcess):
             log.warning("one micro-batch of %d samples: one stage computes at a time, nothing overlaps", self._size)
         blocks = [block for _, block in blocks_of(model)]
         grouped = [blocks[start:stop] for start, stop in pairwise(bounds)]
-        outputs = [stages.ActivationSpec(each.shape, each.dtype, context.channels_last) for each in profiles]
-        activations = stages.activation_specs(inputs, outputs, bounds)
-        place = self._place_on_streams if self.engine == "streams" else self._place_own_stages
-        for number, stage in place(model, grouped, activations, context).items():
+        outputs = [ActivationSpec(each.shape, each.dtype, context.channels_last) for each in profiles]
+        activations = activation_specs(inputs, outputs, bounds)
+        stage_of = self.stage_of_each_tensor(model, grouped)
+        if self.engine == "streams":
+            placed = self._place_on_streams(model, grouped, context)
+        else:
+            placed = self._place_own_stages(model, grouped, stage_of, activations, context)
+        for number, stage in placed.items():
             compile_in_place(stage, context.compile, grouped[number])
         # The scaler allocates its scale on first use, but only the process of the last stage has a loss to scale.
         context.precision.scaled(torch.zeros((), device=context.device))
@@ -232,6 +235,7 @@ class Pipeline(Partition, MultiProcess):
         self,
         model: torch.nn.Module,
         grouped: list[list[torch.nn.Module]],
+        stage_of: dict[str, int],
         activations: list[ActivationSpec],
         context: Context,
     ) -> dict[int, StageModule]:
@@ -242,22 +246,17 @@ class Pipeline(Partition, MultiProcess):
         Args:
             model: the network.
             grouped: the blocks of each stage, for the stages of all processes.
+            stage_of: the number of the stage of each parameter and buffer.
             activations: specs of the activations before, between and after all stages.
             context: the context of the run.
 
         Raises:
-            ConfigError: with the key `parallel.cuts`, if two stages share a tensor, or the stages of this process have
-                no trainable parameters.
+            ConfigError: with the key `parallel.cuts`, if the stages of this process have no trainable parameters.
         """
         from runner.parallel.pipelining.process_engine import ProcessEngine
-        from runner.parallel.pipelining.stages import StageModule, keep_only, owners
 
-        try:
-            owner = owners(model, grouped)
-        except ValueError as error:
-            raise ConfigError("parallel.cuts", self.cuts, str(error), "cut elsewhere") from None
         own = range(context.rank, len(grouped), context.world_size)
-        keep_only(model, {name for name, number in owner.items() if number in own})
+        keep_only(model, {name for name, number in stage_of.items() if number in own})
         why = f"process {context.rank} has nothing to train"
         check(bool(trainable(model)), "parallel.cuts", self.cuts, why, "cut elsewhere, or take fewer stages")
         move(model, context.device, context.channels_last)
@@ -270,18 +269,13 @@ class Pipeline(Partition, MultiProcess):
         return stages
 
     def _place_on_streams(
-        self,
-        model: torch.nn.Module,
-        grouped: list[list[torch.nn.Module]],
-        activations: list[ActivationSpec],
-        context: Context,
+        self, model: torch.nn.Module, grouped: list[list[torch.nn.Module]], context: Context
     ) -> dict[int, StageModule]:
         """Create all stages and the engine in this process, and return the stages, keyed by the number of the stage.
 
         Each stage has its own device, unless there is only one device. The arguments are those of
         `_place_own_stages`.
         """
-        from runner.parallel.pipelining.stages import StageModule
         from runner.parallel.pipelining.streams import StreamEngine
 
         devices = context.process.devices
@@ -316,8 +310,6 @@ class Pipeline(Partition, MultiProcess):
             self._engine.train(batch.inputs, batch.targets, loss)
         self._timeline.end()
         if micro.is_last and self.batch_norm == "defer":
-            from runner.parallel.pipelining import deferred_batch_norm
-
             deferred_batch_norm.update(model)
         # Only the process of the last stage has sums, so the sums over all processes are the sums of the batch.
         return torch.stack(sums).sum(0) if sums else torch.zeros(len(workload.metrics), device=device)
@@ -357,7 +349,7 @@ class Pipeline(Partition, MultiProcess):
             return {}
         found, stages = bubble(self._spans, self._num_workers), self._num_stages(self._context)
         title = f"{stages} stages, {self._num_micros} micro-batches of {self._size}: "
-        title += f"{found.share:.0%} idle (equal stages {found.theory:.0%}, these at least {found.bound:.0%})"
+        title += f"{found.share:.0%} idle ({found.theory:.0%} with equal stages, at least {found.bound:.0%} with these)"
         picture = gantt(self._spans, self._num_workers, title)
         save(picture, directory / _PICTURE)
         return {"pipeline/step": picture}

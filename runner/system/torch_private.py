@@ -64,6 +64,19 @@ def allow_recompilations(count: int) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
 
 
+def split_compiled_ddp(split: bool) -> None:
+    """Set whether the compiler splits a network inside DDP, so that gradients are sent during the backward pass.
+
+    It fails to split a graph that contains an autograd function, as synchronized batch normalization does, and with
+    buckets of less than 1 MiB (`DDPOptimizer` in torch/_dynamo/backends/distributed.py). The setting is that of the
+    whole process. https://github.com/pytorch/pytorch/issues/137481
+    """
+    import torch._dynamo
+
+    config: Any = torch._dynamo.config
+    config.optimize_ddp = split
+
+
 def has_fast_bfloat16() -> bool:
     """Return whether oneDNN computes in bfloat16 on this CPU, which takes AVX-512 or a newer instruction set.
 

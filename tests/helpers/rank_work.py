@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -19,6 +20,7 @@ from runner.parallel.launch.cluster import RankInfo, external_rank_info
 from runner.parallel.launch.processes import init_rank
 from runner.parallel.launch.supervisor import Report, start_heartbeat
 from runner.run import Result, Session, build_run
+from runner.system.signals import StopRequest
 from runner.tracking.log_file import LogFile
 from runner.training import train
 
@@ -88,6 +90,18 @@ def count_and_fail(config: dict[str, Any], directory: Path, process: Process) ->
             print(os.getpid(), file=file)
         raise RuntimeError("again")
     build_run(config).prepare(process).collectives.barrier()
+
+
+def stop_late(config: dict[str, Any], directory: Path, process: Process) -> int:
+    """Receive a stop signal after training, while a thread that was started during training does not block it."""
+    done = threading.Event()
+    with StopRequest():
+        thread = threading.Thread(target=done.wait)
+        thread.start()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    done.set()
+    thread.join()
+    return process.rank_info.rank
 
 
 def rank_infos(config: dict[str, Any], directory: Path, process: Process) -> list[dict[str, Any]]:

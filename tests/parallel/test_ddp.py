@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import FAST, built, composed
-from helpers.narrow import narrow, narrowed
+from helpers.narrow import narrow, narrow_traced, narrowed
 from helpers.plain_loop import CASES, COMMON, STEPS, Settings, largest_difference, plain_loop, weights_at
 from helpers.ranks import Ranks, connected
 
@@ -49,6 +49,34 @@ def test_batch_normalization_sees_a_shard_or_with_sync_the_whole_batch(
     """Buffers too: running statistics are the mean of the parts'."""
     ranks(2).train(composed(*FAST, *BATCH_NORM, *f"parallel={mode}".split()), tmp_path, narrow)
     assert largest_difference(weights_at(tmp_path, SHORT), plain_batch_norm(parts)) <= 1e-9
+
+
+@pytest.mark.parametrize(("synchronized", "parts", "bucket_mb"), [(True, 1, 1), (False, 2, 0.5), (False, 2, 1)])
+def test_a_compiled_network_equals_a_plain_loop(
+    synchronized: bool, parts: int, bucket_mb: float, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    """With gradients in several buckets, at which the compiler splits the network where it can."""
+    options = [f"parallel.sync_batch_norm={synchronized}", f"parallel.bucket_mb={bucket_mb}", "compile=true"]
+    ranks(2).train(composed(*FAST, *BATCH_NORM, "parallel=ddp", *options), tmp_path, narrow_traced)
+    assert largest_difference(weights_at(tmp_path, SHORT), plain_batch_norm(parts)) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("options", "split"),
+    [([], True), (["parallel.bucket_mb=0.5"], False), (["parallel.sync_batch_norm=true"], False)],
+)
+def test_the_compiler_splits_a_network_where_it_can(
+    options: list[str], split: bool, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    """Where it cannot, only the last step of compiling fails, which takes a minute."""
+    given = ("parallel=ddp", "compile=true", *options)
+    assert ranks(2).do(compiler_splits, composed(*FAST, *BATCH_NORM, *given)) == [split] * 2
+
+
+def compiler_splits(config: dict[str, Any]) -> bool:
+    with connected(config) as session:
+        session.run.parallel.place(session.run.workload.build_model(), session.context)
+    return bool(torch._dynamo.config.optimize_ddp)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])

@@ -18,7 +18,7 @@ from helpers.runs import assert_same, outcome
 from runner.parallel.context import Process
 from runner.parallel.hogwild import SharedMemoryCollectives
 from runner.parallel.launch.supervisor import LostError, report_of
-from runner.run import build_run
+from runner.run import Result, build_run
 from runner.training import prepare, train, train_rank
 
 HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32", "schedule=constant", "optimizer.lr=0.05")
@@ -97,6 +97,25 @@ def test_two_workers_learn_what_one_process_learns(trained, tmp_path: Path) -> N
     assert sum(staleness) > 0, "nobody ever wrote while the other computed"
     assert all(0 <= value < 1 for value in distance)
     assert max(distance) > 0
+
+
+def test_a_round_that_diverges_is_named_by_its_steps_and_each_worker_saves_its_batch(tmp_path: Path) -> None:
+    schedule = ("steps=11", "log_every=11", "eval_every=0", "save_every=0")
+    result = launched(tmp_path, *schedule, work=trained_without_a_finite_loss)
+    assert (result.status, result.error) == ("diverged", "the loss is not finite at step 1")
+    saved = {path.name: torch.load(path, weights_only=True) for path in tmp_path.glob("diverged_*")}
+    assert saved.keys() == {"diverged_step_00000001_rank_0.pt", "diverged_step_00000002_rank_1.pt"}
+    first, second = (saved[name]["inputs"] for name in sorted(saved))
+    assert not torch.equal(first, second)
+
+
+def trained_without_a_finite_loss(config: dict[str, Any], directory: Path, process: Process) -> Result:
+    """In a worker: train, with a loss that is NaN in every step."""
+    session = build_run(config).prepare(process)
+    workload: Any = session.run.workload
+    criterion = workload.criterion
+    workload.criterion = lambda *values: criterion(*values) * float("nan")
+    return train(session, directory)
 
 
 def test_all_workers_see_the_same_weights(tmp_path: Path) -> None:

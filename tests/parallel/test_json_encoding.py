@@ -82,6 +82,11 @@ def test_other_values_are_refused(value: Any) -> None:
         b'{"$": ["object", ["runner.parallel.json_encoding:encode", 1]]}',
         b'{"$": ["object", ["runner.nothing:Nothing"]]}',
         b'{"$": ["dtype", "load"]}',
+        b'{"$": ["dtype", "float33"]}',
+        b'{"$": ["tensor", ["float32", [2], "AAAA"]]}',
+        b'{"$": ["tensor", null]}',
+        b'{"$": 1}',
+        b'{"$": ["config error", ["steps"]]}',
         b'{"$": ["eval", "1"]}',
     ],
 )

@@ -65,6 +65,18 @@ def test_processes_of_another_launcher_are_joined(second_of_two: RankInfo) -> No
     assert (launcher.rank_info, launcher.devices, launcher.timeout) == (second_of_two, [CPU], 7)
 
 
+@pytest.mark.parametrize(("rank", "num_warnings"), [(0, 1), (1, 0)])
+def test_restarts_are_left_to_another_launcher(
+    rank: int, num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in RankInfo(rank, 2, rank, 2, "127.0.0.1", 1234).variables().items():
+        monkeypatch.setenv(name, value)
+    DDP(max_restarts=1).launcher(Device(kind="cpu"))
+    assert [record.levelname for record in caplog.records if "max_restarts" in record.message] == [
+        "WARNING"
+    ] * num_warnings
+
+
 @pytest.mark.usefixtures("_three_gpus")
 def test_a_process_of_another_launcher_takes_the_gpu_of_its_local_rank(second_of_two: RankInfo) -> None:
     assert DDP().launcher(Device(kind="cuda")).devices == [GPUS[1]]

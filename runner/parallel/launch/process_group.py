@@ -108,6 +108,7 @@ def destroy_process_group() -> None:
     """Destroy the process group, if there is one; called on all ranks at about the same time."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+        _gloo_sockets.clear()  # their descriptors may be used again, for other connections
 
 
 def abort_process_group() -> None:

@@ -46,7 +46,7 @@ class LocalProcesses(Launcher):
     Args:
         devices: device of each rank.
         timeout: number of seconds that a rank waits for the others before the run ends with an error.
-        max_restarts: maximum number of times that all ranks are restarted after one of them has failed or died.
+        max_restarts: maximum number of times that all ranks are restarted after one of them has failed, died or hung.
         port: port of the store; None for any free port.
         collectives: class of the ranks' collectives.
         allocate: function that allocates and returns the memory that the ranks share; called before the ranks are
@@ -175,19 +175,22 @@ def _run_rank(
         shared_state: memory that all ranks share; None if the parallel mode needs none.
     """
     send = start_heartbeat(pipe, process_group.progress, process_group.fail_collectives)
-    try:
-        if rank_info.rank > 0:
-            _redirect_output(directory / f"log_rank_{rank_info.rank}.txt")
-        init_rank(rank_info, device, timeout, external=False)
-        collectives = make_collectives(timeout, shared_state)
-        result = train_rank(Process(rank_info, [device], collectives, shared_state))
-        collectives.finish()
-        process_group.destroy_process_group()
-    except BaseException as error:
-        send(report_of(error))
-        sys.stderr.flush()
-        os._exit(1)  # skips exit handlers, which could wait for processes that are gone
-    send(Report(value=result))
+    # Ctrl-C reaches all processes of a terminal, so a rank may stop before it receives the supervisor's signal. Threads
+    # that were started during training do not block that signal: without a handler, it would kill the rank.
+    with StopRequest():
+        try:
+            if rank_info.rank > 0:
+                _redirect_output(directory / f"log_rank_{rank_info.rank}.txt")
+            init_rank(rank_info, device, timeout, external=False)
+            collectives = make_collectives(timeout, shared_state)
+            result = train_rank(Process(rank_info, [device], collectives, shared_state))
+            collectives.finish()
+            process_group.destroy_process_group()
+        except BaseException as error:
+            send(report_of(error))
+            sys.stderr.flush()
+            os._exit(1)  # skips exit handlers, which could wait for processes that are gone
+        send(Report(value=result))
 
 
 def _redirect_output(path: Path) -> None:

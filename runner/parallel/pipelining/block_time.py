@@ -35,7 +35,8 @@ def measured_seconds(
         start = time.perf_counter()
         with autocast():
             output = block(x)
-        output.backward(torch.ones_like(output))
+        if output.requires_grad:  # not that of a first block whose parameters are frozen
+            output.backward(torch.ones_like(output))
         synchronize(x.device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])

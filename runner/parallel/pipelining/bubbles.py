@@ -8,6 +8,7 @@ from typing import Any
 
 from runner.parallel.pipelining.micro_batches import MicrobatchConstraint, divisors
 from runner.parallel.pipelining.partition import balanced
+from runner.parallel.pipelining.schedules import ONE_STAGE_EACH
 from runner.parallel.pipelining.simulation import simulate
 from runner.parallel.pipelining.timeline import bubble
 
@@ -17,7 +18,14 @@ _FORWARD = 1 / 3
 """The part of a block's time that is its forward pass: each of the two gradients takes about as long."""
 
 
-def bubbles(schedules: Sequence[str], num_workers: int, samples: int, times: BlockTimes) -> list[dict[str, Any]]:
+def bubbles(
+    schedules: Sequence[str],
+    num_workers: int,
+    samples: int,
+    times: BlockTimes,
+    num_stages: int | None = None,
+    cuts: Sequence[int] | None = None,
+) -> list[dict[str, Any]]:
     """Return the bubble for each number of micro-batches, the fewest first.
 
     Args:
@@ -25,6 +33,8 @@ def bubbles(schedules: Sequence[str], num_workers: int, samples: int, times: Blo
         num_workers: number of processes or, with `engine=streams`, of stages.
         samples: number of samples in one pass through the pipeline.
         times: function that returns the time of each block for a number of samples, in any unit.
+        num_stages: number of stages; None for one per worker, and two with `interleaved_1f1b`.
+        cuts: index of the first block of every stage except the first; None for stages of about the same time.
 
     Returns:
         A list of dicts with the keys `split_size` and `num_micro_batches`, and one key for each schedule. Its value is
@@ -34,16 +44,27 @@ def bubbles(schedules: Sequence[str], num_workers: int, samples: int, times: Blo
     """
     return [
         {"split_size": samples // count, "num_micro_batches": count}
-        | {name: _simulated(name, num_workers, count, times(samples // count)) for name in schedules}
+        | {name: _simulated(name, num_workers, count, times(samples // count), num_stages, cuts) for name in schedules}
         for count in divisors(samples)
     ]
 
 
-def _simulated(schedule: str, num_workers: int, num_micros: int, blocks: Sequence[float]) -> dict[str, float] | None:
-    num_stages = num_workers * (2 if schedule == "interleaved_1f1b" else 1)
-    if num_stages > len(blocks) or MicrobatchConstraint(schedule, num_stages, num_workers).violation(num_micros):
+def _simulated(
+    schedule: str,
+    num_workers: int,
+    num_micros: int,
+    blocks: Sequence[float],
+    asked_stages: int | None,
+    cuts: Sequence[int] | None,
+) -> dict[str, float] | None:
+    least = num_workers * (2 if schedule == "interleaved_1f1b" else 1)
+    num_stages = asked_stages or least
+    most = least if schedule in ONE_STAGE_EACH else len(blocks)
+    if num_stages % num_workers or not least <= num_stages <= min(most, len(blocks)):
         return None
-    bounds = [0, *balanced(blocks, num_stages), len(blocks)]
+    if MicrobatchConstraint(schedule, num_stages, num_workers).violation(num_micros):
+        return None
+    bounds = [0, *(balanced(blocks, num_stages) if cuts is None else cuts), len(blocks)]
     stages = [sum(blocks[start:stop]) for start, stop in pairwise(bounds)]
 
     def seconds(stage: int, kind: str) -> float:

@@ -43,9 +43,10 @@ def gantt(work: Sequence[tuple[int, str, int, float, float]], workers: int, titl
     draw = ImageDraw.Draw(canvas)
     draw.text((_WIDTH / 2, 16), title, _INK, font(14), anchor="mm")
     _draw_axis(draw, end - begin, scale, _TOP + workers * _ROW)
+    row = "worker" if any(stage >= workers for stage, *_ in work) else "stage"
     for worker in range(workers):
         top = _TOP + worker * _ROW
-        draw.text((_MARGIN - 10, top + _BAR / 2), f"stage {worker}", _INK, font(13), anchor="rm")
+        draw.text((_MARGIN - 10, top + _BAR / 2), f"{row} {worker}", _INK, font(13), anchor="rm")
         draw.rectangle((_MARGIN, top, _MARGIN + (end - begin) * scale, top + _BAR), _IDLE)
     for stage, kind, micro, start, stop in sorted(work, key=lambda each: each[3]):
         left, right = (_MARGIN + (moment - begin) * scale for moment in (start, stop))

@@ -25,14 +25,14 @@ class MicrobatchConstraint(NamedTuple):
     def violation(self, count: int) -> str:
         """Return why the schedule does not support `count` micro-batches; an empty string if it does."""
         if self.schedule == "1f1b" and count < self.num_stages:
-            return f"1f1b takes as many as there are stages or more: {self.num_stages}"
+            return f"1f1b needs at least as many micro-batches as stages: {self.num_stages}"
         if self.schedule in ("interleaved_1f1b", "zero_bubble"):
             processes = self.num_processes
             if count < processes:
-                return f"{self.schedule} takes as many as there are processes or more: {processes}"
+                return f"{self.schedule} needs at least as many micro-batches as processes: {processes}"
             rounds = count // processes
             if count % rounds:
-                return f"{self.schedule} takes them in {rounds} equal rounds of {processes} or more"
+                return f"{self.schedule} needs a number of micro-batches that is divisible by {rounds}"
         return ""
 
 

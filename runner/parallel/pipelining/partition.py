@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from models.blocks import blocks_of as listed_blocks
-from runner.config.errors import check, check_range, did_you_mean
+from runner.config.errors import ConfigError, check, check_range, did_you_mean
 from runner.model.base import without_memory
 from runner.parallel.context import Context
+from runner.parallel.pipelining.stages import owners
 from runner.workloads.base import SupervisedWorkload, Workload
 
 Blocks = list[tuple[str, "torch.nn.Module"]]
@@ -76,6 +77,21 @@ class Partition:
             inner = positions_of(self.cuts, [profile.name for profile in profiles])
         return [0, *inner, len(profiles)]
 
+    def stage_of_each_tensor(
+        self, model: torch.nn.Module, stages: Sequence[Sequence[torch.nn.Module]]
+    ) -> dict[str, int]:
+        """Return a dict from the name of each parameter and buffer of `model` to the number of its stage.
+
+        The arguments are those of `runner.parallel.pipelining.stages.owners`.
+
+        Raises:
+            ConfigError: with the key `parallel.cuts`, if two stages share a tensor.
+        """
+        try:
+            return owners(model, stages)
+        except ValueError as error:
+            raise ConfigError("parallel.cuts", self.cuts, str(error), "cut elsewhere") from None
+
 
 def supervised(workload: Workload) -> SupervisedWorkload:
     """Return `workload`, after checking that it can be trained with a network that is split into stages.
@@ -120,7 +136,7 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
     found = [positions[cut] for cut in cuts]
     rising = all(one < next_one for one, next_one in pairwise(found))
     in_order = f"[{','.join(names[i] for i in sorted(set(found)))}]"
-    why = "they are not in the network's order, each once"
+    why = "each block may be named once, in the network's order"
     check(rising, "parallel.cuts", list(cuts), why, f"parallel.cuts={in_order}")
     return found
 
@@ -190,8 +206,8 @@ def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, context: Contex
         timed: True to also measure the time of each block, in training mode; False to find only the shape and dtype of
             each block's output, in evaluation mode.
     """
-    kind, autocast = next(model.parameters()).dtype, context.precision.autocast
-    inputs = inputs.to(kind) if inputs.is_floating_point() else inputs  # float64 under precision=64
+    dtype, autocast = next(model.parameters()).dtype, context.precision.autocast
+    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs  # float64 under precision=64
     profiles, x = [], inputs if timed else inputs[:1]
     for name, block in blocks_of(model):
         own = copy.deepcopy(block).to(x.device).train(timed)

@@ -9,12 +9,9 @@ import torch
 from torch import distributed as dist
 from torch.distributed import pipelining
 
-from runner.parallel.pipelining.schedules import schedule_class
+from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, schedule_class
 from runner.parallel.pipelining.stages import ActivationSpec, Loss, StageModule
 from runner.parallel.pipelining.timeline import Timeline
-
-_SINGLE = ("gpipe", "1f1b")
-"""Schedules with one stage per process."""
 
 
 class ProcessEngine:
@@ -56,7 +53,7 @@ class ProcessEngine:
             )
             for number, stage in stages.items()
         ]
-        own = timed_stages[0] if schedule in _SINGLE else timed_stages
+        own = timed_stages[0] if schedule in ONE_STAGE_EACH else timed_stages
         self._schedule = schedule_class(schedule)(own, num_micros, loss_fn=self._loss_of, scale_grads=False)
 
     def _loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

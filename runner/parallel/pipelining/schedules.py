@@ -16,6 +16,9 @@ _CLASSES = {
 SCHEDULES = tuple(_CLASSES)
 """The values of `parallel.schedule`."""
 
+ONE_STAGE_EACH = ("gpipe", "1f1b")
+"""The schedules with exactly one stage per worker."""
+
 Action = tuple[int, str, int]
 """A computation: the stage; `forward`, `backward` or `weights`, as in a `Span`; and the micro-batch."""
 

@@ -23,7 +23,7 @@ def simulate(
     free, spans = [0.0] * len(orders), []
     while any(orders):
         ready = [worker for worker, own in enumerate(orders) if own and _is_ready(own[-1], num_stages, ends)]
-        assert ready, f"{schedule} waits for itself"
+        assert ready, f"{schedule}: deadlock"
         for worker in ready:
             stage, kind, micro = action = orders[worker].pop()
             needs = _needs(action, num_stages)

@@ -144,10 +144,14 @@ def owners(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> dict[str,
 
 
 def keep_only(model: nn.Module, names: set[str]) -> None:
-    """Remove every parameter and buffer of `model` that is not in `names`; the remaining tensors keep their names."""
-    for prefix, module in model.named_modules():
-        for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if (f"{prefix}.{name}" if prefix else name) not in names:
+    """Remove every parameter and buffer of `model` that is not in `names`; the remaining tensors keep their names.
+
+    Of a tensor with several names, such as tied weights, `names` contains the first one.
+    """
+    kept = {id(tensor) for name, tensor in _tensors(model) if name in names}
+    for module in model.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if id(tensor) not in kept:
                 setattr(module, name, None)
 
 

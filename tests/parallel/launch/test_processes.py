@@ -82,6 +82,11 @@ def test_each_rank_knows_itself_among_the_others(tmp_path: Path) -> None:
         assert {each["GLOO_SOCKET_IFNAME"] for each in found} == {"lo"}
 
 
+def test_a_stop_signal_after_training_kills_no_rank(tmp_path: Path) -> None:
+    """Such as the supervisor's, for a rank that Ctrl-C in the terminal has stopped already."""
+    assert train_in(tmp_path, built(*TWO, *SHORT), train_rank=rank_work.stop_late).result == 0  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("asked", "overrides", "wanted"),
     [

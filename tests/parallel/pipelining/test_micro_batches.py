@@ -74,9 +74,9 @@ def test_a_split_that_cannot_be_is_refused_with_the_nearest_that_can(
     ("constraint", "count", "words"),
     [
         (GPIPE, 1, ""),
-        (FOUR_1F1B, 3, "as many as there are stages or more: 4"),
-        (MicrobatchConstraint("interleaved_1f1b", 4, 2), 1, "as many as there are processes or more: 2"),
-        (ZERO_BUBBLE, 5, "2 equal rounds of 2 or more"),
+        (FOUR_1F1B, 3, "as many micro-batches as stages: 4"),
+        (MicrobatchConstraint("interleaved_1f1b", 4, 2), 1, "as many micro-batches as processes: 2"),
+        (ZERO_BUBBLE, 5, "divisible by 2"),
         (ZERO_BUBBLE, 6, ""),
     ],
 )

@@ -151,6 +151,25 @@ def test_blocks_are_timed_as_they_compute(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(parameter.grad is None for parameter in network.parameters()), "copies were run"
 
 
+def test_blocks_without_trainable_parameters_are_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outputs of a frozen first block need no gradient, so there is no backward pass."""
+    monkeypatch.setattr(block_time.time, "perf_counter", lambda: Slow.now)
+    network = SlowNetwork({"a": Slow(0.01), "b": Slow(0.02), "c": Slow(0.03)})
+    for name in ("a", "c"):
+        network.get_submodule(name).requires_grad_(False)
+    profiles = profile_blocks(network, torch.zeros(2, 3), context(Precision()), timed=True)
+    assert [profile.seconds for profile in profiles] == pytest.approx([0.01, 0.02, 0.03])
+
+
+def test_stages_that_share_a_tensor_are_refused() -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    network[1].weight = network[0].weight
+    with pytest.raises(ConfigError) as refusal:
+        Partition(cuts=["1"]).stage_of_each_tensor(network, [[network[0]], [network[1]]])
+    assert (refusal.value.key, refusal.value.got) == ("parallel.cuts", ["1"])
+    assert "0.weight" in refusal.value.why
+
+
 @pytest.mark.parametrize("timed", [True, False])
 def test_shapes_and_dtypes_are_found_and_the_network_is_unchanged(timed: bool) -> None:
     model = ConvNet(1, 8, 8, 10, channels=[4, 8], kernel_size=3, padding=1)

@@ -99,6 +99,17 @@ def test_shared_weights_are_refused() -> None:
         owners(model, [[model[0]], [model[1]]])
 
 
+def test_tied_weights_within_a_stage_stay() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    expected = model[1](model[0](torch.ones(1, 2)))
+    owner = owners(model, [[model[0], model[1]], [model[2]]])
+    keep_only(model, {name for name, number in owner.items() if number == 0})
+    assert torch.equal(model[1](model[0](torch.ones(1, 2))), expected)
+    assert model[1].weight is model[0].weight
+    assert model[2].weight is None
+
+
 def test_tensors_of_other_stages_are_removed_and_the_rest_keep_their_names() -> None:
     model = ResNet(18, num_classes=5)
     kept = {name for name in model.state_dict() if name.startswith(("layer4.", "fc."))}
