@@ -157,11 +157,9 @@ def main() -> None:
             f"{row['slower_than_best']:+.1%} from the best of {row['num_combinations']} "
             f"({' '.join(row['best']) or 'as it is'}), {row['tune_seconds']:.0f} s"
         )
-    write(
-        "tune",
-        [{"title": f"the choice within {GOAL:.0%} of the best", "rows": rows}],
-        shlex.join(["python", "-m", "benchmarks.tune", *sys.argv[1:]]),
-    )
+        tables = [{"title": f"the choice within {GOAL:.0%} of the best", "rows": rows}]
+        # After each case, which may take half an hour.
+        write("tune", tables, shlex.join(["python", "-m", "benchmarks.tune", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":
