@@ -127,7 +127,8 @@ class WithTarget(nn.Module):
     def _normalized(self, observations: torch.Tensor) -> torch.Tensor:
         if self.shift is None or self.scale is None:
             return observations
-        return (observations - self.shift) * self.scale
+        flat = (observations.flatten(1) - self.shift) * self.scale
+        return flat.view_as(observations)
 
     @torch.no_grad()
     def update_target(self, tau: float) -> None:

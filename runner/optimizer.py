@@ -70,7 +70,7 @@ class Optimizer(ABC):
 
     def _check_group(self, key: str, options: Any) -> None:
         given = isinstance(options, Mapping) and len(options) > 0
-        check(given, key, options, "it is no mapping with lr or weight_decay", "for example {head: {lr: 0.01}}")
+        check(given, key, options, "it is not a mapping with lr or weight_decay", "for example {head: {lr: 0.01}}")
         for name, value in options.items():
             known = ("lr", "weight_decay")
             check(name in known, f"{key}.{name}", ABSENT, "a group has no such option;", did_you_mean(name, known))

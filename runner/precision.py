@@ -113,7 +113,7 @@ class Precision:
 class TF32(Precision):
     """float32 with matrix products and convolutions in TF32 (10 bits of mantissa) on Ampere and later GPUs."""
 
-    description: ClassVar[str] = "float32, matrix products in TF32 where the device has it"
+    description: ClassVar[str] = "float32, matrix products and convolutions in TF32 where the device has it"
     tolerance: ClassVar[float] = 5e-3
 
     def prepare(self, device: torch.device) -> None:

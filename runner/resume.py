@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from runner.config.errors import ConfigError, check
+from runner.config.overrides import override_key
 from runner.config.schema import load_class, option_fields
 from runner.run import Result, Run, Session, config_hash
 from runner.storage import run_directory
@@ -69,8 +70,9 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
             undo.pop_all()
     except BaseException as error:
         if found is None and (isinstance(error, ConfigError) or not begun):
-            shutil.rmtree(path)
-            run_directory.remove_empty(parent, existing)
+            if lock is not None:  # otherwise, another process may run in the directory
+                shutil.rmtree(path)
+            run_directory.remove_empty(run_directory.nearest_existing(parent / path.name), existing)
         raise
     finally:
         if lock is not None:
@@ -131,8 +133,8 @@ def _begin_session(path: Path, session: Session, overrides: list[str], undo: Exi
     Raises:
         ConfigError: with the key `output_root`, if a file cannot be written.
     """
-    known = {_key(text) for text in overrides}
-    earlier = [text for text in saved_overrides(path) if _key(text) not in known]
+    known = set(map(override_key, overrides))
+    earlier = [text for text in saved_overrides(path) if override_key(text) not in known]
     try:
         for name in (run_directory.CONFIG, run_directory.OVERRIDES, run_directory.ENVIRONMENT):
             if (path / name).exists():
@@ -153,10 +155,6 @@ def _begin_session(path: Path, session: Session, overrides: list[str], undo: Exi
     except OSError as error:
         why = f"{error.filename or path} cannot be written ({error.strerror})"
         raise ConfigError("output_root", str(path), why, "make room, or output_root=DIR elsewhere") from None
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
 
 
 def _named_checkpoint(session: Session) -> Path | None:
@@ -187,17 +185,22 @@ def _locked(path: Path) -> IO[str] | None:
         raise ConfigError("resume", str(error.filename or path), str(error.strerror), remedy) from None
 
 
-def _locked_new(path: Path) -> IO[str] | None:
-    """Lock the new run directory `path`, and return the open lock file; None if another process holds the lock.
+def _locked_new(path: Path) -> IO[str]:
+    """Lock the new run directory `path`, and return the open lock file.
 
     Raises:
-        ConfigError: if no file can be created in the directory.
+        ConfigError: if no file can be created in the directory, or another process, for which `--run-directory` names
+            the same one, has locked it first.
     """
     try:
-        return run_directory.lock(path)
+        lock = run_directory.lock(path)
     except OSError as error:
         why = f"{error.filename or path} cannot be written ({error.strerror})"
         raise ConfigError("output_root", str(path), why, "make room, or output_root=DIR elsewhere") from None
+    why, remedy = "another process is running in it", "wait for it, or name another one"
+    check(lock is not None, "--run-directory", str(path), why, remedy)
+    assert lock is not None
+    return lock
 
 
 def _locked_for_us(path: Path) -> IO[str]:
@@ -246,7 +249,8 @@ def _check_named(session: Session, path: Path, source: str) -> None:
     if checkpoint is not None:
         there = checkpoint.is_dir() and run_directory.step_of(checkpoint) is not None
         names = sorted(path.name for path in checkpoint.parent.glob("step_*"))
-        remedy = f"there are: {', '.join(names)}; one that was set aside can be renamed to resume from it"
+        remedy = f"there are {', '.join(names)}; one that was set aside can be renamed to resume from it"
+        remedy = remedy if names else "the run has no checkpoints: resume its run directory, or start a new run"
         check(there, "resume", source, "there is no such checkpoint", remedy)
     try:
         saved = saved_config(checkpoint or path)
@@ -318,13 +322,13 @@ def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]
     lock = _locked_for_us(path)
     if _has_same_config(path, session):
         return path.resolve(), lock
-    lock.close()
-    if not _has_begun(path):
-        shutil.rmtree(path)
-        return None, None
     aside = run_directory.free_name(path, "superseded")
-    os.replace(path, aside)
-    log.warning("the run in %s has another config: it is now in %s", path, aside.name)
+    with lock:  # a process that has just created the directory, and not locked it yet, must not begin in it
+        os.replace(path, aside)
+    if _has_begun(aside):
+        log.warning("the run in %s has another config: it is now in %s", path, aside.name)
+    else:
+        shutil.rmtree(aside)
     return None, None
 
 
@@ -350,7 +354,7 @@ def _has_same_config(path: Path, session: Session) -> bool:
     try:
         return config_hash(completed(saved_config(path).values)) == config_hash(completed(session.run.config))
     except UnreadableConfigError as error:
-        why = f"whether {path} is the run to resume cannot be read ({error})"
+        why = f"whether {path} is the run to resume cannot be determined, because its config cannot be read ({error})"
         remedy = "resume=never starts a new run; resume=auto goes on without that directory once it is moved away"
         check(not checkpoints(path), "resume", session.run.resume, why, remedy)
         if path.is_dir() and (path / run_directory.CONFIG).exists():

@@ -99,7 +99,7 @@ class Run:
         check(len(self.name.encode()) <= 200, "name", self.name, "it is too long for a directory", "shorten it")
         path = self.output_root.isprintable() and self.output_root.strip() != ""
         remedy = "output_root=. is the current directory"
-        check(path, "output_root", self.output_root, "it is no path of a directory", remedy)
+        check(path, "output_root", self.output_root, "it is not the path of a directory", remedy)
         check_range(self, "seed", least=0, most=2**63 - 1)
         for key in ("batch_size", "steps", "log_every"):
             check_range(self, key, least=1, most=_LARGEST)
@@ -357,9 +357,10 @@ def check_used(run: Run, overrides: Iterable[str]) -> None:
             would ignore what the user asked for.
     """
     used = component_fields(type(run.workload))
+    groups = (*CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload")
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
-        several = key in CONFIG_GROUPS and value.startswith("[")
+        several = key in groups and value.startswith("[")
         why = "only the last of several options of a group would be used"
         check(not several, key, value, why, "choose one of them")
         group = key.partition(".")[0]

@@ -57,6 +57,7 @@ class State:
         self.step_timer = StepTimer(session.device)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
+        self.out_of_time = ""  # the rule `stop.max_time` in words, once the time of rank 0 is up
         self.hash = config_hash(session.run.config)
         self.checkpoints = Checkpoints(
             directory,
@@ -121,7 +122,7 @@ class State:
         run.precision.load_state_dict(shared["precision"])
         self.step, self.metrics, self.best = checkpoint.step, shared["metrics"], shared["best"]
         self.logged_step = shared["logged"]
-        self.metric_buffer.load(self.session.collectives.local_share(shared["window"]))
+        self.metric_buffer.load(self.session.collectives.local_share(shared["window"]), self.step)
         load_local = partial(run.parallel.load_local_state, self.model)
         load_local(self.optimizer, local.get("parallel", {}))
         self.average.load_local(local.get("ema", {}), load_local)
@@ -141,7 +142,7 @@ class State:
         """
         run, collectives, device = self.session.run, self.session.collectives, self.session.device
         self.checkpoints.wait()  # first, so that there is only one copy of the state at a time
-        rows = self.metric_buffer.peek(collectives.all_reduce, self.step)
+        rows = self.metric_buffer.peek(collectives.all_reduce)
         collect = partial(run.parallel.full_state, self.model)
         tensors, optimizer_state = collect(self.optimizer)
         ema = self.average.full_tensors(collect)
@@ -174,7 +175,7 @@ class State:
             DivergedError: if a loss is not finite.
         """
         num_samples = (self.step - self.logged_step) * self.session.run.batch_size
-        rows = self.metric_buffer.flush(self.session.collectives.all_reduce, self.step)
+        rows = self.metric_buffer.flush(self.session.collectives.all_reduce)
         means = rows.double().sum(0) / num_samples
         self.logged_step = self.step
         names = self.session.run.workload.metrics
@@ -189,7 +190,7 @@ class State:
         broken = [tag for tag, number in metrics.items() if not math.isfinite(number)]
         if broken:
             # Raises DivergedError for the first training step since the last log that was not finite, if any.
-            self.metric_buffer.peek(self.session.collectives.all_reduce, self.step)
+            self.metric_buffer.peek(self.session.collectives.all_reduce)
             raise DivergedError(self.step, broken[0])
         self.metrics |= metrics
         self.stopping.evaluated(metrics, self.step)
@@ -204,7 +205,7 @@ class State:
         """Return the result of the run up to the current step, with the given `status` and `error`."""
         session, step_timer = self.session, self.step_timer
         step_seconds = quantiles(step_timer.steady())
-        rule = self.stopping.reason or self.stopping.out_of_time(step_timer.elapsed())
+        rule = self.stopping.reason or self.out_of_time
         early = status in ("done", "stopped") and self.step < session.num_steps
         return Result(
             status=status,

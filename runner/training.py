@@ -128,8 +128,9 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
         if evaluation_due:
             with timer.section("evaluate"):
                 is_best = evaluate(state, recorder, progress)
-        out_of_time = state.stopping.out_of_time(state.step_timer.elapsed())
-        stopping = session.collectives.any_rank(bool(stop.received or out_of_time))
+        if session.rank == 0:  # whose clock decides for all ranks, as its log and result name the rule
+            state.out_of_time = state.stopping.out_of_time(state.step_timer.elapsed())
+        stopping = session.collectives.any_rank(bool(stop.received or state.out_of_time))
         if save_due or is_best or stopping or state.stopping.reason:
             with timer.section("checkpoint"):
                 recorder.flush()  # a run resumed from this checkpoint does not log earlier steps again
@@ -141,7 +142,7 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
             break
         if stopping and step.number < session.num_steps:
             state.checkpoints.wait()
-            log.info("%s: saved after step %d", out_of_time or "asked to stop by a signal", step.number)
+            log.info("%s: saved after step %d", state.out_of_time or "asked to stop", step.number)
             return "stopped"
     state.checkpoints.wait()
     return "done"
@@ -168,7 +169,7 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
         with timer.section("data"):
             batch = next(batches)
         state.metric_buffer.add(run.parallel.accumulate(model, batch, micro, log_due))
-    state.metric_buffer.end_step()
+    state.metric_buffer.end_step(min(step.own, step.number))  # in the last round, `own` may be beyond the end
     with timer.section("optimizer"):
         update = step.number - 1 - run.precision.num_skipped()
         run.schedule.set_lr(state.optimizer, update, session.num_steps)

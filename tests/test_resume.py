@@ -188,7 +188,7 @@ def test_sums_that_were_not_logged_yet_resume_on_one_rank_alone(
         process = Process(RankInfo(rank, 2, rank, 2), [torch.device("cpu")], OneOfTwo(rank))
         with caplog.at_level(logging.INFO, logger="runner"):
             state = prepare(replace(alone, context=replace(alone.context, process=process)), directory)
-        rows[rank] = state.metric_buffer.peek(lambda sums: sums, 5)
+        rows[rank] = state.metric_buffer.peek(lambda sums: sums)
     saved = torch.load(directory / "checkpoints/step_00000005/state.pt", weights_only=True)["window"]
     assert saved.shape == (2, 2)
     assert rows[0].equal(saved)
@@ -429,6 +429,43 @@ def test_runs_that_start_at_the_same_time_get_different_directories(tmp_path: Pa
         assert len({first, second, third}) == 3
 
 
+def test_a_new_directory_that_another_process_has_locked_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, path, held = run_directory.create, tmp_path / "test" / "here", []
+
+    def created(*arguments: Any) -> Path:
+        create(*arguments)
+        held.append(run_directory.lock(path))
+        return path
+
+    monkeypatch.setattr(run_directory, "create", created)
+    session = prepared(built(*FAST, "steps=4", "resume=auto"))
+    with pytest.raises(ConfigError) as refused, claimed_directory(session, path.parent, path.name, []):
+        pass
+    assert (refused.value.key, refused.value.got) == ("--run-directory", str(path))
+    assert [file.name for file in path.iterdir()] == [".lock"]
+    held[0].close()
+
+
+def test_a_directory_without_a_run_is_locked_until_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the process that has just created it could begin in it."""
+    path, locks, replace = tmp_path / "test" / "here", [], os.replace
+    path.mkdir(parents=True)
+
+    def replaced(source: Any, target: Any) -> None:
+        if source == path:
+            locks.append(run_directory.lock(path))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    session = prepared(built(*FAST, "steps=4", "resume=auto"))
+    with claimed_directory(session, path.parent, path.name, []) as claimed:
+        assert claimed == path
+    assert locks == [None]
+    assert list(path.parent.iterdir()) == [path]
+
+
 def refusal(cwd: Path, *overrides: str) -> ConfigError:
     """The error of a run that cannot claim its directory."""
     with pytest.raises(ConfigError) as refused:
@@ -460,6 +497,8 @@ def test_a_name_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         assert (error.key, error.got) == ("resume", f"{path}/checkpoints/{name}")
         assert "no such checkpoint" in error.why
         assert "step_00000002" in error.remedy
+    error = refusal(tmp_path, f"resume={claim(tmp_path)}/checkpoints/step_00000009")
+    assert "the run has no checkpoints" in error.remedy
     error = refusal(tmp_path, f"resume={tmp_path}")
     assert (error.key, error.got) == ("resume", str(tmp_path))
     assert "no run" in error.why

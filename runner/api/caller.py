@@ -19,10 +19,11 @@ def settings_kept() -> Iterator[None]:
 
     They are torch's random states, number of threads and defaults, environment variables, and settings of logging. The
     fork server is stopped at the end, unless it was running before. Inside the context, torch has its own default dtype
-    and device, and gradients are enabled, so that these settings of the caller do not affect the run.
+    and device, gradients are enabled, and autocast is disabled, so that these settings of the caller do not affect the
+    run.
     """
     with ExitStack() as restored:
-        for keep in (_environment, _logging, server_stopped, _random_state, _torch_defaults):
+        for keep in (_environment, _logging, server_stopped, _random_state, _torch_defaults, _autocast_disabled):
             restored.enter_context(keep())
         yield
 
@@ -76,3 +77,14 @@ def _torch_defaults() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = tf32
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+
+@contextmanager
+def _autocast_disabled() -> Iterator[None]:
+    with ExitStack() as disabled:
+        for kind in ("cpu", "cuda", "mps"):
+            if torch.is_autocast_enabled(kind):
+                # Without the cache of weights, as it is emptied only at the end of the caller's context: a run that
+                # enables autocast again would use the weights of its first step in all steps.
+                disabled.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
+        yield

@@ -85,7 +85,7 @@ def check_list_of_texts(overrides: Any) -> None:
         is_list and all(isinstance(word, str) for word in overrides),
         "overrides",
         overrides,
-        "it is no list of texts",
+        "it is not a list of strings",
         'for example ["parallel=ddp", "seed=1"]',
     )
 
@@ -103,7 +103,7 @@ def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:
     check(not pairs, "".join(pairs[:1]).partition("=")[0], ABSENT, "only a sweep has pairs of values", "add -m")
     for word in overrides:
         key, _, value = word.lstrip("+").partition("=")
-        why = "a list is what how=auto has chosen"
+        why = "only how=auto may set it to a list"
         check(key != "how" or not value.startswith("["), key, value, why, "type the overrides themselves")
     return composer.run([arguments.quoted(word, sweep=False) for word in overrides])
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from runner.api.prediction import Prediction, image_files, predict
 from runner.config.errors import ConfigError, check
 from runner.data.image_input import ImageInput
 from runner.model.base import without_memory
-from runner.run import Run, build_run
+from runner.run import Run, build_run, check_used
 from runner.storage import checkpoint as stored
 from runner.storage.chosen import chosen_checkpoint
 from runner.storage.manifest import DamagedError
@@ -104,11 +105,19 @@ class SavedRun:
             ConfigError: if there is no such checkpoint, or it is damaged.
         """
         path = self.checkpoint(choice)
-        try:
+        with _refused_if_damaged(choice):
             checkpoint = stored.load(path)
-        except DamagedError as error:
-            raise ConfigError("checkpoint", choice, str(error), "choose another checkpoint of the run") from None
         return checkpoint.ema or checkpoint.tensors
+
+    def signature(self, choice: str | int = "best") -> dict[str, Any]:
+        """Return what the inputs and outputs of the model are (see `Workload.signature`); empty if it is not known.
+
+        Raises:
+            ConfigError: if there is no such checkpoint, or it is damaged.
+        """
+        path = self.checkpoint(choice)
+        with _refused_if_damaged(choice):
+            return saved_signature(path)
 
     def model(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> torch.nn.Module:
         """Return the model of a checkpoint as a plain module, on the CPU and in evaluation mode.
@@ -124,9 +133,10 @@ class SavedRun:
             ConfigError: if there is no such checkpoint, if it is damaged, or if the network cannot be built or does not
                 match the checkpoint.
         """
-        weights, path = self.weights(choice), self.checkpoint(choice)
+        step = self._step(choice)
+        weights, path = self.weights(step), self.checkpoint(step)
         with settings_kept():
-            run, signature = self.on_one_device(choice, overrides), saved_signature(path)
+            run, signature = self.on_one_device(step, overrides), self.signature(step)
             if signature:  # before memory is allocated: the checkpoint may be anybody's
                 _check_fits(_without_memory(lambda: run.workload.saved_model(signature)), weights, path)
             model = run.precision.convert(run.workload.saved_model(signature))
@@ -142,7 +152,7 @@ class SavedRun:
             overrides: changes of the run's config.
 
         Raises:
-            ConfigError: if there is no such checkpoint, or the config is refused.
+            ConfigError: if there is no such checkpoint, the config is refused, or an override has no effect.
         """
         initial = ("weights", "reset_head") if (self.config.get("model") or {}).get("weights") is not None else ()
         without = [f"model.{key}={'null' if key == 'weights' else 'false'}" for key in initial]
@@ -154,7 +164,9 @@ class SavedRun:
             *without,
             *overrides,
         ]
-        return build_run(dict(compose(words)))
+        run = build_run(dict(compose(words)))
+        check_used(run, overrides)
+        return run
 
     @property
     def classes(self) -> list[str]:
@@ -163,7 +175,7 @@ class SavedRun:
         Raises:
             ConfigError: if there is no intact checkpoint.
         """
-        return saved_signature(self.checkpoint("last")).get("classes", [])
+        return self.signature("last").get("classes", [])
 
     def evaluate(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> dict[str, float]:
         """Return the metrics of an evaluation of a checkpoint, by TensorBoard tag.
@@ -194,8 +206,9 @@ class SavedRun:
             ConfigError: if there are no images or no such checkpoint, or if it is not one of an image classifier.
         """
         found = image_files([files] if isinstance(files, str | os.PathLike) else files)
-        inputs, signature = self.image_input(choice), saved_signature(self.checkpoint(choice))
-        return list(predict(self.model(choice), inputs, signature["classes"], found))
+        step = self._step(choice)
+        inputs, classes = self.image_input(step), self.signature(step)["classes"]
+        return list(predict(self.model(step), inputs, classes, found))
 
     def image_input(self, choice: str | int = "best") -> ImageInput:
         """Return the transform with which the evaluation of the run makes inputs of images.
@@ -203,11 +216,27 @@ class SavedRun:
         Raises:
             ConfigError: if there is no such checkpoint, or it has no such transform.
         """
-        signature = saved_signature(self.checkpoint(choice))
+        signature = self.signature(choice)
         why = "its checkpoint does not say how images are read"
         remedy = "name a run that classifies square images, of this version or a later one"
         check(signature.get("image") is not None, "directory", str(self.directory), why, remedy)
         return ImageInput.from_dict(signature["image"])
+
+    def _step(self, choice: str | int) -> int:
+        """Return the step of a checkpoint, which stays the same, while `best` and `last` of a running run change.
+
+        It is also faster: to find `best` and `last`, the files of the newest checkpoint are read.
+        """
+        return int(self.checkpoint(choice).name.removeprefix("step_"))
+
+
+@contextmanager
+def _refused_if_damaged(choice: str | int) -> Iterator[None]:
+    """Convert a `DamagedError` raised inside the context to a `ConfigError` with the key `checkpoint`."""
+    try:
+        yield
+    except DamagedError as error:
+        raise ConfigError("checkpoint", choice, str(error), "choose another checkpoint of the run") from None
 
 
 def _without_memory(build: Callable[[], torch.nn.Module]) -> torch.nn.Module | None:

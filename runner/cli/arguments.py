@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
-from runner.config.options import chosen_groups, groups, root_keys
+from runner.config.options import groups, groups_in_defaults, root_keys
+from runner.config.overrides import override_key
 
 _OVERRIDE = re.compile(r"(?P<key>[~+]{0,2}[\w./@-]+)=(?P<value>.*)", re.DOTALL)
 _DELETION = re.compile(r"~[\w./@-]+")
 _NUMBER = re.compile(r"[+-]?\d[\w.]*")
+_FUNCTION = re.compile(r"(zip|choice|range|interval|glob|tag|sort|shuffle|int|float|str|bool)\(")
+"""A pattern for the functions of Hydra that give several values, or convert them."""
 _PATHS = ("output_root", "resume", "data.root", "model.weights")
 _TEXTS = (*_PATHS, "name")
 SUMMARY = "--summary"
@@ -22,9 +25,9 @@ _SWITCHES = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
     *("--shell-completion", "-sc", SUMMARY),
 )
-_FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
 RUN_DIRECTORY = "--run-directory"
 """The flag that sets the run directory. The scheduler of a sweep passes this flag to the jobs."""
+_FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd", RUN_DIRECTORY)
 DETACHED = "--detached"
 """The flag with the file descriptor of a pipe to the command that started this sweep in the background."""
 
@@ -74,7 +77,7 @@ def _checked_override(word: str) -> str:
     key, value = (match["key"], match["value"]) if match else (word, "")
     _check_hydra_key(key, value)
     _check_size(key, value)
-    if key.lstrip("+") in chosen_groups():
+    if key.lstrip("+") in groups_in_defaults():
         parts = re.split("[/,]", value)
         if value.startswith(("/", "~")) or ".." in parts or any(len(os.fsencode(part)) > 250 for part in parts):
             nearest = did_you_mean(value, groups().get(key, []))
@@ -86,7 +89,7 @@ def _check_hydra_key(key: str, value: str) -> None:
     """Raise a `ConfigError` if `key` is a Hydra key that has no effect here: Hydra is used only to compose configs."""
     if _HYDRA_KEYS.fullmatch(key) and not _ALLOWED_HYDRA_KEYS.fullmatch(key):
         part = re.split(r"[./@]", f"{key}.")[1]
-        remedy = _HYDRA_REMEDIES.get(part, "of Hydra's keys only hydra.verbose and hydra.searchpath can be set")
+        remedy = _HYDRA_REMEDIES.get(part, "only hydra.verbose, hydra.searchpath and hydra.sweeper.params can be set")
         raise ConfigError(key, value or ABSENT, "Hydra only composes the config: this would have no effect", remedy)
 
 
@@ -96,10 +99,10 @@ def _check_size(key: str, value: str) -> None:
     for character in value:
         depth += (character in "[{(") - (character in "]})")
         deepest = max(deepest, depth)
-    check(deepest <= _MOST_NESTED, key, value, f"it is nested more than {_MOST_NESTED} deep", "close brackets earlier")
+    check(deepest <= _MOST_NESTED, key, value, f"it is nested more than {_MOST_NESTED} deep", "use fewer levels")
     is_long = len(value) > _MOST_CHARACTERS
     check(not is_long, key, value, f"it has more than {_MOST_CHARACTERS:,} characters", "put it into an option file")
-    digits = key.lstrip("+") not in _TEXTS and re.search(rf"\d{{{_MOST_DIGITS}}}", value)
+    digits = key.lstrip("+") not in _TEXTS and re.search(rf"\d{{{_MOST_DIGITS + 1}}}", value)
     check(not digits, key, value, f"it has a number of more than {_MOST_DIGITS} digits", "use fewer digits")
 
 
@@ -133,12 +136,12 @@ def quoted(argument: str, sweep: bool) -> str:
         return argument
     key, value = match["key"], match["value"]
     name = key.lstrip("+")
-    if name in chosen_groups():
+    if name in groups_in_defaults():
         if value == "null":
             return f"~{name}"  # Hydra's syntax for a group without an option
         parts = (_quote(part) if _NUMBER.fullmatch(part) or _is_literal(part) else part for part in value.split(","))
         return f"{key}={','.join(parts)}"
-    if value[:1] in "'\"[{" or value.startswith("zip("):
+    if value[:1] in "'\"[{" or (sweep and _FUNCTION.match(value)):
         return argument
     parts = value.split(",") if sweep else [value]
     return f"{key}={','.join(_text(name, part) for part in parts)}"
@@ -184,7 +187,7 @@ def _quote(value: str) -> str:
 
 def is_sweep_option(override: str) -> bool:
     """Return whether an override sets an option of the sweep itself, such as `sweep=local` or `sweep.slots=2`."""
-    return override.lstrip("+~").partition("=")[0].partition(".")[0] == "sweep"
+    return override_key(override).partition(".")[0] == "sweep"
 
 
 def override_value(arguments: Iterable[str], key: str) -> str | None:
@@ -269,4 +272,4 @@ def resumed(arguments: Iterable[str]) -> Path | None:
 def overridden_keys(arguments: Iterable[str]) -> set[str]:
     """Return the keys and config groups that a command line sets or deletes."""
     known = (_OVERRIDE.fullmatch(text) or _DELETION.fullmatch(text) for text in arguments)
-    return {match[0].partition("=")[0].lstrip("+~") for match in known if match}
+    return {override_key(match[0]) for match in known if match}

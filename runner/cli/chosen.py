@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
 from runner.cli.composition import Job
 from runner.config.errors import ConfigError, check
+from runner.config.overrides import override_key
 from runner.parallel.launch.cluster import external_world_size
 from runner.planning.choice import measured_choice
-from runner.planning.choice_cache import Choice, ChoiceCache, today
+from runner.planning.choice_cache import Choice, ChoiceCache, is_chosen_override, today
 from runner.planning.fitting import fitting_accumulation
 from runner.planning.trial import TrialError
-from runner.run import Run, Session, build_run
+from runner.resume import completed
+from runner.run import Run, Session, build_run, config_hash
+from runner.storage.run_directory import read_result
 from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import saved_config
 
@@ -35,81 +42,128 @@ Compose = Callable[[Sequence[str]], Job]
 def with_choices(job: Job, compose: Compose, directory: Path | None = None, config_dir: str | None = None) -> Job:
     """Return `job` with a number of micro-batches for `accumulation=auto`, and a way to train for `how=auto`.
 
-    Both are chosen for this machine, and become part of the config, so that a resumed run is trained as before.
+    Both are chosen for this machine, and become part of the config. With `resume=auto`, the choices of the run that is
+    continued are made again, because another choice would be another config, and begin another run.
 
     Args:
         job: the composed config, and the overrides from which it was composed.
         compose: function that composes the config from its overrides.
         directory: the run directory that `--run-directory` names, as it does for the jobs of a sweep; otherwise None.
-            If the run in it has begun, its choices are kept.
         config_dir: a directory with options of the user's own, parallel modes among them; None if there is none.
 
     Raises:
         ConfigError: if the config is refused.
     """
-    if job.config["accumulation"].get("steps") == "auto":
-        job = with_fitting_accumulation(job, compose, directory)
-    if job.config.get("how") == "auto":
-        job = with_choice(job, compose, directory, config_dir)
+    options = {"accumulation": job.config["accumulation"].get("steps"), "how": job.config.get("how")}
+    keys = [key for key, value in options.items() if value == "auto"]
+    for key in keys:
+        _check_no_external_launch(key)
+    continued = _continued(job, keys, compose, directory) if keys else None
+    if continued is not None:
+        return continued
+    if "accumulation" in keys:
+        job = with_fitting_accumulation(job, compose)
+    if "how" in keys:
+        job = with_choice(job, compose, config_dir)
     return job
 
 
-def with_fitting_accumulation(job: Job, compose: Compose, directory: Path | None = None) -> Job:
+def with_fitting_accumulation(job: Job, compose: Compose) -> Job:
     """Return `job`, whose config has `accumulation=auto`, with the fewest micro-batches with which it fits into memory.
 
     The arguments and the errors are those of `with_choices`.
     """
-    _check_started_here("accumulation")
-    typed = [text for text in job.overrides if text.lstrip("+").partition("=")[0] != "accumulation"]
-
-    def words(count: int) -> list[str]:
-        return [*typed, "accumulation=1", f"accumulation.steps={count}"]
-
-    begun = _saved(directory).get("accumulation")
-    count = begun.get("steps") if isinstance(begun, dict) else None
-    if not isinstance(count, int):
-        report = partial(_say, "accumulation")
-        try:
-            count = fitting_accumulation(lambda each: build_run(compose(words(each)).config), report)
-        except TrialError as error:
-            raise ConfigError("accumulation", "auto", error.why, "accumulation=1 shows the error in full") from None
-    return compose(words(count))
+    typed = _without(job.overrides, ["accumulation"])
+    report = partial(_say, "accumulation")
+    try:
+        count = fitting_accumulation(lambda each: build_run(compose([*typed, *_divided(each)]).config), report)
+    except TrialError as error:
+        raise ConfigError("accumulation", "auto", error.why, "accumulation=1 shows the error in full") from None
+    return compose([*typed, *_divided(count)])
 
 
-def with_choice(job: Job, compose: Compose, directory: Path | None = None, config_dir: str | None = None) -> Job:
+def with_choice(job: Job, compose: Compose, config_dir: str | None = None) -> Job:
     """Return `job`, whose config has `how=auto`, with the overrides that were chosen for it on this machine.
 
-    The option `how` of the returned config is the list of these overrides, so that a resumed run is trained as before.
-    If no choice for this config is in the cache, ways to train it are measured, unless the run is short.
+    The option `how` of the returned config is the list of these overrides. If no choice for this config is in the
+    cache, ways to train it are measured, unless the run is short.
 
     The arguments and the errors are those of `with_choices`.
     """
-    _check_started_here("how")
-    typed = [text for text in job.overrides if text.lstrip("+").partition("=")[0] != "how"]
-    overrides = _of_begun(directory)
-    if overrides is None:
-        overrides = _chosen(job, typed, compose, config_dir)
+    typed = _without(job.overrides, ["how"])
+    overrides = _chosen(job, typed, compose, config_dir)
     words = [*typed, *overrides]
     return Job(compose(words).config | {"how": overrides}, words)
 
 
+def _divided(count: object) -> list[str]:
+    """Return the overrides for `count` micro-batches per step."""
+    return ["accumulation=1", f"accumulation.steps={count}"]
+
+
+def _without(overrides: Iterable[str], keys: Collection[str]) -> list[str]:
+    return [text for text in overrides if override_key(text) not in keys]
+
+
+def _continued(job: Job, keys: Collection[str], compose: Compose, directory: Path | None) -> Job | None:
+    """Return `job` with the choices of the run that it continues; None if there is no such run.
+
+    It is the run in `directory` or, without a directory, the newest unfinished run, if its config is that of `job` with
+    the choices that are saved in it. A run directory may come from somebody else: only overrides that a choice may
+    contain are taken from it.
+
+    Args:
+        job: the composed config, and the overrides from which it was composed.
+        keys: the options to choose, `accumulation`, `how` or both.
+        compose: function that composes the config from its overrides.
+        directory: the run directory that `--run-directory` names; otherwise None.
+    """
+    typed = _without(job.overrides, keys)
+    composed = cache(lambda *words: compose(words))  # many runs have the same choices
+    for path in _to_continue(job.config, directory):
+        with suppress(UnreadableConfigError, ConfigError, HydraException, OmegaConfBaseException):
+            saved = saved_config(path).values
+            accumulation = saved.get("accumulation")
+            steps = accumulation.get("steps") if isinstance(accumulation, dict) else None
+            divided = _divided(steps) if "accumulation" in keys else []
+            how = saved.get("how") if "how" in keys else []
+            if not isinstance(how, list) or not all(map(is_chosen_override, [*divided, *how])):
+                continue
+            words = [*typed, *divided, *how]
+            config = composed(*words).config
+            if config_hash(completed(config)) == config_hash(completed(saved)):
+                return Job(config | ({"how": how} if "how" in keys else {}), words)
+    return None
+
+
+def _to_continue(config: Mapping[str, Any], directory: Path | None) -> list[Path]:
+    """Return the directories of the runs that `config` may continue, in the order in which they are to be tried."""
+    if config["resume"] != "auto":
+        return []
+    if directory is not None:
+        return [directory]
+    paths = sorted(Path(config["output_root"], config["name"]).glob("*"), reverse=True)
+    return [path for path in paths if read_result(path).get("status") != "done"]
+
+
 def _chosen(job: Job, typed: list[str], compose: Compose, config_dir: str | None) -> list[str]:
     """Return the overrides that are chosen for the config, and print why."""
-    cache = ChoiceCache(job.config, typed)
-    choice, problem = cache.read()
+    entry = ChoiceCache(job.config, typed, config_dir)
+    choice, problem = entry.read()
     if choice is None:
-        with cache.lock():
-            choice, problem = cache.read()  # another run may have measured it meanwhile
+        with entry.lock():
+            choice, problem = entry.read()  # another run may have measured it meanwhile
             if problem:
-                _say("how", f"{problem}, and ignored")
+                _say("how", f"{problem} and is ignored")
             if choice is None:
                 choice = _measured(typed, compose, config_dir)
                 if choice is not None:
-                    cache.write(choice)
+                    entry.write(choice)
     if choice is None:
         return []
     words = " ".join(choice.overrides)
-    faster = f"{words}: {choice.speedup:.2f} × as fast as without" if words else "nothing is faster than without"
+    faster = f"{words}: {choice.speedup:.2f} × as fast as the config as it is"
+    faster = faster if words else "no other way to train is faster"
     _say("how", f"{faster} (measured on this machine, {choice.measured})")
     return choice.overrides
 
@@ -123,7 +177,8 @@ def _measured(typed: list[str], compose: Compose, config_dir: str | None) -> Cho
         worthwhile = lengths[0] >= _LEAST_SECONDS
         seconds = min(_MOST_BUDGET, max(_LEAST_BUDGET, _SHARE * lengths[0])) if worthwhile else 0.0
         if worthwhile:
-            _say("how", f"about {lengths[0] / 60:,.0f} minutes as it is: other ways are measured for {seconds:.0f} s")
+            minutes = f"about {lengths[0] / 60:,.0f} minutes with the config as typed"
+            _say("how", f"{minutes}: other ways are measured for {seconds:.0f} s")
         return seconds
 
     def run(more: Sequence[str]) -> Run:
@@ -137,31 +192,16 @@ def _measured(typed: list[str], compose: Compose, config_dir: str | None) -> Cho
             raise ConfigError(
                 "how", "auto", error.why, "see the message; how=default trains without measuring"
             ) from None
-        _say("how", f"its steps cannot be measured ({error.why}): trained as it is")
+        _say("how", f"the steps of the run cannot be measured ({error.why}): trained with the config as typed")
         return None
     if lengths[0] < _LEAST_SECONDS:
-        _say("how", f"about {lengths[0]:.0f} s: too short to measure other ways; trained as it is")
+        _say("how", f"about {lengths[0]:.0f} s: too short to measure other ways; trained with the config as typed")
         return None
     return Choice(found["chosen"], found["speedup"], today())
 
 
-def _of_begun(directory: Path | None) -> list[str] | None:
-    """Return the overrides that were chosen for the run in `directory`; None if there is no such run or choice."""
-    how: Any = _saved(directory).get("how")
-    return [str(text) for text in how] if isinstance(how, list) else None
-
-
-def _saved(directory: Path | None) -> Mapping[str, Any]:
-    """Return the config of the run in `directory`; empty if there is no run with a config that can be read."""
-    if directory is None or not directory.exists():
-        return {}
-    try:
-        return saved_config(directory).values
-    except UnreadableConfigError:
-        return {}
-
-
-def _check_started_here(key: str) -> None:
+def _check_no_external_launch(key: str) -> None:
+    """Raise a `ConfigError` if torchrun or SLURM has started several processes, which could choose differently."""
     started = external_world_size()
     why = f"torchrun or SLURM has started {started} processes, each of which would choose by itself"
     remedy = (

@@ -81,7 +81,7 @@ class Composer:
             config = self._load(overrides, RunMode.RUN)
             _set_log_level(config)
             if swept := ", ".join(map(str, config.hydra.sweeper.params or {})):
-                print(f"a single run of a study over {swept}: -m runs the study", file=sys.stderr)
+                print(f"one run of a study over {swept}: add -m for all", file=sys.stderr)
             return _job(config)
 
     def show(self, overrides: list[str], flags: Namespace) -> None:
@@ -116,7 +116,7 @@ class Composer:
     def _complete(self, overrides: list[str]) -> None:
         flag, remedy = "--shell-completion", 'eval "$(runner -sc install=bash)" first'
         asks = "query=bash" not in overrides or "COMP_LINE" in os.environ
-        check(asks, flag, "query=bash", "a completion is asked for by the shell, which sets COMP_LINE", remedy)
+        check(asks, flag, "query=bash", "only the shell asks for completions; it sets COMP_LINE", remedy)
         try:
             self._hydra.shell_completion(self._root, overrides)
         except (ValueError, YAMLError, OmegaConfBaseException) as error:

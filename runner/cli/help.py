@@ -32,6 +32,7 @@ def help_text(config_dir: str | None = None) -> str:
     lines += [
         "",
         "--summary prints a table of the network, and trains nothing",
+        "--run-directory DIR trains in DIR, not in a new directory in output_root",
         "--cfg job prints the composed config · --config-dir DIR adds your own options · --version",
         "--hydra-help describes --info, --multirun and all other flags",
         "python -m runner.tools.doctor describes this machine",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Collection, Mapping
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.errors import ABSENT, ConfigError, did_you_mean
 from runner.config.options import groups, option_keys, root_keys
+from runner.config.overrides import override_key
 
 
 def explain(error: Exception) -> str:
@@ -22,7 +24,7 @@ def config_error(error: Exception) -> ConfigError | None:
     """Return a config error that says the same as `error`; None if `error` cannot be translated."""
     if isinstance(error, ConfigError):
         return error
-    translations = (_no_such_option, _no_such_key, _several_values, _as_told, _syntax_error, _unresolved)
+    translations = (_no_such_option, _no_such_key, _several_values, _by_message, _syntax_error, _unresolved)
     return next((found for translate in translations if (found := translate(error)) is not None), None)
 
 
@@ -31,7 +33,7 @@ def blamed(error: Exception, override: str) -> ConfigError:
     key, _, value = override.partition("=")
     why = next((line for line in _lines(error) if not line.startswith("Error merging")), "it cannot be composed")
     return ConfigError(
-        key.lstrip("+~"), value, f"Hydra cannot use it ({why})", f"leave {key} out, or choose another value"
+        override_key(override), value, f"Hydra cannot use it ({why})", f"leave {key} out, or choose another value"
     )
 
 
@@ -67,11 +69,18 @@ _BY_KEY = {
 
 def _no_such_key(error: Exception) -> ConfigError | None:
     match = re.search(r"[Cc]ould not override '([^']+)'", str(error))
-    return match and ConfigError(match[1], ABSENT, "there is no such key;", _other_key(match[1]))
+    node = getattr(error.__cause__, "parent_node", None)  # that does not have the key
+    chosen = {str(name) for name in node if name != "_target_"} if isinstance(node, Mapping) else set()
+    return match and ConfigError(match[1], ABSENT, "there is no such key;", _other_key(match[1], chosen))
 
 
-def _other_key(key: str) -> str:
-    """Return a remedy for the unknown key `key`: a similar key, or the option that has this key."""
+def _other_key(key: str, chosen: Collection[str]) -> str:
+    """Return a remedy for the unknown key `key`: a similar key, the option that has this key, or all keys.
+
+    Args:
+        key: the unknown key.
+        chosen: the keys of the option that is chosen; empty if they are not known.
+    """
     group, _, name = key.partition(".")
     if group == "hydra":
         return "python -m runner --cfg hydra shows all of Hydra's keys"
@@ -84,7 +93,9 @@ def _other_key(key: str) -> str:
         return did_you_mean(group, root_keys())
     if owners := [f"{group}={option}" for option, names in keys.items() if name in names]:
         return f"it is a key of {', '.join(owners)}; another {group} is chosen"
-    return did_you_mean(name, {name for names in keys.values() for name in names}, f"{group}.")
+    known = {name for names in keys.values() for name in names}
+    is_near = bool(difflib.get_close_matches(name.lower(), known, n=1))
+    return did_you_mean(name, known if is_near else chosen or known, f"{group}.")
 
 
 def _several_values(error: Exception) -> ConfigError | None:
@@ -96,13 +107,13 @@ def _several_values(error: Exception) -> ConfigError | None:
     return ConfigError(key, values, "a single run takes a single value", f"for a sweep, add -m{as_list}")
 
 
-_TOLD = {
+_BY_MESSAGE = {
     r"Multiple values for (\S+)\. ": ("an option of this group is already chosen", "without the +: {}=…"),
     r"(\S+) appears more than once": ("an option of this group is already chosen", "without the +: {}=…"),
     r"An item is already at '([^']+)'": ("there is already such a key", "without the +: {}=…"),
     r"force-add of config groups is not supported: '\++([^=']+)": ("a group takes one option", "without the ++: {}=…"),
     r"Sweep parameters '([^=']+)=": ("a single run takes a single value", "for a sweep, add -m"),
-    r"Could not delete '([^=']+)": ("nothing is chosen in it that could be removed", "leave it out"),
+    r"Could not delete '([^=']+)": ("nothing is chosen in this group", "leave it out"),
     r"delete from config\. '([^']+)' does not exist": ("there is no such key;", "leave it out"),
     r"delete from config\. The value of '([^']+)'": ("it has another value", "~{} removes it whatever it is"),
     r"but config group '([^']+)' does not exist": ("there is no such config group;", "--help lists all groups"),
@@ -110,8 +121,8 @@ _TOLD = {
 """For each pattern of a Hydra message: what is wrong, and what to type instead. Group 1 of a pattern is the key."""
 
 
-def _as_told(error: Exception) -> ConfigError | None:
-    for pattern, (why, remedy) in _TOLD.items():
+def _by_message(error: Exception) -> ConfigError | None:
+    for pattern, (why, remedy) in _BY_MESSAGE.items():
         if match := re.search(pattern, str(error)):
             return ConfigError(match[1], ABSENT, why, remedy.format(match[1]))
     return None

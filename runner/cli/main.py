@@ -135,11 +135,10 @@ def check_flags(flags: Namespace, shows_model: bool) -> None:
         "--shell-completion": flags.shell_completion,
     }
     given = [flag for flag, is_given in what.items() if is_given]
-    check(len(given) <= 1, " ".join(given), ABSENT, "they ask for different things", "leave all but one of them out")
+    check(len(given) <= 1, " ".join(given), ABSENT, "they ask for different things", "keep only one of them")
     for flag, is_given in {"--package": flags.package is not None, "--resolve": flags.resolve}.items():
-        check(
-            not is_given or flags.cfg is not None, flag, ABSENT, "it says how --cfg shows the config", "add --cfg job"
-        )
+        why = "it has an effect only with --cfg"
+        check(not is_given or flags.cfg is not None, flag, ABSENT, why, "add --cfg job")
 
 
 def run_single(

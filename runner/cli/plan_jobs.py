@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +18,15 @@ from runner.cli.arguments import override_value
 from runner.cli.hydra_errors import explain
 from runner.cli.messages import wrapped
 from runner.cli.sweep_jobs import SweepJobs
-from runner.config.errors import ConfigError
-from runner.config.options import chosen_groups
+from runner.config.errors import ConfigError, errors_under
+from runner.config.options import groups_in_defaults
+from runner.config.overrides import override_key
+from runner.config.schema import load_class
 from runner.run import Run, build_run, config_hash
 from runner.storage.run_directory import job_name
 from runner.sweep.engines.base import Demand
 from runner.sweep.scheduler import JobSource, PlannedJob
+from runner.workloads.base import Workload
 
 REFUSALS = (ConfigError, HydraException, OmegaConfBaseException)
 """The errors that are raised if a config cannot run."""
@@ -46,8 +51,6 @@ class Planner:
 
     Attributes:
         config: the config of the first job that can run, or that fails only because of the value of a swept key.
-        best: the name of the metric by which the workload selects its best checkpoint, and `min` or `max`, depending on
-            which values of the metric are better.
         path: the directory of the sweep. It must be set before `plan` is called.
 
     Raises:
@@ -59,8 +62,13 @@ class Planner:
         self._bases: dict[tuple[str, ...], _Base] = {}
         self._configs: dict[tuple[str, ...], dict[str, Any] | None] = {}
         self.path = Path()
-        self.best = ("", "")
         self.config = self._first_config()
+
+    @property
+    def best(self) -> tuple[str, str]:
+        """The metric by which the workload selects its best checkpoint, and whether the `min` or the `max` is best."""
+        with errors_under("workload"):
+            return load_class((self.config.get("workload") or {}).get("_target_"), Workload).best
 
     def plan(self, number: int, overrides: list[str]) -> PlannedJob:
         """Return the planned job with this number and these overrides."""
@@ -117,9 +125,7 @@ class Planner:
         return self._bases[key]
 
     def _build(self, config: dict[str, Any]) -> _Base:
-        run = build_run(config)
-        self.best = run.workload.best
-        return _Base(config_hash(config), self._demand(run))
+        return _Base(config_hash(config), self._demand(build_run(config)))
 
     def _demand(self, run: Run) -> Demand:
         threads = run.device.threads
@@ -157,7 +163,9 @@ class GridJobs(JobSource):
 
 
 def experiment_file(overrides: list[str], comment: str) -> str:
-    """Return the content of an option file for conf/experiment/ with the same effect as `overrides`, except deletions.
+    """Return the content of an option file for conf/experiment/ with the same effect as `overrides`.
+
+    A key that an override deletes cannot be deleted in the file, and is left out; a config group gets no option there.
 
     Args:
         overrides: the overrides of a job.
@@ -165,13 +173,28 @@ def experiment_file(overrides: list[str], comment: str) -> str:
     """
     groups, values = [], OmegaConf.create()
     for text in overrides:
-        key, _, value = text.lstrip("+").partition("=")
-        if key in chosen_groups():
-            groups.append(f"  - override /{key}: {value}\n")
-        elif not key.startswith("~"):
+        key, value = override_key(text), text.partition("=")[2]
+        if key in groups_in_defaults():
+            groups.append(f"  - override /{key}: {'null' if text.startswith('~') else value}\n")
+        elif not text.startswith("~"):
             values = OmegaConf.merge(values, OmegaConf.from_dotlist([text.lstrip("+")]))
     defaults = f"defaults:\n{''.join(groups)}  - _self_\n" if groups else ""
     return f"# @package _global_\n# {comment}\n{defaults}{OmegaConf.to_yaml(values) if values else ''}"
+
+
+def experiment_command(directory: str, name: str, config_dir: str | None) -> str:
+    """Return the command that trains an experiment.
+
+    Args:
+        directory: the directory that contains `experiment/NAME.yaml`.
+        name: the name of the experiment.
+        config_dir: the directory with the user's own options that the experiment may choose; None if there is none.
+    """
+    words = ["python", "-m", "runner", "--config-dir", directory]
+    if config_dir is not None:
+        own = json.dumps(f"file://{os.path.abspath(os.path.expanduser(config_dir))}", ensure_ascii=False)
+        words.append(f"hydra.searchpath=[{own}]")
+    return shlex.join([*words, f"experiment={name}"])
 
 
 def _has(config: Any, path: list[str]) -> bool:
@@ -184,8 +207,8 @@ def _has(config: Any, path: list[str]) -> bool:
 
 def _shared(overrides: list[str]) -> tuple[str, ...]:
     """Return the overrides of config groups and devices. Only these can change the resources that a job needs."""
-    keys = {text: text.lstrip("+~").partition("=")[0] for text in overrides}
-    groups = chosen_groups()
+    keys = {text: override_key(text) for text in overrides}
+    groups = groups_in_defaults()
     return tuple(
         text
         for text, key in keys.items()

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from runner.cli.detached import Background
 from runner.cli.messages import WIDTH
-from runner.cli.plan_jobs import GridJobs, Planner, experiment_file
+from runner.cli.plan_jobs import GridJobs, Planner, experiment_command, experiment_file
 from runner.cli.sweep_jobs import SweepJobs
 from runner.config.errors import ABSENT, check
-from runner.config.options import chosen_groups
+from runner.config.options import groups_in_defaults
+from runner.config.schema import build
 from runner.parallel.launch.cluster import external_rank_info
 from runner.storage.durable_write import write_text
 from runner.sweep.console import last_line
@@ -26,6 +27,7 @@ from runner.sweep.summary import best_job, write_summary
 from runner.system.exit_codes import DIVERGED, DONE, STOPPED
 from runner.system.forkserver import run_in_child
 from runner.system.signals import StopRequest
+from runner.tracking.base import Tracker
 
 _FOR_ALL_JOBS = ("output_root", "resume", "sweep")
 """Keys and groups that cannot be swept over."""
@@ -77,7 +79,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
         display.summary()
         best = best_job(ledger.path)
         if isinstance(source, SearchJobs):
-            _report_best(source, ledger.path, engine.seeds)
+            _report_best(source, ledger.path, engine.seeds, config_dir)
         elif best is not None:
             print(f"best {best.metric} {best.value:.4f}: {best.name}", flush=True)
         if best is not None:
@@ -115,14 +117,19 @@ def _search(jobs: SweepJobs, planner: Planner, ledger: Ledger) -> SearchJobs:
     check(not seeded, "sweep.seeds", options.seeds, "seed is swept, too", "leave one of them out")
     tag = options.metric or f"eval/{metric}"
     known = options.goal is not None or tag == f"eval/{metric}"
-    check(known, "sweep.metric", tag, "it may be better large or small", "add sweep.goal=min or sweep.goal=max")
+    why = "it is not known whether larger or smaller values are better"
+    check(known, "sweep.metric", tag, why, "add sweep.goal=min or sweep.goal=max")
+    tracker = build(planner.config["tracking"], Tracker, "tracking")
+    why = "it needs the event files of TensorBoard, which the jobs do not write"
+    remedy = "tracking=tensorboard, or several: tracking=[tensorboard,csv]"
+    check(options.prune is None or tracker.writes_event_files(), "sweep.prune", options.prune, why, remedy)
     objective = Objective(tag, options.goal or goal, best=options.metric is None)
-    space = Space(jobs.dimensions, planner.has_key, chosen_groups())
+    space = Space(jobs.dimensions, planner.has_key, groups_in_defaults())
     seed = int(planner.config["seed"]) if options.seeds > 1 else None
     return SearchJobs(space, options, objective, planner.plan, seed, ledger)
 
 
-def _report_best(source: SearchJobs, path: Path, num_seeds: int) -> None:
+def _report_best(source: SearchJobs, path: Path, num_seeds: int, config_dir: str | None) -> None:
     """Print the best trial of a search, and write its overrides to an option file with which it can be run again."""
     found = source.best()
     if found is None:
@@ -135,5 +142,5 @@ def _report_best(source: SearchJobs, path: Path, num_seeds: int) -> None:
     with suppress(OSError):  # the line above says it, too
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, experiment_file(overrides, f"The best of {source.num_trials} trials: {lines[0]}"))
-        lines.append(f"run: python -m runner --config-dir {shlex.quote(str(path / OPTIONS))} experiment=best")
+        lines.append(f"run: {experiment_command(str(path / OPTIONS), 'best', config_dir)}")
     print("\n".join(lines), flush=True)

@@ -72,7 +72,13 @@ def _plain(value: Any, key: str, overridden: set[str]) -> Any:
             _plain(element, key, set())
     if isinstance(value, str):
         reference = "${" in value or value == "???"
-        check(not reference, key, value, "a saved config is not resolved", f"type it again: {key}='{value}'")
+        check(
+            not reference,
+            key,
+            value,
+            "references in a saved config are not resolved",
+            f"type it again: {key}='{value}'",
+        )
         hidden = "it contains a credential, which is not saved"
         check(MASK not in value, key, value, hidden, f"type it again: {key}=…, or {key}='${{oc.env:NAME}}'")
     return value
@@ -89,7 +95,7 @@ def _check(config: dict[str, Any], overridden: set[str]) -> None:
     for key, node in config.items():
         check(key in known, key, ABSENT, "there is no such key;", did_you_mean(key, known))
         if key in _GROUPS and node is not None:
-            check(isinstance(node, dict), key, node, "it is no component", f"choose an option: {key}=…")
+            check(isinstance(node, dict), key, node, "it is not a component", f"choose an option: {key}=…")
             with errors_under(key):
                 cls = load_class(node.get("_target_"), _GROUPS[key])
                 saved = _not_overridden(node, f"{key}.", overridden)

@@ -15,7 +15,7 @@ from runner.cli.arguments import is_sweep_option, quoted
 from runner.cli.composition import Composer, Job, composition_errors
 from runner.cli.zipped import parse_zip
 from runner.config.errors import ABSENT, check
-from runner.config.options import chosen_groups, root_keys
+from runner.config.options import groups_in_defaults, root_keys
 from runner.config.schema import build
 from runner.sweep.engines.base import Engine
 from runner.sweep.space import Dimension, Interval
@@ -86,7 +86,7 @@ class SweepJobs:
 
         The chosen options decide which other keys exist in the config.
         """
-        groups = chosen_groups()
+        groups = groups_in_defaults()
         few = [
             each.choices if any(_bare(key).partition("@")[0] in groups for key in each.keys) else [each.first]
             for each in self.dimensions
@@ -126,7 +126,8 @@ class SweepJobs:
         check(name not in root_keys(), name, typed, why, f"pairs={typed}")
         overrides = self._composer.parse([quoted(member, sweep=True) for member in members])
         counts = {override.key_or_group: _count(override) for override in overrides}
-        why = f"paired keys have equally many values: {', '.join(f'{key} has {n:,}' for key, n in counts.items())}"
+        listed = ", ".join(f"{key} has {count:,}" for key, count in counts.items())
+        why = f"paired keys must have the same number of values: {listed}"
         check(len(set(counts.values())) == 1, name, typed, why, "add or remove some")
         self._check_count(dict(list(counts.items())[:1]))
         keys = tuple(_bare(override.get_key_element()) for override in overrides)
@@ -160,17 +161,18 @@ def _interval(key: str, typed: str, value: IntervalSweep) -> Interval:
 
 
 def _count(override: Override) -> int:
-    """Return the number of values of an override, without listing the values of a range."""
+    """Return the number of values of an override, without listing the values of a range that is too long."""
     swept = override.value()
     if not override.is_discrete_sweep():
         return 1
-    if not isinstance(swept, RangeSweep):
-        return len(list(override.sweep_string_iterator()))
-    start, stop, step = (float(value) for value in (swept.start or 0, swept.stop or 0, swept.step))
-    key, typed = override.key_or_group, str(override.input_line).partition("=")[2]
-    usable = step != 0 and all(math.isfinite(value) for value in (start, stop, step))
-    check(usable, key, typed, "a range needs finite numbers, and a step that is not 0", f"{key}=range(0,10,1)")
-    return max(0, math.ceil((stop - start) / step))
+    if isinstance(swept, RangeSweep):
+        start, stop, step = (float(value) for value in (swept.start or 0, swept.stop or 0, swept.step))
+        key, typed = override.key_or_group, str(override.input_line).partition("=")[2]
+        usable = step != 0 and all(math.isfinite(value) for value in (start, stop, step, (stop - start) / step))
+        check(usable, key, typed, "a range needs finite numbers, and a step that is not 0", f"{key}=range(0,10,1)")
+        if (stop - start) / step > MOST_JOBS + 1:  # of fewer, rounding may add or remove one: Hydra has to list them
+            return math.ceil((stop - start) / step)
+    return len(list(override.sweep_string_iterator()))
 
 
 def _words(override: Override) -> list[list[str]]:

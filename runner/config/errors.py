@@ -84,7 +84,8 @@ def check_range(
     wanted = [
         f"{word}{bound if isinstance(bound, int) else f'{bound:g}'}" for word, bound in bounds if math.isfinite(bound)
     ]
-    raise ConfigError(key, value, "it must be a finite number " + " and ".join(wanted), see_comments(component))
+    why = f"it must be a finite number {' and '.join(wanted)}".rstrip()
+    raise ConfigError(key, value, why, see_comments(component))
 
 
 def check_choice(component: object, key: str, choices: Iterable[str]) -> None:

@@ -35,7 +35,7 @@ def option_files(*more: Path) -> dict[str, dict[str, Path]]:
 
 
 @cache
-def chosen_groups() -> set[str]:
+def groups_in_defaults() -> set[str]:
     """Return the config groups in the defaults list of conf/config.yaml, except optional groups such as `local`."""
     # As text: every command needs them, and parsing the YAML takes 8 ms.
     return set(re.findall(r"^  - (\w+): ", (CONF / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE))
@@ -44,7 +44,7 @@ def chosen_groups() -> set[str]:
 @cache
 def root_keys() -> set[str]:
     """Return the keys of the root config, including the config groups."""
-    return {*chosen_groups(), *_keys(CONF / "config.yaml")}
+    return {*groups_in_defaults(), *_keys(CONF / "config.yaml")}
 
 
 def option_keys(group: str, option: str) -> list[str]:

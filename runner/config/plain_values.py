@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import secrets
+from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-_VARIABLE = re.compile(r"\$\{oc\.env:([^{}]*)\}")
-_MARK = "\0env:{}\0"
-_MARKED = re.compile("\0env:([^\0]*)\0")
+_VARIABLE = re.compile(r"\$\{oc\.env:(?:[^{}]|\$\{oc\.env:[^{}]*\})*\}")
+"""A pattern for a reference to an environment variable, whose default may be a reference to another one."""
+_BRACES = re.compile(r"\$\{|[{}]")
+_MARK = secrets.token_hex(8)
+"""What replaces the `$` of a reference, so that OmegaConf does not resolve it. No config can contain it by itself."""
 _NEEDED = ("name", "output_root", "resume")
 """Config keys whose values are needed before any component is built."""
 
@@ -19,7 +23,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 
     The text `${oc.env:NAME}` is kept until a component is built. It is also written to the files of a run instead of
     the value, because environment variables may hold passwords and tokens. In `name`, `output_root` and `resume`, such
-    references are resolved too, and so are those in a text that has any other interpolation.
+    references are resolved too, and so are those inside another interpolation, such as `${oc.decode:${oc.env:NAME}}`.
 
     Raises:
         OmegaConfBaseException: if an interpolation cannot be resolved.
@@ -27,24 +31,38 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     raw: Any = OmegaConf.to_container(config, resolve=False)
     if "${oc.env:" not in str(raw):
         return OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportReturnType]
-    raw = {key: value if key in _NEEDED else _marked(value) for key, value in raw.items()}
-    return _unmarked(OmegaConf.to_container(OmegaConf.create(raw), resolve=True))
+    raw = {key: value if key in _NEEDED else _mapped(_marked, value) for key, value in raw.items()}
+    return _mapped(_unmarked, OmegaConf.to_container(OmegaConf.create(raw), resolve=True))
 
 
-def _marked(value: Any) -> Any:
-    """Replace references to environment variables with marks, except in texts that have any other interpolation."""
-    if isinstance(value, str) and "${" not in _VARIABLE.sub("", value):
-        return _VARIABLE.sub(lambda match: _MARK.format(match[1]), value)
-    return _mapped(_marked, value)
+def _marked(text: str) -> str:
+    """Mark the references to environment variables that are not inside another interpolation."""
+
+    def mark(match: re.Match[str]) -> str:
+        return match[0] if _is_inside(text[: match.start()]) else match[0].replace("$", _MARK)
+
+    return _VARIABLE.sub(mark, text)
 
 
-def _unmarked(value: Any) -> Any:
-    if isinstance(value, str):
-        return _MARKED.sub(r"${oc.env:\1}", value)
-    return _mapped(_unmarked, value)
+def _is_inside(before: str) -> bool:
+    """Return whether what follows the text `before` is inside an interpolation that begins in it."""
+    depth = 0
+    for brace in _BRACES.findall(before):
+        if brace == "}":
+            depth = max(0, depth - 1)
+        elif brace == "${" or depth:
+            depth += 1
+    return depth > 0
 
 
-def _mapped(function: Any, value: Any) -> Any:
+def _unmarked(text: str) -> str:
+    return text.replace(_MARK, "$")
+
+
+def _mapped(function: Callable[[str], str], value: Any) -> Any:
+    """Return `value` with `function` applied to each text in it."""
     if isinstance(value, dict):
-        return {key: function(inner) for key, inner in value.items()}
-    return [function(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _mapped(function, inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_mapped(function, inner) for inner in value]
+    return function(value) if isinstance(value, str) else value

@@ -63,8 +63,9 @@ def _constructed(cls: type[Component], values: dict[str, Any], parts: dict[str, 
     try:
         return cls(**values, **parts)
     except OSError as error:
-        named = [name for name, value in values.items() if value and str(value) in str(error.filename)]
-        name = named[0] if named else "_target_"
+        texts = {name: value for name, value in values.items() if value and isinstance(value, str)}
+        named = [name for name, text in texts.items() if text in str(error.filename)]
+        name = max(named, key=lambda name: len(texts[name]), default="_target_")  # the path, not a short part of it
         raise ConfigError(name, values.get(name), f"{error.strerror}", see_comments(cls)) from None
 
 
@@ -248,8 +249,9 @@ def _resolved(schema: Any, name: str, hint: Any) -> Any:
         return _plain(schema[name], hint)
     except OmegaConfBaseException as error:
         raw: Any = OmegaConf.to_container(schema, resolve=False)
-        why, remedy = str(error).splitlines()[0], f"it must be {_in_words(hint)}"
-        raise ConfigError(name, raw[name], why, remedy) from None
+        is_wrong = isinstance(error, ValidationError)  # whose message has the value, which may be a secret
+        why = "its value has a wrong type" if is_wrong else str(error).splitlines()[0]
+        raise ConfigError(name, raw[name], why, f"it must be {_in_words(hint)}") from None
 
 
 def _plain(value: Any, hint: Any) -> Any:

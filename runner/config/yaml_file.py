@@ -50,12 +50,12 @@ def read_config(path: Path) -> Any:
         return pickle.loads(_parsed[text])
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not text in UTF-8"
-        raise ConfigError(name, ABSENT, f"it cannot be read: {why}", "mend or remove the file") from None
+        raise ConfigError(name, ABSENT, f"it cannot be read: {why}", "correct or remove the file") from None
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(name, ABSENT, f"it is no valid YAML{line}: {error.problem}", "correct that line") from None
+        raise ConfigError(name, ABSENT, f"it is not valid YAML{line}: {error.problem}", "correct that line") from None
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        why = f"it is no valid YAML: {str(error).splitlines()[0]}"
+        why = f"it is not valid YAML: {str(error).splitlines()[0]}"
         raise ConfigError(name, ABSENT, why, "correct the file") from None
     except RecursionError:
         raise ConfigError(name, ABSENT, "it is nested too deeply", "values are at most lists of lists") from None
@@ -108,5 +108,5 @@ def _check_number(node: yaml.ScalarNode, key: str, place: str) -> None:
         differs = True  # octal, hexadecimal, binary and sexagesimal numbers
     else:
         differs = node.tag == _FLOAT and (":" in text or bool(re.match(r"[-+]?0[0-9_]", text)))
-    why = f"YAML reads it as another number than the command line does {place}"
+    why = f"YAML and the command line read this number differently {place}"
     check(not differs, key, text, why, "write a decimal number without leading zeros, or a text in quotes")

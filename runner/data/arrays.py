@@ -48,5 +48,6 @@ class ArraySamples(Samples):
             yield Batch(self.inputs[first:last], self.targets[first:last])
 
     def _move(self, device: torch.device) -> None:
+        """Move the samples to `device`, unless they are already there."""
         if self.inputs.device != device:
             self.inputs, self.targets = self.inputs.to(device), self.targets.to(device)

@@ -114,9 +114,28 @@ class LabeledSamples(Samples):
 
         return torch.cat([batch.targets for batch in self.in_order(256, (0, 1), torch.device("cpu"))])
 
+    def in_order_with_indices(
+        self, batch_size: int, shard: tuple[int, int], device: torch.device
+    ) -> Iterator[tuple[torch.Tensor, Batch]]:
+        """Yield the batches of `in_order`, each after the indices of its samples, int64 [n] on the device.
+
+        By default, the samples are numbered one after another; a data set whose `in_order` may skip samples, such as
+        those in files that cannot be read, overrides this method.
+        """
+        import torch
+
+        start, _ = shard_bounds(len(self), shard)
+        for batch in self.in_order(batch_size, shard, device):
+            stop = start + len(batch.targets)
+            yield torch.arange(start, stop, device=device), batch
+            start = stop
+
     @abstractmethod
     def display_images(self, indices: list[int]) -> torch.Tensor:
-        """Return samples as images for display, without normalization: uint8 [n, 1 or 3, height, width] on the CPU."""
+        """Return samples as images for display, without normalization: uint8 [n, 1 or 3, height, width] on the CPU.
+
+        The image of a sample that cannot be read is black.
+        """
 
     def image_input(self) -> dict[str, Any] | None:
         """Return the fields of the `ImageInput` that converts other images to inputs; None if there is none."""

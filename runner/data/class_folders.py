@@ -143,7 +143,7 @@ def _classes(folder: Path, visited: _Visited) -> Files:
     if others:
         kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(10))
         part = f"{folder.name}/: " if folder != visited.root else ""
-        visited.notes.append(f"{part}ignored {others.total()} files without an image extension ({kinds})")
+        visited.notes.append(f"{part}ignored {others.total()} files, hidden or without an image extension ({kinds})")
     return classes
 
 

@@ -12,6 +12,7 @@ import torch
 from runner.batching import MicroBatch, SampleOrder
 from runner.data.auto_augment import NO_AUGMENT, Augment
 from runner.data.base import Batch, DataError, LabeledSamples, shard_bounds
+from runner.data.normalization import normalized, per_channel
 from runner.data.prefetch import to_device
 from runner.data.workers import Workers
 from runner.seeds import sample_seeds, uniforms
@@ -178,6 +179,9 @@ class FileSamples(LabeledSamples):
             self._job(order.indices(m.start, m.stop).tolist(), order.epochs(m.start, m.stop).tolist()) for m in micros
         )
 
+        if self.pin_memory and device.type != "cuda":  # here, as there may be many evaluations
+            log.warning("data.pin_memory=true has no effect on device type %s", device.type)
+
         def load() -> Generator[tuple[torch.Tensor, torch.Tensor]]:
             for loaded in self._read(fetch, jobs, device):
                 self._replace(fetch, loaded)
@@ -194,26 +198,29 @@ class FileSamples(LabeledSamples):
         return self._normalized(load(), device)
 
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
+        return (batch for _, batch in self.in_order_with_indices(batch_size, shard, device))
+
+    def in_order_with_indices(
+        self, batch_size: int, shard: tuple[int, int], device: torch.device
+    ) -> Iterator[tuple[torch.Tensor, Batch]]:
         start, stop = shard_bounds(len(self), shard)
         starts = range(start, stop, batch_size)
         jobs = (self._job(list(range(first, min(first + batch_size, stop)))) for first in starts)
 
-        def load() -> Generator[tuple[torch.Tensor, torch.Tensor]]:
+        def load() -> Generator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
             for loaded in self._read(Fetch(self.read, self.shape, 0), jobs, device, len(starts)):
-                images, targets = self._readable(loaded)
+                indices, images, targets = self._readable(loaded)
                 if len(targets):
-                    yield images, targets
+                    yield indices, images, targets
             if start < stop and all(path in self.unreadable.files for path in self.paths[start:stop]):
                 raise self._none_readable()
 
-        return self._normalized(load(), device)
+        mean, std = per_channel(self.mean, device), per_channel(self.std, device)
+        for indices, images, targets in to_device(load(), device):
+            yield indices, Batch(normalized(images, mean, std), targets)
 
     def display_images(self, indices: list[int]) -> torch.Tensor:
-        if self.unreadable.files:  # `in_order` skipped them
-            readable = [i for i, path in enumerate(self.paths) if path not in self.unreadable.files]
-            indices = [readable[i] for i in indices]
-        loaded = Fetch(self.read, self.shape, 0)[self._job(indices)]
-        return self._readable(loaded)[0]
+        return Fetch(self.read, self.shape, 0)[self._job(indices)].images
 
     def labels(self) -> torch.Tensor:
         return torch.tensor(self.targets)
@@ -231,26 +238,23 @@ class FileSamples(LabeledSamples):
         self, fetch: Fetch, jobs: Iterable[Job], device: torch.device, max_workers: int = 256
     ) -> Iterator[Loaded]:
         """Load and yield the batch of each job, using at most `max_workers` workers."""
-        pin = device.type == "cuda" if self.pin_memory is None else self.pin_memory
-        if pin and device.type != "cuda":
-            log.warning("data.pin_memory=true has no effect on device type %s", device.type)
-        workers = replace(
-            self.workers, count=min(max_workers, self.workers.count), pin_memory=pin and device.type == "cuda"
-        )
+        pin = device.type == "cuda" and self.pin_memory is not False
+        workers = replace(self.workers, count=min(max_workers, self.workers.count), pin_memory=pin)
         return workers.read(fetch, jobs)
 
     def _job(self, indices: list[int], epochs: list[int] | None = None) -> Job:
         return Job(indices, [self.paths[i] for i in indices], [self.targets[i] for i in indices], epochs)
 
-    def _readable(self, loaded: Loaded) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the images and targets of the rows that could be read; record the files of the other rows."""
+    def _readable(self, loaded: Loaded) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return indices, images and targets of the rows that could be read; record the files of the other rows."""
+        indices = torch.tensor(loaded.job.indices)
         if not loaded.failures:
-            return loaded.images, loaded.targets
+            return indices, loaded.images, loaded.targets
         for row, why in loaded.failures:
             self.unreadable.add(loaded.job.paths[row], why)
         failed = {row for row, _ in loaded.failures}
         rows = [row for row in range(len(loaded.targets)) if row not in failed]
-        return loaded.images[rows], loaded.targets[rows]
+        return indices[rows], loaded.images[rows], loaded.targets[rows]
 
     def _replace(self, fetch: Fetch, loaded: Loaded) -> None:
         """Replace each unreadable sample in `loaded` with the next readable sample of the data set.
@@ -282,6 +286,6 @@ class FileSamples(LabeledSamples):
         self, batches: Generator[tuple[torch.Tensor, torch.Tensor]], device: torch.device
     ) -> Iterator[Batch]:
         """Copy each batch to `device` as uint8 (a quarter of the size of float32), normalize it, and yield it."""
-        mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (self.mean, self.std))
+        mean, std = per_channel(self.mean, device), per_channel(self.std, device)
         for images, targets in to_device(batches, device):
-            yield Batch(images.to(torch.float32).div_(255).sub_(mean).div_(std), targets)
+            yield Batch(normalized(images, mean, std), targets)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from runner.data.decode import ImageReader
+from runner.data.normalization import normalized, per_channel
 
 _GRAY = (0.299, 0.587, 0.114)
 """The weights of red, green and blue in a gray value (ITU-R BT.601), as in Pillow's mode L."""
@@ -45,10 +46,8 @@ class ImageInput:
         image = ImageReader(self.shape[1], "none", 1.0, self.centre)(path, None)
         if self.shape[0] == 3:
             return image
-        weights = torch.tensor(_GRAY)[:, None, None]
-        return (image * weights).sum(0, keepdim=True).round().to(torch.uint8)
+        return (image * per_channel(_GRAY)).sum(0, keepdim=True).round().to(torch.uint8)
 
     def normalized(self, images: torch.Tensor) -> torch.Tensor:
         """Return inputs of the model, float32 [n, channels, height, width], given images, uint8 of the same shape."""
-        mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
-        return images.to(torch.float32).div_(255).sub_(mean).div_(std)
+        return normalized(images, per_channel(self.mean), per_channel(self.std))

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from runner.batching import MicroBatch, SampleOrder
+from runner.data.arrays import ArraySamples
 from runner.data.auto_augment import NO_AUGMENT, Augment
 from runner.data.base import Batch, LabeledSamples, shard_bounds
+from runner.data.normalization import normalized, per_channel
 from runner.seeds import sample_seeds, uniforms
 
 
-class TensorSamples(LabeledSamples):
+class TensorSamples(ArraySamples, LabeledSamples):
     """Labeled images in two tensors.
 
     Args:
@@ -39,13 +41,10 @@ class TensorSamples(LabeledSamples):
         crop: int = 0,
         augment: Augment = NO_AUGMENT,
     ):
-        self.inputs, self.targets, self.class_names = inputs, targets, class_names
-        self.num_classes = len(class_names)
+        super().__init__(inputs, targets)
+        self.class_names, self.num_classes = class_names, len(class_names)
         self.shape = (inputs.shape[1], inputs.shape[2], inputs.shape[3])
         self.mean, self.std, self.flip, self.crop, self.augment = mean, std, flip, crop, augment
-
-    def __len__(self) -> int:
-        return len(self.targets)
 
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
         self._move(device)
@@ -77,7 +76,7 @@ class TensorSamples(LabeledSamples):
         images = self.inputs[torch.tensor(indices, device=self.inputs.device)].cpu()
         if images.dtype == torch.uint8:
             return images
-        return _pixels(images, *(torch.tensor(values)[:, None, None] for values in (self.mean, self.std)))
+        return _pixels(images, per_channel(self.mean), per_channel(self.std))
 
     def labels(self) -> torch.Tensor:
         return self.targets.cpu()
@@ -89,16 +88,12 @@ class TensorSamples(LabeledSamples):
         return {"shape": self.shape, "mean": self.mean, "std": self.std, "centre": 1.0}
 
     def _move(self, device: torch.device) -> None:
-        """Move the samples to `device`, unless they are already there."""
-        if self.inputs.device != device:
-            self.inputs, self.targets = self.inputs.to(device), self.targets.to(device)
-        self._mean, self._std = (torch.tensor(v, device=device)[:, None, None] for v in (self.mean, self.std))
+        super()._move(device)
+        self._mean, self._std = per_channel(self.mean, device), per_channel(self.std, device)
         self._black = -self._mean / self._std
 
     def _normalized(self, images: torch.Tensor) -> torch.Tensor:
-        if images.dtype != torch.uint8:
-            return images
-        return images.to(torch.float32).div_(255).sub_(self._mean).div_(self._std)
+        return normalized(images, self._mean, self._std) if images.dtype == torch.uint8 else images
 
 
 def _pixels(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ _MOST_TIMES = 100
 """How many times larger than a compressed file its arrays may be."""
 _MOST_COLUMNS = 100_000
 """The maximum number of columns of a CSV file."""
+_LARGEST = torch.finfo(torch.float32).max
 _ARRAYS = "write it with numpy.savez(FILE, inputs=…, targets=…), or torch.save({'inputs': …, 'targets': …}, FILE)"
 
 
@@ -53,7 +54,7 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
 
     Raises:
         ConfigError: if the file cannot be read, a column does not exist, or a cell in one of these columns is not a
-            finite number.
+            number that is finite in float32.
     """
     try:
         rows = csv.reader(io.StringIO(_content(path).decode("utf-8-sig"), newline=""), delimiter=delimiter)
@@ -72,7 +73,7 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
         columns = [places[name] for name in (*chosen["inputs"], *chosen["targets"])]
         values = [_numbers(row, columns, names, path, rows.line_num) for row in rows if row]
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ConfigError("file", str(path), f"it is no CSV file: {error}", _CSV) from None
+        raise ConfigError("file", str(path), f"it is not a CSV file: {error}", _CSV) from None
     check(bool(values), "file", str(path), "it has no line but the first", _CSV)
     table = torch.tensor(values, dtype=torch.float64).to(torch.float32)
     count = len(chosen["inputs"])
@@ -100,18 +101,19 @@ def _numbers(row: list[str], columns: list[int], names: list[str], path: Path, l
         numbers = [float(row[column]) for column in columns]
     except ValueError:
         numbers = [math.nan]
-    if not all(map(math.isfinite, numbers)):
+    if not all(map(_is_finite, numbers)):
         wrong = next(column for column in columns if not _is_finite(row[column]))
-        why = f"line {line}, column {names[wrong]}: {row[wrong]!r} is not a finite number"
+        why = f"line {line}, column {names[wrong]}: {row[wrong]!r} is not a finite number in float32"
         raise ConfigError(
             "file", str(path), why, "replace it or leave the line out, or choose columns: data.inputs=[…]"
         )
     return numbers
 
 
-def _is_finite(cell: str) -> bool:
+def _is_finite(number: str | float) -> bool:
+    """Return whether `number`, or the number that it spells, is finite in float32."""
     try:
-        return math.isfinite(float(cell))
+        return abs(float(number)) <= _LARGEST
     except ValueError:
         return False
 
@@ -137,7 +139,8 @@ def read_arrays(path: Path) -> Table:
     targets = targets[:, None] if targets.dim() == 1 else targets
     shapes = f"inputs are {list(inputs.shape)}, targets {list(targets.shape)}"
     fits = inputs.dim() >= 2 and targets.dim() == 2 and len(inputs) == len(targets) > 0 and targets.shape[1] > 0
-    check(fits and inputs.numel() > 0, "file", str(path), shapes, "inputs are [n, …], and targets [n] or [n, targets]")
+    remedy = "inputs are [n, features], or have more dimensions; targets are [n] or [n, targets]"
+    check(fits and inputs.numel() > 0, "file", str(path), shapes, remedy)
     real = not (inputs.is_complex() or targets.is_complex())
     check(real, "file", str(path), "its numbers are complex", "write real numbers")
     num_bytes = 4 * (inputs.numel() + targets.numel())

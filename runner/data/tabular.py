@@ -58,10 +58,9 @@ class Tabular(Data):
         table = self._table()
         count = len(table.inputs)
         held_out = max(1, round(self.holdout * count))
-        why = "one sample to train on and one to evaluate are the least"
-        check(
-            held_out < count, "file", self.file, f"it has {count} samples; {why}", "more samples, or less data.holdout"
-        )
+        key = "num_samples" if self.file is None else "file"
+        why = f"{held_out} of {count} samples would be held out, which leaves none to train on"
+        check(held_out < count, key, getattr(self, key), why, "use more samples, or a smaller data.holdout")
         # Independent of the run's seed, so that runs with different seeds are evaluated on the same samples.
         order = torch.randperm(count, generator=torch.Generator().manual_seed(derive(0, "tabular")))
         train, test = order[held_out:].sort().values, order[:held_out].sort().values

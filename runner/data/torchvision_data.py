@@ -125,6 +125,17 @@ class Downloadable(Data):
             why = f"the download failed ({' '.join(str(error).split()) or type(error).__name__})"
             raise ConfigError("download", True, why, self._remedy("try again")) from None
 
+    def _content(self, path: Path) -> bytearray:
+        """Return the content of the file `path`, decompressed if its name ends in `.gz`."""
+        try:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                content = bytearray(file.read(_LIMIT_BYTES + 1))
+        except _DAMAGED as error:
+            self._raise_damaged(path, error)
+        if len(content) > _LIMIT_BYTES:
+            self._raise_damaged(path, f"it has more than {_LIMIT_BYTES:,} bytes")
+        return content
+
     def _remedy(self, first: str = "data.download=true downloads it") -> str:
         names = ", ".join(self._files())
         return f"{first}; or copy {names} to {self._path('')}; or use data=digits, which needs no download"
@@ -175,13 +186,10 @@ class Mnist(Downloadable):
         An IDX file starts with two zero bytes, the data type (8 for uint8), the number of dimensions, and the shape as
         big-endian 32-bit integers.
         """
+        content = self._content(path)
+        if content[:4] != bytes((0, 0, 8, dims)):
+            self._raise_damaged(path, f"it starts with {bytes(content[:4])!r}")
         try:
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-                content = bytearray(file.read(_LIMIT_BYTES + 1))
-            if len(content) > _LIMIT_BYTES:
-                raise ValueError(f"it has more than {_LIMIT_BYTES:,} bytes")
-            if content[:4] != bytes((0, 0, 8, dims)):
-                raise ValueError(f"it starts with {bytes(content[:4])!r}")
             shape = struct.unpack_from(f">{dims}I", content, 4)
             return torch.frombuffer(content, dtype=torch.uint8, offset=4 + 4 * dims).view(shape)
         except _DAMAGED as error:
@@ -226,8 +234,7 @@ class Cifar10(Downloadable):
         return torch.cat([images for images, _ in files]), torch.cat([targets for _, targets in files])
 
     def _read(self, name: str, checksum: str) -> LabeledImages:
-        with self._path(name).open("rb") as file:
-            content = file.read(_LIMIT_BYTES)
+        content = self._content(self._path(name))
         # Unpickling can execute arbitrary code, so only the original files are unpickled.
         if hashlib.md5(content, usedforsecurity=False).hexdigest() != checksum:
             self._raise_damaged(self._path(name), "its MD5 checksum differs from that of the original file")

@@ -72,10 +72,11 @@ class Env:
 
         Raises:
             ConfigError: if the environment does not exist, cannot be created, or has spaces that are not supported, or
-                if the processes of `vectorization=async` cannot be started.
-            EnvironmentBrokenError: if an environment raises an error when its process resets it.
+                if the processes of `vectorization=async` cannot be started, or an environment in them cannot be reset.
         """
-        from runner.env.spaces import shape_and_actions  # imported here: it imports gymnasium and numpy
+        # imported here: these import gymnasium and numpy
+        from runner.env.spaces import shape_and_actions
+        from runner.env.vector import EnvironmentBrokenError
 
         spec = self._spec()
         single = self._make_one(spec)
@@ -92,7 +93,10 @@ class Env:
                 self.num_envs <= _MAX_PROCESSES, "num_envs", self.num_envs, why, "reduce it, or env.vectorization=sync"
             )
             with self.vector(self.num_envs) as vector:  # start all processes once, so that failures end the run early
-                vector.reset(0)
+                try:
+                    vector.reset(0)
+                except EnvironmentBrokenError as error:
+                    raise ConfigError("id", self.id, str(error), "choose another environment") from None
 
     def vector(self, num_envs: int, in_process: bool = False, render_mode: str | None = None) -> Vector:
         """Create environments that are stepped together. The result is a context manager that closes the environments.
@@ -145,8 +149,12 @@ class Env:
         try:
             if module:
                 importlib.import_module(module)
+        except ImportError as error:
+            why = f"the module {module} cannot be imported: {error}"
+            raise ConfigError("id", self.id, why, "install what is missing, or correct the name") from None
+        try:
             return gymnasium.spec(name)
-        except (gymnasium.error.Error, ImportError):
+        except gymnasium.error.Error:
             # Do not suggest variants in namespaces (phys2d/…, for JAX), unless a namespace was given.
             known = did_you_mean(name, [each for each in gymnasium.registry if ("/" in each) == ("/" in name)])
             remedy = known if known.startswith("did") else "use env=cartpole, acrobot, mountaincar or lunarlander"

@@ -145,7 +145,7 @@ class Vector:
     def _observe(self, observations: np.ndarray, rewards: np.ndarray) -> None:
         self.observations = observations.astype(np.float32, copy=False)
         if not np.isfinite(self.observations.sum() + rewards.sum()):  # one check for all environments is fast
-            finite = np.isfinite(observations.reshape(self.num_envs, -1)).all(1) & np.isfinite(rewards)
+            finite = np.isfinite(self.observations.reshape(self.num_envs, -1)).all(1) & np.isfinite(rewards)
             if not finite.all():
                 raise EnvironmentBrokenError(self._message("returned a value that is not finite", int(finite.argmin())))
 
@@ -158,7 +158,11 @@ class Vector:
     def _message(self, what: str, index: int | None = None) -> str:
         """Return an error message with the seed, episode and step of environment `index`; None: of the first four."""
         shown = range(self.num_envs)[:4] if index is None else [index]
-        seeds = [self._seed] * self.num_envs if isinstance(self._seed, int) else list(self._seed)
+        seed = self._seed
+        if isinstance(seed, int):
+            seeds = [seed if self.shared_rng else seed + i for i in range(self.num_envs)]
+        else:
+            seeds = list(seed)
         places = [
             f"environment {i} (seed {seeds[i]}), episode {self._episodes[i]}, step {self._lengths[i]}" for i in shown
         ]

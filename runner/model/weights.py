@@ -113,11 +113,12 @@ _OTHER_NETWORK = "choose the model that the weights belong to, or weights of thi
 def _head(model: torch.nn.Module) -> set[str]:
     """Return the names of the parameters of the last layer; an empty set if the network has no `blocks()`.
 
-    The last block may begin with other layers, such as a normalization.
+    The last block may begin with other layers, such as a normalization. Layers without parameters do not count.
     """
-    layer = next((block for _, block in reversed(blocks_of(model))), torch.nn.Identity())
-    while isinstance(layer, torch.nn.Sequential):
-        layer = [child for child in layer if any(True for _ in child.parameters())][-1]
+    layer, parts = torch.nn.Identity(), [block for _, block in blocks_of(model)]
+    while parts := [part for part in parts if any(True for _ in part.parameters())]:
+        layer = parts[-1]
+        parts = list(layer) if isinstance(layer, torch.nn.Sequential) else []
     last = {id(parameter) for parameter in layer.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in last}
 

@@ -62,14 +62,13 @@ class FSDP(MultiProcess):
         dtype = context.precision.compute_dtype(device)
         options: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, (context.world_size,)),
-            "reshard_after_forward": self.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32),
             "offload_policy": CPUOffloadPolicy() if self.offload and device.type != "cpu" else OffloadPolicy(),
         }
         for block in modules_of_blocks(model):
-            fully_shard(block, **options)
+            fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
         # By default, FSDP does not reshard the root's own parameters, because the backward pass needs them first.
-        fully_shard(model, **options | {"reshard_after_forward": False})
+        fully_shard(model, reshard_after_forward=False, **options)
         compile_in_place(model, context.compile)
         return model
 

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from models.blocks import blocks_of
 from runner.config.errors import ConfigError
 from runner.config.options import option_files
+from runner.config.overrides import override_key
 from runner.config.schema import component_fields, option_fields
 from runner.model.base import without_memory
 from runner.parallel.base import Parallel
@@ -94,7 +95,7 @@ class Candidates:
 
     def __post_init__(self) -> None:
         self.base = self.compose(())
-        self._keys = {text.lstrip("+~").partition("=")[0].partition("@")[0] for text in self.typed}
+        self._keys = {override_key(text).partition("@")[0] for text in self.typed}
         self._cores = len(usable_core_numbers())
         self.session = prepared(self.base)
         self._on_cpu = self.session.device.type == "cpu"
@@ -185,7 +186,7 @@ class Candidates:
             return
         most = self._cores if self._on_cpu else torch.cuda.device_count()
         counts = [2**power for power in range(1, 9) if 2**power <= most]
-        if self._is_free("parallel.processes"):
+        if self._is_free("parallel.processes") and run.parallel.in_processes:
             options = [(*chosen, f"parallel.processes={count}") for count in counts]
         else:
             options = [chosen]
@@ -206,7 +207,7 @@ class Candidates:
             return
         world_size = process.rank_info.world_size
         tuning = Tuning(
-            world_size,
+            max(world_size, len(process.devices)),
             run.batch_size // run.accumulation.count,
             self._normalizes,
             frozenset(key.partition(".")[2] for key in self._keys if key.startswith("parallel.")),

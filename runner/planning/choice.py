@@ -101,10 +101,18 @@ def _has_room(candidate: Candidate, default: Row, waiting: Sequence[Row]) -> boo
     available = available_bytes(process)
     if process.devices[0].type == "cuda":
         available -= sum(row.memory_bytes for row in waiting)
-    if default.memory_bytes * process.rank_info.world_size < available:
+    is_larger = _samples_per_pass(candidate) > _samples_per_pass(default.candidate)
+    if not is_larger and default.memory_bytes * process.rank_info.world_size < available:
         return True  # assumes that no process needs more than the run as it is: a prediction reads the data again
     try:
         session = prepared(candidate.run)
     except ConfigError:
         return True  # its trial says why it is refused
     return needed_bytes(session.device, trace(session)) < available
+
+
+def _samples_per_pass(candidate: Candidate) -> int:
+    """Return the number of samples in a micro-batch of each process."""
+    assert candidate.run is not None
+    plan = candidate.run.context(first_process(candidate.run)).plan
+    return plan.batch_size // plan.data_shard[1] // plan.accumulation

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from runner.config.overrides import override_key
 from runner.storage.durable_write import write_text
 from runner.system.cpu import cpu_model, usable_core_numbers
 from runner.system.memory import host_memory
@@ -28,8 +29,8 @@ _NOT_HOW_FAST = (
 )
 """Keys of a config that do not change which way to train is the fastest."""
 
-_CHOSEN = re.compile(r"(parallel|accumulation|compile|channels_last|device\.threads|data\.workers)\b[\w.]*=[\w.]+")
-"""The overrides that a choice may contain: a file in the cache must not set anything else."""
+_CHOSEN = re.compile(r"(parallel|accumulation|compile|channels_last|device\.threads|data\.workers)\b[\w.]*=[\w.-]+")
+"""A pattern for the overrides that a choice may contain."""
 
 _LONGEST = 100_000
 
@@ -54,14 +55,20 @@ class ChoiceCache:
     Args:
         config: the composed config without a choice.
         typed: the overrides of the config, whose keys a choice does not set.
+        config_dir: a directory with options of the user's own, whose parallel modes a choice may be; None if there is
+            none.
         root: the directory of the cache; None for the user's.
     """
 
-    def __init__(self, config: Mapping[str, Any], typed: Sequence[str], root: Path | None = None):
+    def __init__(
+        self, config: Mapping[str, Any], typed: Sequence[str], config_dir: str | None = None, root: Path | None = None
+    ):
         root = root or cache_directory("choices")
+        files = [] if config_dir is None else sorted(Path(config_dir).expanduser().glob("parallel/*.yaml"))
+        modes = {file.name: file.read_text(encoding="utf-8", errors="replace") for file in files}
         values = redacted_values({key: value for key, value in config.items() if key not in _NOT_HOW_FAST})
-        keys = sorted({text.lstrip("+~").partition("=")[0] for text in typed} - set(_NOT_HOW_FAST))
-        text = json.dumps([values, keys], sort_keys=True, default=str)
+        keys = sorted({override_key(text) for text in typed} - set(_NOT_HOW_FAST))
+        text = json.dumps([values, keys, modes], sort_keys=True, default=str)
         self.path = root / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
     def read(self) -> tuple[Choice | None, str]:
@@ -71,17 +78,17 @@ class ChoiceCache:
         """
         try:
             if self.path.stat().st_size > _LONGEST:
-                return None, "the cached choice is no choice"
+                return None, "the cached file contains no valid choice"
             found = json.loads(self.path.read_text(encoding="utf-8"))
             choice = Choice(list(found["overrides"]), float(found["speedup"]), str(found["measured"]))
-            known = all(isinstance(text, str) and _CHOSEN.fullmatch(text) for text in choice.overrides)
+            known = all(map(is_chosen_override, choice.overrides))
             machine = found["machine"]
         except FileNotFoundError:
             return None, ""
         except (OSError, ValueError, KeyError, TypeError):
             return None, "the cached choice cannot be read"
         if not known:
-            return None, "the cached choice is no choice"
+            return None, "the cached file contains no valid choice"
         here = fingerprint()
         if machine != here:
             other = [key for key in here if not isinstance(machine, dict) or machine.get(key) != here[key]]
@@ -114,6 +121,11 @@ class ChoiceCache:
             yield
         finally:
             os.close(file)
+
+
+def is_chosen_override(text: object) -> bool:
+    """Return whether `text` is an override that a choice may contain: a file must not set anything else."""
+    return isinstance(text, str) and _CHOSEN.fullmatch(text) is not None
 
 
 def today() -> str:

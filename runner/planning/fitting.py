@@ -68,7 +68,7 @@ def fitting_accumulation(
             failed = True  # there is less memory than it seems, and the next attempt is made however little it needs
             report(f"{what}: out of memory")
             continue
-        report(f"{what}{_normalization(ranks, whole, count)}")
+        report(f"{what}{_normalization(ranks, whole, session)}")
         return count
     if not count and tried is not None:
         raise tried
@@ -99,9 +99,16 @@ def _trains(start: Callable[..., Trial], run: Run) -> bool:
     return True
 
 
-def _normalization(ranks: list[RankPlan], whole: Session, count: int) -> str:
-    """Return what smaller micro-batches change in a network with batch normalization."""
-    if count == 1 or not any(rank.normalizes for rank in ranks):
+def _normalization(ranks: list[RankPlan], whole: Session, session: Session) -> str:
+    """Return what the micro-batches of `session` change in a network with batch normalization, compared to `whole`."""
+    before, now = _num_normalized(whole), _num_normalized(session)
+    if now == before or not any(rank.normalizes for rank in ranks):
         return ""
-    size = whole.plan.batch_size // whole.plan.data_shard[1]
-    return f"; batch normalization sees {size // count} samples at a time, not {size} (model.norm=group does not)"
+    return f"; batch normalization sees {now} samples at a time, not {before} (model.norm=group avoids this)"
+
+
+def _num_normalized(session: Session) -> int:
+    """Return the number of samples over which batch normalization computes its statistics."""
+    plan, parallel = session.plan, session.run.parallel
+    shards = 1 if parallel.synchronizes_batch_norm else plan.data_shard[1]
+    return plan.batch_size // shards // plan.accumulation // parallel.num_microbatches(session.context)

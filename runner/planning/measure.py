@@ -57,10 +57,9 @@ class Parts:
         """
         measured = {int(key): value for key, value in self.values["blocks"].items()}
         sizes = sorted(measured)
-        if size <= sizes[0] or len(sizes) == 1:
-            return [each * size / sizes[0] for each in measured[sizes[0]]] if size < sizes[0] else measured[sizes[0]]
-        if size >= sizes[-1]:
-            return [each * size / sizes[-1] for each in measured[sizes[-1]]]
+        if not sizes[0] < size < sizes[-1]:
+            nearest = sizes[0] if size <= sizes[0] else sizes[-1]
+            return [each * size / nearest for each in measured[nearest]]
         low, high = next((low, high) for low, high in pairwise(sizes) if low <= size <= high)
         share = (size - low) / (high - low)
         return [a + share * (b - a) for a, b in zip(measured[low], measured[high], strict=True)]

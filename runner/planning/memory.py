@@ -19,15 +19,14 @@ KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer state", "data", 
 
 `parameters` includes buffers, such as the running statistics of batch normalization, and the weights of a target
 network; with fsdp, also the parameters that have been gathered for a block. `optimizer state` includes the moving
-average of the weights. `data` is the data set or the replay
-buffer, as far as it is on the device, and batches. `activations` are kept from the forward pass for the backward pass.
-`temporary` is what the backward pass and the update allocate for themselves, such as the gradients of activations,
-recomputed activations and workspaces.
+average of the weights. `data` is the data set or the replay buffer, as far as it is on the device, and batches.
+`activations` are kept from the forward pass for the backward pass. `temporary` is what the backward pass and the update
+allocate for themselves, such as the gradients of activations, recomputed activations and workspaces.
 """
 
 
 class MemoryTracker(TorchDispatchMode):
-    """A mode in which allocated storages are counted by kind, and the operations and messages of a step by cost.
+    """A dispatch mode that counts allocated storages by kind, and the costs of operations and messages.
 
     Only tensors are counted. The memory of the Python process, of libraries and of a CUDA context, and the memory that
     an allocator keeps for later, are additional.
@@ -42,8 +41,8 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self._fake_mode, self._workspace = fake_mode, workspace
         self.costs = Costs()
-        self.kind = "activations"
-        """The kind of what is allocated in the forward pass of the code that is being executed."""
+        self.kind = "temporary"
+        """The kind of what is allocated now; in a backward pass, `activations` are counted as `temporary` instead."""
         self.current: dict[str, int] = dict.fromkeys(KINDS, 0)
         """Allocated bytes by kind."""
         self.peak = dict(self.current)
@@ -129,7 +128,8 @@ class MemoryTracker(TorchDispatchMode):
         before = self.costs.flops
         with autocast():
             output = block(x.detach().requires_grad_(has_input_grad))
-        output.backward(torch.ones_like(output))
+        if output.requires_grad:
+            output.backward(torch.ones_like(output))
         return (self.costs.flops - before) / 1e9
 
     @contextmanager
@@ -141,7 +141,7 @@ class MemoryTracker(TorchDispatchMode):
         finally:
             self.kind = before
 
-    def is_of_kind(self, kind: str, tensors: Iterable[Any]) -> None:
+    def set_kind(self, kind: str, tensors: Iterable[Any]) -> None:
         """Count the storages of `tensors`, some of which may be None or plain values, as `kind` from now on."""
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor

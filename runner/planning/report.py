@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.model.base import without_memory
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.bubbles import bubbles
+from runner.parallel.pipelining.partition import blocks_of, positions_of
 from runner.planning.costs import Machine
 from runner.planning.measure import Parts, step_seconds
 from runner.planning.session import layout_of
@@ -138,11 +140,15 @@ def _pipeline(session: Session, ranks: Sequence[RankPlan], parts: Parts | None) 
     samples = batch["batch_size"] // batch["accumulation"]
     stages = max(2, len(session.context.process.devices))
     num_workers = session.context.world_size if mode.engine == "processes" else mode.asked_stages or stages
+    cuts = None
+    if mode.cuts != "auto":
+        model = without_memory(session.run.workload.build_model)
+        cuts = positions_of(mode.cuts, [name for name, _ in blocks_of(model)])
     if parts is None:
         operations = trace_blocks(session, batch["samples_per_pass"])
-        rows = bubbles(mode.schedules, num_workers, samples, lambda size: operations)
+        rows = bubbles(mode.schedules, num_workers, samples, lambda size: operations, mode.asked_stages, cuts)
     else:
-        rows = bubbles(mode.schedules, num_workers, samples, parts.blocks)
+        rows = bubbles(mode.schedules, num_workers, samples, parts.blocks, mode.asked_stages, cuts)
         sizes = [sum(rank.saved.values()) for rank in ranks]
         cells = [cell for row in rows for cell in row.values() if isinstance(cell, dict)]
         for cell in cells:
@@ -178,8 +184,8 @@ def _checkpoint(session: Session, ranks: Sequence[RankPlan]) -> dict[str, int]:
     """Return the size of a checkpoint, and the room on the disk that the run needs at most, in bytes."""
     saved = {name: size for rank in ranks for name, size in rank.saved.items()}
     size = sum(saved.values())
-    # Those that are kept, the best one, and one that is being written.
-    return {"bytes": size, "disk_bytes": size * (session.run.keep + 2)}
+    # Those that are kept (the newest one always is until the run ends), the best one, and one that is being written.
+    return {"bytes": size, "disk_bytes": size * (max(1, session.run.keep) + 2)}
 
 
 def _host(session: Session, ranks: Sequence[RankPlan]) -> dict[str, int]:

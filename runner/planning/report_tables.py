@@ -12,6 +12,7 @@ from rich.text import Text
 
 from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.planning.memory import KINDS
+from runner.planning.units import flops, milliseconds, significant, size
 
 _MOST_RANKS = 8
 """If more ranks than this do the same, they share a row."""
@@ -58,7 +59,9 @@ def tables(report: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
             ]
             for each in report["remedies"]
         ]
-        found.append(("changes of how, the cheapest first", ["add", "peak", "fits", "costs", "results"], rows))
+        found.append(
+            ("changes that need less memory, the cheapest first", ["add", "peak", "fits", "costs", "results"], rows)
+        )
     return found
 
 
@@ -73,17 +76,12 @@ def _comparison(report: dict[str, Any]) -> list[list[str]]:
         ["time of a step", milliseconds(step["seconds"]) if step else "–", f"{milliseconds(seconds)} in the median"],
         [
             "throughput",
-            f"{step['samples_per_second']:,.4g} samples/s" if step else "–",
-            f"{measured['samples_per_second']:,.4g} samples/s",
+            f"{significant(step['samples_per_second'])} samples/s" if step else "–",
+            f"{significant(measured['samples_per_second'])} samples/s",
         ],
         ["arithmetic of a step", flops(count), f"{flops(count / seconds)}/s"],
         ["size of a checkpoint", size(report["checkpoint"]["bytes"]), size(saved) if saved else "–"],
     ]
-
-
-def milliseconds(seconds: float) -> str:
-    """Return `seconds` in milliseconds as text, such as `12.3 ms`."""
-    return f"{seconds * 1e3:,.4g} ms"
 
 
 def verdict(report: dict[str, Any]) -> str:
@@ -97,7 +95,8 @@ def verdict(report: dict[str, Any]) -> str:
 
 def _overview(report: dict[str, Any]) -> dict[str, str]:
     batch, length, checkpoint, host = (report[key] for key in ("batch", "length", "checkpoint", "host"))
-    epochs = f", {length['epochs']:.3g} epochs of {length['steps_per_epoch']:.4g} steps" if length["epochs"] else ""
+    count, epoch = length["epochs"], length["steps_per_epoch"]
+    epochs = f", {significant(count, 3)} epochs of {significant(epoch)} steps" if count else ""
     saved = f"{size(checkpoint['bytes'])}; at most {size(checkpoint['disk_bytes'])} on the disk"
     lines = report["run"] | {
         "batch": _batch(batch),
@@ -105,7 +104,7 @@ def _overview(report: dict[str, Any]) -> dict[str, str]:
         "checkpoint": saved,
     }
     if step := report["step"]:
-        lines["step"] = f"{milliseconds(step['seconds'])}, {step['samples_per_second']:,.4g} samples/s"
+        lines["step"] = f"{milliseconds(step['seconds'])}, {significant(step['samples_per_second'])} samples/s"
         lines["of which"] = _parts(step["parts"])
         if fastest := step["fastest"]:
             words = f"parallel.schedule={fastest['schedule']} parallel.split_size={fastest['split_size']}"
@@ -125,7 +124,7 @@ def _parts(parts: dict[str, Any]) -> str:
         "gather": "gathering the shards",
         "reduce_scatter": "reducing to shards",
     }
-    return ", ".join(f"{text} {parts[key] * 1e3:,.3g} ms" for key, text in names.items() if parts.get(key))
+    return ", ".join(f"{text} {significant(parts[key] * 1e3, 3)} ms" for key, text in names.items() if parts.get(key))
 
 
 def _batch(batch: dict[str, Any]) -> str:
@@ -170,7 +169,7 @@ def _work(rank: dict[str, Any]) -> list[str]:
     ]
     cells.append(f"{size(rank['sent_bytes'])} ({messages})" if messages else "nothing")
     if rank["least_seconds"] is not None:
-        cells.append(f"{rank['least_seconds'] * 1e3:,.3g} ms")
+        cells.append(f"{significant(rank['least_seconds'] * 1e3, 3)} ms")
     return cells
 
 
@@ -200,22 +199,6 @@ def _memory(rank: dict[str, Any]) -> list[str]:
         *(size(rank["peak"][kind]) for kind in KINDS),
         *map(size, (at_peak, rank["placed_bytes"], kept)),
     ]
-
-
-def size(num_bytes: float) -> str:
-    """Return a number of bytes as text, such as `12.4 MB`."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor * 0.9995:
-            return f"{num_bytes / factor:,.{1 if num_bytes < factor * 100 else 0}f} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def flops(count: float) -> str:
-    """Return a number of floating-point operations as text, such as `4.1 GFLOP`."""
-    for unit, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if count >= factor:
-            return f"{count / factor:,.3g} {unit}FLOP"
-    return f"{count:,.0f} FLOP"
 
 
 def _table(title: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:

@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.blocks import blocks_of
-from runner.batching import Accumulation, Plan
+from runner.batching import Accumulation, MicroBatch, Plan
 from runner.data.base import Samples
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
@@ -149,7 +149,8 @@ def trace_rank(session: Session, rank: int, world_size: int) -> RankPlan:
     with tempfile.TemporaryDirectory(prefix="runner-plan-") as scratch, _quiet(), group, fake_tensors() as fake_mode:
         threads = run.device.threads or max(1, torch.get_num_threads() // world_size)
         tracker = MemoryTracker(fake_mode, CpuWorkspace(threads))
-        run = dataclasses.replace(run, workload=_planned(run.workload, tracker))
+        parallel, workload = _counted(run.parallel, tracker), _planned(run.workload, tracker)
+        run = dataclasses.replace(run, parallel=parallel, workload=workload)
         context = dataclasses.replace(run.context(process), compile=False, time_block=tracker.time_block)
         try:
             return _trace(dataclasses.replace(session, run=run, context=context), Path(scratch), tracker)
@@ -157,6 +158,19 @@ def trace_rank(session: Session, rank: int, world_size: int) -> RankPlan:
             if (refusal := refused_by_torch(run, error)) is not None:
                 raise refusal from error
             raise
+
+
+def _counted(parallel: Parallel, tracker: MemoryTracker) -> Parallel:
+    """Return a copy of `parallel` of which `tracker` counts what a forward pass allocates as `activations`."""
+    copied = copy.copy(parallel)
+    own = copied.accumulate
+
+    def accumulate(model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+        with tracker.allocating("activations"):
+            return own(model, batch, micro, log_due)
+
+    copied.accumulate = accumulate
+    return copied
 
 
 def _planned(workload: Workload, tracker: MemoryTracker) -> Workload:
@@ -195,13 +209,12 @@ def _planned_samples(samples: Samples) -> Samples:
 def _trace(session: Session, directory: Path, tracker: MemoryTracker) -> RankPlan:
     run = session.run
     with tracker, torch.random.fork_rng(devices=[]):
-        with tracker.allocating("temporary"):
-            state = prepare(session, directory)
+        state = prepare(session, directory)
         _classify(tracker, state)
         state.optimizer.register_step_pre_hook(lambda *_: _classify(tracker, state))
         for parameter in state.model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda p: tracker.is_of_kind("gradients", (p.grad,)))
+                parameter.register_post_accumulate_grad_hook(lambda p: tracker.set_kind("gradients", (p.grad,)))
         batches = run.workload.batches(state.model, session.plan, 0, session.device)
         state.model.train()
         placed = sum(tracker.peak.values())
@@ -243,10 +256,10 @@ def _blocks(model: torch.nn.Module) -> list[str]:
 
 def _classify(tracker: MemoryTracker, state: State) -> None:
     """Tell `tracker` which tensors are parameters, gradients and optimizer state, with averaged weights."""
-    tracker.is_of_kind("parameters", [*state.model.parameters(), *state.model.buffers()])
-    tracker.is_of_kind("gradients", [parameter.grad for parameter in state.model.parameters()])
+    tracker.set_kind("parameters", [*state.model.parameters(), *state.model.buffers()])
+    tracker.set_kind("gradients", [parameter.grad for parameter in state.model.parameters()])
     values = [value for of_parameter in state.optimizer.state.values() for value in of_parameter.values()]
-    tracker.is_of_kind("optimizer state", [*values, *state.average.tensors()])
+    tracker.set_kind("optimizer state", [*values, *state.average.tensors()])
 
 
 class CpuWorkspace:

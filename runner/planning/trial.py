@@ -191,7 +191,7 @@ def _run_trial(config: dict[str, Any], directory: str, connection: Connection) -
 def _reason(error: BaseException) -> TrialError:
     if isinstance(error, ConfigError):
         return TrialError(" ".join(str(error).split()), refused=True)
-    text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}".removesuffix(": ")
     return TrialError(text.strip().splitlines()[0])
 
 
@@ -228,7 +228,7 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
                 message = train(count)
             except Exception as error:
                 if torch_errors.is_out_of_memory(error):  # on this rank; the others will only miss it
-                    connection.send(TrialError(str(error).strip().splitlines()[0], out_of_memory=True))
+                    connection.send(TrialError(_reason(error).why, out_of_memory=True))
                 raise refused_by_torch(run, error) or error from None
             if process.rank_info.rank == 0:
                 connection.send(message)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from runner.planning.candidates import ALLOWED, RESULTS, Candidate, Overrides
 from runner.planning.trial import Burst, TooLateError, TrialError
+from runner.planning.units import milliseconds
 
 _BURST_SECONDS = 0.4
 """How long a candidate trains in a round, if its steps are shorter."""
@@ -37,6 +38,9 @@ _UNKNOWN = 0.1
 _DEVIATION_OF_MAD, _ERROR_OF_MEDIAN = 1.4826, 1.2533
 """Of normally distributed values: the standard deviation, in units of the median absolute deviation; and the standard
 error of the median, in units of that of the mean."""
+
+_PATIENCE = 60.0
+"""Seconds that a trial may take in addition to ten times those of a burst, before it is taken to hang."""
 
 BUDGET_SPENT = "the budget is spent"
 """Why a candidate that could have been measured was not."""
@@ -72,6 +76,7 @@ class Row:
         is_much_slower: whether it was dropped after its first burst, because it was much slower than the best one.
         trial: its trial; None if it has not been started, or has ended.
         burst_length: number of iterations of the training loop in a burst.
+        burst_seconds: about how long a burst takes.
     """
 
     candidate: Candidate
@@ -83,6 +88,7 @@ class Row:
     is_much_slower: bool = False
     trial: Trains | None = None
     burst_length: int = 1
+    burst_seconds: float = 0.0
 
     @property
     def overrides(self) -> Overrides:
@@ -231,6 +237,8 @@ class Search:
             row.status, row.reason = "dropped", f"{' '.join(slow.overrides)} is much slower than others"
         elif seconds <= (0 if row is self.default else self.default.startup_seconds):
             row.reason = BUDGET_SPENT
+            if row is self.default:
+                raise TooLateError("no time was left for a step")
         elif not self._makes_room(candidate):
             row.status, row.reason = "dropped", "it does not fit into memory"
         else:
@@ -284,6 +292,7 @@ class Search:
             row.memory_bytes = row.trial.steps(count, until - began).memory_bytes
             taken = self._clock() - began
             row.burst_length = max(1, round(count * _BURST_SECONDS / max(taken, 1e-6)))
+            row.burst_seconds = row.burst_length * taken / count
             count = min(row.burst_length, 8 * count)
 
     def _round_of(self, rows: list[Row]) -> None:
@@ -293,8 +302,7 @@ class Search:
         for row in [*rows[first:], *rows[:first]]:
             try:
                 assert row.trial is not None
-                patience = 60 + 10 * row.burst_length * (row.step_seconds if row.bursts else self._budget)
-                burst = row.trial.steps(row.burst_length, patience)
+                burst = row.trial.steps(row.burst_length, _PATIENCE + 10 * row.burst_seconds)
             except TrialError as error:
                 self._fail(row, error)
                 continue
@@ -365,7 +373,7 @@ def describe(row: Row) -> str:
     """Return a line about a row."""
     name = " ".join(row.overrides) or "as it is"
     if row.bursts:
-        return f"{name}: {row.step_seconds * 1e3:,.4g} ms a step"
+        return f"{name}: {milliseconds(row.step_seconds)} a step"
     return f"{name}: {row.status}: {row.reason}"
 
 

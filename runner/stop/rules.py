@@ -72,7 +72,8 @@ class Stop:
         why = "evaluations of this workload do not measure it;"
         check(self.metric in tags, "stop.metric", self.metric, why, did_you_mean(self.metric, tags))
         why = "the only evaluation is at the end of the run (eval_every=0)"
-        check(eval_every > 0, "stop.metric", self.metric, why, "eval_every=null evaluates once per epoch")
+        remedy = "eval_every=N evaluates every N steps, eval_every=null once per epoch, or ten times without epochs"
+        check(eval_every > 0, "stop.metric", self.metric, why, remedy)
 
     def build(self, directions: Mapping[str, str], from_rank_0: FromRank0) -> Stopping:
         """Return the rules at the beginning of a run.

@@ -22,6 +22,7 @@ from runner.storage.saved_run import checkpoints
 log = logging.getLogger(__name__)
 
 _ANOTHER = "name another checkpoint of the run"
+_SAVE_ONE = "let the run save one (keep=1 or more), or name another run"
 
 
 def chosen_checkpoint(run: Path, choice: str | int) -> Path:
@@ -40,10 +41,11 @@ def chosen_checkpoint(run: Path, choice: str | int) -> Path:
     if choice == "best":
         return best_checkpoint(run)
     steps = ", ".join(path.name.removeprefix("step_").lstrip("0") or "0" for path in _checkpoints(run))
+    remedy = f"choose best, last, or one of {steps}" if steps else _SAVE_ONE
     is_step = str(choice).isdecimal() and len(str(choice)) < 20
-    check(is_step, "checkpoint", choice, "it is no number of steps", f"choose best, last, or one of {steps}")
+    check(is_step, "checkpoint", choice, "it is not a step", remedy)
     path = run / "checkpoints" / step_name(int(choice))
-    check(path.is_dir(), "checkpoint", choice, f"there is no {path.name}", f"choose best, last, or one of {steps}")
+    check(path.is_dir(), "checkpoint", choice, f"there is no {path.name}", remedy)
     return path
 
 
@@ -63,7 +65,7 @@ def last_checkpoint(run: Path) -> Path:
         except DamagedError as error:
             log.warning("%s; trying the previous checkpoint", error)
     why = "none of its checkpoints is intact" if found else "it has no checkpoint yet"
-    raise ConfigError("checkpoint", str(run), why, "let the run save one (keep=1 or more), or name another run")
+    raise ConfigError("checkpoint", str(run), why, _SAVE_ONE)
 
 
 def _checkpoints(run: Path) -> list[Path]:

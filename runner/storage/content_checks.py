@@ -101,7 +101,8 @@ def check_plain(content: Any, where: str) -> None:
             remaining += [(item, depth + 1) for item in value]
         else:
             _require(type(value) in _PLAIN, where, type(value).__name__, "a plain value")
-            _require(type(value) is not int or abs(value) < 2**256, where, "a number of hundreds of digits", "a number")
+            is_huge = type(value) is int and abs(value) >= 2**256
+            _require(not is_huge, where, "an integer of 2**256 or more", "a smaller one")
 
 
 def check_count(value: Any, where: str, most: float = math.inf) -> None:
@@ -116,7 +117,8 @@ def check_count(value: Any, where: str, most: float = math.inf) -> None:
         UnexpectedContentError: if the value is anything else.
     """
     _check_type(value, int, where)
-    _require(0 <= value <= most, where, "a negative or too large number", f"a count of at most {most}")
+    wanted = "a count" if most == math.inf else f"a count of at most {most}"
+    _require(0 <= value <= most, where, "a negative or too large number", wanted)
 
 
 def _items(value: Any, like: Any, where: str) -> list[tuple[str, Any, Any]]:

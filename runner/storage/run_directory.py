@@ -112,6 +112,8 @@ def _make(directory: Path) -> None:
                 sync(folder)
             if folder == existing:
                 break
+    except FileExistsError:  # it may be that of another process, and still be empty
+        raise
     except OSError:
         remove_empty(nearest_existing(directory), existing)
         raise

@@ -19,7 +19,6 @@ from runner.config.renamed_classes import with_current_names
 from runner.system.secrets import redacted_values
 from runner.system.utf8 import printable
 
-LIMIT_BYTES = 1_000_000
 _DEEPEST, _MOST_EVENTS = 20, 10_000
 _LONG_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_.:+-]{1000}")
 """The beginning of a number so long that PyYAML may need minutes: its time for 59:59:59:… is quadratic."""
@@ -76,7 +75,7 @@ def parse_config(content: bytes) -> dict[str, Any]:
         raise UnreadableConfigError(str(error)) from None
     config = plain_values(text, yaml.MappingStartEvent)
     if not all(isinstance(key, str) for key in _keys(config)):
-        raise UnreadableConfigError("a key is no text")
+        raise UnreadableConfigError("a key is not a text")
     return with_added_groups(with_current_names(config))
 
 
@@ -144,7 +143,7 @@ def _check_plain(event: yaml.Event, number: int, depth: int, root: type[yaml.Col
         UnreadableConfigError: if this is not the case.
     """
     if number == 3 and not isinstance(event, root):  # after those of the stream and the document
-        raise UnreadableConfigError(f"it is no {'mapping' if root is yaml.MappingStartEvent else 'list'}")
+        raise UnreadableConfigError(f"it is not a {'mapping' if root is yaml.MappingStartEvent else 'list'}")
     if (tag := getattr(event, "tag", None)) is not None:
         raise UnreadableConfigError(f"it has the tag {tag}")
     if getattr(event, "anchor", None) is not None:

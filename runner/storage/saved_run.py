@@ -69,7 +69,8 @@ def _config_files(source: Path) -> list[Path]:
 
 def checkpoints(path: Path) -> list[Path]:
     """Return the paths of the checkpoints of the run directory `path` in the order of their steps."""
-    return sorted(found for found in (path / "checkpoints").glob("step_*") if step_of(found) is not None)
+    found = [each for each in (path / "checkpoints").glob("step_*") if step_of(each) is not None]
+    return sorted(found, key=lambda each: step_of(each) or 0)  # the names of steps have eight digits or more
 
 
 def saved_overrides(path: Path) -> list[str]:

@@ -68,7 +68,7 @@ def _checked(path: Path) -> bool:
                     _check_harmless(file)
             return False
         if not zipfile.is_zipfile(file):
-            raise UnusualFileError("it begins like a zip archive, and is none")
+            raise UnusualFileError("it begins like a zip archive, but is not one")
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from runner.config.errors import escaped
+from runner.config.overrides import override_key
 from runner.system.secrets import redacted_values
 
 _REFRESH_SECONDS = 0.5
@@ -46,7 +47,7 @@ class Display:
 
     def title(self, job: Shown) -> str:
         """Return the title of a job: its number, and its overrides that differ from the overrides of other jobs."""
-        overrides = [text for text in job.overrides if text.lstrip("+~").partition("=")[0] in self.swept]
+        overrides = [text for text in job.overrides if override_key(text) in self.swept]
         words = escaped(" ".join(redacted_values(overrides or job.overrides)))
         line = f"job {job.number}: {words}".replace("\n", "\\n")
         return line if len(line) <= self.width else line[: self.width - 1] + "…"
@@ -111,7 +112,7 @@ class Display:
             for failure in self._failures:
                 self.line(failure)
         if self.counts.get("stopped"):
-            self.line("the same command with resume=auto goes on")
+            self.line("type the same command with resume=auto to continue")
         print(f"\n{self.counts.get('done', 0)} of {self.num_jobs} job{'s' * (self.num_jobs != 1)} done", flush=True)
 
     def _count(self, state: str) -> None:

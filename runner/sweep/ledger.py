@@ -67,21 +67,22 @@ class Ledger:
         remedy = "resume=auto resumes the unfinished sweep with the same overrides"
         check(resume in ("auto", "never"), "resume", resume, "a sweep cannot be resumed in one run's directory", remedy)
         self._existing: Path | None = run_directory.nearest_existing(root)
-        with _one_at_a_time(root):
+        with _one_at_a_time(root), ExitStack() as undo:
             path = self._unfinished(root) if resume == "auto" else None
             if path is None:
                 path = root / run_directory.unique_name()
                 run_directory.create(root, path.name)
+                undo.callback(_remove_if_unused, path, self._existing)
             else:
                 self._existing = None
             self.path = path
-            self._lock = _locked(path)
+            self._lock = undo.enter_context(_locked(path))
             try:
                 self._write()
             except StorageError as error:
-                self._lock.close()
                 why = f"{LEDGER} cannot be written there ({error.why})"
                 raise ConfigError("output_root", str(root), why, "make room, or output_root=DIR elsewhere") from None
+            undo.pop_all()
             remember_command(path, self._command)
 
     def _unfinished(self, root: Path) -> Path | None:
@@ -201,9 +202,9 @@ def _locked(path: Path) -> IO[str]:
     if lock is None:
         remedy = "wait for it, or stop it; resume=never starts another sweep"
         raise ConfigError("resume", "auto", f"{_holder(path)} runs this sweep, {path}", remedy)
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
+    with suppress(OSError):  # on a full disk: the ledger, which is written next, reports it
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"{os.getpid()}\n".encode())
     return lock
 
 
@@ -226,6 +227,6 @@ def _remove_if_unused(path: Path, existing: Path) -> None:
                 file.unlink()
             with suppress(OSError):
                 (path / CONSOLE).rmdir()
-            for file in (LEDGER, STUDY, ".lock"):
+            for file in (LEDGER, f".{LEDGER}.part", STUDY, ".lock"):
                 (path / file).unlink(missing_ok=True)
             run_directory.remove_empty(path, existing)

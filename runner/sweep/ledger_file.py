@@ -101,4 +101,4 @@ def _check(ledger: Any) -> None:
             if key in entry and type(entry[key]) is not expected:
                 raise ValueError(f"{key} of job {number[:20]} is not of type {expected.__name__}")
         if not 0 <= entry.get("tries", 0) < 10**6:
-            raise ValueError(f"tries of job {number[:20]} is no possible number")
+            raise ValueError(f"tries of job {number[:20]} is not a possible number")

@@ -34,7 +34,10 @@ class Objective(NamedTuple):
             return float(result["best"]["value"])
         if self.tag in measured:
             return float(measured[self.tag])
-        why = f"the jobs do not measure it, but {', '.join(sorted(measured)) or 'nothing'};"
+        if not measured:
+            remedy = "see result.json in the run directories of the jobs"
+            raise ConfigError("sweep.metric", self.tag, "the jobs measure no metrics", remedy)
+        why = f"the jobs do not measure it, but {', '.join(sorted(measured))};"
         raise ConfigError("sweep.metric", self.tag, why, did_you_mean(self.tag, measured))
 
     def is_better(self, one: float, other: float) -> bool:

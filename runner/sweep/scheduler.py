@@ -136,7 +136,7 @@ class Scheduler:
         """
         while not (self._stopping and not self._running):
             if stop.received:
-                self.stop(stop.received)
+                self.stop(stop.received, "; press Ctrl-C to stop without saving")
             started = self._start_jobs()
             if not self._running and not started and not self._waiting:
                 break
@@ -148,14 +148,19 @@ class Scheduler:
             raise self._error
         return [self._codes[number] for number in sorted(self._codes)]
 
-    def stop(self, reason: str) -> None:
-        """Start no more jobs, and ask the running jobs to save a checkpoint and exit."""
+    def stop(self, reason: str, hint: str = "") -> None:
+        """Start no more jobs, and ask the running jobs to save a checkpoint and exit.
+
+        Args:
+            reason: why the sweep is stopped.
+            hint: the end of the message to the user.
+        """
         if self._stopping:
             return
         self._stopping = True
         count = len(self._running)
         what = "1 running job saves and stops" if count == 1 else f"{count} running jobs save and stop"
-        self.display.line(f"{reason}: {what}; Ctrl-C again ends all at once")
+        self.display.line(f"{reason}: {what}{hint}")
         self._ask_to_stop(list(self._running))
 
     def _ask_to_stop(self, numbers: list[int]) -> None:
@@ -235,7 +240,7 @@ class Scheduler:
         code = code if code in STATES else CRASHED
         if code == CRASHED and not self._stopping and self._attempts[job.number] <= self.options.retries:
             self._update(job, state="queued", error=text or last_line(self.ledger.console(job.number)))
-            self.display.line(f"{self.display.title(job)} {text or 'crashed'}: it is started again")
+            self.display.line(f"{self.display.title(job)} {text or 'crashed'}: it will be started again")
             self._waiting.append(job)
             return
         started = self.ledger.jobs[job.number].get("started", time.time())

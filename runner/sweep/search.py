@@ -25,7 +25,7 @@ from runner.sweep.objective import Curve, Objective
 from runner.sweep.pruning import PRUNERS, mean_curve
 from runner.sweep.scheduler import JobSource, PlannedJob
 from runner.sweep.space import Dimension
-from runner.system.exit_codes import CRASHED, DONE, REFUSED, STOPPED
+from runner.system.exit_codes import CRASHED, DONE, INTERRUPTED, REFUSED, STOPPED
 
 if TYPE_CHECKING:
     import optuna
@@ -117,7 +117,7 @@ class SearchJobs(JobSource):
 
     Raises:
         ConfigError: if Optuna is not installed, or the study in the sweep's directory is damaged or belongs to a search
-            with another space or metric.
+            with another space, metric, `sweep.search` or `sweep.seeds`.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class SearchJobs(JobSource):
         self._jobs: deque[PlannedJob] = deque()
         self._curves: dict[int, Curve] = {}
         self._final: dict[int, list[float]] = {}
-        self._study = open_study(ledger.path / STUDY, objective, repr(space))
+        self._study = open_study(ledger.path / STUDY, options, objective, repr(space))
         for frozen in self._study.get_trials(deepcopy=False):
             words = frozen.user_attrs.get("overrides", [])
             remedy = "resume=never starts another sweep"
@@ -165,7 +165,7 @@ class SearchJobs(JobSource):
         trial = self._trials.get(number // self._num_seeds)
         if trial is None:
             return
-        trial.codes[number] = code
+        trial.codes[number] = STOPPED if code == INTERRUPTED else code
         if code == DONE:
             trial.values[number] = self.objective.value(result)
         self._final[number] = self._curves.pop(number).read() if self._pruner else []
@@ -307,7 +307,10 @@ class SearchJobs(JobSource):
         return self._pruner.continues(self._trials[index].num_passed + 1, listed, indices.index(index))
 
     def _continue_paused(self) -> None:
-        """Queue the jobs of a paused trial again if the pruner now lets the trial continue."""
+        """Queue the jobs of a paused trial again if the pruner now lets the trial continue.
+
+        A trial whose run directories have been deleted has no evaluations that could be judged, and stays paused.
+        """
         ended = [
             (index, trial)
             for index, trial in self._trials.items()
@@ -317,7 +320,8 @@ class SearchJobs(JobSource):
             return
         curves = self._all_curves()
         for index, trial in ended:
-            if all(code in (DONE, STOPPED) for code in trial.codes.values()) and self._passes(index, curves):
+            can_continue = index in curves and all(code in (DONE, STOPPED) for code in trial.codes.values())
+            if can_continue and self._passes(index, curves):
                 trial.is_paused, trial.num_passed = False, trial.num_passed + 1
                 stopped = [number for number, code in trial.codes.items() if code == STOPPED]
                 for number in stopped:
@@ -326,23 +330,25 @@ class SearchJobs(JobSource):
                     self._jobs.append(trial.jobs[number])
 
 
-def open_study(path: Path, objective: Objective, space: str) -> optuna.Study:
+def open_study(path: Path, options: Engine, objective: Objective, space: str) -> optuna.Study:
     """Return the Optuna study in the file `path`, or a new study if there is none.
 
     Args:
         path: the file of the study.
+        options: the options of the sweep.
         objective: the metric of the search.
         space: a description of the search space.
 
     Raises:
-        ConfigError: if Optuna is not installed, or the study is damaged or belongs to another space or metric.
+        ConfigError: if Optuna is not installed, the study is damaged, or it belongs to a search with another space,
+            metric, `sweep.search` or `sweep.seeds`.
     """
     try:
         import optuna
         from optuna.storages.journal import JournalFileBackend, JournalStorage
     except ImportError:
-        remedy = "pip install -e '.[search]'"
-        raise ConfigError("sweep.search", "tpe", "Optuna is not installed", remedy) from None
+        remedy = "pip install -e '.[search]', or sweep.search=null to run all combinations of listed values"
+        raise ConfigError("sweep.search", options.search, "it needs Optuna, which is not installed", remedy) from None
     optuna.logging.set_verbosity(logging.WARNING)
     remedy = "resume=never starts another sweep"
     try:
@@ -353,8 +359,11 @@ def open_study(path: Path, objective: Objective, space: str) -> optuna.Study:
         known = study.user_attrs.get("space")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise ConfigError("resume", "auto", f"{path} is damaged: {error}", remedy) from error
-    described = json.dumps([space, objective])
-    check(known in (None, described), "resume", "auto", f"the study {path} searches another space, or metric", remedy)
+    # The number of a trial determines its combination in a grid, and the number of a job its trial and its seed.
+    described = json.dumps([space, objective, options.search, options.seeds])
+    why = f"the study {path} is of a search with another space, metric, sweep.search or sweep.seeds"
+    earlier = json.dumps([space, objective])  # as version 0.1 described a search at first
+    check(known in (None, described, earlier), "resume", "auto", why, f"take the change back; {remedy}")
     if known is None:
         study.set_user_attr("space", described)
     return study

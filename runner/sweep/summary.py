@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from runner.config.options import chosen_groups
+from runner.config.options import groups_in_defaults
 from runner.storage.run_directory import read_result
 from runner.sweep.ledger_file import read_ledger
 from runner.sweep.metric_direction import direction
@@ -155,7 +155,7 @@ def _best(job: _Job, metric: str) -> float | None:
 
 def _value(key: str, typed: str) -> float | str | bool | None:
     """Convert the typed value of `key` to a float, bool or None if possible. Options (`precision=16`) stay text."""
-    if key.partition("@")[0] in chosen_groups() or typed[:1] in ("'", '"'):
+    if key.partition("@")[0] in groups_in_defaults() or typed[:1] in ("'", '"'):
         return printable(typed.strip("'\""))
     words = {"null": None, "true": True, "false": False}
     if typed.lower() in words:

@@ -32,8 +32,8 @@ class _Lazy(ModuleType):
         return getattr(self, name)
 
 
-_loaded: dict[str, Callable[[], None]] = {}
-"""For each lazy package, a function to call once it is loaded."""
+_when_loaded: dict[str, Callable[[], None]] = {}
+"""For each lazy package, the function to call once it is loaded."""
 
 
 def _load(package: _Lazy) -> None:
@@ -44,7 +44,7 @@ def _load(package: _Lazy) -> None:
     package.__path__ = spec.submodule_search_locations or []
     with exceptions_postponed(), collection_postponed():
         spec.loader.exec_module(package)
-    _loaded.pop(spec.name)()
+    _when_loaded.pop(spec.name)()
 
 
 class _Submodules(MetaPathFinder, Loader):
@@ -83,13 +83,15 @@ def import_lazily(*names: str) -> None:
         defer(name, {})
 
 
-def defer(name: str, stand_ins: Mapping[str, Callable[..., Any]], loaded: Callable[[], None] = lambda: None) -> None:
+def defer(
+    name: str, stand_ins: Mapping[str, Callable[..., Any]], when_loaded: Callable[[], None] = lambda: None
+) -> None:
     """Defer loading the package `name`, as `import_lazily` does, even if some of its functions are called.
 
     Args:
         name: the package. If it is a subpackage, its parent package is loaded at once.
         stand_ins: functions that take the place of the package's functions of the same names until it is loaded.
-        loaded: function that is called as soon as the package is loaded.
+        when_loaded: function that is called as soon as the package is loaded.
     """
     spec = importlib.util.find_spec(name) if name not in sys.modules else None
     if spec is None:
@@ -101,7 +103,7 @@ def defer(name: str, stand_ins: Mapping[str, Callable[..., Any]], loaded: Callab
     module.__file__ = spec.origin  # `inspect` reads it from every module, even while torch is being loaded
     module.__path__ = []
     vars(module).update(stand_ins)  # loading the package defines the real ones
-    _loaded[name] = loaded
+    _when_loaded[name] = when_loaded
     sys.modules[name] = module
     parent, _, last = name.rpartition(".")
     if parent:

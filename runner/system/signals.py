@@ -151,7 +151,7 @@ class CommandSignals(StopRequest):
 
 @contextmanager
 def exceptions_postponed() -> Iterator[None]:
-    """Within this context, a stop signal raises its exception only at the end of the context.
+    """Within this context, a stop signal raises its exception only at the end of the context, the outermost of several.
 
     It is for calls of C++ code that calls Python, such as the import of torch: there, an exception of a signal handler
     can abort the process, which then leaves its temporary files behind.
@@ -160,14 +160,14 @@ def exceptions_postponed() -> Iterator[None]:
     if not isinstance(command, CommandSignals) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    command.is_postponing = True
+    is_nested, command.is_postponing = command.is_postponing, True
     try:
         yield
     finally:
-        command.is_postponing = False
-    if (error := command.postponed) is not None:
-        command.postponed = None
-        raise error
+        command.is_postponing = is_nested
+        if command.postponed is not None and not is_nested:
+            error, command.postponed = command.postponed, None
+            raise error
 
 
 def run_main(main: Callable[[], int]) -> int:

@@ -35,9 +35,14 @@ def nondeterministic_operation(error: BaseException) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocator raised `error` because there is not enough memory.
 
-    On CUDA this is `torch.OutOfMemoryError`; the allocator for the CPU raises a RuntimeError. No GitHub issue is known.
+    On CUDA this is `torch.OutOfMemoryError`; the allocators for the CPU and for MPS raise a RuntimeError. No GitHub
+    issue is known.
     """
-    texts = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+    texts = (
+        "DefaultCPUAllocator: can't allocate memory",
+        "DefaultCPUAllocator: not enough memory",
+        "MPS backend out of memory",
+    )
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 

@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from runner.run import Run
 
 
-def overrides_of(words: Sequence[str], flags: str) -> list[str]:
+def overrides_of(
+    words: Sequence[str], flags: str, instead_of_resume: str = "leave it out, and repeat the run's overrides"
+) -> list[str]:
     """Check that `words` are overrides, and return them.
 
     Args:
         words: the words of a command line that are not the tool's own flags.
         flags: the tool's flags, for the error message.
+        instead_of_resume: what to type instead of `resume=RUN`, for the error message.
 
     Raises:
         ConfigError: for an unknown flag, a word that is not a valid override, and a value of `resume` other than `auto`
@@ -29,8 +32,8 @@ def overrides_of(words: Sequence[str], flags: str) -> list[str]:
     check_no_flags(words, f"it takes {flags} and overrides")
     overrides = cli.overrides_first(words)
     resumed = cli.override_value(overrides, "resume")
-    why = "the first steps of a config are looked at, not those of a run"
-    check(resumed in (None, "auto", "never"), "resume", resumed, why, "leave it out, and repeat the run's overrides")
+    why = "this tool composes a config, and does not resume a run"
+    check(resumed in (None, "auto", "never"), "resume", resumed, why, instead_of_resume)
     return overrides
 
 

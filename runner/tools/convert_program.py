@@ -15,8 +15,8 @@ import torch
 from runner.api.saved import load
 from runner.config.errors import ConfigError, check
 from runner.storage.manifest import SIGNATURE
+from runner.storage.run_directory import step_of
 from runner.storage.saved_run import directory_of
-from runner.storage.signature import saved_signature
 from runner.system.installed import is_installed
 
 TOLERANCE = 1e-5
@@ -38,20 +38,20 @@ def export_program(source: Path, choice: str | int, path: Path) -> str:
         path: a .pt2 or .onnx file, which is replaced if it exists.
 
     Raises:
-        ConfigError: if there is no such checkpoint, it does not say what the inputs are, the model cannot be exported,
-            or the outputs of the program differ.
-        DamagedError: if the checkpoint at `source` is damaged or does not exist.
+        ConfigError: if there is no such checkpoint, it is damaged, it does not say what the inputs are, the model
+            cannot be exported, or the outputs of the program differ.
     """
-    is_run = (source / "checkpoints").is_dir() or source.parent.name == "checkpoints"
+    step = step_of(source) if source.parent.name == "checkpoints" else None
+    is_run = (source / "checkpoints").is_dir() or step is not None
     check(is_run, "SOURCE", str(source), "it is not a run", "name a run directory, or a checkpoint in one")
     run = load(directory_of(source))
-    checkpoint = source if source.parent.name == "checkpoints" else run.checkpoint(choice)
-    signature = saved_signature(checkpoint)
+    checkpoint = run.checkpoint(choice if step is None else step)
+    step = int(checkpoint.name.removeprefix("step_"))
+    signature = run.signature(step)
     why = "its checkpoint does not say what the inputs are"
-    check(
-        "inputs" in signature, "SOURCE", str(source), why, "name a run of a classifier, of this version or a later one"
-    )
-    model = run.model(int(checkpoint.name.removeprefix("step_")))
+    remedy = "name a run of a classifier or a regression, of this version or a later one"
+    check("inputs" in signature, "SOURCE", str(source), why, remedy)
+    model = run.model(step)
     inputs = torch.rand(3, *signature["inputs"], generator=torch.Generator().manual_seed(0))
     part = path.with_name(f".{os.getpid()}.part{path.suffix}")
     try:
@@ -118,5 +118,3 @@ _EXPORTERS: dict[str, Callable[[torch.nn.Module, torch.Tensor, str, Path], torch
     ".pt2": _export_torch,
     ".onnx": _export_onnx,
 }
-
-SUFFIXES = tuple(_EXPORTERS)

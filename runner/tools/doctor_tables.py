@@ -76,7 +76,7 @@ def _speed(speed: dict[str, Any]) -> Table:
     Args:
         speed: for each network, the rows of the modes, or a text that says why the network could not be trained.
     """
-    modes = {mode: None for rows in speed.values() if isinstance(rows, dict) for mode in rows}
+    modes = {mode: None for rows in speed.values() if isinstance(rows, dict) for mode in rows} or ["–"]
     rows = [[mode, *(_relative(rows, mode) for rows in speed.values())] for mode in modes]
     return _table("speed, relative to parallel=single", ["parallel=", *speed], rows)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -72,10 +73,11 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     options, rest = parser.parse_known_args(arguments)
     named = next(filter(_is_run, rest), None)
     options.run = None if named is None else Path(rest.pop(rest.index(named)))
-    overrides = overrides_of(rest, "--devices, --memory, --measure, --json and others (see --help)")
+    flags = "--devices, --memory, --measure, --json and others (see --help)"
+    overrides = overrides_of(rest, flags, "name the run directory itself: python -m runner.tools.plan RUN")
     if options.devices is not None:
         known = options.devices.isdecimal() and 1 <= int(options.devices) <= 4096
-        check(known, "--devices", options.devices, "it is no number of devices", "--devices 8")
+        check(known, "--devices", options.devices, "it is not a number of devices", "--devices 8")
         options.devices = int(options.devices)
     for name in ("memory", "flops", "bandwidth", "link"):
         if (text := getattr(options, name)) is not None:
@@ -96,9 +98,9 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
 
 def _is_run(word: str) -> bool:
     """Return whether a word is the path of a directory, and not an override."""
-    return not word.startswith("-") and (
-        Path(word, "config.yaml").exists() or ("=" not in word and Path(word).is_dir())
-    )
+    # The functions of `os.path` return False for words that are too long for a path.
+    is_run = any(os.path.exists(os.path.join(word, name)) for name in ("config.yaml", "checkpoints"))
+    return not word.startswith("-") and (is_run or ("=" not in word and os.path.isdir(word)))
 
 
 def _size(flag: str, text: str) -> float:
@@ -109,7 +111,7 @@ def _size(flag: str, text: str) -> float:
     """
     match = _SIZE.fullmatch(text.strip())
     value = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
-    check(0 < value < 1e30, flag, text, "it is no positive number, with or without a unit", f"{flag} 80GB or 80e9")
+    check(0 < value < 1e30, flag, text, "it is not a positive number, with or without a unit", f"{flag} 80GB or 80e9")
     return value
 
 

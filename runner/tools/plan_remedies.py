@@ -8,6 +8,8 @@ from typing import NamedTuple
 SMALLER_BATCHES = "batch normalization sees smaller batches"
 """What a change does to the results of a network with batch normalization if the change divides batches."""
 
+UNCHANGED = "the same up to rounding"
+
 
 class Change(NamedTuple):
     """A change of how a run is trained.
@@ -15,18 +17,27 @@ class Change(NamedTuple):
     Args:
         overrides: the overrides to add.
         costs: what it costs, in words.
-        results: what it does to the results: the same up to rounding, or 16 bits.
+        results: what it does to the results besides rounding in another order, such as `16 bits`; empty for nothing.
         divides_batches: whether a pass has fewer samples than before.
     """
 
     overrides: tuple[str, ...]
     costs: str
-    results: str = "the same up to rounding"
+    results: str = ""
     divides_batches: bool = False
+
+    def effects(self, normalizes: bool) -> str:
+        """Return what it does to the results, in words.
+
+        Args:
+            normalizes: whether the network has batch normalization.
+        """
+        parts = [self.results, SMALLER_BATCHES if normalizes and self.divides_batches else ""]
+        return "; ".join(filter(None, parts)) or UNCHANGED
 
 
 _RECOMPUTED = "about a third more arithmetic"
-_GATHERED = "parameters are sent twice a step"
+_GATHERED = "parameters are sent twice per micro-batch"
 _SMALLER = "smaller matrices"
 
 
@@ -52,4 +63,4 @@ def changes(num_devices: int) -> Iterator[Change]:
         both, costs = ("parallel=fsdp", recomputed), f"{_GATHERED}; {_RECOMPUTED}"
         yield Change(both, costs, divides_batches=True)
         yield Change((*both, "accumulation=8"), f"{costs}; {_SMALLER}", divides_batches=True)
-        yield Change((*both, "precision=bf16"), costs, "16 bits")
+        yield Change((*both, "precision=bf16"), costs, "16 bits", divides_batches=True)

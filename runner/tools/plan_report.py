@@ -19,7 +19,7 @@ from runner.planning.session import prepared
 from runner.planning.trace import trace
 from runner.run import Run, build_run, check_used
 from runner.tools.composed_run import compose_run, replaced
-from runner.tools.plan_remedies import SMALLER_BATCHES, changes
+from runner.tools.plan_remedies import changes
 from runner.tools.saved_runs import find_runs
 
 _ENOUGH = 4
@@ -90,8 +90,8 @@ def remedies(
         memory: memory of each device in bytes.
 
     Returns:
-        A list of dicts with the fields of a `Change` and the keys `peak_bytes` and `fits`. Changes that are refused
-        or that the config contains already are left out.
+        A list of dicts with the fields of a `Change`, all effects on the results in `results`, and the keys
+        `peak_bytes` and `fits`. Changes that are refused or that the config contains already are left out.
     """
     found: list[dict[str, Any]] = []
     for change in changes(num_devices):
@@ -105,9 +105,8 @@ def remedies(
         if not ranks:
             continue
         peak = max(rank.peak_bytes for rank in ranks)
-        if change.divides_batches and ranks[0].normalizes:
-            change = change._replace(results=SMALLER_BATCHES)
-        found.append(change._asdict() | {"peak_bytes": peak, "fits": peak <= memory})
+        results = change.effects(ranks[0].normalizes)
+        found.append(change._asdict() | {"results": results, "peak_bytes": peak, "fits": peak <= memory})
         if sum(each["fits"] for each in found) == _ENOUGH:
             break
     return found

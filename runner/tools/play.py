@@ -1,8 +1,8 @@
 """`python -m runner.tools.play RUN [OVERRIDE …]` shows a trained agent in a window; `--film FILE.gif` films it instead.
 
 The agent always takes the action with the highest value, as in an evaluation. The return and the length of each episode
-are printed. Overrides change the config of the run: `env.max_episode_steps=1000` plays longer episodes. Drawing needs
-pygame: pip install -e '.[render]'.
+are printed. Overrides change the config of the run: `env.max_episode_steps=1000` plays longer episodes. A film that is
+ended by Ctrl-C, or would become too long, has the episodes before. Drawing needs pygame: pip install -e '.[render]'.
 
 Exit codes: 0: played. 1: crashed. 2: there is no such run or checkpoint, or it cannot be shown. 130: ended with Ctrl-C.
 """
@@ -64,12 +64,9 @@ def _environment(run: SavedRun, checkpoint: str, overrides: Sequence[str]) -> En
     Raises:
         ConfigError: if `run` is not a run of an agent, or its config is refused.
     """
-    from runner.run import check_used
     from runner.workloads.dqn.workload import DQN
 
-    built = run.on_one_device(checkpoint, overrides)
-    check_used(built, overrides)
-    workload = built.workload
+    workload = run.on_one_device(checkpoint, overrides).workload
     if not isinstance(workload, DQN):
         why = f"it is a run of workload={type(workload).__name__.lower()}, and only agents play"
         raise ConfigError("directory", str(run.directory), why, "name a run of workload=dqn")
@@ -94,16 +91,23 @@ def _play(env: Env, model: torch.nn.Module, seed: int, num_episodes: int, film: 
 
     def keep(vector: Vector, step: int) -> None:
         if film is not None and step % every == 0:
-            why = f"a film has at most {_MOST_FRAMES} frames, and episode {episode} has more"
+            why = f"a film has at most {_MOST_FRAMES} frames, and episode {episode} would exceed them"
             check(len(frames) < _MOST_FRAMES, "--episodes", num_episodes, why, "play fewer, or shorter ones")
             frames.append(frame(vector))
 
-    for episode in range(num_episodes):
-        state_seed = derive(seed, "play", episode)
-        with torch.inference_mode():
-            total, length = play_one(env, lambda batch: model(batch.to(dtype)), device, state_seed, render_mode, keep)
-        print(f"episode {episode}: return {total:g}, {length} steps")
-    write_or_refuse("--film", film, lambda path: path.write_bytes(gif(frames, every / env.frames_per_second)))
+    whole: list[torch.Tensor] = []
+    try:
+        for episode in range(num_episodes):
+            state_seed = derive(seed, "play", episode)
+            with torch.inference_mode():
+                total, length = play_one(
+                    env, lambda batch: model(batch.to(dtype)), device, state_seed, render_mode, keep
+                )
+            print(f"episode {episode}: return {total:g}, {length} steps")
+            whole = frames.copy()
+    finally:  # the episodes that have ended are kept
+        if whole:
+            write_or_refuse("--film", film, lambda path: path.write_bytes(gif(whole, every / env.frames_per_second)))
 
 
 def _has_display() -> bool:

@@ -27,16 +27,16 @@ def _damages(labels: dict[str, Any], result: dict[str, Any]) -> Iterator[str]:
         value = labels.get(key, 1 if key != "batch_size" else None)
         is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**12
         if not is_count and (key in _COUNTS or isinstance(value, int | float)):
-            yield f"{key} in its config.yaml is no positive integer, but {_shown(value)}"
+            yield f"{key} in its config.yaml is not a positive integer, but {_shown(value)}"
     times, metrics = result.get("step_seconds", {}), result.get("metrics", {})
     numbers = {f"step_seconds.{name}": number for name, number in times.items()}
     numbers |= {f"metrics.{tag}": number for tag, number in metrics.items()}
     numbers |= {key: result[key] for key in ("peak_memory_bytes", "world_size") if key in result}
     for key, number in numbers.items():
         if not is_finite(number):
-            yield f"{key} in its result.json is no finite number, but {_shown(number)}"
+            yield f"{key} in its result.json is not a finite number, but {_shown(number)}"
     if times and not (is_finite(times.get("median")) and times["median"] > 1e-12):
-        yield f"step_seconds.median in its result.json is no duration, but {_shown(times.get('median'))}"
+        yield f"step_seconds.median in its result.json is not a duration, but {_shown(times.get('median'))}"
 
 
 def is_finite(value: object) -> bool:

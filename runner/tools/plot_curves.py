@@ -38,7 +38,7 @@ def learning_curves(study: Study) -> tuple[str, list[LearningCurve]]:
     """
     metric = study.metric
     wanted = [metric, f"train/{metric.rpartition('/')[2]}", "train/loss"]
-    read = {point: [scalars(run.directory, wanted) for run in point.runs] for point in _first_runs(study)}
+    read = {point: [scalars(run.directory, wanted) for run in point.runs] for point in _first_points(study)}
     longest = {tag: max((len(run.get(tag, {})) for runs in read.values() for run in runs), default=0) for tag in wanted}
     tag = next((tag for tag in wanted if longest[tag] >= _FEWEST_STEPS), "")
     averaged = (
@@ -47,7 +47,7 @@ def learning_curves(study: Study) -> tuple[str, list[LearningCurve]]:
     return tag, [curve for curve in averaged if curve.steps]
 
 
-def _first_runs(study: Study) -> list[Point]:
+def _first_points(study: Study) -> list[Point]:
     """Return the first points of a study, as many as have at most `_MOST_RUNS` runs in total."""
     points, count = [], 0
     for point in study.points:

@@ -243,7 +243,7 @@ def _over_each_key(study: Study, caption: str, keys: list[str]) -> Figure:
     """Draw a panel for each of `keys`, with the metric of all runs over this key, regardless of the other keys."""
     metric, quality = _quality(study)
     across = 2 if len(keys) == 4 else 3
-    title = f"{metric} over each key, whatever the others are"
+    title = f"{metric} over each key, for all values of the others"
     figure, panels = charts.canvas(title, caption, (4.2, 3.4), len(keys), across)
     for axes, key in zip(panels, keys, strict=True):
         points = sorted(

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(root.is_dir(), "PATH", str(root), "there is no such directory", "name a directory with runs below it")
         wanted = _filter(options)
         answered = options.yes or sys.stdin.isatty()
-        why = "there is no terminal to ask on whether the listed runs shall be removed"
+        why = "there is no terminal on which to ask whether to remove what is listed"
         check(not options.clean or answered, "--clean", ABSENT, why, "--clean --yes removes them without a question")
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -74,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="A,B",
         help=f"only these: {', '.join((*STATES, REMAINS))}; with --sweeps: {', '.join(SWEEP_STATES)}",
     )
-    parser.add_argument("--older", metavar="AGE", help="only those last written to at least so long ago: 12h, 7d, 4w")
-    parser.add_argument("--newer", metavar="AGE", help="only those last written to at most so long ago")
+    parser.add_argument("--older", metavar="AGE", help="only those last written to at least this long ago: 12h, 7d, 4w")
+    parser.add_argument("--newer", metavar="AGE", help="only those last written to at most this long ago")
     parser.add_argument("--name", metavar="TEXT", default="", help="only those whose path contains TEXT")
     parser.add_argument(
         "--best", metavar="'>X'", default="", help="only those whose best evaluation is >, >=, < or <= X"

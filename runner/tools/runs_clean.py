@@ -7,18 +7,26 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO
 
 from runner.storage import run_directory
 from runner.storage.durable_write import sync
 from runner.storage.run_directory import CONFIG
-from runner.storage.safe_read import MOST_LEVELS
-from runner.sweep.ledger import CONSOLE
+from runner.storage.safe_read import MOST_LEVELS, walk
+from runner.sweep.engines import slurm
+from runner.sweep.ledger import CONSOLE, OPTIONS, STUDY
 from runner.sweep.ledger_file import LEDGER
 from runner.tools.run_states import is_locked
 from runner.tools.runs_list import is_run
 from runner.tools.saved_runs import REMOVED
+
+_SWEEP_FILES = (
+    *(LEDGER, ".lock", STUDY, f"{CONSOLE}/*.txt", f"{OPTIONS}/experiment/best.yaml", f"{slurm.FOLDER}/*"),
+    "events.out.tfevents.*",
+)
+"""Patterns of the paths that a sweep writes below its directory, besides the directories of its runs."""
 
 
 class KeptError(Exception):
@@ -29,7 +37,7 @@ def remove_run(path: Path, end: Path) -> None:
     """Remove the run directory `path`, and then its parent directories below `end` that have become empty.
 
     First, the directory is renamed, so that the tools recognize it as the remains of a run. If the run was the last run
-    of a sweep, the sweep is removed as well, unless the directory of the sweep contains any other files.
+    of a sweep, the sweep is removed as well, unless its directory contains files that the sweep has not written.
 
     Args:
         path: a run directory.
@@ -51,8 +59,8 @@ def remove_run(path: Path, end: Path) -> None:
 def remove_sweep(path: Path, end: Path) -> None:
     """Remove the sweep at `path` with all its runs, and then its parent directories below `end` that have become empty.
 
-    The ledger is removed first, so that it never lists runs that no longer exist. If the directory then contains any
-    other files, such as the study of a search, the directory and the remaining files are kept.
+    The ledger is removed first, so that it never lists runs that no longer exist. If the directory then contains files
+    that the sweep has not written, the directory and the remaining files are kept.
 
     Args:
         path: the directory of the sweep.
@@ -122,14 +130,16 @@ def _move_deepest(top: Path, to: Path) -> None:
 
 
 def _remove_sweep_files(path: Path) -> None:
-    """Remove the ledger, the lock file and the output of the jobs from the directory of a sweep.
+    """Remove what a sweep has written to its directory. If the directory contains any other files, remove nothing."""
+    folders = list(walk(path))
+    links = [Path(top, name) for top, names, _ in folders for name in names if os.path.islink(Path(top, name))]
+    files = [Path(top, name) for top, _, names in folders for name in names]
+    if all(_is_of_sweep(file.relative_to(path)) for file in (*links, *files)):
+        for file in (*links, *files):
+            file.unlink()
+        for top, _, _ in reversed(folders[1:]):
+            os.rmdir(top)
 
-    If the directory contains any other files, such as the study of a search, nothing is removed.
-    """
-    if {entry.name for entry in path.iterdir()} <= {LEDGER, ".lock", CONSOLE}:
-        if (path / CONSOLE).is_dir() and not (path / CONSOLE).is_symlink():
-            for file in (path / CONSOLE).glob("*.txt"):
-                file.unlink()
-            run_directory.remove_empty(path / CONSOLE, path)
-        for name in (LEDGER, ".lock"):
-            (path / name).unlink(missing_ok=True)
+
+def _is_of_sweep(file: Path) -> bool:
+    return any(fnmatch(file.as_posix(), pattern) for pattern in _SWEEP_FILES)

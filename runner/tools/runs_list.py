@@ -98,7 +98,7 @@ def duration(key: str, text: str) -> float:
         ConfigError: if `text` is not a duration. The error names `key`.
     """
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", text)
-    check(found is not None, key, text, "it is no duration", "a number and s, m, h, d or w: 7d is a week")
+    check(found is not None, key, text, "it is not a duration", "a number and s, m, h, d or w: 7d is a week")
     assert found is not None
     return float(found[1]) * _UNITS[found[2]]
 
@@ -110,7 +110,9 @@ def comparison(key: str, text: str) -> Callable[[float], bool]:
         ConfigError: if `text` is not such a condition. The error names `key`.
     """
     found = re.fullmatch(r"\s*(>=|<=|>|<)\s*([-+]?[0-9]*\.?[0-9]+(?:e[-+]?[0-9]{1,3})?)\s*", text, re.IGNORECASE)
-    check(found is not None, key, text, "it is no comparison with a number", f"{key} '>0.9', in quotes; or >=, <, <=")
+    check(
+        found is not None, key, text, "it is not a comparison with a number", f"{key} '>0.9', in quotes; or >=, <, <="
+    )
     assert found is not None
     compare, number = _COMPARISONS[found[1]], float(found[2])
     return lambda value: compare(value, number)
@@ -135,15 +137,15 @@ def listed_runs(root: Path) -> list[Entry]:
 
 def listed_sweeps(root: Path) -> list[Entry]:
     """Return all sweeps at and below `root`, the least recently changed first. Links are not followed."""
-    return _oldest_first(_sweep, (path for path in directories(root) if not is_run(path) and read_ledger(path)))
+    return _oldest_first(_sweep, (path for path in directories(root) if not is_run(path)))
 
 
-def _oldest_first(read: Callable[[Path], Entry], paths: Iterable[Path]) -> list[Entry]:
+def _oldest_first(read: Callable[[Path], Entry | None], paths: Iterable[Path]) -> list[Entry]:
     entries = []
     for path in paths:
         with suppress(OSError):  # another process has just removed it
             entries.append(read(path))
-    return sorted(entries, key=lambda entry: (entry.changed, str(entry.path)))
+    return sorted(filter(None, entries), key=lambda entry: (entry.changed, str(entry.path)))
 
 
 def directories(root: Path) -> Iterator[Path]:
@@ -181,8 +183,11 @@ def _run(path: Path) -> Entry:
     return Entry(path, state, changed(path), size(path), steps_of(path, result), None, metric, best)
 
 
-def _sweep(path: Path) -> Entry:
+def _sweep(path: Path) -> Entry | None:
+    """Return the entry of the sweep at `path`; None if there is no sweep."""
     ledger = read_ledger(path)
+    if not ledger:
+        return None
     state = "running" if is_locked(path) else "done" if ledger["complete"] else "unfinished"
     done = sum(job.get("state") == "done" for job in ledger["jobs"].values())
     results = {child: read_result(child) for child in sorted(path.iterdir()) if is_run(child)}
@@ -202,8 +207,12 @@ def _best(result: Mapping[str, Any]) -> tuple[str, float | None]:
 
 def changed(path: Path) -> float:
     """Return the time of the last change to an entry of the run directory `path`, in seconds since the epoch."""
+    newest = 0.0
     with os.scandir(path) as entries:
-        return max((entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=os.lstat(path).st_mtime)
+        for entry in entries:
+            with suppress(FileNotFoundError):  # a running run has removed or renamed it
+                newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
+    return newest or os.lstat(path).st_mtime
 
 
 def size(path: Path) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from runner.config.options import option_files
-from runner.storage.run_directory import ENVIRONMENT, LIMIT_BYTES, OVERRIDES, read_result
+from runner.storage.run_directory import ENVIRONMENT, LIMIT_BYTES, OVERRIDES, newest_step, read_result
 from runner.storage.safe_read import read_regular, walk
 from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import saved_config
@@ -79,13 +79,14 @@ def find_runs(paths: Iterable[Path]) -> Iterator[MeasuredRun]:
     """Yield each run in the directories `paths`, or at most 50 levels below them, once.
 
     Links to directories are not followed, and runs that are being removed are left out. A run that is unfinished or
-    cannot be read is yielded too, and its `failure` says so.
+    cannot be read is yielded too, and its `failure` says so. So is a run without a `config.yaml`, whose config is read
+    from its checkpoints.
     """
     seen = set()
     for path in paths:
         for folder, subfolders, files in walk(path):
             subfolders[:] = sorted(name for name in subfolders if not name.startswith(REMOVED))
-            if "config.yaml" in files:
+            if "config.yaml" in files or ("checkpoints" in subfolders and newest_step(Path(folder))):
                 subfolders.clear()  # a run directory contains no other runs
                 if (directory := Path(folder)).resolve() not in seen:
                     seen.add(directory.resolve())

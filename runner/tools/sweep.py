@@ -15,13 +15,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ABSENT, ConfigError, check, escaped
 from runner.storage.safe_read import read_regular
 from runner.sweep.console import is_open_in, last_line
-from runner.sweep.ledger import CONSOLE
+from runner.sweep.ledger import CONSOLE, STUDY
 from runner.sweep.ledger_file import LEDGER, num_jobs, read_ledger
 from runner.sweep.own_commands import remembered_command
 from runner.system.utf8 import printable
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code.
 
     The exit code is 0, or 2 after printing an error message to standard error. With `--follow`, the exit code is 1 if a
-    job has crashed or was refused. With `--resume`, it is the exit code of the sweep.
+    job has failed (see `follow`). With `--resume`, it is the exit code of the sweep.
     """
     options, unknown = _parser().parse_known_args(arguments)
     path = Path(options.path).expanduser()
@@ -101,8 +102,10 @@ def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
 def follow(path: Path) -> int:
     """Print each change of a job's state until no process runs the sweep.
 
-    Return 1 if a job has crashed or was refused, otherwise 0.
+    Return 1 if a job has crashed, was refused or has diverged, otherwise 0. In a search, a trial that diverges is a
+    result.
     """
+    failed = [state for state in _FAILED if state != "diverged" or not (path / STUDY).exists()]
     known: dict[str, str] = {}
     while True:
         running = is_locked(path)  # before the ledger is read, so that the last changes are not missed
@@ -114,7 +117,7 @@ def follow(path: Path) -> int:
                 print(escaped(printable(f"{entry.get('directory') or number}: {state}")), flush=True)
         if not running:
             print("\n".join(lines(path, read_ledger(path))))
-            return int(any(state in ("crashed", "refused") for state in known.values()))
+            return int(any(state in failed for state in known.values()))
         time.sleep(_POLL_SECONDS)
 
 
@@ -135,12 +138,15 @@ def cancel(path: Path, at_once: bool) -> None:
     except (OSError, ValueError):
         pid = 0
     why = "the process that runs this sweep cannot be found here: it is on another machine, or another user's"
+    if not os.path.isdir("/proc"):
+        why = "this system has no /proc, in which the process that runs this sweep could be found"
     check(pid > 1 and is_open_in(pid, lock), "PATH", str(path), why, "stop it where it was started, with Ctrl-C")
-    os.kill(pid, signal.SIGTERM)
-    if at_once:
-        time.sleep(_POLL_SECONDS)  # by then, the first signal has been handled, and the second one ends all jobs
-        if is_open_in(pid, lock):
-            os.kill(pid, signal.SIGINT)
+    with suppress(ProcessLookupError):  # the sweep has just ended
+        os.kill(pid, signal.SIGTERM)
+        if at_once:
+            time.sleep(_POLL_SECONDS)  # by then, the first signal has been handled, and the second one ends all jobs
+            if is_open_in(pid, lock):
+                os.kill(pid, signal.SIGINT)
     while is_locked(path):
         time.sleep(_POLL_SECONDS)
     print("\n".join(lines(path, read_ledger(path))))

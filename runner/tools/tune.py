@@ -13,7 +13,7 @@ changes of the results:
 - asynchronous: Hogwild's workers do not wait for each other.
 
 The choice is printed as overrides, and written as an experiment to a directory in `outputs/tuned/`, together with all
-measurements and a picture.
+measurements and, if matplotlib is installed, a picture.
 
 Exit codes: 0: tuned, even if nothing is faster than the config as it is. 1: the config crashed. 2: it is refused.
 """
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             report = tune(overrides, options.config_dir, options.budget, options.allow, quiet=options.json)
         except TooLateError as error:
-            why = f"{error.why}: that is too few to measure the config as it is"
+            why = f"{error.why}: that is too little time to measure the config as it is"
             raise ConfigError("--budget", options.budget, why, "type a larger one, or a smaller batch_size") from None
         except TrialError as error:
             if error.refused:
@@ -84,7 +84,7 @@ def _seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    check(1 <= value <= 86_400, "--budget", text, "it is no number of seconds from 1 to 86,400", "--budget 60")
+    check(1 <= value <= 86_400, "--budget", text, "it is not a number of seconds from 1 to 86,400", "--budget 60")
     return value
 
 
@@ -98,7 +98,7 @@ def permitted(text: str) -> list[str]:
 
     names = [name.strip() for name in text.replace("|", ",").split(",") if name.strip()]
     for name in names:
-        check(name in PERMISSIONS, "--allow", name, "it is none of the kinds of results", f"{', '.join(PERMISSIONS)}")
+        check(name in PERMISSIONS, "--allow", name, "it is not a kind of results", f"{', '.join(PERMISSIONS)}")
     return [PERMISSIONS[name] for name in names]
 
 
@@ -123,6 +123,7 @@ def tune(
         TrialError: if the config cannot be trained within the budget.
     """
     from runner.planning.choice import measured_choice
+    from runner.run import check_used
     from runner.tools.tune_files import write
 
     def said(line: str) -> None:
@@ -133,9 +134,11 @@ def tune(
         return compose_run([*overrides, *more], config_dir, "tune")
 
     run = compose(())
+    check_used(run, overrides)
     report = measured_choice(compose, overrides, budget, allowed, said, config_dir)
-    report = {"typed": list(overrides), "budget": budget, "allowed": list(allowed), **report}
-    return report | {"directory": str(write(report, run.output_root, config_dir))}
+    typed = {"typed": list(overrides), "config_dir": config_dir, "budget": budget, "allowed": list(allowed)}
+    report = typed | report
+    return report | {"directory": str(write(report, run.output_root))}
 
 
 if __name__ == "__main__":

@@ -5,62 +5,65 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
+from runner.cli.plan_jobs import experiment_command
 from runner.config.options import option_files
+from runner.config.overrides import override_key
 from runner.storage import run_directory
 from runner.storage.durable_write import write_text
 from runner.system.cpu import cpu_model
-from runner.tools.tune_tables import name_of
-from runner.tracking.charts import COLORS, canvas, shown
+from runner.system.installed import is_installed
+from runner.tools.tune_tables import EXPERIMENT, PICTURE, deleted_keys, name_of
 
-EXPERIMENT = "tuned"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _MOST_BARS = 16
 
 
-def write(report: dict[str, Any], output_root: str, config_dir: str | None) -> Path:
+def write(report: dict[str, Any], output_root: str) -> Path:
     """Write `report` to a new directory in `output_root`/tuned, and return the directory.
 
-    The directory has the structure of conf/: `--config-dir` with the directory makes its experiment available.
+    The directory has the structure of conf/: `--config-dir` with the directory makes its experiment available. If the
+    overrides delete keys, there is no experiment, because an option file cannot delete them. There is a picture if
+    matplotlib is installed.
 
     Args:
         report: the result.
         output_root: the directory for run directories.
-        config_dir: the directory with options of the user's own that the overrides refer to, or None.
 
     Raises:
         ConfigError: if the directory cannot be created.
     """
     directory = run_directory.create(Path(output_root) / "tuned", None, report["chosen"])
     write_text(directory / "tune.json", json.dumps(report, indent=2) + "\n")
-    (directory / "experiment").mkdir()
-    text = experiment([*report["typed"], *report["chosen"]], Path(config_dir) if config_dir else None)
-    write_text(directory / "experiment" / f"{EXPERIMENT}.yaml", text)
-    picture(report).savefig(directory / "tune.png")
+    if not deleted_keys(report):
+        (directory / "experiment").mkdir()
+        text = experiment([*report["typed"], *report["chosen"]], report["config_dir"])
+        write_text(directory / "experiment" / f"{EXPERIMENT}.yaml", text)
+    if is_installed("matplotlib"):
+        picture(report).savefig(directory / PICTURE)
     return directory
 
 
-def experiment(overrides: Sequence[str], config_dir: Path | None = None) -> str:
-    """Return the text of an option file in conf/experiment/ with the effect of `overrides`.
-
-    Deletions (`~key`) are left out.
-    """
-    groups = option_files(*([config_dir.expanduser()] if config_dir else []))
+def experiment(overrides: Sequence[str], config_dir: str | None = None) -> str:
+    """Return the text of an option file in conf/experiment/ with the effect of `overrides`, which delete no key."""
+    groups = option_files(*([Path(config_dir).expanduser()] if config_dir else []))
     defaults: list[Any] = []
     content: Any = OmegaConf.create()
     for text in overrides:
-        key, _, value = text.lstrip("+").partition("=")
+        key, value = override_key(text), text.partition("=")[2]
         if key == "experiment":
             defaults.insert(0, value)
         elif key in groups:
             defaults = [each for each in defaults if not isinstance(each, dict) or f"override /{key}" not in each]
             defaults.append({f"override /{key}": value})
-        elif not key.startswith("~"):
+        else:
             OmegaConf.update(content, key, OmegaConf.from_dotlist([f"v={value}"])["v"])
-    head = "# @package _global_\n# python -m runner --config-dir DIRECTORY experiment=tuned\n"
+    head = f"# @package _global_\n# {experiment_command('DIRECTORY', EXPERIMENT, config_dir)}\n"
     listed = OmegaConf.to_yaml(OmegaConf.create({"defaults": [*defaults, "_self_"]}))
     values = OmegaConf.to_yaml(content) if content else ""
     return f"{head}# Measured by runner.tools.tune on {cpu_model()}.\n{listed}{values}"
@@ -68,6 +71,8 @@ def experiment(overrides: Sequence[str], config_dir: Path | None = None) -> str:
 
 def picture(report: dict[str, Any]) -> Figure:
     """Return a figure with the throughput of the 16 fastest candidates as bars, and the quartiles of their rounds."""
+    from runner.tracking.charts import COLORS, canvas, shown  # imported here, because they need matplotlib
+
     rows = [row for row in report["rows"] if row["samples_per_second"] is not None][:_MOST_BARS]
     kinds = {kind: COLORS[i % len(COLORS)] for i, kind in enumerate(dict.fromkeys(row["results"] for row in rows))}
     caption = " ".join(report["typed"]) or "the default config"

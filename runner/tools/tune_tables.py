@@ -6,7 +6,6 @@ import os
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,10 +13,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.planning.report_tables import size
+from runner.cli.plan_jobs import experiment_command
+from runner.config.overrides import override_key
 from runner.planning.tuning import BUDGET_SPENT
+from runner.planning.units import significant, size
+from runner.system.installed import is_installed
 
 AS_IT_IS = "as it is"
+EXPERIMENT = "tuned"
+"""The name of the experiment with the chosen overrides."""
+
+PICTURE = "tune.png"
 _BUSY = 0.1
 """The noise (see `Search.noise`) above which the report says that the machine is busy."""
 
@@ -53,16 +59,12 @@ def cells(row: dict[str, Any], report: dict[str, Any]) -> list[str]:
     return [
         f"{mark}{name_of(row)}",
         row["results"],
-        f"{_rate(row['samples_per_second'])} ({_rate(low)} – {_rate(high)})",
+        f"{significant(row['samples_per_second'], 3)} ({significant(low, 3)} – {significant(high, 3)})",
         f"{row['speedup']:.2f} ×{', a tie' if row['ties'] else ''}" if row["overrides"] else "1",
         size(row["memory_bytes"]),
         f"{row['startup_seconds']:.1f} s",
         "" if not row["overrides"] else "never" if steps is None else f"{steps:,.0f} steps" if steps else "at once",
     ]
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _others(report: dict[str, Any]) -> Table | None:
@@ -89,13 +91,24 @@ def verdict(report: dict[str, Any]) -> list[str]:
         lines.append(f"{spent} candidate{'s were' if spent > 1 else ' was'} not measured: {BUDGET_SPENT} ({more})")
     if not report["chosen"]:
         return [*lines, f"nothing is clearly faster than the config as it is ({report['seconds']:.0f} s)"]
-    directory = shlex.quote(os.path.relpath(report["directory"]))
-    words = shlex.join([*report["typed"], *report["chosen"]])
+    directory, own = os.path.relpath(report["directory"]), report["config_dir"]
+    words = [*([] if own is None else ["--config-dir", own]), *report["typed"], *report["chosen"]]
     lines.append(f"chosen: {report['speedup']:.2f} × as fast as the config as it is ({report['seconds']:.0f} s)")
-    lines.append(f"run:    python -m runner {words}")
-    lines.append(f"        python -m runner --config-dir {directory} experiment=tuned")
-    lines.append(f"look:   {shlex.quote(os.path.relpath(Path(report['directory']) / 'tune.png'))}")
+    lines.append(f"run:    python -m runner {shlex.join(words)}")
+    if deleted := deleted_keys(report):
+        lines.append(f"        there is no experiment: an option file cannot delete {', '.join(deleted)}")
+    else:
+        lines.append(f"        {experiment_command(directory, EXPERIMENT, own)}")
+    if is_installed("matplotlib"):
+        lines.append(f"look:   {shlex.quote(os.path.join(directory, PICTURE))}")
+    else:
+        lines.append("there is no picture: matplotlib draws it, which pip install -e '.[plot]' installs")
     return lines
+
+
+def deleted_keys(report: dict[str, Any]) -> list[str]:
+    """Return the keys that the overrides delete."""
+    return [override_key(text) for text in report["typed"] if text.startswith("~")]
 
 
 def _table(title: str, titles: Sequence[str]) -> Table:

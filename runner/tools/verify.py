@@ -6,8 +6,7 @@ weights, three steps by default, in float64 and in the precision of the config. 
 - the samples of each step, over all processes and micro-batches, bit for bit;
 - the loss of each sample, the loss of the curves, the gradients of the first step, weights and buffers after the last
   step, and the outputs of an evaluation. In float64 they must agree to 1e-9 (the loss of the curves, which is summed in
-  float32, to 1e-6, or of a config in TF32 to 5e-3, in 16 bits to 4e-2); in the precision of the config they must agree
-  to 1e-2 (TF32 to 2.5e-2, 16 bits to 0.2).
+  float32, to 1e-6); in the precision of the config they must agree to 1e-2 (TF32 to 2.5e-2, 16 bits to 0.2).
 
 If the results of the reference in the precision of the config differ from its results in float64 by more than half of
 that limit, or if something computes in float32 although float64 was requested, rounding errors cannot be told apart

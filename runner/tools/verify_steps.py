@@ -35,10 +35,10 @@ from runner.workloads.base import SupervisedWorkload, Workload
 Tensors = dict[str, torch.Tensor]
 
 _BATCH_NORM = """Batch normalization computes its statistics on each micro-batch of a process, so this config is
-expected to differ. parallel=ddp parallel.sync_batch_norm=true without accumulation does not, nor do networks without
-batch normalization (model.norm=group)."""
-_RANDOM_NUMBERS = """The network draws random numbers in training (dropout), and processes and micro-batches draw others
-than a single device, so this config is expected to differ. Without dropout it can be compared."""
+expected to differ. To avoid this, type parallel=ddp parallel.sync_batch_norm=true and no accumulation, or choose a
+network without batch normalization (model.norm=group)."""
+_RANDOM_NUMBERS = """The network draws random numbers in training (dropout). Processes and micro-batches draw other
+numbers than a single device, so this config is expected to differ. Without dropout it can be compared."""
 
 
 @dataclass
@@ -65,7 +65,8 @@ class Steps:
 def first_steps(runs: Sequence[Run]) -> list[Steps]:
     """Train the first steps of each run, all runs in the same processes, and return one record per run.
 
-    The runs must differ only in their precision. A run in float64 is left out if the device does not support float64.
+    The runs must differ only in their precision. A run in float64 is left out if the device does not support float64;
+    if it is the only one, it is refused.
 
     Raises:
         ConfigError: if a run is refused, or a single device cannot compute the same results.
@@ -73,7 +74,7 @@ def first_steps(runs: Sequence[Run]) -> list[Steps]:
     """
     launcher = runs[0].parallel.launcher(runs[0].device)
     with tempfile.TemporaryDirectory(prefix="runner-verify-") as scratch, launcher.connect() as process:
-        directory, possible = Path(scratch), [run for run in runs if _has_format(run, process.devices[0])]
+        directory, possible = Path(scratch), [run for run in runs if _has_format(run, process.devices[0])] or runs
         session = possible[-1].prepare(process)  # the largest, in float64: a mode may allocate memory for its model
         check_comparable(session)
         configs = [run.config for run in possible]
@@ -147,7 +148,7 @@ def record(session: Session, directory: Path) -> Steps:
     for step in session.plan.steps(0, session.num_steps):
         recorder.begin_step()
         train_step(state, batches, step, log_due=True)
-    losses = state.metric_buffer.peek(collectives.all_reduce, state.step)[:, 0] / run.batch_size
+    losses = state.metric_buffer.peek(collectives.all_reduce)[:, 0] / run.batch_size
 
     tensors = {
         "loss per sample": recorder.all_losses(),
@@ -167,8 +168,9 @@ def record(session: Session, directory: Path) -> Steps:
 
 def _expected(session: Session, state: State, recorder: Recorder) -> str:
     """Return why a difference between this run and a single device is expected; empty if no difference is expected."""
-    num_passes = session.plan.num_workers * session.plan.accumulation
-    num_passes *= session.run.parallel.num_microbatches(session.context)
+    plan, parallel = session.plan, session.run.parallel
+    num_passes = plan.accumulation * parallel.num_microbatches(session.context)
+    num_passes *= 1 if parallel.synchronizes_batch_norm else plan.num_workers
     normalizes = num_passes > 1 and any(isinstance(module, _BatchNorm) for module in state.model.modules())
     draws = recorder.drew_random_numbers()
     reasons = {_BATCH_NORM: normalizes, _RANDOM_NUMBERS: draws}

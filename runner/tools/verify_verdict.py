@@ -1,7 +1,8 @@
 """The comparison of a config with its reference for `runner.tools.verify`: differences, limits, table and verdict.
 
-In float64, where rounding errors are negligible, the two runs must agree to 1e-9. In the config's own precision, they
-must agree about as closely as sums that are computed in different orders.
+In float64, where rounding errors are negligible, the two runs must agree to 1e-9; the loss of the curves, which is
+summed in float32 in every precision, to 1e-6. In the config's own precision, they must agree about as closely as sums
+that are computed in different orders.
 
 The rounding error of the reference is measured too: it is the difference between the reference in the config's own
 precision and the reference in float64. A larger rounding error does not make the limits larger. Instead, if the error
@@ -111,7 +112,7 @@ class Row(NamedTuple):
         if self.is_noisy:
             return Verdict.UNJUDGED
         if self.exact is not None and not self._is_exact:
-            in_float32 = max(self.limit, 1e-2) if computes_below_float64 else FLOAT32_ROUNDING
+            in_float32 = self.limit if computes_below_float64 else FLOAT32_ROUNDING
             return Verdict.UNJUDGED if self.exact.size <= in_float32 else Verdict.DIFFERENT
         return Verdict.UNJUDGED if self.own is not None and self.own.size <= self.limit else Verdict.DIFFERENT
 
@@ -153,7 +154,7 @@ def compare(own: Pair | None, exact: Pair | None, precision: Precision) -> Outco
 def _row(kind: str, own: Pair | None, exact: Pair | None, precision: Precision) -> Row:
     limit, tolerance, exact_limit = max(1e-2, 5 * precision.tolerance), precision.tolerance, EXACT
     if kind == "loss":  # the sums for the curves are float32 in every precision
-        exact_limit = tolerance = max(FLOAT32_ROUNDING, tolerance)
+        exact_limit, tolerance = FLOAT32_ROUNDING, max(FLOAT32_ROUNDING, tolerance)
     rounding = Difference(0.0, "")
     if own is not None and exact is not None:
         rounding = difference(kind, own.reference, exact.reference)

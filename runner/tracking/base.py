@@ -27,6 +27,10 @@ class Tracker:
             ConfigError: with the key `tracking`, for example if a package is not installed.
         """
 
+    def writes_event_files(self) -> bool:
+        """Return whether scalars are written to TensorBoard's event files, which a search with `sweep.prune` reads."""
+        return False
+
     def open(self, directory: Path, first_step: int) -> None:
         """Start a session. A run has one session when it starts, and another session each time it is resumed.
 

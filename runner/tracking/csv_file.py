@@ -76,7 +76,7 @@ class CsvFile(Tracker):
     def _give_up(self, error: OSError) -> None:
         """Write nothing more, because of `error`."""
         log.warning(
-            "%s cannot be written or continued (%s): curves are missing in it; the run goes on",
+            "%s cannot be written or continued (%s): later curves will be missing from it; the run goes on",
             self._path,
             error.strerror,
         )

@@ -35,12 +35,12 @@ def gif(frames: Iterable[torch.Tensor], seconds: float = 0.04) -> bytes:
     """Encode frames as a looping GIF.
 
     Args:
-        frames: at least one, each uint8 [3, height, width] on the CPU.
+        frames: at least one, each uint8 [3, height, width], on any device.
         seconds: duration of a frame, in seconds.
     """
     from PIL import Image
 
-    first, *rest = (Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in frames)
+    first, *rest = (Image.fromarray(frame.cpu().permute(1, 2, 0).contiguous().numpy()) for frame in frames)
     buffer = io.BytesIO()
     first.save(buffer, "GIF", save_all=True, append_images=rest, duration=round(1000 * seconds), loop=0)
     return buffer.getvalue()
@@ -134,8 +134,7 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
     """Draw a confusion matrix: how often samples of each true class (rows) were predicted as each class (columns).
 
     A cell with a fraction x of the samples in its row has the darkness √x, so that rare errors are visible. A matrix of
-    up to 20 classes is drawn with names and counts, a larger matrix as a heat map. If there are more than 1000 classes,
-    adjacent classes are merged, so that the heat map has at most 1000×1000 cells.
+    up to 20 classes is drawn with names and counts, a larger matrix as a heat map.
 
     Args:
         counts: int64 [classes, classes], on any device.
@@ -193,10 +192,8 @@ def _heat_map(counts: torch.Tensor) -> torch.Tensor:
     from PIL import Image, ImageDraw
 
     num_classes = len(counts)
-    classes_per_cell = math.ceil(num_classes / 1000)
-    counts = _merged(_merged(counts, classes_per_cell).T, classes_per_cell).T
-    cell, margin = max(1, 800 // len(counts)), 56
-    extent = cell * len(counts)
+    cell, margin = max(1, 800 // num_classes), 56
+    extent = cell * num_classes
     canvas = Image.new("RGB", (margin + extent + _GAP, margin + extent + _GAP), _WHITE)
     canvas.paste(_scaled(shades(counts), cell), (margin, margin))
     draw = ImageDraw.Draw(canvas)
@@ -204,12 +201,6 @@ def _heat_map(counts: torch.Tensor) -> torch.Tensor:
         draw.text((position, margin - 6), str(index), _INK, font(_FONT), anchor=f"{across}s")
         draw.text((margin - 6, position), str(index), _INK, font(_FONT), anchor=f"r{down}")
     return _framed(canvas, margin, extent)
-
-
-def _merged(counts: torch.Tensor, size: int) -> torch.Tensor:
-    """Return `counts` with each group of `size` adjacent rows summed into one row."""
-    padding = -len(counts) % size
-    return torch.nn.functional.pad(counts, (0, 0, 0, padding)).unflatten(0, (-1, size)).sum(1)
 
 
 def _framed(canvas: Image.Image, margin: int, extent: int) -> torch.Tensor:

@@ -56,7 +56,7 @@ class _File(logging.FileHandler):
         if not self._failed:
             self._failed = True
             why = f"{self.baseFilename} cannot be written ({getattr(error, 'strerror', None) or error})"
-            _print(printable(f"{why}: messages are missing in it; the run goes on"))
+            _print(printable(f"{why}: later messages will be missing from it; the run goes on"))
 
 
 class LogFile:

@@ -33,7 +33,7 @@ _STEPS_PER_BLOCK = 256
 
 
 class MetricBuffer:
-    """The metric sums of each training step since the last log.
+    """The metric sums of each training step, or round of steps (see `Step`), since the last log.
 
     The sums stay on the device until a log or a checkpoint is due, so that other steps do not wait for the device. The
     buffer keeps separate sums for each step, so that `peek` can find the step whose loss is not finite. The sums of
@@ -48,18 +48,25 @@ class MetricBuffer:
         self._step: torch.Tensor | None = None
         self._rows: list[torch.Tensor] = []
         self._blocks: list[torch.Tensor] = []
+        self._steps = array("q")
 
-    def load(self, rows: torch.Tensor) -> None:
-        """Replace the content of the buffer with metric sums from a checkpoint, float32 [num_steps, num_metrics]."""
-        self._rows, self._blocks = [], [rows.to(self._zeros)]
+    def load(self, rows: torch.Tensor, step: int) -> None:
+        """Replace the content of the buffer with metric sums from a checkpoint.
+
+        Args:
+            rows: the metric sums of each step or round, float32 [num_rows, num_metrics].
+            step: the step of the checkpoint.
+        """
+        self._rows, self._blocks, self._steps = [], [rows.to(self._zeros)], array("q", [step] * len(rows))
 
     def add(self, sums: torch.Tensor) -> None:
         """Add the metric sums of a micro-batch, [num_metrics], to the current step."""
         self._step = sums if self._step is None else self._step + sums
 
-    def end_step(self) -> None:
-        """Complete a step, after the sums of all its micro-batches have been added."""
+    def end_step(self, step: int) -> None:
+        """Complete `step` of this process, after the sums of all its micro-batches have been added."""
         self._rows.append(self._zeros if self._step is None else self._step)
+        self._steps.append(step)
         self._step = None
         if len(self._rows) == _STEPS_PER_BLOCK:
             self._combine()
@@ -69,15 +76,15 @@ class MetricBuffer:
         self._blocks.append(torch.stack(self._rows))
         self._rows = []
 
-    def peek(self, all_reduce: Callable[[MetricSums], MetricSums], last_step: int) -> torch.Tensor:
-        """Wait for the device, and return the sums over all ranks, float32 [num_steps, num_metrics] on the CPU.
+    def peek(self, all_reduce: Callable[[MetricSums], MetricSums]) -> torch.Tensor:
+        """Wait for the device, and return the sums over all ranks, float32 [num_rows, num_metrics] on the CPU.
 
         Args:
             all_reduce: a function that sums tensors over the ranks.
-            last_step: the number of the latest step in the buffer.
 
         Raises:
-            DivergedError: if a loss is not finite; the error names the first step with such a loss.
+            DivergedError: if a loss is not finite; the error names the first step with such a loss. In a round of
+                steps, that may be the step of any process, and the error names the one of this process.
         """
         if self._rows:
             self._combine()
@@ -87,19 +94,20 @@ class MetricBuffer:
         values = all_reduce({"train": self._blocks[0]})["train"].cpu()
         finite = values[:, 0].isfinite()
         if not finite.all():
-            first = int(finite.logical_not().nonzero()[0])
-            raise DivergedError(last_step - len(values) + 1 + first, "the loss")
+            raise DivergedError(self._steps[int(finite.logical_not().nonzero()[0])], "the loss")
         return values
 
-    def flush(self, all_reduce: Callable[[MetricSums], MetricSums], last_step: int) -> torch.Tensor:
+    def flush(self, all_reduce: Callable[[MetricSums], MetricSums]) -> torch.Tensor:
         """Return the same tensor as `peek`, and empty the buffer."""
-        values = self.peek(all_reduce, last_step)
-        self._blocks = []
+        values = self.peek(all_reduce)
+        self._blocks, self._steps = [], array("q")
         return values
 
 
 class StepTimer:
-    """A timer of training steps. The time for logging, evaluation and saving checkpoints is not counted.
+    """A timer of training steps, or of rounds where the processes divide the steps among themselves (see `Step`).
+
+    The time for logging, evaluation and saving checkpoints is not counted.
 
     Args:
         device: the device that computes the steps.
@@ -112,16 +120,16 @@ class StepTimer:
         self.start()
 
     def start(self) -> None:
-        """Start timing the first step."""
+        """Start timing the first step or round."""
         self._began = self._started = time.perf_counter()
         self._pauses, self._data = timer.paused(), timer.spent("data")
 
     def lap(self, pausing: bool) -> None:
-        """Record the end of a step.
+        """Record the end of a step or round.
 
         Args:
             pausing: whether a log, an evaluation or a checkpoint follows. If so, wait here for the device, so that the
-                remaining computation of the step counts as part of the step.
+                remaining computation counts as part of the step.
         """
         if pausing:
             synchronize(self.device)
@@ -130,12 +138,12 @@ class StepTimer:
         self._started, self._pauses = now, pauses
 
     def rates(self, samples_per_round: int) -> dict[str, float]:
-        """Return the throughput, the step time, and the fraction of time spent waiting for data, by tag.
+        """Return the throughput, the time of a step or round, and the fraction of time spent waiting for data, by tag.
 
         All values are averages since the last call.
 
         Args:
-            samples_per_round: number of samples in one iteration of the training loop, over all ranks.
+            samples_per_round: number of samples in a step or round, over all ranks.
         """
         recent, data = self.seconds[self._logged :], timer.spent("data")
         seconds, data_share = sum(recent), (data - self._data) / sum(recent)
@@ -151,7 +159,7 @@ class StepTimer:
         return time.perf_counter() - self._began
 
     def steady(self) -> list[float]:
-        """Return the seconds of each step, except the first 10 steps (or the first 20 % if there are fewer than 50)."""
+        """Return the seconds of each step or round, except the first 10 (the first 20 % if there are fewer than 50)."""
         return list(self.seconds[min(10, len(self.seconds) // 5) :])
 
 

@@ -46,10 +46,20 @@ class MLflow(RemoteTracker):
             self._run = identifier
             self._client.update_run(self._run, status="RUNNING")
             return self._run
-        known = self._client.get_experiment_by_name(self.experiment)
-        number = known.experiment_id if known else self._client.create_experiment(self.experiment, artifacts)
-        self._run = self._client.create_run(number, run_name=directory.name).info.run_id
+        self._run = self._client.create_run(self._experiment(artifacts), run_name=directory.name).info.run_id
         return self._run
+
+    def _experiment(self, artifacts: str | None) -> str:
+        """Return the identifier of the experiment, which is created if it does not exist."""
+        known = self._client.get_experiment_by_name(self.experiment)
+        if known is None:
+            try:
+                return self._client.create_experiment(self.experiment, artifacts)
+            except Exception:  # another run may have created it in the meantime
+                known = self._client.get_experiment_by_name(self.experiment)
+                if known is None:
+                    raise
+        return known.experiment_id
 
     def log_scalars(self, values: dict[str, float], step: int) -> None:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]

@@ -67,7 +67,7 @@ class Recorder:
         self._tracker.flush()
 
 
-_WRITTEN = ("name", "output_root", "resume")
+_LOCATION_KEYS = ("name", "output_root", "resume")
 """Config keys that determine where a run is saved."""
 
 
@@ -84,7 +84,7 @@ def typed_values(overrides: Iterable[str], config: dict[str, Any]) -> dict[str, 
     values: dict[str, Any] = {}
     for text in overrides:
         key, equals, typed = text.lstrip("+").partition("=")
-        if not equals or key in _WRITTEN or key.startswith(("~", "hydra.")) or MASK in redacted_values([text])[0]:
+        if not equals or key in _LOCATION_KEYS or key.startswith(("~", "hydra.")) or MASK in redacted_values([text])[0]:
             continue
         value: Any = config
         for name in key.split("."):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import check
+from runner.storage.durable_write import write_text
 from runner.storage.safe_read import read_regular
 from runner.system.installed import is_installed
 from runner.tracking.base import Tracker
@@ -33,8 +35,8 @@ _MOST_WAITING = 10_000
 class RemoteTracker(Tracker, ABC):
     """A tracker whose calls are made by a thread, in order, so that training does not wait for them.
 
-    The first error is logged; after it, nothing more is tracked, and the run goes on. Calls that are still in the queue
-    when the process is killed are lost. Animations are not logged.
+    The first error is logged; after it, the run goes on, and nothing more is tracked except the end of the session.
+    Calls that are still in the queue when the process is killed are lost. Animations are not logged.
 
     Two files in the run directory are for resumed runs: one with the identifier of the run in the backend, which a
     resumed run continues, and one with the points since the last two checkpoints, which it does not log again.
@@ -43,7 +45,7 @@ class RemoteTracker(Tracker, ABC):
     package: ClassVar[str]
     """The name of the package, and of the extra that installs it."""
     patience: ClassVar[float] = 60.0
-    """Seconds to wait at the end of the run for the calls that were not made yet."""
+    """Seconds to wait at the end of the run for the calls that were not made yet, and for the end of the session."""
 
     destinations: ClassVar[tuple[str, ...]] = ()
     """Names of the options that determine where the data of a run is sent."""
@@ -90,11 +92,11 @@ class RemoteTracker(Tracker, ABC):
 
     @abstractmethod
     def finish(self, done: bool) -> None:
-        """End the session; `done` is whether the run has reached its last step."""
+        """End the session, also after an error; `done` is whether the run has reached its last step."""
 
     def open(self, directory: Path, first_step: int) -> None:
         self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(_MOST_WAITING)
-        self._failed = False
+        self._failed, self._started, self._done = False, False, False
         self._thread = threading.Thread(target=self._make_calls, name=f"tracking {self.package}", daemon=True)
         self._thread.start()
         self._call(lambda: self._start(directory, first_step))
@@ -116,10 +118,10 @@ class RemoteTracker(Tracker, ABC):
         self._call(lambda: self._points.begin_interval())
 
     def close(self, done: bool) -> None:
-        self._call(lambda: self.finish(done))
+        self._done, deadline = done, time.monotonic() + self.patience
         try:
             self._calls.put(None, timeout=self.patience)
-            self._thread.join(self.patience)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
         except queue.Full:
             log.debug("%s takes no more calls", self.package)
         if self._thread.is_alive():
@@ -129,7 +131,9 @@ class RemoteTracker(Tracker, ABC):
         self._points = LoggedPoints(directory / f"{self.package}_points.txt", first_step)
         file = directory / f"{self.package}_run.txt"
         saved = read_regular(file, _LIMIT_BYTES).decode().strip() if file.exists() else ""
-        file.write_text(self.start(directory, saved) + "\n", encoding="utf-8")
+        identifier = self.start(directory, saved)
+        self._started = True
+        write_text(file, identifier + "\n")
 
     def _log_new(self, log_values: Callable[[dict[str, Any], int], None], values: dict[str, Any], step: int) -> None:
         if new := self._points.new(values, step):
@@ -140,15 +144,20 @@ class RemoteTracker(Tracker, ABC):
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._fail(f"{_MOST_WAITING:,} calls wait to be made")
+            self._fail(f"{_MOST_WAITING:,} calls are waiting")
 
     def _make_calls(self) -> None:
         while (call := self._calls.get()) is not None:
             if not self._failed:
-                try:
-                    call()
-                except Exception as error:  # of any type: it comes from another package, its network or its disk
-                    self._fail(f"{type(error).__name__}: {error}")
+                self._make(call)
+        if self._started:  # also after an error, or the backend would show a run that goes on
+            self._make(lambda: self.finish(self._done))
+
+    def _make(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:  # of any type: it comes from another package, its network or its disk
+            self._fail(f"{type(error).__name__}: {error}")
 
     def _fail(self, why: str) -> None:
         if not self._failed:

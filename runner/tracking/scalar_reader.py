@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Container, Iterator
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from runner.config.errors import escaped
 from runner.storage.safe_read import open_regular
@@ -34,19 +35,16 @@ def scalars(directory: Path, tags: Container[str] | None = None) -> dict[str, di
     """Return the finite values of scalars, up to 1e30, by tag and step, in the order of the steps.
 
     If a resumed session repeats steps of an earlier session, the values of the resumed session are returned. The event
-    files may be damaged or written by somebody else, so everything that cannot be read is left out. If a run has more
-    points than can be kept, every second point of the longest curves is left out, repeatedly if necessary. A warning is
-    logged if there are too many points, curves or events.
+    files may be damaged or written by somebody else, so everything that cannot be read is left out: of each file, what
+    is after the first damaged event. If a run has more points than can be kept, every second point of the longest
+    curves is left out, repeatedly if necessary. A warning is logged if there are too many points, curves or events.
 
     Args:
         directory: a run directory.
         tags: the TensorBoard tags to read, those of them that were logged; None for all.
     """
     curves = _Curves(tags)
-    try:
-        _read(sorted(directory.glob("events.out.tfevents.*")), curves)
-    except Exception as error:  # a damaged file may raise anything
-        log.debug("an event file in %s cannot be read: %s", directory, error)
+    _read(sorted(directory.glob("events.out.tfevents.*")), curves)
     for what in curves.left_out:
         log.warning("%s: %s", escaped(printable(str(directory))), what)
     return {tag: values for tag, values in curves.values.items() if values}
@@ -100,27 +98,33 @@ class _Curves:
 
 
 def _read(paths: list[Path], curves: _Curves) -> None:
-    """Add the scalars in event files to `curves`.
-
-    Raises:
-        Exception: of any type, if a file is damaged or cannot be read.
-    """
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+    """Add the scalars in event files to `curves`."""
+    from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
     events, num_bytes = 0, 0
-    for record in itertools.chain.from_iterable(map(_records, paths)):
-        events, num_bytes = events + 1, num_bytes + len(record)
+    for event, size in itertools.chain.from_iterable(map(_events, paths)):
+        events, num_bytes = events + 1, num_bytes + size
         if events > _MOST_EVENTS or num_bytes > _LIMIT_BYTES:
             last = max((next(reversed(values)) for values in curves.values.values() if values), default=0)
             curves.left_out[f"it has more events than are read: its curves end at step {last:,}"] = None
             return
-        event = Event.FromString(record)
         if event.session_log.status == SessionLog.START:
             curves.start_session(event.step)
             events += len(curves.values)  # takes as long as that many events
         for each in event.summary.value:
             if each.HasField("simple_value") and abs(each.simple_value) < 1e30:
                 curves.add(each.tag, event.step, each.simple_value)
+
+
+def _events(path: Path) -> Iterator[tuple[Any, int]]:
+    """Yield each event of an event file up to the first that is damaged, and its size in bytes."""
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+    try:
+        for record in _records(path):
+            yield Event.FromString(record), len(record)
+    except Exception as error:  # a damaged file may raise anything
+        log.debug("%s cannot be read further: %s", path, error)
 
 
 def _records(path: Path) -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,9 +42,15 @@ class Several(Tracker):
         for tracker in self._trackers:
             tracker.check()
 
+    def writes_event_files(self) -> bool:
+        return any(tracker.writes_event_files() for tracker in self._trackers)
+
     def open(self, directory: Path, first_step: int) -> None:
-        for tracker in self._trackers:
-            tracker.open(directory, first_step)
+        with ExitStack() as opened:  # if one cannot be opened, those before it are closed
+            for tracker in self._trackers:
+                tracker.open(directory, first_step)
+                opened.callback(tracker.close, False)
+            opened.pop_all()
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         for tracker in self._trackers:
@@ -66,5 +73,6 @@ class Several(Tracker):
             tracker.flush()
 
     def close(self, done: bool) -> None:
-        for tracker in self._trackers:
-            tracker.close(done)
+        with ExitStack() as closing:  # all of them, even if one raises an error
+            for tracker in reversed(self._trackers):
+                closing.callback(tracker.close, done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ class Trackio(RemoteTracker):
         import trackio  # pyright: ignore[reportMissingImports]
 
         self._trackio: Any = trackio
-        name = identifier or directory.name
+        # Runs are told apart by their names, and directories of jobs have the same names in each sweep.
+        name = identifier or f"{directory.name}-{secrets.token_hex(3)}"
         quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
         with redirect_stdout(sys.stderr):  # it prints, and standard output is for the result of the run
             self._run = trackio.init(project=self.project, name=name, resume="allow", **quiet)

@@ -30,6 +30,9 @@ class Workload(ABC):
     best: ClassVar[tuple[str, str]] = ("loss", "min")
     """The evaluation metric that selects the best checkpoint, and whether the `min` or the `max` of it is best."""
 
+    outputs_are_scores: ClassVar[bool] = False
+    """Whether the prediction is the index of the largest output, as in classification and Q-learning."""
+
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
     """Options that may differ on resume: those that do not affect the training, and the length of the run."""
 

@@ -11,7 +11,7 @@ import torch
 
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError, check, check_range, errors_under
-from runner.data.base import Batch, LabeledSamples, Samples, shard_bounds
+from runner.data.base import Batch, LabeledSamples, Samples
 from runner.data.mixing import Mixing
 from runner.tracking.image_grids import class_shares, confusion_matrix, grid
 from runner.tracking.metrics import MetricSums
@@ -48,6 +48,7 @@ class Classifier(DataWorkload[LabeledSamples]):
 
     metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     best: ClassVar[tuple[str, str]] = ("accuracy", "max")
+    outputs_are_scores: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,7 +147,7 @@ class Classifier(DataWorkload[LabeledSamples]):
             "top5": torch.zeros((), dtype=torch.int64, device=device),
             "count": torch.zeros((), dtype=torch.int64, device=device),
             "confusion": torch.zeros(matrix * matrix, dtype=torch.int64, device=device),
-            # Class index plus 1 of each readable sample of the shard, in order; the rest is 0, also of other shards.
+            # Class index plus 1 of each sample of the shard that could be read; 0 for all others.
             "predictions": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
             "targets": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
             # Probability of the predicted class in 1/1000, so that a rounding error does not change which are shown.
@@ -154,8 +155,7 @@ class Classifier(DataWorkload[LabeledSamples]):
         }
         if device.type == "mps":  # Metal has no float64
             sums["loss"] = sums["loss"].float()
-        start, _ = shard_bounds(len(self.held_out), shard)
-        for batch in self.held_out.in_order(self.eval_batch_size, shard, device):
+        for indices, batch in self.held_out.in_order_with_indices(self.eval_batch_size, shard, device):
             outputs = infer(batch.inputs).float()
             predicted = outputs.argmax(1)
             sums["loss"] += torch.nn.functional.cross_entropy(outputs, batch.targets, reduction="sum")
@@ -165,11 +165,9 @@ class Classifier(DataWorkload[LabeledSamples]):
             sums["count"] += len(batch.targets)
             if matrix:
                 sums["confusion"] += torch.bincount(batch.targets * matrix + predicted, minlength=matrix * matrix)
-            stop = start + len(batch.targets)
-            sums["predictions"][start:stop] = predicted + 1
-            sums["targets"][start:stop] = batch.targets + 1
-            sums["confidence"][start:stop] = (1000 * outputs.softmax(1).amax(1)).round().long()
-            start = stop
+            sums["predictions"][indices] = predicted + 1
+            sums["targets"][indices] = batch.targets + 1
+            sums["confidence"][indices] = (1000 * outputs.softmax(1).amax(1)).round().long()
         return sums
 
     def summarize(self, sums: MetricSums) -> dict[str, float]:

@@ -100,6 +100,17 @@ def test_settings_of_the_caller_neither_change_the_run_nor_are_changed_by_it() -
     assert result.metrics == usual.metrics
 
 
+@pytest.mark.parametrize("precision", ["32", "bf16"])
+def test_autocast_of_the_caller_does_not_change_the_run(precision: str) -> None:
+    words = [*WORDS, f"precision={precision}", "optimizer.lr=0.2"]
+    usual = runner.train(words)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = runner.train(words)
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_cache_enabled()
+    assert result.metrics == usual.metrics
+
+
 @pytest.mark.parametrize(("word", "key"), [("optimizer.lr=-1", "optimizer.lr"), ("batch_size=5000", "batch_size")])
 def test_a_config_that_cannot_run_is_an_error_and_leaves_nothing_behind(word: str, key: str) -> None:
     with pytest.raises(runner.ConfigError) as error:

@@ -18,8 +18,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import runner
+from runner.api import saved
 from runner.data.image_input import ImageInput
 from runner.parallel.launch import processes
+from runner.storage.chosen import chosen_checkpoint
 from runner.storage.saved_config import config_text
 from runner.system.forkserver import start_server
 
@@ -184,6 +186,38 @@ def test_a_damaged_checkpoint_is_an_error_and_the_one_before_is_the_last() -> No
         with pytest.raises(runner.ConfigError, match="damaged"):
             use(12)
     assert run.checkpoint("last").name == "step_00000008"
+
+
+@pytest.mark.parametrize("file", ["model.json", "manifest.json"])
+def test_a_checkpoint_whose_signature_cannot_be_trusted_predicts_nothing(file: str) -> None:
+    run = trained()
+    (run.checkpoint(12) / file).write_text("{}")
+    Image.new("L", (8, 8)).save("gray.png")
+    for use in (run.signature, run.image_input, run.model, lambda choice: run.predict("gray.png", choice)):
+        with pytest.raises(runner.ConfigError, match="damaged") as error:
+            use(12)
+        assert (error.value.key, error.value.got) == ("checkpoint", 12)
+    assert run.classes == run.signature(8)["classes"], "those of the newest intact checkpoint"
+
+
+def test_best_and_last_are_looked_for_once_as_a_running_run_changes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, looked_for = trained(), []
+
+    def chosen(directory: Path, choice: str | int) -> Path:
+        looked_for.append(choice)
+        return chosen_checkpoint(directory, choice)
+
+    monkeypatch.setattr(saved, "chosen_checkpoint", chosen)
+    Image.new("L", (8, 8)).save("gray.png")
+    run.model("best")
+    run.predict("gray.png", "last")
+    assert [choice for choice in looked_for if isinstance(choice, str)] == ["best", "last"]
+
+
+def test_a_model_is_not_changed_by_an_option_that_its_run_does_not_use() -> None:
+    with pytest.raises(runner.ConfigError) as error:
+        trained().model("last", ["env=acrobot"])
+    assert (error.value.key, error.value.got) == ("env", "acrobot")
 
 
 def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:

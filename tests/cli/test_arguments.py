@@ -47,6 +47,24 @@ def test_a_sweep_has_commas_where_a_run_has_a_name_with_a_comma() -> None:
     assert arguments.quoted("name=a b,c", sweep=False) == "name='a b,c'"
 
 
+@pytest.mark.parametrize(
+    ("typed", "values"),
+    [
+        ("model.weights=choice(a.pt,b.pt)", ["a.pt", "b.pt"]),
+        ("data.root=sort(y,x)", ["x", "y"]),
+        ("name=shuffle(a)", ["a"]),
+        ("name=range(1,3)", ["1", "2"]),
+    ],
+)
+def test_functions_of_hydra_give_the_values_of_a_sweep(typed: str, values: list[str]) -> None:
+    [override] = OverridesParser.create().parse_overrides([arguments.quoted(typed, sweep=True)])
+    assert list(override.sweep_string_iterator()) == values
+
+
+def test_a_single_run_has_no_functions_but_texts_with_brackets() -> None:
+    assert arguments.quoted("data.root=sort(y,x)", sweep=False) == "data.root='sort(y,x)'"
+
+
 def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/me")
     assert arguments.quoted("output_root=~/runs", sweep=False) == "output_root=/me/runs"
@@ -115,7 +133,7 @@ def test_a_path_to_resume_that_cannot_be_one_is_refused_by_its_key(value: str) -
     "word",
     [
         "model.channels=" + "[" * 21 + "]" * 21,
-        "seed=" + "9" * 300,
+        "seed=" + "9" * 301,
         "optimizer.lr=1" + "0" * 4400,
         "model.channels=[1," + "7" * 400 + "]",
         "foo=" + "x" * 100_001,
@@ -134,7 +152,7 @@ def test_a_value_that_no_option_can_have_is_refused_by_its_key(word: str) -> Non
 
 
 def test_values_near_these_limits_are_accepted() -> None:
-    words = ["model.channels=" + "[" * 20 + "]" * 20, "seed=" + "9" * 299, "name=" + "9" * 500, "model=sub/mine"]
+    words = ["model.channels=" + "[" * 20 + "]" * 20, "seed=" + "9" * 300, "name=" + "9" * 500, "model=sub/mine"]
     assert arguments.overrides_first(words) == words
 
 
@@ -165,6 +183,12 @@ def test_the_directory_that_is_resumed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
         arguments.resumed([f"resume={tmp_path}/absent"])
     assert (refusal.value.key, refusal.value.got) == ("resume", f"{tmp_path}/absent")
+
+
+def test_a_misspelt_flag_is_told_the_nearest_one() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        arguments.overrides_first(["--run-directry=x"])
+    assert (refusal.value.key, refusal.value.remedy) == ("--run-directry", "did you mean --run-directory?")
 
 
 def test_flags_are_checked_but_not_values_that_look_like_flags() -> None:

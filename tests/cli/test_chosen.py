@@ -1,7 +1,8 @@
-"""`how=auto`: what is chosen, when it is measured, and how a resumed run repeats it."""
+"""`how=auto` and `accumulation=auto`: what is chosen, when it is measured, and how a resumed run repeats it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,18 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
     return found
 
 
-def choose(*typed: str, directory: Path | None = None) -> Job:
+def choose(*typed: str, auto: Sequence[str] = ("how=auto",), directory: Path | None = None) -> Job:
     def compose(words: Sequence[str]) -> Job:
         return Job(composed(*words), list(words))
 
-    return chosen.with_choice(compose([*typed, "how=auto"]), compose, directory)
+    return chosen.with_choices(compose([*typed, *auto]), compose, directory)
+
+
+def begun(job: Job, parent: Path) -> Path:
+    """The directory in `parent` of a run that `job` has begun."""
+    directory = run_directory.create(parent)
+    run_directory.write_config(directory, job.config, job.overrides)
+    return directory
 
 
 def test_a_long_run_is_measured_once(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +110,7 @@ def test_a_choice_of_another_version_is_measured_again(measured: Measured, capsy
     entry.path.write_text(entry.path.read_text().replace('"torch": "', '"torch": "0'))
     choose(*LONG)
     assert len(measured.budgets) == 2
-    assert "another machine or version (torch), and ignored" in capsys.readouterr().err
+    assert "another machine or version (torch) and is ignored" in capsys.readouterr().err
 
 
 def test_a_run_that_cannot_be_measured_is_trained_as_it_is(measured: Measured) -> None:
@@ -116,12 +124,66 @@ def test_a_run_that_is_refused_is_refused(measured: Measured) -> None:
         choose(*LONG)
 
 
+OTHER = ["parallel=fsdp"]
+"""What is chosen for `LONG` once `other_choice` has been called."""
+
+
+def other_choice(typed: Sequence[str]) -> None:
+    ChoiceCache(composed(*typed), typed).write(Choice(OTHER, 1.1, "2026-01-31"))
+
+
 def test_a_run_that_has_begun_keeps_its_choice(measured: Measured, tmp_path: Path) -> None:
-    directory = run_directory.create(tmp_path, "job")
-    run_directory.write_config(directory, choose(*LONG).config, [])
-    ChoiceCache(composed(*LONG), LONG).write(Choice(["device.threads=1"], 1.1, "2026-01-31"))
-    assert choose(*LONG, directory=directory).config["how"] == DDP
-    assert choose(*LONG).config["how"] == ["device.threads=1"]
+    directory = begun(choose(*LONG), tmp_path)
+    other_choice(LONG)
+    job = choose(*LONG, "resume=auto", directory=directory)
+    assert (job.config["how"], job.overrides) == (DDP, [*LONG, "resume=auto", *DDP])
+    assert job.config == composed(*LONG, "resume=auto", *DDP) | {"how": DDP}
+    assert choose(*LONG).config["how"] == OTHER
+
+
+def test_the_unfinished_run_of_a_config_is_found_by_its_choice(measured: Measured, tmp_path: Path) -> None:
+    typed = (*LONG, f"output_root={tmp_path / 'runs'}")
+    directory = begun(choose(*typed), tmp_path / "runs" / "test")
+    other_choice(typed)
+    assert choose(*typed, "resume=auto").config["how"] == DDP
+    assert choose(*typed, "resume=never").config["how"] == OTHER
+    assert choose(*typed, "resume=auto", "seed=5").config["how"] == OTHER  # of which no run has begun
+    (directory / run_directory.RESULT).write_text(json.dumps({"status": "done", "steps": 1_000_000}))
+    assert choose(*typed, "resume=auto").config["how"] == OTHER
+
+
+@pytest.mark.parametrize("forged", ["seed=5", "hydra.searchpath=[/tmp]", "parallel=../x", "data.size='9'", 3])
+def test_a_run_directory_sets_only_what_a_choice_may_contain(
+    forged: object, measured: Measured, tmp_path: Path
+) -> None:
+    """It may come from somebody else."""
+    seen: list[object] = []
+
+    def compose(words: Sequence[str]) -> Job:
+        seen.extend(words)
+        return Job(composed(*words), list(words))
+
+    directory = begun(Job(composed(*LONG, "seed=5") | {"how": [forged]}, []), tmp_path)
+    job = chosen.with_choices(compose([*LONG, "resume=auto", "how=auto"]), compose, directory)
+    assert job.config == composed(*LONG, "resume=auto", *DDP) | {"how": DDP}
+    assert forged not in seen
+
+
+@pytest.mark.parametrize("how", [(), ("how=auto",)], ids=["accumulation", "both"])
+def test_a_run_that_is_continued_keeps_its_micro_batches(
+    how: tuple[str, ...], measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed, auto = (*LONG, f"output_root={tmp_path / 'runs'}"), ("accumulation=auto", *how)
+    fitting = [4]
+    monkeypatch.setattr(chosen, "fitting_accumulation", lambda compose, report: fitting[0])
+    first = choose(*typed, auto=auto)
+    assert first.config["accumulation"]["steps"] == 4
+    begun(first, tmp_path / "runs" / "test")
+    fitting[0] = 8  # another program now takes more memory
+    again = choose(*typed, "resume=auto", auto=auto)
+    assert again.config == first.config | {"resume": "auto"}
+    assert choose(*typed, auto=auto).config["accumulation"]["steps"] == 8
+    assert choose(*typed, "resume=auto", "seed=5", auto=auto).config["accumulation"]["steps"] == 8
 
 
 def test_processes_that_were_started_elsewhere_cannot_choose(

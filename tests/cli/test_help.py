@@ -8,6 +8,7 @@ import pytest
 from helpers.command import run_command
 
 from runner import __version__
+from runner.cli.arguments import RUN_DIRECTORY, SUMMARY
 from runner.cli.help import help_text
 from runner.config.options import description, option_files
 
@@ -43,6 +44,11 @@ def test_help_lists_the_options_of_a_config_dir(flag: list[str], more: Path, tmp
     assert ["sweet", "Of", "another", "group."] in lines
     assert "_shared" not in text
     assert "mine" not in help_text()
+
+
+def test_help_names_the_flags_of_the_command_itself() -> None:
+    for flag in (SUMMARY, RUN_DIRECTORY, "--cfg", "--config-dir", "--version", "--hydra-help"):
+        assert f"{flag} " in help_text() or f"{flag}\n" in help_text(), flag
 
 
 def test_version_is_that_of_this_project(tmp_path: Path) -> None:

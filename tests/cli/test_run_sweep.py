@@ -11,6 +11,7 @@ import yaml
 from helpers.command import Command, glob, leftovers, run_command, until
 from helpers.compose import FAST
 
+from runner.cli.composition import Composer
 from runner.cli.plan_jobs import experiment_file
 from runner.storage.run_directory import read_result
 from runner.sweep.console import is_running
@@ -28,6 +29,7 @@ REFUSED = {
     f"{LR}  sweep.search=tpe  sweep.metric=eval/loss": ["sweep.metric: got 'eval/loss'", "add sweep.goal=min"],
     f"{LR}  sweep.search=tpe  sweep.goal=best": ["sweep.goal: got 'best'", "min, max"],
     f"{LR}  sweep.search=tpe  sweep.prune=asha": ["sweep.prune: got 'asha'", "median, halving"],
+    f"{LR}  sweep.search=tpe  sweep.prune=median  tracking=csv": ["sweep.prune: got 'median'", "tracking=tensorboard"],
     f"{LR}  sweep.search=tpe  sweep.trials=0": ["sweep.trials: got 0"],
     f"{LR}  seed=1,2  sweep.search=tpe  sweep.seeds=3": ["sweep.seeds: got 3", "seed is swept, too"],
     "p=zip(seed=[1,2],epochs=[1])": ["p: got 'zip(seed=[1,2],epochs=[1])'", "seed has 2, epochs has 1"],
@@ -85,15 +87,33 @@ def test_a_metric_that_is_not_measured_stops_the_search(tmp_path: Path) -> None:
 
 def test_overrides_as_a_file() -> None:
     overrides = ["optimizer=adamw", "precision='16'", "optimizer.lr=0.001", "+x=[1,2]", "name='a, b'", "seed=3"]
+    overrides += ["~model", "~data=digits", "~max_grad_norm"]
     text = experiment_file(overrides, "the best")
     assert text.startswith("# @package _global_\n# the best\ndefaults:\n")
     assert yaml.safe_load(text) == {
-        "defaults": [{"override /optimizer": "adamw"}, {"override /precision": "16"}, "_self_"],
+        "defaults": [
+            {"override /optimizer": "adamw"},
+            {"override /precision": "16"},
+            {"override /model": None},
+            {"override /data": None},
+            "_self_",
+        ],
         "optimizer": {"lr": 0.001},
         "x": [1, 2],
         "name": "a, b",
         "seed": 3,
     }
+
+
+def test_a_group_without_an_option_is_so_in_the_file_too(tmp_path: Path) -> None:
+    overrides = ["workload=dqn", "~model", "~ema"]
+    file = tmp_path / "experiment" / "best.yaml"
+    file.parent.mkdir()
+    file.write_text(experiment_file(overrides, "the best"))
+    from_file = Composer(str(tmp_path)).run(["experiment=best"]).config
+    typed = Composer().run(overrides).config
+    assert from_file == typed
+    assert from_file.get("model") is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

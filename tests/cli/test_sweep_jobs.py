@@ -80,6 +80,40 @@ def test_pairs_that_are_none_are_refused(overrides: list[str], key: str, words: 
 
 
 @pytest.mark.parametrize(
+    ("typed", "values"),
+    [
+        ("range(0.1,0.4,0.1)", ["0.1", "0.2", "0.3"]),  # (0.4 - 0.1) / 0.1 is more than 3 in binary
+        ("range(0.4,0.1,-0.1)", ["0.4", "0.3", "0.2"]),
+        ("range(5)", ["0", "1", "2", "3", "4"]),
+        ("range(1,6,2)", ["1", "3", "5"]),
+    ],
+)
+def test_a_range_is_paired_with_as_many_values_as_it_has(typed: str, values: list[str]) -> None:
+    seeds = list(range(len(values)))
+    sweep = jobs(f"p=zip(optimizer.lr={typed},seed={seeds})".replace(" ", ""))
+    assert [float(lr.partition("=")[2]) for lr, _ in sweep] == pytest.approx([float(value) for value in values])
+    with pytest.raises(ConfigError) as refusal:
+        jobs(f"p=zip(optimizer.lr={typed},seed={[*seeds, 9]})".replace(" ", ""))
+    assert refusal.value.key == "p"
+    assert f"optimizer.lr has {len(values)}, seed has {len(values) + 1}" in refusal.value.why
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("range(0,1,1e-9)", "the sweep has 1,000,000,000 jobs"),
+        ("range(0,1e300,1e-300)", "a range needs finite numbers"),
+        ("range(0,1,0)", "a step that is not 0"),
+    ],
+)
+def test_ranges_that_are_too_long_are_refused_without_being_listed(typed: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        jobs(f"optimizer.lr={typed}")
+    assert refusal.value.key == "optimizer.lr"
+    assert words in refusal.value.why
+
+
+@pytest.mark.parametrize(
     ("typed", "interval"),
     [
         ("interval(0.1,1)", Interval(0.1, 1.0)),
@@ -113,6 +147,12 @@ def test_an_interval_without_a_search_is_refused_with_the_option_to_use() -> Non
     with pytest.raises(ConfigError) as refusal:
         jobs("optimizer.lr=interval(0,1)")
     assert "sweep.search=tpe" in refusal.value.remedy
+
+
+@pytest.mark.parametrize("workload", ["classifier", "regression"])
+def test_the_metric_of_a_search_is_known_even_if_its_first_sample_is_refused(workload: str) -> None:
+    planner = Planner(jobs(f"workload={workload}", "optimizer.lr=-1,0.1", "sweep.search=grid"), None)
+    assert planner.best == {"classifier": ("accuracy", "max"), "regression": ("loss", "min")}[workload]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

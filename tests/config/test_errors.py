@@ -94,6 +94,12 @@ def test_a_range_excludes_everything_else(value: float) -> None:
         check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", least=1, most=3)
 
 
+def test_a_number_without_bounds_must_be_finite() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        check_range(dataclasses.make_dataclass("C", ["x"])(math.nan), "x")
+    assert refusal.value.why == "it must be a finite number"
+
+
 def test_an_open_end_is_excluded() -> None:
     with pytest.raises(ConfigError, match="> 0"):
         check_range(dataclasses.make_dataclass("C", ["x"])(0), "x", above=0)

@@ -286,6 +286,52 @@ def test_the_builder_is_strict(values: dict, told: str) -> None:
     assert str(refusal.value).startswith(told)
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"number": "${oc.env:MINE}"}, "it must be a number"),
+        ({"number": 1, "numbers": "${oc.env:MINE}"}, "it must be a list"),
+        ({"number": 1, "numbers": ["${oc.env:MINE}"]}, "it must be a list"),
+    ],
+)
+def test_the_value_of_an_environment_variable_is_in_no_message(
+    values: dict, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINE", "hunter2")
+    with pytest.raises(ConfigError) as refusal:
+        whole(**values)
+    [key] = [name for name in values if "MINE" in str(values[name])]
+    assert (refusal.value.key, refusal.value.got) == (f"whole.{key}", values[key])
+    assert refusal.value.why == "its value has a wrong type"
+    assert words in refusal.value.remedy
+    assert "hunter2" not in str(refusal.value)
+
+
+def test_an_environment_variable_that_is_not_set_is_named() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        whole(number="${oc.env:SURELY_NOT_SET}")
+    assert refusal.value.key == "whole.number"
+    assert "SURELY_NOT_SET" in refusal.value.why
+
+
+@dataclass
+class Opening(Part):
+    """A component that opens the file `path`; `label` is a text, too."""
+
+    label: str
+    path: str
+
+    def __post_init__(self) -> None:
+        Path(self.path).read_text()
+
+
+def test_a_path_that_cannot_be_looked_up_is_refused_by_its_own_key(tmp_path: Path) -> None:
+    path = str(tmp_path / "absent")
+    with pytest.raises(ConfigError) as refusal:
+        build({"_target_": "runner.tests.Opening", "label": "a", "path": path}, Part, "opening")
+    assert (refusal.value.key, refusal.value.got) == ("opening.path", path)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Whose code may be named
 

@@ -186,7 +186,16 @@ def test_they_are_left_out_of_an_evaluation():
     left = [i for i in range(20) if i not in (0, 7, 8, 19)]
     assert torch.cat([levels(batch)[:, 0] for batch in batches]).tolist() == left
     assert torch.cat([batch.targets for batch in batches]).tolist() == [i % 4 for i in left]
-    assert samples.display_images([0, 5, 15])[:, 0, 0, 0].tolist() == [left[0], left[5], left[15]]
+    assert samples.display_images([1, 7, 12])[:, 0, 0, 0].tolist() == [1, 0, 12], "what cannot be read is black"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_batches_in_order_come_with_the_indices_of_their_samples(count):
+    samples = made_up(damaged=(0, 7, 8, 19))
+    pairs = [pair for index in range(count) for pair in samples.in_order_with_indices(4, (index, count), CPU)]
+    for indices, batch in pairs:
+        assert indices.tolist() == levels(batch)[:, 0].tolist()
+    assert torch.cat([indices for indices, _ in pairs]).tolist() == [i for i in range(20) if i not in (0, 7, 8, 19)]
 
 
 def test_a_batch_of_which_nothing_is_left_is_left_out():
@@ -257,8 +266,10 @@ def test_pinned_memory_is_for_cuda_alone(photos, caplog):
     samples = photographed(photos, 0)
     samples.pin_memory = True
     assert_same(take(samples, Plan(6), 0, 2), take(photographed(photos, 0), Plan(6), 0, 2))
-    assert "data.pin_memory" in caplog.text
-    assert "cpu" in caplog.text
+    for _ in range(2):
+        assert_same([*samples.in_order(6, (0, 1), CPU)], [*photographed(photos, 0).in_order(6, (0, 1), CPU)])
+    [warning] = caplog.messages
+    assert warning == "data.pin_memory=true has no effect on device type cpu"
 
 
 @pytest.mark.gpu

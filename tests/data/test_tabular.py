@@ -156,11 +156,12 @@ def test_batches_of_any_tensors_are_rows_in_the_order_of_the_stream(kind: torch.
         ("x,y\n1,2\n3,\n", "line 3, column y: '' is not a finite number"),
         ("x,y\n1,2\nnan,4\n", "line 3, column x: 'nan' is not a finite number"),
         ("x,y\n1,2\n3,1e999\n", "line 3, column y: '1e999' is not"),
+        ("x,y\n-1e39,2\n3,4\n", "line 2, column x: '-1e39' is not a finite number in float32"),
         ("x,y\n1,2\n\n3,4,5\n", "line 4 has 3 cells, the first line 2"),
         ("x\n1\n", "its first line has the columns ['x']"),
         ("", "its first line has the columns []"),
         ("x,y\n", "it has no line but the first"),
-        ("x,y\n1,2\n", "it has 1 samples"),
+        ("x,y\n1,2\n", "1 of 1 samples would be held out"),
         ("x,y\n1,2\n3,4\n\0", "line 4 has 1 cells"),
     ],
 )
@@ -169,6 +170,16 @@ def test_a_csv_file_that_is_no_table_is_refused_by_line_and_column(tmp_path: Pat
     refused = refusal(file=str(tmp_path / "a.csv"))
     assert refused.key == "file"
     assert why in refused.why
+
+
+def test_too_few_samples_of_the_known_function_are_refused_by_the_key_of_their_number() -> None:
+    refused = refusal(num_samples=2, holdout=0.9)
+    assert (refused.key, refused.got) == ("num_samples", 2)
+
+
+def test_the_largest_numbers_of_float32_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n3.4028234e38,1\n-3.4028234e38,2\n")
+    assert table_files.read_csv(tmp_path / "a.csv", (), (), ",").inputs.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["absent.csv", "~/absent.npz", "absent/absent.pt"])

@@ -111,6 +111,9 @@ def test_the_seed_changes_order_and_augmentation():
 def test_shards_in_order_hold_each_sample_once(count):
     samples = pool(crop=2, flip=True)
     batches = [list(samples.in_order(4, (index, count), CPU)) for index in range(count)]
+    numbered = [pair for index in range(count) for pair in samples.in_order_with_indices(4, (index, count), CPU)]
+    assert torch.cat([indices for indices, _ in numbered]).tolist() == list(range(20))
+    assert all(torch.equal(samples.targets[indices], batch.targets) for indices, batch in numbered)
     inputs = torch.cat([batch.inputs for shard in batches for batch in shard])
     expected = torch.stack([normalized(image) for image in samples.inputs])
     torch.testing.assert_close(inputs, expected, rtol=0, atol=2e-6)

@@ -11,6 +11,7 @@ import pickle
 import socket
 import struct
 import threading
+from pathlib import Path
 
 import numpy
 import pytest
@@ -218,6 +219,23 @@ def test_a_damaged_compressed_file_is_named(tmp_path, damage):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ConfigError, match=r"train-images-idx3-ubyte\.gz is damaged"):
         Mnist(root=str(tmp_path)).load()
+
+
+@pytest.mark.parametrize(("component", "name"), [(Mnist, "t10k-labels-idx1-ubyte"), (Cifar10, "data_batch_3")])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, component, name):
+    write_mnist(tmp_path)
+    write_cifar(tmp_path, monkeypatch)
+    open_file = Path.open
+
+    def refusing(path, *args, **options):
+        if path.name == name:
+            raise PermissionError(13, "Permission denied")
+        return open_file(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    with pytest.raises(ConfigError, match=rf"{name} is damaged \(.*Permission denied") as refused:
+        component(root=str(tmp_path)).load()
+    assert refused.value.key == "root"
 
 
 def test_a_compressed_file_that_expands_without_end_is_named(tmp_path, monkeypatch):

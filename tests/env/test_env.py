@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.registration import EnvSpec
 from helpers.command import PATIENCE
 from helpers.compose import composed
 
@@ -155,6 +156,22 @@ class Broken(gymnasium.Env):
         return seen, float("inf") if here and self.wrong == "pays" else 1.0, self.now == 5, False, {}
 
 
+class Huge(Broken):
+    """Returns numbers that are finite in float64 only."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        return np.full(2, -1e39), 1.0, False, False, {}
+
+
+class Unlicensed(Broken):
+    """Cannot be reset."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        raise OSError("no license")
+
+
 @pytest.fixture(params=["raises", "sees", "pays"])
 def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     gymnasium.register("Broken-v0", Broken, disable_env_checker=True)
@@ -172,3 +189,44 @@ def test_a_broken_environment_is_reported_with_seed_episode_and_step(broken: str
             vector.step(np.zeros(1, np.int64))
     what = "raised ZeroDivisionError: no gravity" if broken == "raises" else "returned a value that is not finite"
     assert str(told.value) == f"Broken-v0 {what}; environment 0 (seed 42), episode 2, step 3"
+
+
+def registered(monkeypatch: pytest.MonkeyPatch, environment: type[gymnasium.Env]) -> str:
+    """Register the environment for one test, and return its name."""
+    name = f"{environment.__name__}-v0"
+    monkeypatch.setitem(gymnasium.registry, name, EnvSpec(name, environment, disable_env_checker=True))
+    return name
+
+
+def test_each_environment_is_reported_with_the_seed_that_gymnasium_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Broken, "wrong", "raises")
+    with prepared(registered(monkeypatch, Broken)).vector(2) as vector:
+        vector.reset(42)
+        for _ in range(14):
+            vector.step(np.zeros(2, np.int64))
+        with pytest.raises(EnvironmentBrokenError) as told:
+            vector.step(np.zeros(2, np.int64))
+    places = [f"environment {i} (seed {42 + i}), episode 2, step 3" for i in range(2)]
+    assert str(told.value).endswith(f"; one of: {'; '.join(places)}")
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_an_observation_that_is_infinite_in_float32_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with prepared(registered(monkeypatch, Huge)).vector(1) as vector:
+        vector.reset(0)
+        with pytest.raises(EnvironmentBrokenError, match="Huge-v0 returned a value that is not finite"):
+            vector.step(np.zeros(1, np.int64))
+
+
+def test_an_environment_whose_process_cannot_reset_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        prepared(registered(monkeypatch, Unlicensed), num_envs=2, vectorization="async")
+    assert (refusal.value.key, refusal.value.got) == ("id", "Unlicensed-v0")
+    assert "raised OSError: no license" in refusal.value.why
+
+
+def test_a_module_that_cannot_be_imported_is_named() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        prepared("not_installed:Game-v0")
+    assert (refusal.value.key, refusal.value.got) == ("id", "not_installed:Game-v0")
+    assert "No module named 'not_installed'" in refusal.value.why

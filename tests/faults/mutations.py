@@ -132,7 +132,7 @@ MUTATIONS = [
     Mutation(
         "the metric sums since the last log are not restored",
         "runner/state.py",
-        '        self.metric_buffer.load(self.session.collectives.local_share(shared["window"]))\n',
+        '        self.metric_buffer.load(self.session.collectives.local_share(shared["window"]), self.step)\n',
         "",
         (RESUMED,),
     ),

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from runner.cli.main import run_command
 from runner.cli.messages import WIDTH
 from runner.config.errors import escaped
-from runner.config.options import chosen_groups, groups, option_keys, root_keys
+from runner.config.options import groups, groups_in_defaults, option_keys, root_keys
 from runner.run import Result
 from runner.sweep.engines.base import Ended, Job, Pool, Started
 
@@ -168,7 +168,7 @@ def assert_built_or_refused(result: Outcome, keys: set[str]) -> None:
 # Command lines
 
 OPTIONS = [f"{group}={option}" for group, options in groups().items() for option in options]
-ROOT_KEYS = sorted(root_keys() - chosen_groups())
+ROOT_KEYS = sorted(root_keys() - groups_in_defaults())
 KEYS = sorted({f"{group}.{key}" for group, names in groups().items() for o in names for key in option_keys(group, o)})
 OPTION_OF = {f"{g}.{key}": f"{g}={o}" for g, names in groups().items() for o in names for key in option_keys(g, o)}
 """For each key of an option, an option that has it."""

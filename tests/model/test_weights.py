@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from runner.config.errors import ConfigError
-from runner.model.weights import read_weights
+from runner.model.weights import load_weights, read_weights
 from runner.storage.torch_file import UnusualFileError, load_tensors
 
 
@@ -81,3 +81,30 @@ def test_a_safetensors_file_cannot_claim_more_than_it_has(tmp_path: Path, header
     path.write_bytes((2**60).to_bytes(8, "little") + header)
     with pytest.raises(ConfigError):
         read_weights(str(path))
+
+
+class EndsWithoutParameters(torch.nn.Module):
+    """Its last block only reshapes."""
+
+    def __init__(self, num_outputs: int):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(2, 3), torch.nn.Linear(3, num_outputs)
+
+    def blocks(self) -> list[tuple[str, torch.nn.Module]]:
+        return [
+            ("body", self.body),
+            ("head", torch.nn.Sequential(self.head, torch.nn.ReLU())),
+            ("shape", torch.nn.Sequential(torch.nn.Flatten())),
+        ]
+
+
+def test_the_last_layer_with_parameters_is_the_head(tmp_path: Path) -> None:
+    saved, model = EndsWithoutParameters(7), EndsWithoutParameters(4)
+    head = model.head.weight.detach().clone()
+    torch.save(saved.state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(ConfigError) as refused:
+        load_weights(model, str(tmp_path / "weights.pt"), reset_head=False)
+    assert "model.reset_head=true" in refused.value.remedy
+    load_weights(model, str(tmp_path / "weights.pt"), reset_head=True)
+    assert torch.equal(model.body.weight, saved.body.weight)
+    assert torch.equal(model.head.weight, head)

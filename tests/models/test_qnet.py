@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from models.qnet import Duelling, QNet
+from models.qnet import Duelling, QNet, WithTarget
 
 
 def test_duelling_values_are_state_value_plus_centred_advantages() -> None:
@@ -34,3 +34,13 @@ def test_the_network_equals_plain_torch_with_and_without_recomputation() -> None
         image = block(image)
     assert torch.equal(image, net(x))
     assert QNet(4, 2, ())(x.view(3, 1, 2, 2)).shape == (3, 2)
+
+
+def test_observations_of_any_shape_are_normalized_by_component() -> None:
+    shift, scale, flat = torch.randn(6), torch.rand(6), torch.randn(3, 6)
+    grids, wanted = flat.view(3, 2, 3), (flat - shift) * scale
+    assert torch.equal(WithTarget(nn.Identity(), shift, scale)(grids), wanted.view(3, 2, 3))
+    model = WithTarget(QNet(6, 2, (4,)), shift, scale)
+    for ours, others in zip(model(grids, grids), model(flat, flat), strict=True):
+        assert torch.equal(ours, others)
+    assert torch.equal(model(grids), model.online(wanted))

@@ -99,6 +99,12 @@ def test_a_pipeline_of_one_split_size_keeps_it() -> None:
     assert layouts(*typed) == [""]
 
 
+def test_a_pipeline_in_one_process_has_its_stages() -> None:
+    typed = ("model=convnet", "device=cpu", "batch_size=64", "parallel=pipeline", "parallel.engine=streams")
+    splits = ["", *(f"parallel.split_size={size}" for size in (16, 8, 4))]  # 4, 8 and 16 micro-batches, of two stages
+    assert layouts(*typed) == layouts(*typed, "parallel.stages=2") == splits
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

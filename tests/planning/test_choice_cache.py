@@ -11,14 +11,14 @@ import pytest
 from helpers.compose import FAST, composed
 
 from runner.planning import choice_cache
-from runner.planning.choice_cache import Choice, ChoiceCache
+from runner.planning.choice_cache import Choice, ChoiceCache, is_chosen_override
 from runner.system.user_cache import cache_directory
 
 CHOICE = Choice(["parallel=ddp", "parallel.processes=2"], 1.4, "2026-01-31")
 
 
 def cache(root: Path, *typed: str) -> ChoiceCache:
-    return ChoiceCache(composed(*FAST, *typed), typed, root)
+    return ChoiceCache(composed(*FAST, *typed), typed, root=root)
 
 
 def test_a_choice_is_found_again(tmp_path: Path) -> None:
@@ -37,6 +37,38 @@ def test_what_does_not_change_the_speed_does_not_matter(typed: str, tmp_path: Pa
 def test_another_config_has_another_choice(typed: str, tmp_path: Path) -> None:
     cache(tmp_path).write(CHOICE)
     assert cache(tmp_path, typed).read() == (None, "")
+
+
+def test_other_modes_of_ones_own_have_another_choice(tmp_path: Path) -> None:
+    def with_modes() -> ChoiceCache:
+        return ChoiceCache(composed(*FAST), (), str(tmp_path / "own"), tmp_path)
+
+    (tmp_path / "own" / "parallel").mkdir(parents=True)
+    cache(tmp_path).write(CHOICE)
+    assert with_modes().read() == (CHOICE, "")
+    for text in ("a: 1", "a: 2"):
+        (tmp_path / "own" / "parallel" / "mine.yaml").write_text(text)
+        assert with_modes().read() == (None, "")
+        with_modes().write(CHOICE)
+        assert with_modes().read() == (CHOICE, "")
+
+
+@pytest.mark.parametrize(
+    ("override", "is_one"),
+    [
+        ("parallel=my-mode", True),
+        ("parallel.split_size=8", True),
+        ("device.threads=1", True),
+        ("device.kind=cuda", False),
+        ("data.download=true", False),
+        ("env.id=module:X", False),
+        ("parallel=../x", False),
+        ("parallelism=ddp", False),
+        (3, False),
+    ],
+)
+def test_what_a_choice_may_contain(override: object, is_one: bool) -> None:
+    assert is_chosen_override(override) == is_one
 
 
 def test_the_choice_of_another_machine_is_ignored_and_said(tmp_path: Path) -> None:
@@ -69,7 +101,7 @@ def test_a_damaged_or_forged_choice_is_ignored_and_said(content: Any, tmp_path: 
     entry.path.write_text(text)
     choice, why = entry.read()
     assert choice is None
-    assert "cached choice" in why
+    assert "cached" in why
 
 
 def test_a_cache_that_cannot_be_written_to_is_none(tmp_path: Path) -> None:

@@ -114,6 +114,28 @@ def test_it_is_said_what_batch_normalization_sees() -> None:
     assert "batch normalization" not in said[0]
 
 
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        (["parallel=ddp", "parallel.processes=2"], "sees 4 samples at a time, not 8 (model.norm=group avoids this)"),
+        (["parallel=ddp", "parallel.processes=2", "parallel.sync_batch_norm=true"], "sees 8 samples at a time, not 16"),
+        (["parallel=pipeline", "parallel.num_micro_batches=2"], "sees 4 samples at a time, not 8"),
+    ],
+    ids=["ddp", "synchronized", "pipeline"],
+)
+def test_batch_normalization_sees_the_samples_of_the_mode(typed: list[str], wanted: str) -> None:
+    resnet = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=64", "batch_size=16", *typed)
+    _, said = fitting(1.2 * needed(1, *resnet), Attempts(least=2), *resnet)
+    assert wanted in said[-1]
+
+
+def test_micro_batches_of_the_size_that_a_pipeline_has_anyway_change_nothing() -> None:
+    resnet = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=64", "batch_size=16")
+    typed = (*resnet, "parallel=pipeline", "parallel.split_size=4")
+    _, said = fitting(1.2 * needed(1, *typed), Attempts(least=2), *typed)
+    assert "batch normalization" not in said[-1]
+
+
 def test_errors_of_allocators_are_recognized() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)

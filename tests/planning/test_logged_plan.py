@@ -14,7 +14,7 @@ from helpers.runs import only_run
 
 from runner.cli import run_job
 from runner.planning import logged_plan
-from runner.planning.report_tables import size
+from runner.planning.units import milliseconds, significant, size
 
 
 def trained(cwd: Path, *arguments: str) -> Path:
@@ -43,8 +43,8 @@ def test_a_run_logs_its_plan_beside_what_it_measured(mode: str, tmp_path: Path) 
     [(step, text)] = plans(run)
     assert step == 4, "after the last point of the curves"
     assert size(result["peak_memory_bytes"]) in text
-    assert f"{result['step_seconds']['median'] * 1e3:,.4g} ms in the median" in text
-    assert f"{result['samples_per_second']:,.4g} samples/s" in text
+    assert f"{milliseconds(result['step_seconds']['median'])} in the median" in text
+    assert f"{significant(result['samples_per_second'])} samples/s" in text
     [checkpoint] = (run / "checkpoints").glob("step_*")
     assert size(sum(file.stat().st_size for file in checkpoint.iterdir())) in text
     assert read_curves(run)["train/loss"] == [3]

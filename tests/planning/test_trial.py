@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from helpers.compose import FAST, composed
 
+from runner.parallel.collectives import Collectives
+from runner.parallel.context import Process
+from runner.parallel.launch.cluster import RankInfo
+from runner.planning import trial as module
 from runner.planning.trial import Trial, TrialError
 
 PATIENCE = 300.0
@@ -64,6 +71,18 @@ def test_a_trial_ends_with_the_process_that_started_it() -> None:
     trial._process.join(PATIENCE)
     assert trial._process.exitcode == 0
     trial._directory.cleanup()
+
+
+def test_an_error_without_a_message_is_sent_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(module, "train_step", fail)
+    received, sent = Pipe()
+    with pytest.raises(MemoryError):
+        module._train_rank(composed(*FAST), tmp_path, sent, Process(RankInfo(), [torch.device("cpu")], Collectives()))
+    error = received.recv()
+    assert (error.why, error.out_of_memory) == ("MemoryError", True)
 
 
 def test_a_step_that_runs_out_of_memory_is_an_error_of_its_own() -> None:

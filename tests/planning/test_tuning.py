@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runner.planning.candidates import BITWISE, LAST_BITS, SIXTEEN_BITS, STATISTICS, Candidate, Overrides
-from runner.planning.trial import Burst, TrialError
+from runner.planning.trial import Burst, TooLateError, TrialError
 from runner.planning.tuning import Row, Search, as_plain, ratio
 
 
@@ -34,6 +34,7 @@ class Machine:
         self.seconds, self.noise, self.startup, self.slowness = seconds, noise, startup or {}, slowness
         self.now, self.random, self.running = 0.0, random.Random(0), 0
         self.trained: dict[str, float] = {}
+        self.patience: list[float] = []
 
     def start(self, candidate: Candidate, seconds: float) -> Running:
         return Running(self, " ".join(candidate.overrides), seconds)
@@ -56,6 +57,7 @@ class Running:
 
     def steps(self, count: int, seconds: float) -> Burst:
         machine = self.machine
+        machine.patience.append(seconds)
         each = machine.seconds[self.name] * machine.slowness(machine.now)
         each *= machine.random.lognormvariate(0.0, machine.noise)
         if each < 0:
@@ -175,6 +177,19 @@ def test_a_default_that_fails_later_ends_the_search() -> None:
     with pytest.raises(TrialError, match="no memory"):
         search_all(machine.search(), candidates(["", "a"]))
     assert machine.running == 0
+
+
+def test_a_budget_that_the_preparation_has_spent_ends_the_search() -> None:
+    machine = Machine({"": 0.010, "a": 0.005})
+    with pytest.raises(TooLateError):
+        search_all(machine.search(budget=-1.0), candidates(["", "a"]))
+    assert machine.trained == {}
+
+
+def test_a_trial_that_hangs_does_not_wait_for_hours() -> None:
+    machine = Machine({"": 0.001, "a": 0.0005})
+    search_all(machine.search(), candidates(["", "a"]))
+    assert max(machine.patience) < 66, "a minute, and ten times the 0.4 s of a burst"
 
 
 def test_a_run_that_cannot_train_ends_the_search() -> None:

@@ -18,6 +18,7 @@ from helpers.runs import assert_same, only_run, outcome
 
 from runner.config.errors import ConfigError
 from runner.run import Session
+from runner.state import State
 from runner.stop.rules import Stop, Stopping
 from runner.storage.content_checks import UnexpectedContentError
 from runner.tracking.metrics import StepTimer
@@ -191,6 +192,30 @@ def test_the_time_is_up_after_a_step_that_is_saved(tmp_path: Path, monkeypatch: 
     assert [(result.status, result.steps) for result in results] == [("stopped", 5), ("stopped", 10), ("done", 12)]
     assert [result.stopped_by for result in results] == ["stop.max_time: 5 s have passed"] * 2 + [""]
     assert_same(outcome(tmp_path / "parts"), outcome(wanted))
+
+
+def test_time_that_is_up_while_a_stopped_run_is_saved_did_not_stop_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, save = [0.0], State.save
+
+    def slowly(state: State) -> None:
+        save(state)
+        clock[0] = 9.0
+
+    monkeypatch.setattr(StepTimer, "elapsed", lambda timer: clock[0])
+    monkeypatch.setattr(State, "save", slowly)
+    result = train_in(tmp_path, built(*FAST, *STEPS, "stop.max_time=5"), partial(stop_at, 1, 0)).result
+    assert (result.status, result.steps, result.stopped_by) == ("stopped", 1, "")
+
+
+def test_the_time_is_that_of_rank_0(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    result = ranks(2).train(composed(*FAST, *STEPS, "steps=4", "parallel=ddp"), tmp_path, no_time_on_other_ranks)
+    assert (result.status, result.steps) == ("done", 4)
+
+
+def no_time_on_other_ranks(session: Session) -> None:
+    session.run.stop.max_time = 1e-9 if session.rank > 0 else None
 
 
 def test_the_command_ends_with_the_codes_of_done_and_stopped(tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def test_a_count_is_an_integer_in_its_range() -> None:
     for value in (-1, 4, 1.0, True, "1", None, 10**5000):
         with pytest.raises(UnexpectedContentError):
             check_count(value, "it", most=3)
+    with pytest.raises(UnexpectedContentError, match=r"instead of a count$"):
+        check_count(-1, "it")
 
 
 def nested(depth: int, width: int) -> list:
@@ -91,12 +93,12 @@ def nested(depth: int, width: int) -> list:
 
 
 def test_plain_content_is_valid() -> None:
-    check_plain({"a": [1, 2.5, None, "b", (True, {3})], "c": {"d": torch.zeros(2, 3).T}}, "it")
+    check_plain({"a": [2**256 - 1, 2.5, None, "b", (True, {3})], "c": {"d": torch.zeros(2, 3).T}}, "it")
 
 
 @pytest.mark.parametrize(
     "content",
-    [nested(60, 2), nested(10_000, 1), [object()], [10**400], [b"bytes"], {(1, 2): 3}, [torch.zeros(1).expand(10**12)]],
+    [nested(60, 2), nested(10_000, 1), [object()], [2**256], [b"bytes"], {(1, 2): 3}, [torch.zeros(1).expand(10**12)]],
     ids=["doubled 60 times", "deep", "an object", "a huge number", "bytes", "a tuple as key", "shared elements"],
 )
 def test_other_content_is_refused(content: Any) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.command import PATIENCE, ROOT, environment, run_command
@@ -69,6 +70,20 @@ def test_another_name_is_drawn_where_one_is_taken(tmp_path: Path, monkeypatch: p
     names = iter(["a", "a", "a", "b"])
     monkeypatch.setattr(directory, "unique_name", lambda _: next(names))
     assert [directory.create(tmp_path).name, directory.create(tmp_path).name] == ["a", "b"]
+
+
+def test_the_new_directory_of_another_process_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir = Path.mkdir
+
+    def second(path: Path, *arguments: Any, **options: Any) -> None:
+        mkdir(path)  # by the other process, which has not written to it yet
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", second)
+    with pytest.raises(ConfigError) as refusal:
+        directory.create(tmp_path, "a")
+    assert refusal.value.key == "output_root"
+    assert (tmp_path / "a").is_dir()
 
 
 def test_threads_get_directories_of_their_own(tmp_path: Path) -> None:

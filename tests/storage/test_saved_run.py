@@ -43,6 +43,17 @@ def test_a_damaged_config_is_replaced_by_the_newest_copy(run: Path) -> None:
         saved_config(run)
 
 
+def test_checkpoints_are_in_the_order_of_their_steps_and_not_of_their_names(run: Path) -> None:
+    steps = (99_999_999, 100_000_000)
+    for step in steps:
+        path = run / "checkpoints" / f"step_{step}"
+        path.mkdir()
+        (path / "config.yaml").write_text(config_text({"lr": step}))
+    assert [path.name for path in checkpoints(run)[-2:]] == [f"step_{step}" for step in steps]
+    (run / "config.yaml").write_text("")
+    assert saved_config(run).values == {"lr": 100_000_000}
+
+
 def test_a_checkpoint_of_an_earlier_version_has_the_config_of_its_run(run: Path) -> None:
     checkpoint = checkpoints(run)[0]
     (checkpoint / "config.yaml").unlink()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from helpers.command import Command, until
 from helpers.compose import FAST
+from helpers.disk_faults import DiskFault, failing
 
 from runner.cli.sweep_jobs import MOST_JOBS
 from runner.config.errors import ConfigError
@@ -277,6 +278,40 @@ def test_a_ledger_that_cannot_be_written_is_an_error(opened: Opened, monkeypatch
         opened(["seed=3"])
     assert refusal.value.key == "output_root"
     assert "Read-only file system" in refusal.value.why
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        DiskFault("open", "/.lock", errno.ENOSPC),
+        DiskFault("open", "sweep.json", errno.ENOSPC),
+        DiskFault("write", "sweep.json", errno.ENOSPC),
+        DiskFault("fsync", "sweep.json", errno.EIO),
+    ],
+    ids=str,
+)
+def test_a_sweep_that_cannot_begin_on_a_full_disk_leaves_nothing(
+    fault: DiskFault, opened: Opened, tmp_path: Path
+) -> None:
+    with failing(fault) as failed, pytest.raises(ConfigError) as refusal:
+        opened(["seed=1,2"])
+    assert failed()
+    assert refusal.value.key == "output_root"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_file_on_a_full_disk_is_no_crash(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", fail)  # of the process ID to the lock file
+    monkeypatch.setattr("runner.sweep.ledger.write_text", fail)
+    with pytest.raises(ConfigError) as refusal:
+        opened(["seed=1,2"])
+    assert refusal.value.key == "output_root"
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_ledger_of_the_largest_sweep_takes_a_quarter_of_the_limit(opened: Opened) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,6 +177,29 @@ def test_failed_trials_have_no_value(tmp_path: Path) -> None:
         assert [state for state, _, _ in study(source)] == ["FAIL", "PRUNED", "FAIL", "COMPLETE"]
 
 
+def test_a_trial_that_was_interrupted_is_resumed(tmp_path: Path) -> None:
+    options = Local(search="random", trials=2)
+    with opened(tmp_path, options) as source:
+        assert run(source, Machine(source._ledger.path, codes={0: [130]}), options) == [130, 0]
+        assert [state for state, _, _ in study(source)] == ["RUNNING", "COMPLETE"]
+        assert not source._ledger._complete
+    with opened(tmp_path, options) as source:
+        again = Machine(source._ledger.path)
+        assert run(source, again, options) == [0]
+        assert again.started == [0]
+        assert [state for state, _, _ in study(source)] == ["COMPLETE", "COMPLETE"]
+
+
+def test_jobs_without_any_metric_end_the_search(tmp_path: Path) -> None:
+    options = Local(search="random", trials=4)
+    with opened(tmp_path, options) as source:
+        pool = Machine(source._ledger.path)
+        pool.write = lambda number, result: None  # type: ignore[method-assign]
+        with pytest.raises(ConfigError) as refusal:
+            run(source, pool, options)
+        assert (refusal.value.key, refusal.value.why) == ("sweep.metric", "the jobs measure no metrics")
+
+
 def test_a_metric_that_the_jobs_do_not_measure_ends_the_search(tmp_path: Path) -> None:
     options = Local(search="random", trials=4)
     with opened(tmp_path, options, objective=Objective("eval/los", "min", best=False)) as source:
@@ -272,7 +297,14 @@ def opened_or_killed(root: Path, options: Local) -> Iterator[SearchJobs | None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"), [("other space", "another space"), ("other metric", "another space"), ("damaged", "damaged")]
+    ("change", "words"),
+    [
+        ("other space", "another space"),
+        ("other metric", "another space"),
+        ("other search", r"another .* sweep\.search"),
+        ("other seeds", r"another .* sweep\.seeds"),
+        ("damaged", "damaged"),
+    ],
 )
 def test_a_study_that_does_not_fit_is_refused(change: str, words: str, tmp_path: Path) -> None:
     options = Local(search="random", trials=2)
@@ -285,8 +317,31 @@ def test_a_study_that_does_not_fit_is_refused(change: str, words: str, tmp_path:
         path.write_text('{"op_code": 99}\n[]\n')
     what = space(LR, OPTIMIZER) if change == "other space" else None
     objective = LOSS._replace(goal="max") if change == "other metric" else LOSS
-    with pytest.raises(ConfigError, match=words), opened(tmp_path, options, what, objective):
+    search, seeds = "tpe" if change == "other search" else "random", 2 if change == "other seeds" else 1
+    other = Local(search=search, seeds=seeds, trials=2)
+    with pytest.raises(ConfigError, match=words) as refusal, opened(tmp_path, other, what, objective):
         pass
+    assert (refusal.value.key, refusal.value.got) == ("resume", "auto")
+
+
+def test_more_trials_and_another_sampler_continue_a_search(tmp_path: Path) -> None:
+    options = Local(search="random", trials=2)
+    with opened(tmp_path, options) as source:
+        run(source, Machine(source._ledger.path), options)
+        source._ledger.end(complete=False)
+    options = Local(search="random", trials=3, sampler_seed=5)
+    with opened(tmp_path, options) as source:
+        again = Machine(source._ledger.path)
+        assert run(source, again, options) == [0]
+        assert again.started == [2]
+
+
+def test_a_search_without_optuna_names_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ConfigError) as refusal, opened(tmp_path, Local(search="grid")):
+        pass
+    assert (refusal.value.key, refusal.value.got) == ("sweep.search", "grid")
+    assert "sweep.search=null" in refusal.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -375,7 +430,9 @@ def test_the_median_rule_needs_some_trials_to_compare_with(tmp_path: Path) -> No
         assert [pool.evaluations[number] for number in range(8)] == [9] * 4 + [1] * 4
 
 
-def test_a_resumed_search_knows_what_was_pruned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("deleted", [False, True], ids=["runs kept", "runs deleted"])
+def test_a_resumed_search_knows_what_was_pruned(deleted: bool, tmp_path: Path) -> None:
+    """Also if the runs of pruned trials were deleted, and with them the evaluations by which they would be judged."""
     options = Local(search="random", trials=8, prune="median")
     stop = StopRequest()
     with opened(tmp_path, options) as source:
@@ -391,6 +448,10 @@ def test_a_resumed_search_knows_what_was_pruned(tmp_path: Path) -> None:
         pool.wait = stopping  # type: ignore[method-assign]
         Scheduler(source, pool, source._ledger, options, Display(8, ["lr"])).run(stop)
         source.close()
+        pruned = [number for number, entry in source._ledger.jobs.items() if entry["state"] == "pruned"]
+        assert {4, 5} <= set(pruned)
+        for number in pruned if deleted else []:
+            shutil.rmtree(source._ledger.path / f"{number:03d}")
     with opened(tmp_path, options) as source:
         again = Evaluating(source._ledger.path, 1, lambda number, i: float(number))
         again.evaluations = pool.evaluations

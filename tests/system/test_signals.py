@@ -131,6 +131,33 @@ def test_a_signal_while_exceptions_are_postponed_raises_at_the_end(
     assert ended == [75 if number == signal.SIGTERM else 130]
 
 
+def test_a_signal_in_a_nested_context_raises_at_the_end_of_the_outermost() -> None:
+    """As while torchvision is imported, which imports torch."""
+    reached = []
+
+    def load() -> None:
+        with exceptions_postponed():
+            with exceptions_postponed():
+                os.kill(os.getpid(), signal.SIGTERM)
+            reached.append("outer")
+
+    with CommandSignals(), pytest.raises(SystemExit):
+        load()
+    assert reached == ["outer"]
+
+
+def test_a_signal_outlives_an_error_in_the_context_and_is_raised_once() -> None:
+    def fail() -> None:
+        with exceptions_postponed():
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise ImportError
+
+    with CommandSignals() as command:
+        with pytest.raises(SystemExit):
+            fail()
+        assert (command.is_postponing, command.postponed) == (False, None)
+
+
 def test_a_package_that_is_loaded_lazily_is_loaded_completely_before_a_signal_ends_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,7 +337,7 @@ def test_a_signal_ends_a_sweep(number: signal.Signals, tmp_path: Path) -> None:
     begun = sorted(tmp_path.glob("outputs/sweeps/*/*/0*/checkpoints"))  # another job may have been about to begin
     assert begun
     assert {whole(path.parent)["result"]["status"] for path in begun} == {"stopped"}
-    assert "the same command with resume=auto goes on" in told
+    assert "type the same command with resume=auto to continue" in told
 
     code, told = run_command(*LONG, "-m", "seed=1,2,3", "resume=auto", cwd=tmp_path, kind="ranks")
     assert code == 0, told

@@ -64,6 +64,17 @@ def test_a_batch_normalization_of_one_value_is_recognized() -> None:
     assert not torch_errors.is_single_value_batch_norm(error_of(wrong_shapes))
 
 
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB, max allowed: 9.07 GB)."), True),
+        (RuntimeError("MPS backend is not available"), False),
+    ],
+)
+def test_an_accelerator_without_memory_left_is_recognized(error: Exception, wanted: bool) -> None:
+    assert torch_errors.is_out_of_memory(error) == wanted
+
+
 def test_a_rank_that_never_joins_is_a_lost_peer() -> None:
     assert torch_errors.is_lost_peer(error_of(absent_peer))
 

@@ -67,6 +67,16 @@ def test_what_cannot_be_exported_is_refused(
         (str(run.checkpoint(2)), "model.pt2", "--best"): "--best",
         (str(run.directory), "model.pt2", "--module-prefix"): "--module-prefix",
         (str(run.directory), "model.onnx"): "DESTINATION",
+        (str(run.directory / "checkpoints" / "step_00000099"), "model.pt2"): "checkpoint",
+        (str(run.directory / "checkpoints" / "best"), "model.pt2"): "SOURCE",
     }.items():
         assert convert.main([*words]) == 2
         assert capsys.readouterr().err.startswith(f"{key}: ")
+
+
+def test_a_damaged_checkpoint_is_not_exported(run: runner.SavedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.checkpoint(2) / "model.json").write_text("{}")
+    assert convert.main([str(run.checkpoint(2)), "model.pt2"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("checkpoint: ")
+    assert "model.json is damaged" in told

@@ -285,6 +285,13 @@ class Sleeping:
     def close(self, kill: bool = False) -> None: ...
 
 
+def test_the_reasons_are_shown_if_no_network_could_be_trained() -> None:
+    text = drawn(doctor.gather() | {"speed": {"small network": "it crashed", "larger network": "it was refused"}})
+    line = row_of(text[text.index("speed, relative to parallel=single") :], "–")
+    assert "it crashed" in line
+    assert "it was refused" in line
+
+
 def test_modes_are_measured_against_a_single_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_start", Sleeping)
     monkeypatch.setattr(tuning, "_BURST_SECONDS", 0.02)

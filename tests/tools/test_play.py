@@ -70,6 +70,17 @@ def by_hand(run: runner.Result, seed: int) -> tuple[float, int, list[int]]:
     return total, env.steps, places
 
 
+def shades_in(path: str) -> list[int]:
+    """The shade of each frame of a film."""
+    shades: list[int] = []
+    with Image.open(path) as film:
+        for index in range(film.n_frames):  # pyright: ignore[reportAttributeAccessIssue]
+            film.seek(index)
+            # a frame like the one before is not written again, it is shown for longer
+            shades += [film.convert("RGB").getpixel((2, 2))[0]] * round(film.info["duration"] / 40)  # pyright: ignore
+    return shades
+
+
 def test_the_film_and_the_returns_are_those_of_the_greedy_policy(
     agent: runner.Result, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,13 +92,7 @@ def test_the_film_and_the_returns_are_those_of_the_greedy_policy(
         f"episode {number}: return {total:g}, {length} steps" for number, (total, length, _) in enumerate(episodes)
     ]
     every_other = [40 * place for _, _, places in episodes for place in places[::2]]
-    shades: list[int] = []
-    with Image.open("agent.gif") as film:
-        for index in range(film.n_frames):  # pyright: ignore[reportAttributeAccessIssue]
-            film.seek(index)
-            # a frame like the one before is not written again, it is shown for longer
-            shades += [film.convert("RGB").getpixel((2, 2))[0]] * round(film.info["duration"] / 40)  # pyright: ignore
-    assert shades == every_other
+    assert shades_in("agent.gif") == every_other
     assert len(set(every_other)) > 1
 
 
@@ -114,13 +119,17 @@ def test_mistakes_are_refused_with_the_key(
     assert not list(Path().glob("*.gif"))
 
 
-def test_a_film_that_would_fill_the_memory_is_refused(
+def test_a_film_that_would_fill_the_memory_ends_before(
     agent: runner.Result, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(play, "_MOST_FRAMES", 3)
-    assert play.main([str(agent.directory), "--film", "agent.gif", "--episodes", "4"]) == 2
-    assert "at most 3 frames" in capsys.readouterr().err
-    assert not Path("agent.gif").exists()
+    *_, places = by_hand(agent, derive(0, "play", 0))
+    first = [40 * place for place in places[::2]]
+    for most in (len(first) - 1, len(first)):
+        monkeypatch.setattr(play, "_MOST_FRAMES", most)
+        assert play.main([str(agent.directory), "--film", "agent.gif", "--episodes", "4"]) == 2
+        assert f"at most {most} frames" in capsys.readouterr().err
+        assert Path("agent.gif").exists() == (most == len(first)), "the episodes that fit are kept"
+    assert shades_in("agent.gif") == first
 
 
 def test_a_classifier_does_not_play(

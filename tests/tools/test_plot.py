@@ -262,19 +262,19 @@ def test_a_failed_run_is_listed_and_not_counted(sweep: Sweep) -> None:
 NO_RESULT = "no result: killed, still running, or a damaged result.json"
 WRONG: dict[str, tuple[Any, str]] = {
     "metrics": ([0.5], NO_RESULT),
-    "metrics.eval/accuracy": ("0.5", "metrics.eval/accuracy in its result.json is no finite number, but '0.5'"),
-    "metrics.eval/loss": (None, "metrics.eval/loss in its result.json is no finite number, but null"),
-    "metrics.a": ([1], "metrics.a in its result.json is no finite number, but [1]"),
-    "metrics.b": (math.nan, "metrics.b in its result.json is no finite number, but nan"),
-    "metrics.c": (True, "metrics.c in its result.json is no finite number, but True"),
-    "metrics.d": (10**400, "metrics.d in its result.json is no finite number, but 1000"),
+    "metrics.eval/accuracy": ("0.5", "metrics.eval/accuracy in its result.json is not a finite number, but '0.5'"),
+    "metrics.eval/loss": (None, "metrics.eval/loss in its result.json is not a finite number, but null"),
+    "metrics.a": ([1], "metrics.a in its result.json is not a finite number, but [1]"),
+    "metrics.b": (math.nan, "metrics.b in its result.json is not a finite number, but nan"),
+    "metrics.c": (True, "metrics.c in its result.json is not a finite number, but True"),
+    "metrics.d": (10**400, "metrics.d in its result.json is not a finite number, but 1000"),
     "step_seconds": ("fast", NO_RESULT),
-    "step_seconds.median": (0, "step_seconds.median in its result.json is no duration, but 0"),
-    "step_seconds.p90": ({}, "step_seconds.p90 in its result.json is no finite number, but {}"),
+    "step_seconds.median": (0, "step_seconds.median in its result.json is not a duration, but 0"),
+    "step_seconds.p90": ({}, "step_seconds.p90 in its result.json is not a finite number, but {}"),
     "best": (3, NO_RESULT),
     "best.metric": (["eval/loss"], NO_RESULT),
-    "world_size": ("2", "world_size in its result.json is no finite number, but '2'"),
-    "peak_memory_bytes": ([], "peak_memory_bytes in its result.json is no finite number, but []"),
+    "world_size": ("2", "world_size in its result.json is not a finite number, but '2'"),
+    "peak_memory_bytes": ([], "peak_memory_bytes in its result.json is not a finite number, but []"),
 }
 """A key of a result -> a value of a wrong type, and why the run is excluded."""
 
@@ -352,7 +352,7 @@ def test_a_config_with_a_wrong_type_ends_nothing(
     assert plot.main([str(sweep.path)]) == 0
     assert "1 of 2 runs are excluded" in capsys.readouterr().out
     assert [run.directory for run in sweep.study.failed] == [wrong]
-    assert f"{key.replace('__', '.')} in its config.yaml is no positive integer" in sweep.study.failed[0].failure
+    assert f"{key.replace('__', '.')} in its config.yaml is not a positive integer" in sweep.study.failed[0].failure
 
 
 @pytest.mark.parametrize(

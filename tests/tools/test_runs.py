@@ -17,7 +17,7 @@ from helpers.saved import evaluated, make_older, save_ledger, save_run
 
 from runner.storage.run_directory import lock
 from runner.tools import runs
-from runner.tools.runs_list import size
+from runner.tools.runs_list import changed, listed_sweeps, size
 
 
 class Terminal(io.StringIO):
@@ -143,12 +143,12 @@ def test_options_of_hydra_and_links_are_no_runs(outputs: Path, capsys: pytest.Ca
         (["absent"], "PATH: got 'absent': there is no such directory\n"),
         (["--status", "done,crahsed"], "--status: got 'crahsed': there is no such status\n  did you mean crashed?"),
         (["--sweeps", "--status", "killed"], "--status: got 'killed': there is no such status\n"),
-        (["--older", "soon"], "--older: got 'soon': it is no duration\n  a number and s, m, h, d or w"),
+        (["--older", "soon"], "--older: got 'soon': it is not a duration\n  a number and s, m, h, d or w"),
         (["--newer", "-1d"], "--newer: got '-1d'"),
-        (["--best", "0.9"], "--best: got '0.9': it is no comparison with a number\n"),
+        (["--best", "0.9"], "--best: got '0.9': it is not a comparison with a number\n"),
         (["--yes"], "--yes: it answers the question of --clean\n"),
         (["--clear"], "--clear: there is no such option\n"),
-        (["--clean"], "--clean: there is no terminal to ask on"),
+        (["--clean"], "--clean: there is no terminal on which to ask"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_nothing_is_removed(
@@ -219,6 +219,60 @@ def test_whole_sweeps_are_removed(outputs: Path) -> None:
     assert runs.main(["--sweeps", "--clean", "--yes"]) == 0
     assert not (outputs / "sweeps").exists()
     assert runs_in(outputs) == {"old", "killed", "new"}
+
+
+@pytest.mark.parametrize("arguments", [[], ["--sweeps"]])
+def test_all_that_a_sweep_writes_is_removed(arguments: list[str], outputs: Path) -> None:
+    sweep = outputs / "sweeps" / "s" / "2026"
+    for name in ("study.log", "conf/experiment/best.yaml", "events.out.tfevents.1.0", "slurm/ends/ab_0"):
+        (sweep / name).parent.mkdir(parents=True, exist_ok=True)
+        (sweep / name).write_text("")
+    assert runs.main([*arguments, "--clean", "--yes"]) == 0
+    assert not (outputs / "sweeps").exists()
+
+
+@pytest.mark.parametrize("name", ["conf/experiment/mine.yaml", "slurm", "console"])
+def test_files_of_the_user_in_a_sweep_are_kept(name: str, outputs: Path) -> None:
+    sweep, elsewhere = outputs / "sweeps" / "s" / "2026", outputs.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine.txt").write_text("mine")
+    shutil.rmtree(sweep / "console")
+    (sweep / name).parent.mkdir(parents=True, exist_ok=True)
+    (sweep / name).symlink_to(elsewhere)
+    assert runs.main(["--sweeps", "--clean", "--yes"]) == 0
+    assert (sweep / name / "mine.txt").read_text() == "mine"
+
+
+def test_a_file_that_a_running_run_renames_does_not_hide_the_run(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = outputs / "other" / "new" / "result.json.part"
+    part.write_text("")
+    scandir = os.scandir
+
+    class Entries:
+        """The entries of a directory, one of which is renamed before its time is read."""
+
+        def __init__(self, path: Path):
+            self._entries = list(scandir(path))
+            part.unlink(missing_ok=True)
+
+        def __enter__(self) -> list[os.DirEntry[str]]:
+            return self._entries
+
+        def __exit__(self, *_: object) -> None: ...
+
+    before = (outputs / "other" / "new" / "config.yaml").stat().st_mtime
+    with monkeypatch.context() as patch:
+        patch.setattr("runner.tools.runs_list.os.scandir", Entries)
+        assert changed(outputs / "other" / "new") == before
+    assert "new" in names(capsys)
+
+
+def test_a_ledger_that_is_removed_meanwhile_is_not_listed(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledgers = iter([{"complete": True, "jobs": {}}])
+    monkeypatch.setattr("runner.tools.runs_list.read_ledger", lambda path: next(ledgers, {}))
+    assert len(listed_sweeps(outputs / "sweeps" / "s" / "2026")) == 1
 
 
 @pytest.mark.parametrize("arguments", [[], ["--sweeps"]])

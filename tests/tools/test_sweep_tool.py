@@ -67,6 +67,43 @@ def test_following_ends_with_the_sweep(sweep: Path, capsys: pytest.CaptureFixtur
     assert "000-seed=0: done\n001-seed=1: crashed\n002-seed=2: running\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("state", "is_search", "code"),
+    [("done", False, 0), ("stopped", False, 0), ("refused", False, 1), ("diverged", False, 1), ("diverged", True, 0)],
+)
+def test_following_ends_with_1_if_a_job_has_failed(state: str, is_search: bool, code: int, sweep: Path) -> None:
+    write(sweep, jobs={"0": {"config_hash": "a", "state": state, "directory": "000-seed=0"}})
+    if is_search:
+        (sweep / "study.log").touch()
+    assert main([str(sweep), "--follow"]) == code
+
+
+@pytest.mark.parametrize("flag", ["--cancel", "--kill"])
+def test_a_sweep_that_ends_while_it_is_canceled_is_shown(
+    flag: str, sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sweep / ".lock").write_text("1234567")
+    locked = iter([True])
+
+    def kill(pid: int, number: int) -> None:
+        raise ProcessLookupError
+
+    monkeypatch.setattr("runner.tools.sweep.is_locked", lambda path: next(locked, False))
+    monkeypatch.setattr("runner.tools.sweep.is_open_in", lambda pid, path: True)
+    monkeypatch.setattr("os.kill", kill)
+    assert main([str(sweep), flag]) == 0
+    assert "stopped; --resume goes on" in capsys.readouterr().out
+
+
+def test_a_system_without_proc_is_named(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("runner.tools.sweep.is_locked", lambda path: True)
+    monkeypatch.setattr("os.path.isdir", lambda path: False)
+    assert main([str(sweep), "--cancel"]) == 2
+    assert "this system has no /proc" in capsys.readouterr().err
+
+
 def test_resuming_types_the_command_again(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

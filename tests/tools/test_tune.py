@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,7 @@ def report(**values: Any) -> dict[str, Any]:
     skipped = row("precision=bf16", status="not tried", reason="16-bit arithmetic", samples_per_second=None)
     return {
         "typed": ["model=tiny", "epochs=2"],
+        "config_dir": None,
         "budget": 60.0,
         "allowed": [],
         "chosen": ["parallel=ddp", "parallel.processes=2"],
@@ -87,11 +91,44 @@ def test_the_verdict_says_what_to_type() -> None:
 
 
 def test_the_experiment_composes_to_the_chosen_config(tmp_path: Path) -> None:
-    directory = write(report(), str(tmp_path), None)
+    directory = write(report(), str(tmp_path))
     typed = compose_run(["model=tiny", "epochs=2", "parallel=ddp", "parallel.processes=2"])
     assert compose_run(["experiment=tuned"], str(directory)).config == typed.config
     assert json.loads((directory / "tune.json").read_text())["chosen"] == ["parallel=ddp", "parallel.processes=2"]
     assert imread(directory / "tune.png").shape[0] > 100
+
+
+def test_the_commands_of_an_option_of_ones_own_find_it(tmp_path: Path) -> None:
+    own = tmp_path / "it's mine" / "model" / "own.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("defaults: [tiny, _self_]\nhidden: 7\n")
+    found = report(typed=["model=own"], config_dir=str(own.parent.parent))
+    found["directory"] = str(write(found, str(tmp_path)))
+    configs = []
+    for line in verdict(found)[1:3]:
+        python, flag, directory, *overrides = shlex.split(line.removeprefix("run:").strip().replace(" -m runner", ""))
+        assert (python, flag) == ("python", "--config-dir")
+        configs.append(compose_run(overrides, directory).config)
+    assert configs[0] == configs[1]
+    assert configs[0]["model"]["hidden"] == 7
+    assert configs[0]["parallel"]["processes"] == 2
+
+
+def test_keys_that_an_experiment_cannot_delete_are_said(tmp_path: Path) -> None:
+    found = report(typed=["~optimizer.momentum"])
+    directory = write(found, str(tmp_path))
+    assert not (directory / "experiment").exists()
+    assert verdict(found)[2].strip() == "there is no experiment: an option file cannot delete optimizer.momentum"
+
+
+def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "runner.tools.tune_files")
+    monkeypatch.delitem(sys.modules, "runner.tracking.charts", raising=False)
+    directory = importlib.import_module("runner.tools.tune_files").write(report(), str(tmp_path))
+    assert (directory / "tune.json").exists()
+    assert not (directory / "tune.png").exists()
+    assert "pip install -e '.[plot]'" in verdict(report())[-1]
 
 
 def test_an_experiment_inherits_one_that_was_typed() -> None:
@@ -138,6 +175,7 @@ def test_a_config_is_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("batch_size=0", "batch_size"),
         ("model=resnet1", "model"),
         ("parallel=ddp batch_size=63", "batch_size"),
+        ("env=acrobot", "env"),
     ],
 )
 def test_mistakes_are_refused(line: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.compose import FAST, option_node, prepared
+from helpers.compose import FAST, composed, option_node, prepared
 from helpers.ranks import Ranks
 from helpers.verified import narrow_runs, record_here
 
+from runner.config.errors import ConfigError
 from runner.parallel.launch.processes import LocalProcesses
-from runner.precision import BFloat16, Double, Precision
+from runner.precision import TF32, BFloat16, Double, Precision
 from runner.run import Run
 from runner.tools import verify, verify_steps
 from runner.tools.verify_samples import first_other_samples, sample_hashes
@@ -136,6 +137,17 @@ def test_equivalent_modes_are_the_same(overrides: list[str], capfd: pytest.Captu
     ]
 
 
+def test_a_device_without_float64_refuses_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(precision: Double, device: torch.device) -> None:
+        raise ConfigError("precision", "64", "it has no float64", "choose device=cpu or precision=32")
+
+    monkeypatch.setattr(Double, "check_device", refuse)
+    assert code_of("accumulation=2", "precision=64") == verify.REFUSED
+    assert "precision: got '64': it has no float64" in capfd.readouterr().err
+
+
 @pytest.mark.usefixtures("starting")
 @pytest.mark.parametrize(
     ("overrides", "code"),
@@ -211,6 +223,15 @@ def test_an_expected_difference_is_explained(
 ) -> None:
     assert code_of(*overrides, "--steps", "1") == verify.DIFFERENT
     assert words in capfd.readouterr().out.partition("\ndifferent: ")[2]
+
+
+@pytest.mark.parametrize(("synchronized", "is_expected"), [(True, False), (False, True)])
+def test_synchronized_batch_normalization_is_not_expected_to_differ(
+    synchronized: bool, is_expected: bool, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    words = (*FAST, *RESNET, "parallel=ddp", f"parallel.sync_batch_norm={str(synchronized).lower()}", "steps=1")
+    [recorded] = ranks(2).do(record_here, [composed(*words)], tmp_path)[0]
+    assert ("Batch normalization" in recorded.expected) == is_expected
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -343,6 +364,18 @@ def test_sixteen_bits_have_a_limit_of_their_own() -> None:
     assert compare(Pair(steps(1.15), steps(1)), exact, BFloat16()).verdict == Verdict.SAME
     assert compare(Pair(steps(1.25), steps(1)), exact, BFloat16()).verdict == Verdict.DIFFERENT
     assert compare(None, Pair(steps(1 + 2e-9), steps(1)), Double()).verdict == Verdict.UNJUDGED
+
+
+def test_a_wrong_loss_of_the_curves_shows_in_float64_in_every_precision() -> None:
+    def with_loss(value: float) -> Steps:
+        found = steps(1)
+        found.tensors["loss"] = {"step 1": torch.tensor(float(value))}
+        return found
+
+    right = Pair(with_loss(1), with_loss(1))
+    for precision in (Precision(), TF32(), BFloat16()):
+        assert compare(right, Pair(with_loss(1.003), with_loss(1)), precision).verdict == Verdict.DIFFERENT
+        assert compare(right, Pair(with_loss(1 + 5e-7), with_loss(1)), precision).verdict == Verdict.SAME
 
 
 def test_only_a_reference_that_does_not_diverge_shows_anything() -> None:

@@ -42,9 +42,8 @@ def test_a_full_disk_is_reported_once_and_ends_nothing(tmp_path: Path, capsys: p
         for text in ("first", "second"):
             log.warning(text)
         log.debug("a detail")
-    report = (
-        f"{tmp_path}/log.txt cannot be written (No space left on device): messages are missing in it; the run goes on"
-    )
+    why = f"{tmp_path}/log.txt cannot be written (No space left on device)"
+    report = f"{why}: later messages will be missing from it; the run goes on"
     assert capsys.readouterr().err == f"{report}\nfirst\nsecond\n"
 
 

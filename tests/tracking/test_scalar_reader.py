@@ -131,3 +131,16 @@ def test_what_is_before_the_damage_is_read(tmp_path: Path) -> None:
     for damaged in (whole[:-1], whole[:-5] + b"x" + whole[-4:], whole[:-40] + (2**60).to_bytes(8, "little")):
         path.write_bytes(damaged)
         assert {1: 1.0}.items() <= scalars(tmp_path, ["a"])["a"].items() <= {1: 1.0, 2: 2.0}.items()
+
+
+def test_damage_in_the_file_of_one_session_hides_no_later_session(tmp_path: Path) -> None:
+    path = write(tmp_path, [start(3), *map(scalar, (3, 4))])
+    later = path.rename(path.with_name("events.out.tfevents.0000000002"))
+    whole = write(tmp_path, map(scalar, (1, 2, 3))).read_bytes()
+    no_event = write(tmp_path, [scalar(1), b"\xff"]).read_bytes()
+    for damaged in (whole[:-1], b"?" * 100, no_event):
+        path.write_bytes(damaged)
+        assert {3: 3.0, 4: 4.0}.items() <= scalars(tmp_path, ["a"])["a"].items()
+    path.unlink()
+    path.symlink_to(later)
+    assert scalars(tmp_path, ["a"]) == {"a": {3: 3.0, 4: 4.0}}

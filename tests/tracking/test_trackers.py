@@ -24,7 +24,12 @@ from runner.config.errors import ConfigError
 from runner.storage.run_directory import check_regular
 from runner.tracking.base import Tracker
 from runner.tracking.csv_file import CsvFile
+from runner.tracking.mlflow_run import MLflow
+from runner.tracking.recorder import Recorder
 from runner.tracking.remote import RemoteTracker
+from runner.tracking.several import Several
+from runner.tracking.tensorboard import TensorBoard
+from runner.tracking.trackio_run import Trackio
 from runner.tracking.wandb_run import Wandb
 
 STEPS = ("steps=6", "log_every=1", "eval_every=3", "save_every=2")
@@ -43,6 +48,21 @@ def points(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A CSV file, and several trackers
+
+
+@pytest.mark.parametrize(
+    ("tracker", "writes"),
+    [
+        (Tracker(), False),
+        (CsvFile(), False),
+        (TensorBoard(), True),
+        (Several(["csv", "tensorboard"]), True),
+        (Several(["csv"]), False),
+    ],
+    ids=repr,
+)
+def test_only_tensorboard_writes_the_event_files_that_pruning_needs(tracker: Tracker, writes: bool) -> None:
+    assert tracker.writes_event_files() == writes
 
 
 def test_several_trackers_get_every_point_once_and_also_across_a_resume(tmp_path: Path) -> None:
@@ -137,6 +157,40 @@ def test_options_that_name_no_tracker_are_refused(overrides: tuple[str, ...], ke
     assert refusal.value.key == key
 
 
+@dataclass
+class Opened(Tracker):
+    """A tracker that notes when it is opened and closed; it fails in the method named `broken`."""
+
+    name: str
+    notes: list[str]
+    broken: str = ""
+
+    def open(self, directory: Path, first_step: int) -> None:
+        if self.broken == "open":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.notes.append(f"open {self.name}")
+
+    def close(self, done: bool) -> None:
+        self.notes.append(f"close {self.name} {done}")
+        if self.broken == "close":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("broken", "noted"),
+    [
+        ("open", ["open a", "close a False"]),
+        ("close", ["open a", "open b", "open c", "close a True", "close b True", "close c True"]),
+    ],
+)
+def test_if_one_of_several_trackers_fails_the_others_are_closed(broken: str, noted: list[str], tmp_path: Path) -> None:
+    several, notes = Several(), []
+    several._trackers = [Opened("a", notes), Opened("b", notes, broken), Opened("c", notes)]
+    with pytest.raises(OSError, match="No space left"), Recorder(several, tmp_path, 0) as recorder:
+        recorder.finish()
+    assert notes == noted
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Backends of other packages
 
@@ -177,6 +231,10 @@ class Noted(RemoteTracker):
 
     def finish(self, done: bool) -> None:
         self._note("finish", done)
+
+
+LOGGED = ("scalars", "scalars", "images")
+"""What `use` logs."""
 
 
 def use(tracker: Tracker, directory: Path) -> None:
@@ -273,8 +331,8 @@ def test_a_backend_that_fails_is_told_once_and_left_alone(
         use(tracker, tmp_path)
     [record] = caplog.records
     assert "ConnectionError: no route to host" in record.getMessage()
-    assert tracker.calls[-1][0] == broken
-    assert [call[0] for call in tracker.calls].count(broken) == 1
+    made = {"start": [], "scalars": ["config", "scalars", "finish"], "finish": ["config", *LOGGED, "finish"]}
+    assert [call[0] for call in tracker.calls] == ["start", *made[broken]], "a session that was begun is ended"
 
 
 def test_a_backend_that_hangs_does_not_slow_the_training(
@@ -288,6 +346,34 @@ def test_a_backend_that_hangs_does_not_slow_the_training(
     assert tracker.calls == []
     assert len(caplog.records) == 1
     tracker.may_go_on.set()
+
+
+def test_the_end_of_a_run_waits_once_for_all_that_a_backend_has_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker, now = Noted(), [0.0]
+    waits: list[float] = []
+
+    def put(_: object, timeout: float) -> None:
+        waits.append(timeout)
+        now[0] += 50
+
+    monkeypatch.setattr(tracker, "_calls", SimpleNamespace(put=put), raising=False)
+    thread = SimpleNamespace(join=waits.append, is_alive=lambda: False)
+    monkeypatch.setattr(tracker, "_thread", thread, raising=False)
+    monkeypatch.setattr("runner.tracking.remote.time", SimpleNamespace(monotonic=lambda: now[0]))
+    tracker.close(True)
+    assert waits == [60, 10]
+
+
+def test_the_identifier_of_a_run_is_never_half_written(tmp_path: Path) -> None:
+    """A process that is killed while it writes leaves the earlier file, which is replaced and not written over."""
+    file = tmp_path / "torch_run.txt"
+    file.write_text("id7\n")
+    os.link(file, tmp_path / "earlier")
+    tracker = Noted()
+    use(tracker, tmp_path)
+    assert tracker.calls[0] == ("start", "id7")
+    assert file.read_text() == "id7\n"
+    assert not file.samefile(tmp_path / "earlier")
 
 
 def test_a_run_is_done_although_its_tracker_fails(tmp_path: Path) -> None:
@@ -326,6 +412,47 @@ def test_mlflow_has_every_point_in_one_run(tmp_path: Path) -> None:
     }
     assert run.info.artifact_uri.startswith(f"file://{tmp_path}/mlflow_artifacts/")
     assert run.data.metrics["eval/accuracy"] == pytest.approx(result.metrics["eval/accuracy"])
+
+
+class Experiments:
+    """MLflow's client, in whose database another run creates the experiment just before this one would."""
+
+    def __init__(self, tracking_uri: str):
+        self.known: list[str] = []
+
+    def get_experiment_by_name(self, name: str) -> SimpleNamespace | None:
+        return SimpleNamespace(experiment_id=f"id of {name}") if name in self.known else None
+
+    def create_experiment(self, name: str, artifacts: str | None) -> str:
+        if name == "refused":
+            raise ConnectionError("no route to host")
+        self.known.append(name)
+        raise RuntimeError(f"Experiment '{name}' already exists")
+
+    def create_run(self, experiment: str, run_name: str) -> SimpleNamespace:
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"{run_name} in {experiment}"))
+
+
+def test_runs_that_start_together_create_one_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package: Any = ModuleType("mlflow")
+    package.MlflowClient = Experiments
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    assert MLflow(uri).start(tmp_path / "000-seed=0", "") == "000-seed=0 in id of runner"
+    with pytest.raises(ConnectionError):
+        MLflow(uri, "refused").start(tmp_path / "000-seed=0", "")
+
+
+def test_trackio_has_a_run_for_each_directory_and_resumes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    package: Any = ModuleType("trackio")
+    package.init = lambda name, **_: names.append(name)
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    one, other = (Trackio().start(tmp_path / sweep / "000-seed=0", "") for sweep in ("first", "second"))
+    assert one != other
+    assert one.startswith("000-seed=0-")
+    assert Trackio().start(tmp_path / "first" / "000-seed=0", one) == one
+    assert names == [one, other, one]
 
 
 def test_wandb_leaves_no_links_and_reads_no_settings_of_somebody_else(
@@ -369,7 +496,8 @@ def test_trackio_has_every_point_in_one_run(
     overrides = (*FAST, *STEPS, "tracking=trackio")
     train_in(tmp_path / "run", built(*overrides), partial(stop_at, 3, 0))
     train_in(tmp_path / "run", built(*overrides))
-    points = [(each["step"], each["train/loss"]) for each in storage.get_logs("runner", "run") if "train/loss" in each]
+    name = (tmp_path / "run" / "trackio_run.txt").read_text().strip()
+    points = [(each["step"], each["train/loss"]) for each in storage.get_logs("runner", name) if "train/loss" in each]
     assert [step for step, _ in points] == [1, 2, 3, 4, 5, 6]
-    assert storage.get_run_config("runner", "run")["optimizer.lr"] == 0.05
+    assert storage.get_run_config("runner", name)["optimizer.lr"] == 0.05
     assert capfd.readouterr().out == "", "standard output is for the result"

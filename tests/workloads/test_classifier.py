@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.compose import FAST, built
+from PIL import Image
 from torch.nn.functional import cross_entropy
 
 import runner.workloads.classifier
@@ -153,6 +155,40 @@ def test_pictures_show_all_classes_and_the_most_confident_mistakes(monkeypatch: 
     assert in_thousandths == sorted(in_thousandths, reverse=True)
     first = mistakes[0]
     assert (captions[0], true[0]) == (f"{predicted[first]} {100 * confidence[first]:.0f}%", f"is {targets[first]}")
+
+
+@pytest.mark.parametrize("damaged", [1, 6])
+def test_pictures_are_those_of_the_samples_if_a_process_has_skipped_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int
+) -> None:
+    """Two processes evaluate half of the images each, and know only of their own files which cannot be read."""
+    for split, count in (("train", 1), ("val", 4)):
+        for number in range(2 * count):
+            path = tmp_path / split / "ab"[number // count] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (20 * number,) * 3).save(path)
+    (tmp_path / "val" / "ab"[damaged // 4] / f"{damaged}.png").write_bytes(b"no image")
+    options = ("data=imagefolder", f"data.root={tmp_path}", "data.on_error=skip", "data.workers=0")
+    first, second = classifier(*options), classifier(*options)
+    shards = [
+        workload.evaluate(lambda inputs: torch.tensor([[2.0, 0.0]]).expand(len(inputs), 2), (rank, 2), CPU)
+        for rank, workload in enumerate((first, second))
+    ]
+    sums = {name: shards[0][name] + shards[1][name] for name in shards[0]}
+    shown: list[tuple[list[int], list[bool]]] = []
+
+    def noted(images: torch.Tensor, captions: Any, good: list[bool], true: Any, widest: int) -> torch.Tensor:
+        shown.append(((images[:, 0, 0, 0] // 20).tolist(), good))
+        return torch.zeros(3, 1, 1, dtype=torch.uint8)
+
+    monkeypatch.setattr(runner.workloads.classifier, "grid", noted)
+    first.images(sums)
+    left = [number for number in range(8) if number != damaged]
+    assert (sums["targets"] - 1).tolist() == [-1 if number == damaged else number // 4 for number in range(8)]
+    (samples, good), (mistakes, _) = shown
+    assert sorted(samples) == left
+    assert good == [number < 4 for number in samples]
+    assert sorted(mistakes) == [number for number in left if number >= 4]
 
 
 def test_few_samples_of_few_classes_are_shown_once() -> None:

@@ -96,6 +96,16 @@ def test_every_mode_trains_what_a_plain_loop_trains(
         assert result.metrics[tag] == pytest.approx(value, rel=1e-9), "every held-out sample, once"
 
 
+def test_an_ensemble_predicts_the_mean_of_its_members_which_have_no_disagreement(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    metrics = ranks(2).train(composed(*SMALL, "parallel=ensemble"), tmp_path).metrics
+    assert {tag for tag in metrics if tag.startswith("eval/")} == {
+        f"eval/{member}{name}" for member in ("", "member_0/", "member_1/") for name in ("loss", "mae", "r2")
+    }
+    assert metrics["eval/loss"] <= (metrics["eval/member_0/loss"] + metrics["eval/member_1/loss"]) / 2
+
+
 @pytest.mark.parametrize("loss_function", ["mae", "huber"])
 def test_the_other_losses_are_those_of_torch(loss_function: str, tmp_path: Path) -> None:
     run = train_in(tmp_path, built(*SMALL, f"workload.loss_function={loss_function}", "accumulation=2"))

@@ -169,7 +169,7 @@ class Engine(ABC):
             check_choice(self, "search", ("random", "tpe", "grid"))
         for key in _ONLY_IN_SEARCH if self.search is None else ():
             given, default = getattr(self, key), getattr(Engine, key)
-            check(given == default, f"sweep.{key}", given, "only a search has this option", "add sweep.search=tpe")
+            check(given == default, key, given, "only a search has this option", "add sweep.search=tpe")
         check_range(self, "trials", least=1, most=10_000)
         check_range(self, "seeds", least=1, most=100)
         check_range(self, "sampler_seed", least=0, most=2**31 - 1)

@@ -2,7 +2,7 @@
 
 Each job is a process that is forked from a server. The server has already imported torch, so that a job starts in a
 fraction of a second, but it has not run anything, so that no job inherits state from another job. While a job runs, no
-other job that the same command has started uses its CPU cores and GPUs.
+job that is started after it uses its CPU cores and GPUs. On Linux, this is also true of jobs of an earlier command.
 """
 
 from __future__ import annotations
@@ -94,6 +94,15 @@ class _Running(NamedTuple):
     gpus: list[str]
 
 
+class _Adopted(NamedTuple):
+    """A job that an earlier command started; its cores and GPUs are unknown on systems without /proc."""
+
+    console: Path
+    pid: int
+    cores: set[int]
+    gpus: list[str]
+
+
 class LocalPool(Pool):
     """The jobs that run on this machine.
 
@@ -113,11 +122,11 @@ class LocalPool(Pool):
         self._threads = threads if isinstance(threads, int) else max(1, self._num_cores // at_once)
         self._running: dict[int, _Running] = {}
         self._asked_to_stop: set[int] = set()
-        self._adopted: dict[int, tuple[Path, int]] = {}
+        self._adopted: dict[int, _Adopted] = {}
         self._checked_gpus = -_RECHECK_GPUS
 
     def has_room(self) -> bool:
-        return len(self._running) + len(self._adopted) < self._slots and bool(self._cores)
+        return len(self._running) + len(self._adopted) < self._slots and bool(self._free_cores())
 
     def submit(self, job: Job) -> Started | None:
         demand = job.demand
@@ -126,13 +135,15 @@ class LocalPool(Pool):
             self._num_gpus = len(self._gpus)
         why = f"{self._num_gpus} GPUs are visible, and job {job.number} needs {demand.gpus}"
         check(demand.gpus <= self._num_gpus, "sweep", "local", why, "use fewer processes, or device=cpu")
-        num_cores = self._cores_for(demand)
-        if not self.has_room() or num_cores > len(self._cores):
+        num_cores, free = self._cores_for(demand), self._free_cores()
+        if not self.has_room() or num_cores > len(free):
             return None
-        gpus = self._free_gpus(self._gpus, demand.gpus)
+        held = {gpu for adopted in self._adopted.values() for gpu in adopted.gpus}
+        gpus = self._free_gpus([gpu for gpu in self._gpus if gpu not in held], demand.gpus)
         if gpus is None:
             return None
-        cores, self._cores = self._cores[:num_cores], self._cores[num_cores:]
+        cores = free[:num_cores]
+        self._cores = [core for core in self._cores if core not in cores]
         self._gpus = [gpu for gpu in self._gpus if gpu not in gpus]
         threads = demand.threads or max(1, num_cores // demand.processes)
         own = {"OMP_NUM_THREADS": str(threads)} | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if self._num_gpus else {})
@@ -146,13 +157,23 @@ class LocalPool(Pool):
     def adopt(self, job: Job, started: Started) -> bool:
         if not is_running(job.console):
             return False
-        self._adopted[job.number] = job.console, started.pid
+        cores, gpus = set[int](), list[str]()
+        if is_open_in(started.pid, job.console):  # anybody may have written the ledger
+            with suppress(ProcessLookupError):
+                cores = os.sched_getaffinity(started.pid)
+                gpus = started.slot.removeprefix("GPU ").split(",")
+        self._adopted[job.number] = _Adopted(job.console, started.pid, cores, gpus)
         return True
+
+    def _free_cores(self) -> list[int]:
+        """Return the cores that neither a job of this command nor an adopted job uses."""
+        held = {core for job in self._adopted.values() for core in job.cores}
+        return [core for core in self._cores if core not in held]
 
     def _cores_for(self, demand: Demand) -> int:
         """Return the number of CPU cores for a job. A job that asks for more cores than there are gets all of them."""
         if demand.gpus:
-            return min(len(self._cores), max(1, self._num_cores * demand.gpus // self._num_gpus))
+            return min(len(self._free_cores()), max(1, self._num_cores * demand.gpus // self._num_gpus))
         return min(self._num_cores, demand.processes * (demand.threads or self._threads))
 
     def _free_gpus(self, idle: list[str], count: int) -> list[str] | None:
@@ -175,7 +196,7 @@ class LocalPool(Pool):
         return free[:count]
 
     def wait(self, seconds: float) -> list[Ended]:
-        ended = [Ended(number, None) for number, (console, _) in self._adopted.items() if not is_running(console)]
+        ended = [Ended(number, None) for number, job in self._adopted.items() if not is_running(job.console)]
         for each in ended:
             del self._adopted[each.number]
         if not self._running:
@@ -203,10 +224,10 @@ class LocalPool(Pool):
                 self._asked_to_stop.add(number)
                 _signal(self._running[number].process, signal.SIGTERM)
             elif number in self._adopted:
-                console, pid = self._adopted[number]
-                if is_open_in(pid, console):  # anybody may have written the ledger
+                job = self._adopted[number]
+                if is_open_in(job.pid, job.console):  # anybody may have written the ledger
                     with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGTERM)
+                        os.kill(job.pid, signal.SIGTERM)
                 else:
                     del self._adopted[number]
                     unreached.append(number)

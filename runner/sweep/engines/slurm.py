@@ -300,7 +300,7 @@ class SlurmPool(Pool):
             raise ConfigError("sweep", "slurm", why, remedy)
         if batch.failures < len(_SUBMIT_AGAIN_SECONDS):
             seconds = _SUBMIT_AGAIN_SECONDS[batch.failures]
-            log.warning("%s; it is tried again in %.0f s", why, seconds)
+            log.warning("%s; trying again in %.0f s", why, seconds)
             batch.failures += 1
             batch.due = time.monotonic() + seconds
         else:
@@ -396,7 +396,7 @@ class SlurmPool(Pool):
         """Return whether squeue should be called again now."""
         now = time.monotonic()
         if self._looks or self._stopped & self._handles.keys():
-            pause = min(_ASK_AGAIN_SECONDS, _ASK_SECONDS[1])
+            pause = _ASK_AGAIN_SECONDS
         else:
             pause = min(_ASK_SECONDS[1], max(_ASK_SECONDS[0], (now - self._changed) / 2))
         return bool(self._ids) and now >= self._asked + pause
@@ -406,7 +406,7 @@ class SlurmPool(Pool):
         try:
             alive = self._listed()
         except SlurmError as error:
-            log.warning("%s; it is tried again", error)
+            log.warning("%s; trying again", error)
             return
         finally:
             self._asked = time.monotonic()
@@ -420,7 +420,7 @@ class SlurmPool(Pool):
             if number in self._stopped or state.startswith("CANCELLED"):
                 self._end(number, STOPPED)
             elif state or self._looks[number] >= _MOST_LOOKS:
-                self._end(number, None, f"SLURM says {state}" if state else "SLURM does not know the job any more")
+                self._end(number, None, f"SLURM says {state}" if state else "SLURM no longer knows the job")
 
     def _listed(self) -> dict[str, str]:
         """Return the SLURM job IDs of the waiting and running jobs of this sweep, by handle.
@@ -478,10 +478,10 @@ def _states(ids: list[str]) -> dict[str, str]:
         found = SlurmInfoWatcher().read_info(answer)
         states = {job_id: found[job_id]["State"] for job_id in ids if job_id in found}
     except SlurmError as error:
-        log.warning("%s; it is tried again", error)
+        log.warning("%s; trying again", error)
         return {}
     except (KeyError, ValueError):  # the output is not a table
-        log.warning("sacct gave an answer that cannot be understood: %r; it is tried again", answer[:80])
+        log.warning("sacct gave an answer that cannot be understood: %r; trying again", answer[:80])
         return {}
     return {job_id: state for job_id, state in states.items() if state and not state.startswith(_NOT_FINAL)}
 

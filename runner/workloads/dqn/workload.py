@@ -18,6 +18,7 @@ from runner.env.base import Env, envs_per_process
 from runner.model.base import Model
 from runner.seeds import derive
 from runner.storage.content_checks import CONTENT_ERRORS
+from runner.system.cpu import local_world_size
 from runner.system.memory import host_memory
 from runner.system.section_timer import timer
 from runner.tracking.metrics import MetricSums
@@ -95,6 +96,7 @@ class DQN(Workload):
 
     metrics: ClassVar[tuple[str, ...]] = ("td_loss", "q_mean")
     best: ClassVar[tuple[str, str]] = ("return", "max")
+    outputs_are_scores: ClassVar[bool] = True
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("env_steps", "replay_device", "eval_episodes", "record_video")
 
     def __post_init__(self) -> None:
@@ -133,7 +135,6 @@ class DQN(Workload):
         missing = self.record_video and self.env.cannot_be_drawn("rgb_array", "set workload.record_video=false")
         if missing:
             raise ConfigError("workload.record_video", True, *missing)
-        self._check_memory()
 
     def describe(self) -> dict[str, str]:
         env, shape = self.env, "×".join(map(str, self.env.shape))
@@ -141,15 +142,6 @@ class DQN(Workload):
             "env": f"{env.num_envs} × {env.id}, observations of {shape}, {env.num_actions} actions",
             "replay": f"{self.replay_size:,} transitions, {self.env_steps:,} environment steps in all",
         }
-
-    def _check_memory(self) -> None:
-        machine = host_memory()
-        free_bytes = min(machine[key] or math.inf for key in ("available_bytes", "limit_bytes", "total_bytes"))
-        row_bytes = 4 * (2 * math.prod(self.env.shape) + 3)
-        num_bytes = self.replay_size * row_bytes
-        why = f"the replay buffer takes {num_bytes / 1e9:.1f} GB, and {free_bytes / 1e9:.1f} GB are free"
-        remedy = f"use at most workload.replay_size={int(free_bytes // row_bytes)}"
-        check(num_bytes <= free_bytes, "workload.replay_size", self.replay_size, why, remedy)
 
     def num_steps(self, batch_size: int) -> int:
         why = f"it is smaller than batch_size={batch_size}, so a batch would repeat transitions"
@@ -228,11 +220,13 @@ class DQN(Workload):
         # imported here: these import numpy
         from runner.workloads.dqn.actor import Actor
         from runner.workloads.dqn.n_step import NStepBuffer
-        from runner.workloads.dqn.replay import Replay
+        from runner.workloads.dqn.replay import Replay, row_width
 
         num_envs, size = envs_per_process(self.env.num_envs, plan.num_workers), math.prod(self.env.shape)
         capacity = math.ceil(self.replay_size / self._count)
-        replay_device = device if self.replay_device == "learner" else "cpu"
+        replay_device = device if self.replay_device == "learner" else torch.device("cpu")
+        if replay_device.type == "cpu":
+            self._check_memory(capacity, 4 * row_width(size))
         try:
             replay = Replay(capacity, size, replay_device)
         except RuntimeError as error:  # out of memory
@@ -244,6 +238,24 @@ class DQN(Workload):
             vector = self.env.vector(num_envs)
         seed = derive(plan.seed, "agent", plan.worker)
         return Actor(vector, self.env.num_actions, n_step_buffer, replay, seed, self.epsilon_repeat)
+
+    def _check_memory(self, capacity: int, row_bytes: int) -> None:
+        """Check that the replay buffers of the processes on this machine fit into its memory.
+
+        The operating system allocates memory only as the buffers are filled, and kills the run if none is left.
+
+        Args:
+            capacity: number of transitions in the buffer of each process.
+            row_bytes: size of a transition.
+        """
+        machine, count = host_memory(), local_world_size()
+        free_bytes = min(machine[key] or math.inf for key in ("available_bytes", "limit_bytes", "total_bytes"))
+        num_bytes = count * capacity * row_bytes
+        why = (
+            f"the replay buffer takes {num_bytes / 1e9:.1f} GB on this machine, and {free_bytes / 1e9:.1f} GB are free"
+        )
+        remedy = f"use at most workload.replay_size={int(free_bytes // (count * row_bytes)) * self._count}"
+        check(num_bytes <= free_bytes, "workload.replay_size", self.replay_size, why, remedy)
 
     def _resume(self, actor: Actor, last_step: int) -> None:
         """Restore the state that this process saved after optimizer step `last_step`.
@@ -260,9 +272,9 @@ class DQN(Workload):
                 raise ConfigError("resume", ABSENT, why, "do not trust it, and resume another checkpoint") from None
             self._saved = {}
         else:
-            log.warning("no replay buffer was saved for this process: filling it with %d random steps", self.warm_up)
             while actor.num_steps * self._count < self.warm_up:
                 actor.step(None, 1.0)
+            log.warning("no replay buffer was saved for this process: %d random steps fill it", actor.num_steps)
         # The count is a function of the optimizer step, for any number of processes: extra warm-up steps do not count.
         num_envs = actor.vector.num_envs
         actor.num_steps = math.ceil(self._due(last_step) / num_envs) * num_envs
@@ -294,6 +306,7 @@ class DQN(Workload):
     ) -> MetricSums:
         from runner.workloads.dqn import evaluation  # imported here: it imports numpy
 
+        # On every rank, though rank 0 alone logs the video: in an ensemble, `infer` is a collective.
         self._video = evaluation.record_video(self.env, infer, device) if self.record_video else None
         return evaluation.play(self.env, infer, self.eval_episodes, shard, device)
 

@@ -201,6 +201,29 @@ def test_a_gpu_that_somebody_else_uses_is_waited_for(
     assert caplog.messages == ["waiting for a GPU: others use GPU 0"]
 
 
+def test_an_adopted_job_keeps_its_cores_and_gpus_until_it_ends(
+    machine: dict[str, list], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive, earlier = [True], Job(20, [], Path("console"), Demand())
+    monkeypatch.setattr(local, "is_running", lambda console: alive[0])
+    monkeypatch.setattr(local, "is_open_in", lambda pid, console: pid == 7)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 99}, raising=False)
+    pool = LocalPool("auto", "auto", 20)
+    assert pool.adopt(earlier, Started("core 0-3", 7))
+    assert submitted(pool, *[Demand()] * 5) == ["core 4", "core 5", "core 6", "core 7", None]
+    assert not pool.has_room()
+    alive[0] = False
+    assert pool.wait(0) == [Ended(20, None), Ended(0, 0)]
+    assert submitted(pool, Demand(threads=5)) == ["core 0-4"]
+    alive[0], machine["gpus"] = True, ["0", "1"]
+    pool = LocalPool("auto", "auto", 20)
+    assert pool.adopt(earlier, Started("GPU 0", 7))
+    assert submitted(pool, Demand(gpus=1), Demand(gpus=1)) == ["GPU 1", None]
+    pool = LocalPool("auto", "auto", 20)
+    assert pool.adopt(earlier, Started("GPU 0", 8)), "of whose process nothing is known"
+    assert submitted(pool, Demand(gpus=2)) == ["GPU 0,1"]
+
+
 def test_a_job_that_needs_more_gpus_than_there_are_is_refused(machine: dict[str, list]) -> None:
     machine["gpus"] = ["0"]
     with pytest.raises(ConfigError, match="1 GPUs are visible, and job 0 needs 2"):
@@ -215,6 +238,7 @@ def test_a_job_that_needs_more_gpus_than_there_are_is_refused(machine: dict[str,
         ({"threads": 0}, "threads"),
         ({"retries": -1}, "retries"),
         ({"on_failure": "explode"}, "on_failure"),
+        ({"trials": 3}, "trials"),
     ],
 )
 def test_impossible_options_are_refused(options: dict, key: str) -> None:

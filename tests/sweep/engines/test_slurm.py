@@ -34,6 +34,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlu
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(child, "COMMAND", ("-S", fake_run.__file__))
     monkeypatch.setattr(slurm, "_ASK_SECONDS", (0.2, 0.2))
+    monkeypatch.setattr(slurm, "_ASK_AGAIN_SECONDS", 0.2)
     monkeypatch.setattr(slurm, "_SUBMIT_AGAIN_SECONDS", (0.1, 0.1))
     (tmp_path / "sweep").mkdir()
     monkeypatch.chdir(tmp_path / "sweep")
@@ -245,7 +246,7 @@ def test_a_job_of_which_nobody_knows_anything_is_lost(pool: Pool, cluster: FakeS
     pool.submit(job(0, "until=never"))
     started(pool, 0)
     cluster.end("101", "NODE_FAIL")
-    assert ended(pool, 0) == {0: Ended(0, None, "SLURM does not know the job any more")}
+    assert ended(pool, 0) == {0: Ended(0, None, "SLURM no longer knows the job")}
 
 
 def test_a_cluster_that_does_not_answer_is_refused(cluster: FakeSlurm) -> None:

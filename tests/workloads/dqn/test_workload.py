@@ -468,7 +468,6 @@ REFUSED: dict[str, tuple[str, object, str]] = {
     "env.num_envs=0": ("env.num_envs", 0, "conf/env/"),
     "workload.warm_up=1000 env.num_envs=200 env.vectorization=async": ("env.num_envs", 200, "env.vectorization=sync"),
     "workload.replay_size=32": ("workload.replay_size", 32, "workload.replay_size=128"),
-    "workload.replay_size=2147483647": ("workload.replay_size", 2147483647, "workload.replay_size="),
     "workload.warm_up=79 env.num_envs=16": ("workload.warm_up", 79, "workload.warm_up=80"),
     "workload.env_steps=1001": ("workload.env_steps", 1001, "workload.env_steps=1005"),
     "workload.td_loss=hubert": ("workload.td_loss", "hubert", "did you mean huber?"),
@@ -481,15 +480,33 @@ REFUSED: dict[str, tuple[str, object, str]] = {
 
 
 @pytest.mark.parametrize("typed", REFUSED)
-def test_a_config_that_cannot_run_is_refused(typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = {"available_bytes": 10**9, "limit_bytes": None, "total_bytes": 10**9}
-    monkeypatch.setattr("runner.workloads.dqn.workload.host_memory", lambda: memory)
+def test_a_config_that_cannot_run_is_refused(typed: str) -> None:
     overrides = [f"+{text}" if "overfit" in text else text for text in typed.split()]
     with pytest.raises(ConfigError) as refusal:
         prepared(built("workload=dqn", *overrides))
     key, got, remedy = REFUSED[typed]
     assert (refusal.value.key, refusal.value.got) == (key, got)
     assert remedy in refusal.value.remedy
+
+
+def test_a_replay_larger_than_the_memory_of_its_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = {"available_bytes": 10**6, "limit_bytes": None, "total_bytes": 10**9}
+    monkeypatch.setattr("runner.workloads.dqn.workload.host_memory", lambda: memory)
+    run = built(*SMALL, "workload.replay_size=40000")  # of 44 bytes each
+    prepared(run)
+    workload, model = run.workload, run.workload.build_model()
+
+    def begin(num_processes: int, on_this_machine: int, device: str = "cpu") -> None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_machine))
+        workload.batches(model, Plan(64, 1, (0, num_processes)), 0, torch.device(device))
+
+    for count, largest in ((1, 10**6 // 44), (2, 2 * (10**6 // 88))):
+        with pytest.raises(ConfigError) as refusal:
+            begin(count, count)
+        assert (refusal.value.key, refusal.value.got) == ("workload.replay_size", 40000)
+        assert refusal.value.remedy == f"use at most workload.replay_size={largest}"
+    begin(2, 1)
+    begin(1, 1, device="meta")  # the memory of another device
 
 
 def test_environments_that_cannot_be_divided_evenly_are_refused() -> None:
@@ -549,7 +566,7 @@ def test_a_new_process_fills_its_replay_and_keeps_the_budget(caplog: pytest.LogC
     workload: Any = run.workload
     with caplog.at_level("WARNING", "runner"):
         batches = workload.batches(workload.build_model(), Plan(64, 1, (1, 2)), 20, torch.device("cpu"))
-    assert "80 random steps" in caplog.text
+    assert "40 random steps" in caplog.text
     assert len(workload._actor.replay) > 20
     next(batches)
     assert workload._actor.num_steps * 2 == math.ceil((80 + 21 / 0.5) / 8) * 8

@@ -1,0 +1,32 @@
+"""The checkpoint that a user names by its step, and what is said where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner.config.errors import ConfigError
+from runner.storage.chosen import chosen_checkpoint
+
+
+def refusal(run: Path, choice: str | int) -> ConfigError:
+    with pytest.raises(ConfigError) as refused:
+        chosen_checkpoint(run, choice)
+    assert (refused.value.key, refused.value.got) == ("checkpoint", choice)
+    return refused.value
+
+
+def test_a_step_that_was_not_saved_is_refused_with_those_that_were(tmp_path: Path) -> None:
+    for name in ("step_00000000", "step_99999999", "step_100000000", "step_00000007.superseded"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert chosen_checkpoint(tmp_path, 100_000_000) == tmp_path / "checkpoints" / "step_100000000"
+    remedy = "choose best, last, or one of 0, 99999999, 100000000"
+    for choice, why in ((7, "there is no step_00000007"), ("newest", "it is not a step"), (-1, "it is not a step")):
+        error = refusal(tmp_path, choice)
+        assert (error.why, error.remedy) == (why, remedy)
+
+
+@pytest.mark.parametrize("choice", [7, "newest"])
+def test_a_run_without_checkpoints_has_none_to_choose_from(choice: str | int, tmp_path: Path) -> None:
+    assert "choose" not in refusal(tmp_path, choice).remedy
