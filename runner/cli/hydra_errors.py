@@ -69,7 +69,7 @@ _BY_KEY = {
 
 def _no_such_key(error: Exception) -> ConfigError | None:
     match = re.search(r"[Cc]ould not override '([^']+)'", str(error))
-    node = getattr(error.__cause__, "parent_node", None)  # that does not have the key
+    node = getattr(error.__context__, "parent_node", None)  # of OmegaConf's error: it does not have the key
     chosen = {str(name) for name in node if name != "_target_"} if isinstance(node, Mapping) else set()
     return match and ConfigError(match[1], ABSENT, "there is no such key;", _other_key(match[1], chosen))
 

@@ -256,6 +256,8 @@ def _resolved(schema: Any, name: str, hint: Any) -> Any:
 
 def _plain(value: Any, hint: Any) -> Any:
     value = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+    if isinstance(value, str) and get_origin(hint) in (list, tuple, dict):  # OmegaConf takes any value of a reference
+        raise ValidationError("it is a text")
     return tuple(value) if get_origin(hint) is tuple else value
 
 

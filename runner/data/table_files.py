@@ -25,7 +25,8 @@ _MOST_TIMES = 100
 """How many times larger than a compressed file its arrays may be."""
 _MOST_COLUMNS = 100_000
 """The maximum number of columns of a CSV file."""
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest finite number in float32. torch.finfo has it too, but options are checked without importing torch."""
 _ARRAYS = "write it with numpy.savez(FILE, inputs=…, targets=…), or torch.save({'inputs': …, 'targets': …}, FILE)"
 
 

@@ -52,7 +52,7 @@ def test_a_sweep_has_commas_where_a_run_has_a_name_with_a_comma() -> None:
     [
         ("model.weights=choice(a.pt,b.pt)", ["a.pt", "b.pt"]),
         ("data.root=sort(y,x)", ["x", "y"]),
-        ("name=shuffle(a)", ["a"]),
+        ("output_root=sort(choice(b,a),reverse=true)", ["b", "a"]),
         ("name=range(1,3)", ["1", "2"]),
     ],
 )

@@ -69,7 +69,7 @@ REFUSED = {
     "na\x1bme=1": ["na\\x1bme=1:", "KEY=VALUE"],
     "name=../x": ["name: got '../x'", "directory's name"],
     "name=a\nb": ["name: got 'a\\nb'", "directory's name"],
-    "output_root=": ["output_root: got ''", "no path", "output_root=."],
+    "output_root=": ["output_root: got ''", "not the path of a directory", "output_root=."],
     "resume=/nowhere": ["resume: got '/nowhere'", "no such directory", "auto, never, or a run directory"],
     "resume=": ["resume: got ''", "no such directory"],
     "resume=atuo": ["resume: got 'atuo'", "no such directory", "auto, never"],

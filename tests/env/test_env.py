@@ -218,6 +218,7 @@ def test_an_observation_that_is_infinite_in_float32_is_reported(monkeypatch: pyt
             vector.step(np.zeros(1, np.int64))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # gymnasium logs what happened as warnings
 def test_an_environment_whose_process_cannot_reset_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as refusal:
         prepared(registered(monkeypatch, Unlicensed), num_envs=2, vectorization="async")
