@@ -121,7 +121,17 @@ class Optimizer(ABC):
         return [ParameterGroup(*key, names) for key, names in groups.items()]
 
     def _patterns(self, model: torch.nn.Module, parameters: Mapping[str, Any]) -> dict[str, str]:
-        """Return the first pattern in `groups` that matches, by the name of the parameter."""
+        """Return a dict from the name of a parameter to the first pattern in `groups` that matches it.
+
+        Parameters that no pattern matches are left out.
+
+        Args:
+            model: the whole model.
+            parameters: its trained parameters, by name.
+
+        Raises:
+            ConfigError: if a pattern matches no trained parameter, or only those of earlier patterns.
+        """
         found: dict[str, str] = {}
         names = names_to_match(model) if self.groups else {}
         trained = {name: own for name, own in names.items() if name in parameters}

@@ -211,10 +211,13 @@ class SavedRun:
         return list(predict(self.model(step), inputs, classes, found))
 
     def image_input(self, choice: str | int = "best") -> ImageInput:
-        """Return the transform with which the evaluation of the run makes inputs of images.
+        """Return the transform that turns images into inputs of the model, as in the evaluation of the run.
+
+        Args:
+            choice: as in `checkpoint`.
 
         Raises:
-            ConfigError: if there is no such checkpoint, or it has no such transform.
+            ConfigError: if there is no such checkpoint, if it is damaged, or if it does not say how images are read.
         """
         signature = self.signature(choice)
         why = "its checkpoint does not say how images are read"

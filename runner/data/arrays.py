@@ -1,4 +1,4 @@
-"""Samples of any tensors that fit into memory."""
+"""Data sets of any kind that fit into memory: a tensor with all inputs, and one with all targets."""
 
 from __future__ import annotations
 

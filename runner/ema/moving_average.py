@@ -9,16 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runner.ema.average import Average
+from runner.ema.base import Average
 
 if TYPE_CHECKING:
-    from runner.ema.average import CollectState
+    from runner.ema.base import CollectState
 
 log = logging.getLogger(__name__)
 
 
 class MovingAverage(Average):
-    """The exponential moving average of the trainable parameters of `model`."""
+    """The exponential moving average of the trainable parameters of a model.
+
+    The first update copies the parameters; each later one computes `decay · average + (1 − decay) · parameter`.
+
+    Args:
+        model: the model, as the parallel mode has placed it.
+        decay: the weight of the previous average, above 0 and below 1.
+    """
 
     def __init__(self, model: torch.nn.Module, decay: float):
         self._model = model

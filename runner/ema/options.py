@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runner.config.errors import check_range
-from runner.ema.average import Average
+from runner.ema.base import Average
 
 if TYPE_CHECKING:
     import torch

@@ -63,15 +63,17 @@ class Model(ABC):
     def build(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         """Create the network, with the weights in the file `weights` or, without a file, with random weights.
 
-        Parameters that `freeze` selects do not require gradients.
+        With `reset_head`, the last layer has random weights in any case. Parameters that a pattern in `freeze` matches,
+        and no pattern in `unfreeze`, do not require gradients.
 
         Args:
             shape: shape of one input; (channels, height, width) for images.
             num_classes: number of outputs.
 
         Raises:
-            ConfigError: if the network cannot process inputs of this shape, if the weights are for another network, or
-                if a pattern matches no parameter.
+            ConfigError: if the network cannot process inputs of this shape; if the weights cannot be read or are for
+                another network; if `reset_head` is set and the network lists no blocks; if a pattern in `freeze`
+                matches no parameter, or one in `unfreeze` no frozen one; or if no parameter is left to train.
         """
         why = f"this network needs inputs of {self.num_dims} dimensions"
         check(self.num_dims is None or len(shape) == self.num_dims, "inputs", list(shape), why, "use model=qnet")

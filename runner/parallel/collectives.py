@@ -88,7 +88,7 @@ class Collectives:
 
 
 class _TensorSpec(NamedTuple):
-    """The shape and dtype of a tensor on another rank."""
+    """The shape and dtype of a tensor, which are sent to the other ranks in place of the tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -21,8 +21,8 @@ from runner.model.base import without_memory
 from runner.parallel.base import Parallel
 from runner.parallel.context import Context, Process, Tuning
 from runner.parallel.multiprocess import MultiProcess
+from runner.planning.fake_step import trace_blocks
 from runner.planning.session import first_process, layout_of, prepared
-from runner.planning.trace import trace_blocks
 from runner.precision import TF32, BFloat16
 from runner.run import Run
 from runner.system.cpu import usable_core_numbers

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from runner.parallel.context import Process
-from runner.planning.trace import RankPlan
+from runner.planning.fake_step import RankPlan
 from runner.system.memory import host_memory
 
 _PROCESS_BYTES = 0.4e9

@@ -6,9 +6,9 @@ import logging
 from io import StringIO
 from pathlib import Path
 
+from runner.planning.fake_step import trace
 from runner.planning.report import measured, report_of
 from runner.planning.report_tables import render
-from runner.planning.trace import trace
 from runner.run import Result, Session
 from runner.system.secrets import redacted
 from runner.system.utf8 import printable

@@ -11,9 +11,9 @@ from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.bubbles import bubbles
 from runner.parallel.pipelining.partition import blocks_of, positions_of
 from runner.planning.costs import Machine
+from runner.planning.fake_step import RankPlan, trace_blocks
 from runner.planning.measure import Parts, step_seconds
 from runner.planning.session import layout_of
-from runner.planning.trace import RankPlan, trace_blocks
 from runner.run import Session
 from runner.storage.saved_run import checkpoints
 from runner.system.memory import host_memory

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.parallel.pipelining.schedules import SCHEDULES
-from runner.planning.memory import KINDS
+from runner.planning.memory_tracker import KINDS
 from runner.planning.units import flops, milliseconds, significant, size
 
 _MOST_RANKS = 8

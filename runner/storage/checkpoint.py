@@ -262,10 +262,10 @@ class Checkpoints:
             log.warning("%s cannot be written: %s", self.root / INDEX, error)
 
     def steps(self) -> list[int]:
-        """Return the steps of the existing checkpoints in increasing order.
+        """Return the steps of the existing checkpoints, including damaged ones, in increasing order.
 
         Raises:
-            UnsafeFileError: if the directory `checkpoints` is a link.
+            UnsafeFileError: if `checkpoints` is a link, or anything else that is not a directory.
         """
         return saved_steps(self.root)
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to a temporary file, flush this file to disk, and rename it to `path`.
+    """Write `text` as UTF-8 to a temporary file, flush it to disk, rename it to `path`, and flush the directory.
 
     Raises:
-        OSError: if the file cannot be written; `path` then keeps its previous content.
+        OSError: if the file cannot be written. `path` then keeps its previous content, unless only the directory could
+            not be flushed.
     """
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
@@ -27,7 +28,7 @@ def write_json(path: Path, value: object) -> None:
     """Write `value` to `path` as JSON, in the same way as `write_text`.
 
     Raises:
-        OSError: if the file cannot be written; `path` then keeps its previous content.
+        OSError: as in `write_text`.
     """
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 

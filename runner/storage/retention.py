@@ -45,7 +45,7 @@ def saved_steps(root: Path) -> list[int]:
     """Return the steps of the checkpoints in the directory `root`, in increasing order.
 
     Raises:
-        UnsafeFileError: if `root` is a link.
+        UnsafeFileError: if `root` is a link, or anything else that is not a directory.
     """
     check_no_link(root)
     if not root.is_dir():

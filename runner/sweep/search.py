@@ -75,9 +75,10 @@ class Space:
                 yield overrides
 
     def contains(self, overrides: object) -> bool:
-        """Return whether `overrides` are a list of overrides that set values in this space.
+        """Return whether `overrides` is a list in which each item is an override that sets a value in this space.
 
-        A study that was damaged or made by somebody else may contain anything.
+        Whether the items are a complete combination is not checked. The argument may be of any type, because it is read
+        from the file of a study, which may be damaged or made by somebody else.
         """
         return isinstance(overrides, list) and all(
             isinstance(word, str) and any(each.contains(word) for each in self.dimensions) for word in overrides

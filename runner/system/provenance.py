@@ -109,10 +109,10 @@ def devices(findings: list[str]) -> list[dict[str, Any]]:
 
 @contextmanager
 def collect_findings(findings: list[str], what: str) -> Iterator[None]:
-    """Catch errors and warnings inside the context, so that a broken driver does not end the report.
+    """Catch errors and warnings inside the context, so that a broken driver does not end the caller.
 
     Args:
-        findings: the list to which each caught error or warning is appended as one line.
+        findings: the list to which the first line of each caught error or warning is appended.
         what: the prefix of each appended line.
     """
     with warnings.catch_warnings(record=True) as caught:

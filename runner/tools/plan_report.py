@@ -13,10 +13,10 @@ from runner.api.composing import compose
 from runner.api.saved import load
 from runner.config.errors import ConfigError
 from runner.planning.costs import Machine
+from runner.planning.fake_step import trace
 from runner.planning.measure import measure
 from runner.planning.report import measured, report_of
 from runner.planning.session import prepared
-from runner.planning.trace import trace
 from runner.run import Run, build_run, check_used
 from runner.tools.composed_run import compose_run, replaced
 from runner.tools.plan_remedies import changes
@@ -41,11 +41,15 @@ def plan(
         overrides: the overrides of the config.
         config_dir: a directory with options of your own; None to use only conf/.
         num_devices: number of devices of the machine that is planned for; None for those of this machine.
-        memory: memory of each device in bytes; None if it does not matter.
-        speeds: the values of a `Machine`, for a lower bound on the time of a step; None to leave it out. Without a
-            `link`, messages take no time.
+        memory: memory of each device in bytes; None to leave open whether the run fits.
+        speeds: the three values of a `Machine` (flops, bandwidth, link), for a lower bound on the time of a step; None
+            to leave the bound out. If the third value is None, messages between devices are assumed to take no time.
         with_parts: whether to measure the parts of a step on this machine, to predict the time of a step.
         source: the directory of a run whose config the overrides change; None to compose the config from conf/.
+
+    Returns:
+        The dict of `report_of`. If `memory` is given, it has `memory_bytes` and `fits`, and `remedies` if the run does
+        not fit. With `source` and no overrides, it has what the saved run measured as `measured`.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused, or `source` has no run.

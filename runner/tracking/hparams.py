@@ -48,7 +48,8 @@ def columns(values: dict[str, list[float | str | bool]], metrics: Iterable[str])
     """Return the summary that sets the columns of the HPARAMS tab for all runs in TensorBoard's log directory.
 
     Args:
-        values: the distinct values of each hyperparameter, by name.
+        values: all distinct values that the runs have for each hyperparameter, by name; at least one for each.
+            TensorBoard hides runs with a text or a boolean that is not listed.
         metrics: the tags of the metrics, in the order of their columns.
     """
     experiment = Experiment(time_created_secs=time.time())

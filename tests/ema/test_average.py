@@ -28,7 +28,7 @@ from helpers.runs import assert_same, outcome
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from runner.config.errors import ConfigError
-from runner.ema.average import Average
+from runner.ema.base import Average
 from runner.ema.options import Ema
 
 DECAY = 0.8

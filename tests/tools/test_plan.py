@@ -20,11 +20,11 @@ from runner.parallel.context import Process
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.planning.costs import Machine
+from runner.planning.fake_step import FakeCollectives, RankPlan, trace, trace_rank
 from runner.planning.measure import Parts
-from runner.planning.memory import KINDS
+from runner.planning.memory_tracker import KINDS
 from runner.planning.report_tables import tables
 from runner.planning.session import prepared
-from runner.planning.trace import FakeCollectives, RankPlan, trace, trace_rank
 from runner.planning.units import flops
 from runner.system.fake_tensors import fake_process_group
 from runner.tools import plan

@@ -63,7 +63,7 @@ class Timeline:
         self._records.append((stage, kind, micro, device, start, _now(device)))
 
     def end(self) -> None:
-        """Stop the recording."""
+        """Stop the recording. Its spans are kept until `take` or the next `begin`."""
         self.on = False
 
     def take(self) -> list[Span]:

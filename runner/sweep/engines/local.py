@@ -269,10 +269,11 @@ def _run_command(
 
     Args:
         arguments: the arguments of the command.
-        console: the path of the file for everything that the command prints.
+        console: the path of the file to which everything that the command prints is appended. It is locked until this
+            process ends, which shows another scheduler that the job is running.
         cores: the numbers of the CPU cores that the process may use.
         threads: the number of CPU threads of the process.
-        environment: the environment variables.
+        environment: all environment variables of the command; they replace those of this process.
     """
     file = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     fcntl.flock(file, fcntl.LOCK_EX)  # until this process ends: another scheduler sees that the job is running

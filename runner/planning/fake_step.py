@@ -24,7 +24,7 @@ from runner.parallel.hogwild import Hogwild
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.pipelining.partition import first_inputs, profile_blocks
 from runner.planning.costs import Costs
-from runner.planning.memory import MemoryTracker
+from runner.planning.memory_tracker import MemoryTracker
 from runner.planning.session import layout_of
 from runner.run import Session
 from runner.state import State
@@ -250,7 +250,7 @@ def _saved(state: State) -> dict[str, int]:
 
 
 def _blocks(model: torch.nn.Module) -> list[str]:
-    """Return the names of the blocks of `model` that have tensors on this rank; empty if the model has no blocks."""
+    """Return the names of the blocks of `model` that have parameters on this rank; empty if it lists no blocks."""
     return [name for name, block in blocks_of(model) if any(True for _ in block.parameters())]
 
 
