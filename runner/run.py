@@ -191,7 +191,8 @@ class Session:
 
     Args:
         run: the components and options of the run.
-        context: this process, its share of the work, and the batch arithmetic.
+        context: what a parallel mode knows of the run in this process: its rank, its devices, and which samples are in
+            its micro-batches.
         seed: the seed of this process's model: the seed of the run, plus the index of the member in an ensemble.
         num_steps: number of optimizer steps of the whole run.
         eval_every: number of steps between evaluations; 0 to evaluate only at the end.

@@ -147,7 +147,7 @@ def _typed(path: str) -> str:
 
 
 def summary(session: Session, directory: Path, result: Result) -> str:
-    """Return the text that is printed at the end of a run: its status, its directory, and what to type next."""
+    """Return the text that is printed at the end of a run: its status, time and results, and what to type next."""
     root = Path(session.run.output_root).resolve()
     root = root if directory.is_relative_to(root) else directory
     where, logs = (shlex.quote(_typed(os.path.relpath(path))) for path in (directory, root))

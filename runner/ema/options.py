@@ -22,7 +22,7 @@ class Ema:
     checkpoint is the one whose averaged weights evaluate best.
 
     Args:
-        decay: weight of the previous average in each update; null for no average.
+        decay: weight of the previous average in each update, above 0 and below 1; None for no average.
     """
 
     decay: float | None = None

@@ -200,10 +200,11 @@ class Vector:
         return counts | {"seed": self._seed, "envs": state, "observations": environment_state.plain(self.observations)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned.
+        """Restore the state that `state_dict` returned. The environments must have been reset before.
 
         Raises:
-            Exception: one of `CONTENT_ERRORS`, if `state` does not match these environments.
+            Exception: one of `runner.storage.content_checks.CONTENT_ERRORS`, if `state` does not match these
+                environments; their own state may then be partly replaced.
         """
         like = {"episodes": [int], "lengths": [int], "ended": [bool], "seed": object, "envs": dict}
         check_like(state, like | {"observations": torch.from_numpy(self.observations)}, "environments")

@@ -1,7 +1,9 @@
-"""The predicted time of a step, from short measurements of its parts: passes or blocks, the update, and messages.
+"""The predicted time of a step, from short measurements of its parts.
 
-The parts are measured in the processes of the mode, in all of them at once, so that they share the caches, the memory
-and the links of the machine as they do in training. No training step is done.
+The parts are the forward and backward pass of the model or, for a pipeline, of each block; the optimizer's update;
+making a batch; and the messages between processes. All processes of the parallel mode measure at the same time, so that
+they share the caches, the memory and the links of the machine as in training. Nothing is trained: the update is
+measured with gradients of zero, and the model is discarded.
 """
 
 from __future__ import annotations

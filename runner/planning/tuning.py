@@ -296,7 +296,7 @@ class Search:
             count = min(row.burst_length, 8 * count)
 
     def _round_of(self, rows: list[Row]) -> None:
-        """Let each of the rows train for a burst, in another order each time; a row that fails is dropped."""
+        """Let each of the rows train for a burst, in another order each time; see `_fail` for a row that fails."""
         self._round += 1
         first = self._round % len(rows)
         for row in [*rows[first:], *rows[:first]]:
@@ -310,7 +310,11 @@ class Search:
             row.memory_bytes = max(row.memory_bytes, burst.memory_bytes)
 
     def _fail(self, row: Row, error: TrialError) -> None:
-        """Drop a row whose trial has failed; if it is that of the default, the search ends with the error."""
+        """End the trial of `row`, which has failed: erase its measurements, and record its status and the reason.
+
+        Raises:
+            TrialError: `error`, if `row` is that of the default, without which the search cannot go on.
+        """
         late = isinstance(error, TooLateError)
         row.status, row.reason = "refused" if error.refused else "dropped" if late else "crashed", error.why
         row.bursts.clear()
@@ -378,7 +382,7 @@ def describe(row: Row) -> str:
 
 
 def as_plain(search: Search, chosen: Row, samples: int) -> dict[str, Any]:
-    """Return the result of a search as plain values; the measured rows first, the fastest of them first.
+    """Return the result of a search as plain values, for JSON.
 
     Args:
         search: the search, after it has been run.
@@ -386,8 +390,9 @@ def as_plain(search: Search, chosen: Row, samples: int) -> dict[str, Any]:
         samples: number of samples in an optimizer step.
 
     Returns:
-        A dict with the `chosen` overrides, their `speedup` over the default, the `noise` of the default, and the
-        `rows`: a dict for each candidate.
+        A dict: `chosen`, the overrides of the chosen row; `speedup`, how many times as fast it is as the default;
+        `noise`, as in `Search`, as a fraction of the step time; and `rows`, a dict for each candidate, first those that
+        were measured, from the fastest to the slowest (see `_plain`).
     """
     measured = search.measured()
     others = [row for row in search.rows if not row.bursts]
@@ -400,7 +405,15 @@ def as_plain(search: Search, chosen: Row, samples: int) -> dict[str, Any]:
 
 
 def _plain(row: Row, default: Row, samples: int) -> dict[str, Any]:
-    """Return a row as plain values; what was not measured is None."""
+    """Return a row as plain values; what was not measured is None.
+
+    Returns:
+        A dict: `overrides`, `results`, `status` and `reason`, as in `Row` and its candidate; `rounds`, the number of
+        rounds in which it was measured; `samples_per_second`, and `spread`, the two quartiles of this number; `speedup`
+        over the default, and the `uncertainty` of this ratio; `ties`, whether it cannot be told apart from the default;
+        `memory_bytes`; `startup_seconds`; and `break_even_steps`, the number of steps after which it has made up for a
+        slower start, None if it never does.
+    """
     found: dict[str, Any] = {
         "overrides": list(row.overrides),
         "results": row.candidate.results,
@@ -423,7 +436,7 @@ def _plain(row: Row, default: Row, samples: int) -> dict[str, Any]:
             "samples_per_second": samples / row.step_seconds,
             "spread": [samples / third, samples / first],
             "speedup": 1 / compared.value,
-            "uncertainty": compared.uncertainty,
+            "uncertainty": compared.uncertainty / compared.value**2,
             "ties": row is not default and not compared.is_clear,
             "memory_bytes": row.memory_bytes,
             "startup_seconds": row.startup_seconds,

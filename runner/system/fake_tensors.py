@@ -49,9 +49,10 @@ real tensors and compute the update, which takes 4 s for ResNet50."""
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """Within this context, the default process group is one whose collectives do nothing; this process is `rank`.
+    """Within this context, the default process group has `world_size` ranks; only this process, `rank`, exists.
 
-    Collectives return at once, and leave received tensors as they are.
+    Collectives return at once, without communication. The values in their outputs mean nothing: they are unchanged, or
+    copied from this process's own input. DDP and `init_device_mesh` are patched so that they need no such values.
 
     Raises:
         ValueError: if there is a default process group already.

@@ -66,12 +66,13 @@ class Failure(NamedTuple):
     """A run that is not done, or a job of a sweep that has no run directory.
 
     Args:
-        values: the values of the keys that differ among all runs.
-        name: the path of the run directory, relative to the directory that contains all runs.
+        values: the values of the config keys in which the runs differ, by key; keys that this run lacks are left out.
+        name: the path of the run directory, relative to the directory that contains all runs; for a job without one,
+            the path that it would have had.
         state: `crashed`, `diverged`, `stopped`, `running`, `killed` or `damaged`; a job may also be `refused`, `queued`
             or `pruned`.
         step: the number of completed steps; None if it is not known.
-        reason: the reason why the run or the job is not done.
+        reason: why the run or the job is not done; empty if that is not known, or the state says it.
     """
 
     values: dict[str, Any]

@@ -88,7 +88,7 @@ def _relative(rows: dict[str, Any] | str, mode: str) -> str:
     if row["speedup"] is None:
         return f"{row['status']}: {row['reason']}"
     word = "the same" if row["ties"] else "pays off" if row["speedup"] > 1 else "slower"
-    return f"{row['speedup']:.2f} ± {row['uncertainty'] * row['speedup']:.2f} × ({word})"
+    return f"{row['speedup']:.2f} ± {row['uncertainty']:.2f} × ({word})"
 
 
 def _commit(source: dict[str, Any] | None) -> dict[str, str]:

@@ -118,7 +118,13 @@ class Row(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a comparison: the lines of the table, the verdict, and the reason for it."""
+    """The result of a comparison.
+
+    Args:
+        lines: the lines of the table; empty if a run diverged.
+        verdict: the verdict.
+        reason: the reason for the verdict; empty if it is SAME, or if it is DIFFERENT and no difference was expected.
+    """
 
     lines: list[str]
     verdict: Verdict

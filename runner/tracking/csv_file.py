@@ -27,10 +27,11 @@ _LIMIT_LINE_BYTES = 10_000
 class CsvFile(Tracker):
     """A tracker that appends a line `step,tag,value` for each point of a curve; texts and images are not written.
 
-    If the file cannot be written, or a resumed run cannot read it, one warning is logged, and the run goes on.
+    A resumed run first removes the lines of the steps that it will repeat. If the file cannot be written, or a resumed
+    run cannot read it, one warning is logged, and the run goes on, but adds no more lines.
 
     Args:
-        file: name of the file in the run directory.
+        file: name of the file in the run directory; it must end in `.csv`.
     """
 
     file: str = "curves.csv"

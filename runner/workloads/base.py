@@ -37,10 +37,13 @@ class Workload(ABC):
     """Options that may differ on resume: those that do not affect the training, and the length of the run."""
 
     def prepare(self) -> None:
-        """Load the data. If the data is read or generated during training, only check that this is possible.
+        """Load the data, and check that the model and the options of the workload suit it.
+
+        If the data is read or generated during training, only check that this is possible.
 
         Raises:
-            ConfigError: if the data is missing or cannot be used; the error names the key, such as `data.root`.
+            ConfigError: if the data is missing or cannot be used, or the model or an option does not suit it; the error
+                names the key, such as `data.root` or `model`.
         """
 
     @property

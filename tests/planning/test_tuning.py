@@ -225,6 +225,8 @@ def test_rows_as_plain_values() -> None:
     assert (plain["chosen"], plain["speedup"], plain["noise"]) == (["a"], pytest.approx(2.0), pytest.approx(0.0))
     fast, default, skipped = plain["rows"]
     assert fast["samples_per_second"] == pytest.approx(64 / 0.005)
+    # A ratio of step times of 0.5 ± 0.01 (the least uncertainty) is a speedup from 1 / 0.51 to 1 / 0.49.
+    assert fast["uncertainty"] == pytest.approx((1 / 0.49 - 1 / 0.51) / 2, rel=1e-3)
     assert fast["break_even_steps"] == pytest.approx(10.0 / (0.010 - 0.005))
     assert (default["speedup"], default["break_even_steps"]) == (1.0, None)
     assert (skipped["status"], skipped["speedup"]) == ("not tried", None)

@@ -303,16 +303,17 @@ def test_modes_are_measured_against_a_single_device(monkeypatch: pytest.MonkeyPa
     assert list(small) == list(large) == ["ddp", "fsdp", "pipeline"], "what cannot be faster is not measured"
     assert small["ddp"]["speedup"] == pytest.approx(2)
     assert small["fsdp"]["speedup"] == pytest.approx(0.5)
+    assert small["fsdp"]["uncertainty"] == pytest.approx(0.1 / 2**2), "it was dropped after one burst"
     assert (small["pipeline"]["status"], small["pipeline"]["reason"]) == ("crashed", "no room")
     assert large["ddp"]["status"] == "refused"
     assert "batch_size" in large["ddp"]["reason"]
     text = drawn(doctor.gather() | {"speed": speed | {"another network": "it was refused"}})
     start = text.index("speed, relative to parallel=single")
     line = row_of(text[start:], "ddp")
-    assert "2.00 ± 0.02 × (pays off)" in line
+    assert "2.00 ± 0.04 × (pays off)" in line  # the step time is 0.50 ± 0.01 of the default's
     assert "refused: batch_size" in line
     assert "it was refused" in line
-    assert "0.50 ± 0.05 × (slower)" in row_of(text[start:], "fsdp"), "it was dropped after one burst"
+    assert "× (slower)" in row_of(text[start:], "fsdp")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -179,11 +179,11 @@ class Engine(ABC):
             check_choice(self, "prune", ("median", "halving"))
 
     def prepare(self, overrides: Sequence[str] = (), config_dir: str | None = None) -> None:
-        """Start slow preparations in the background, while the jobs are being planned; by default, there are none.
+        """Start slow preparations in the background before the first job starts. This class prepares nothing.
 
         Args:
-            overrides: overrides of the first job. An engine may compose the options of this job ahead of time, because
-                other jobs usually choose the same ones.
+            overrides: overrides of the first job; empty if they are not known. An engine may compose the config of this
+                job ahead of time: the other jobs usually have the same options, so that they start faster, too.
             config_dir: the directory of `--config-dir`; None if the flag was not typed.
         """
 
