@@ -19,6 +19,7 @@ from runner.config.overrides import override_key
 from runner.config.schema import component_fields, option_fields
 from runner.model.base import without_memory
 from runner.parallel.base import Parallel
+from runner.parallel.compiling import BLOCKS, modules_of_blocks
 from runner.parallel.context import Context, Process, Tuning
 from runner.parallel.multiprocess import MultiProcess
 from runner.planning.fake_step import trace_blocks
@@ -104,6 +105,7 @@ class Candidates:
         self._normalizes = any(isinstance(module, _BatchNorm) for module in modules)
         self._convolves = any(isinstance(module, torch.nn.Conv2d) for module in modules)
         self._has_blocks = bool(blocks_of(model))
+        self._compiles_blocks = bool(modules_of_blocks(model))
 
     def judged(self, overrides: Overrides) -> Candidate:
         """Return the candidate with `overrides`, after the checks that are possible without reading the data again."""
@@ -232,7 +234,7 @@ class Candidates:
             partial(self._changed, "channels_last", (True, False) if self._convolves else ()),
             partial(self._changed, "accumulation", (1, 2, 4)),
             partial(self._changed, "data.workers", self._workers()),
-            partial(self._changed, "compile", (False, True, "blocks")),
+            partial(self._changed, "compile", (False, True, *((BLOCKS,) if self._compiles_blocks else ()))),
         ]
         return [each for each in changes if not isinstance(each, partial) or self._is_free(each.args[0])]
 

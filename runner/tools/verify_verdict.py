@@ -98,6 +98,11 @@ class Row(NamedTuple):
         return not 2 * self.rounding.size <= self.limit
 
     @property
+    def is_same_in_float64(self) -> bool:
+        """Whether `exact` was measured and is within its limit."""
+        return self.exact is not None and self._is_exact
+
+    @property
     def _is_exact(self) -> bool:
         return self.exact is None or self.exact.size <= self.exact_limit
 
@@ -216,7 +221,8 @@ def _judge(rows: Iterable[Row], other_samples: bool, computes_below_float64: boo
     if other_samples:
         return Verdict.DIFFERENT, "It trains on other samples."
     if noisy:
-        return Verdict.UNJUDGED, _noise(max(noisy, key=lambda row: row.rounding.size))
+        same = "the same in float64, but as configured, " if all(row.is_same_in_float64 for row in rows) else ""
+        return Verdict.UNJUDGED, same + _noise(max(noisy, key=lambda row: row.rounding.size))
     if Verdict.DIFFERENT in verdicts.values():
         return Verdict.DIFFERENT, ""
     if Verdict.UNJUDGED not in verdicts.values():

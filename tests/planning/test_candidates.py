@@ -94,6 +94,13 @@ def test_what_is_typed_is_kept() -> None:
     assert found == {"precision=bf16", "channels_last=false"}
 
 
+def test_a_network_without_blocks_is_compiled_as_a_whole_only() -> None:
+    for overrides, expected in ((("workload=dqn",), {"true"}), (("model=convnet",), {"true", "blocks"})):
+        groups = [change(()) for change in of(*overrides, "device=cpu", "parallel=single").groups()]
+        words = [text for group in groups for candidate in group for text in candidate.overrides]
+        assert {text.removeprefix("compile=") for text in words if text.startswith("compile=")} == expected
+
+
 def test_a_pipeline_of_one_split_size_keeps_it() -> None:
     typed = ("device=cpu", "parallel=pipeline", "parallel.split_size=8", "parallel.processes=2")
     assert layouts(*typed) == [""]

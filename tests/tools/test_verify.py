@@ -359,6 +359,13 @@ def test_limits_do_not_grow_with_rounding(
     assert compare(in_own, in_float64, Precision()).verdict == verdict
 
 
+@pytest.mark.parametrize(("tested", "is_told"), [(3.35, True), (5, False)])
+def test_what_only_the_own_precision_hides_is_the_same_in_float64(tested: float, is_told: bool) -> None:
+    outcome = compare(Pair(steps(1.57), steps(1)), Pair(steps(tested), steps(3.35)), Precision())
+    assert outcome.verdict == Verdict.UNJUDGED
+    assert outcome.reason.startswith("the same in float64, but as configured, ") == is_told
+
+
 def test_sixteen_bits_have_a_limit_of_their_own() -> None:
     exact = Pair(steps(1), steps(1))
     assert compare(Pair(steps(1.15), steps(1)), exact, BFloat16()).verdict == Verdict.SAME
