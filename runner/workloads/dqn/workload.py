@@ -23,6 +23,7 @@ from runner.system.memory import host_memory
 from runner.system.section_timer import timer
 from runner.tracking.metrics import MetricSums
 from runner.workloads.base import Workload
+from runner.workloads.dqn.epsilon import epsilon
 
 if TYPE_CHECKING:
     from models.qnet import WithTarget
@@ -190,7 +191,7 @@ class DQN(Workload):
             for step in itertools.count(after_step + 1 + index, count):
                 while actor.num_steps < self._due(step):
                     warming = actor.num_steps * self._count < self.warm_up
-                    actor.step(None if warming else policy, self.epsilon(actor.num_steps * self._count))
+                    actor.step(None if warming else policy, self._epsilon(actor.num_steps * self._count))
                 # Sampled once per step, so that the transitions do not depend on the number of micro-batches.
                 for rows in actor.sample(sum(sizes)).split_with_sizes(sizes):
                     yield unpack(rows.to(device, non_blocking=True))
@@ -211,10 +212,9 @@ class DQN(Workload):
         """Return the number of environment steps that each process must have taken before optimizer step `step`."""
         return (self.warm_up + step / self.replay_ratio - 1e-6) / self._count
 
-    def epsilon(self, env_steps: int) -> float:
+    def _epsilon(self, env_steps: int) -> float:
         """Return the fraction of random actions after `env_steps` environment steps, summed over all processes."""
-        progress = min(1.0, env_steps / max(self.epsilon_fraction * self.env_steps, 1))
-        return self.epsilon_start + (self.epsilon_final - self.epsilon_start) * progress
+        return epsilon(env_steps, self.epsilon_start, self.epsilon_final, self.epsilon_fraction * self.env_steps)
 
     def _new_actor(self, plan: Plan, device: torch.device) -> Actor:
         # imported here: these import numpy
@@ -324,7 +324,7 @@ class DQN(Workload):
         now, (last_time, last_env_steps) = _training_time(), self._logged
         self._logged = (now, env_steps)
         return self._actor.take_episodes() | {
-            "episode/epsilon": self.epsilon(env_steps),
+            "episode/epsilon": self._epsilon(env_steps),
             "time/env_steps_per_second": (env_steps - last_env_steps) / (now - last_time),
         }
 

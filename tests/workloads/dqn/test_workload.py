@@ -198,12 +198,6 @@ def test_processes_act_in_different_environments() -> None:
     assert not torch.isin(seen[0].observations, seen[1].observations).any()
 
 
-def test_epsilon_decays_linearly() -> None:
-    epsilon = ("workload.epsilon_start=0.8", "workload.epsilon_final=0.2", "workload.epsilon_fraction=0.5")
-    workload: Any = built("workload=dqn", "workload.env_steps=2000", *epsilon).workload
-    assert [workload.epsilon(at) for at in (0, 250, 500, 1000, 2000)] == pytest.approx([0.8, 0.65, 0.5, 0.2, 0.2])
-
-
 def test_actions_are_epsilon_greedy() -> None:
     run = built(
         *SMALL, "env.num_envs=64", "workload.warm_up=320", "workload.epsilon_start=0.5", "workload.epsilon_final=0.5"
@@ -300,7 +294,9 @@ def test_an_agent_logs_its_curves(agent: Callable[..., Trained]) -> None:
     assert [step for step, _ in seen["eval/return"]] == [50, 100]
     assert seen["eval/return"] == seen["eval/length"], "CartPole pays 1 a step"
     assert all(rate > 0 for _, rate in seen["time/env_steps_per_second"])
-    epsilon = [run.run.workload.epsilon(n) for n in (120, 160, 200, 240, 280)]  # pyright: ignore
+    options: Any = run.run.workload
+    fractions = [n / (options.epsilon_fraction * options.env_steps) for n in (120, 160, 200, 240, 280)]
+    epsilon = [1 + (options.epsilon_final - 1) * min(1, fraction) for fraction in fractions]
     assert [value for _, value in seen["episode/epsilon"]] == pytest.approx(epsilon)
     assert run.result.best["metric"] == "eval/return"  # pyright: ignore
     assert run.result.notes["env_steps"] == 280  # pyright: ignore
