@@ -30,8 +30,8 @@ class Env:
         num_envs: number of environments that are stepped together, summed over all processes.
         vectorization: `auto` (gymnasium's vectorized implementation if there is one, else `sync`), `sync` (one after
             another) or `async` (one process each, for slow environments).
-        max_episode_steps: truncate episodes after this many steps; null: the limit that the environment is registered
-            with.
+        max_episode_steps: truncate episodes after this many steps; null for the limit that the environment is
+            registered with.
     """
 
     id: str = "CartPole-v1"
@@ -54,7 +54,7 @@ class Env:
             values: the saved options that the command line does not override.
 
         Returns:
-            The options to change, with their new values: always empty.
+            The options to change, with their new values. This dict is always empty, because no option is changed.
 
         Raises:
             ConfigError: if `id` names a module to import, as in `module:Name-v0`.
@@ -67,8 +67,8 @@ class Env:
     def prepare(self) -> None:
         """Set the attributes that are read from one environment.
 
-        These are `shape` (of an observation), `num_actions`, `longest` (the maximum episode length; None without a
-        limit), `frames_per_second` (at which its videos are to be shown) and `shared_rng` (see `Vector`).
+        These are `shape` (of an observation), `num_actions`, `longest` (the maximum number of steps of an episode; None
+        without a limit), `frames_per_second` (of videos of the environment) and `shared_rng` (see `Vector`).
 
         Raises:
             ConfigError: if the environment does not exist, cannot be created, or has spaces that are not supported, or
@@ -117,12 +117,14 @@ class Env:
         vectorization = "sync" if sync else self.vectorization
         try:
             return Vector(make(spec, num_envs, vectorization, self._options(render_mode)), self.id)
-        except (OSError, EOFError, RuntimeError) as error:
+        except Exception as error:  # of any type: an environment may be anybody's
             why = f"they cannot be started: {type(error).__name__}: {error}"
             raise ConfigError("num_envs", num_envs, why, "reduce it, or env.vectorization=sync") from None
 
     def cannot_be_drawn(self, render_mode: str, otherwise: str) -> tuple[str, str] | None:
-        """Return why this environment cannot be rendered, and the remedy; None if it can. Called after `prepare`.
+        """Return why this environment cannot be rendered, and the remedy; None if it can be rendered.
+
+        Called after `prepare`.
 
         Args:
             render_mode: `rgb_array` or `human`.

@@ -29,7 +29,8 @@ def restore(envs: VectorEnv, state: dict[str, Any]) -> None:
     """Set the state of `envs` to a state that `state_of` returned for the same kind and number of environments.
 
     Raises:
-        Exception: one of `CONTENT_ERRORS`, if `state` is not that of such environments.
+        Exception: one of `runner.storage.content_checks.CONTENT_ERRORS`, if `state` is not the state of such
+            environments. The state of `envs` may then be partly replaced.
     """
     _set_attributes(envs, state["vector"])
     if isinstance(envs, SyncVectorEnv):

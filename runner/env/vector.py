@@ -20,7 +20,7 @@ from runner.env.spaces import needs_flattening
 from runner.storage.content_checks import UnexpectedContentError, check_like
 
 _UNBOUNDED = 1e6
-"""Bounds from this value on count as infinite: some environments give the largest float instead of infinity."""
+"""Bounds with at least this absolute value count as infinite: some environments give the largest float instead."""
 
 
 class EnvironmentBrokenError(Exception):
@@ -56,7 +56,8 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
     """
     if vectorization == "auto" and spec.vector_entry_point is not None:
         envs = gymnasium.make_vec(spec, num_envs, "vector_entry_point", **options)
-        if envs.metadata.get("autoreset_mode") == AutoresetMode.NEXT_STEP:
+        resets_in_next_step = envs.metadata.get("autoreset_mode") == AutoresetMode.NEXT_STEP
+        if resets_in_next_step and not needs_flattening(envs.single_observation_space):
             return envs
         envs.close()
     mode = "sync" if vectorization == "auto" else vectorization
@@ -156,7 +157,10 @@ class Vector:
             raise EnvironmentBrokenError(self._message(f"raised {type(error).__name__}: {error}")) from error
 
     def _message(self, what: str, index: int | None = None) -> str:
-        """Return an error message with the seed, episode and step of environment `index`; None: of the first four."""
+        """Return an error message with the seed, episode and step of environment `index`.
+
+        If `index` is None, the message lists the first four environments.
+        """
         shown = range(self.num_envs)[:4] if index is None else [index]
         seed = self._seed
         if isinstance(seed, int):
@@ -171,9 +175,9 @@ class Vector:
         return f"{self.name} {what}; {one_of}{'; '.join(places)}{more}"
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the lower and the upper bounds of an observation, float64 of its shape; None if not all are finite.
+        """Return the lower and the upper bounds of an observation, each a float64 array of the observation's shape.
 
-        None is also returned if observations are flattened.
+        None if observations are not arrays, a bound is infinite, or a lower bound is not less than its upper bound.
         """
         space = self.envs.single_observation_space
         if not isinstance(space, gymnasium.spaces.Box):

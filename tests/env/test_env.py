@@ -231,3 +231,41 @@ def test_a_module_that_cannot_be_imported_is_named() -> None:
         prepared("not_installed:Game-v0")
     assert (refusal.value.key, refusal.value.got) == ("id", "not_installed:Game-v0")
     assert "No module named 'not_installed'" in refusal.value.why
+
+
+class Counting(Broken):
+    """Its observations are discrete."""
+
+    observation_space = gymnasium.spaces.Discrete(5)  # pyright: ignore[reportAssignmentType]
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
+        return 3, {}
+
+
+def together(num_envs: int, **_: Any) -> gymnasium.vector.VectorEnv:
+    return gymnasium.vector.SyncVectorEnv([Counting] * num_envs)
+
+
+def never_together(num_envs: int, **_: Any) -> gymnasium.vector.VectorEnv:
+    raise TypeError("there can only be one")
+
+
+def test_a_vectorized_implementation_is_not_used_for_observations_that_are_flattened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = EnvSpec("Counting-v0", Counting, vector_entry_point=together, disable_env_checker=True)
+    monkeypatch.setitem(gymnasium.registry, "Counting-v0", spec)
+    env = prepared("Counting-v0")
+    assert env.shape == (5,)
+    with env.vector(2) as vector:
+        vector.reset(0)
+        assert vector.observations.tolist() == [[0, 0, 0, 1, 0]] * 2
+
+
+def test_a_vectorized_implementation_that_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = EnvSpec("Broken-v0", Broken, vector_entry_point=never_together, disable_env_checker=True)
+    monkeypatch.setitem(gymnasium.registry, "Broken-v0", spec)
+    with pytest.raises(ConfigError) as refusal:
+        prepared("Broken-v0")
+    assert refusal.value.key == "num_envs"
+    assert "TypeError: there can only be one" in refusal.value.why
