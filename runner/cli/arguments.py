@@ -16,7 +16,7 @@ _OVERRIDE = re.compile(r"(?P<key>[~+]{0,2}[\w./@-]+)=(?P<value>.*)", re.DOTALL)
 _DELETION = re.compile(r"~[\w./@-]+")
 _NUMBER = re.compile(r"[+-]?\d[\w.]*")
 _FUNCTION = re.compile(r"(zip|choice|range|interval|glob|tag|sort|shuffle|int|float|str|bool)\(")
-"""A pattern for the functions of Hydra that give several values, or convert them."""
+"""A pattern for the functions of Hydra that give several values, or convert values."""
 _PATHS = ("output_root", "resume", "data.root", "model.weights")
 _TEXTS = (*_PATHS, "name")
 SUMMARY = "--summary"
@@ -125,7 +125,7 @@ def quoted(argument: str, sweep: bool) -> str:
     contain characters that Hydra would reject; a `~` at its beginning is expanded. `GROUP=null` becomes `~GROUP`.
 
     Args:
-        argument: the override; anything else is returned as it is.
+        argument: the override; an argument of any other form is returned unchanged.
         sweep: whether the override belongs to a sweep, where commas separate several values.
 
     Raises:
@@ -209,7 +209,7 @@ def without_flag(arguments: list[str], flag: str) -> list[str]:
 
 
 def refuse_usage(message: str) -> NoReturn:
-    """Raise a `ConfigError` for an error message of argparse, `argument --flag/-f: reason`."""
+    """Raise a `ConfigError` for an error message of argparse, which has the form `argument --flag/-f: reason`."""
     flag, _, why = message.removeprefix("argument ").partition(": ")
     names = [name for name in flag.split("/") if name.startswith("--")] or [flag]
     raise ConfigError(names[0], ABSENT, why or message, "--help explains the flags")
@@ -219,7 +219,8 @@ def run_directory(arguments: list[str], is_sweep: bool) -> Path | None:
     """Return the absolute path of `--run-directory`; None if the flag was not typed.
 
     Raises:
-        ConfigError: if the flag has no value, or another flag or override already sets the directory.
+        ConfigError: if the flag has no value or an invalid path, or if `-m` or `resume=PATH` already determines the
+            directory.
     """
     value = flag_value(arguments, RUN_DIRECTORY)
     typed = any(word.partition("=")[0] == RUN_DIRECTORY for word in arguments)

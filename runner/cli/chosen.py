@@ -30,10 +30,10 @@ _FIRST_SECONDS = 300.0
 """Seconds that the first steps of the run may take, before other ways to train it are measured."""
 
 _LEAST_SECONDS = 600.0
-"""Runs that are shorter are not worth measuring."""
+"""The length of a run in seconds below which measuring is not worthwhile."""
 
 _SHARE, _LEAST_BUDGET, _MOST_BUDGET = 0.05, 60.0, 600.0
-"""The fraction of a run's time that measuring may take, and its lower and upper limit in seconds."""
+"""The fraction of a run's time that measuring may take, and the lower and upper limits of measuring in seconds."""
 
 
 Compose = Callable[[Sequence[str]], Job]
@@ -42,17 +42,18 @@ Compose = Callable[[Sequence[str]], Job]
 def with_choices(job: Job, compose: Compose, directory: Path | None = None, config_dir: str | None = None) -> Job:
     """Return `job` with a number of micro-batches for `accumulation=auto`, and a way to train for `how=auto`.
 
-    Both are chosen for this machine, and become part of the config. With `resume=auto`, the choices of the run that is
-    continued are made again, because another choice would be another config, and begin another run.
+    Both are chosen for this machine, and become part of the config. If `resume=auto` continues a run, the choices of
+    that run are reused, because other choices would change the config, and a run with another config is not continued.
 
     Args:
         job: the composed config, and the overrides from which it was composed.
         compose: function that composes the config from its overrides.
         directory: the run directory that `--run-directory` names, as it does for the jobs of a sweep; otherwise None.
-        config_dir: a directory with options of the user's own, parallel modes among them; None if there is none.
+        config_dir: a directory with the user's own options, for example of `parallel`; None if there is none.
 
     Raises:
-        ConfigError: if the config is refused.
+        ConfigError: if the config is refused, the run does not fit into memory with any number of micro-batches, or
+            torchrun or SLURM has started several processes.
     """
     options = {"accumulation": job.config["accumulation"].get("steps"), "how": job.config.get("how")}
     keys = [key for key, value in options.items() if value == "auto"]
@@ -69,9 +70,9 @@ def with_choices(job: Job, compose: Compose, directory: Path | None = None, conf
 
 
 def with_fitting_accumulation(job: Job, compose: Compose) -> Job:
-    """Return `job`, whose config has `accumulation=auto`, with the fewest micro-batches with which it fits into memory.
+    """Return `job` with a number of micro-batches in place of `accumulation=auto`, so that it fits into memory.
 
-    The arguments and the errors are those of `with_choices`.
+    The number is found by `fitting_accumulation`. The arguments and the errors are those of `with_choices`.
     """
     typed = _without(job.overrides, ["accumulation"])
     report = partial(_say, "accumulation")
@@ -83,7 +84,7 @@ def with_fitting_accumulation(job: Job, compose: Compose) -> Job:
 
 
 def with_choice(job: Job, compose: Compose, config_dir: str | None = None) -> Job:
-    """Return `job`, whose config has `how=auto`, with the overrides that were chosen for it on this machine.
+    """Return `job` with the overrides that are chosen for it on this machine in place of `how=auto`.
 
     The option `how` of the returned config is the list of these overrides. If no choice for this config is in the
     cache, ways to train it are measured, unless the run is short.
@@ -108,9 +109,9 @@ def _without(overrides: Iterable[str], keys: Collection[str]) -> list[str]:
 def _continued(job: Job, keys: Collection[str], compose: Compose, directory: Path | None) -> Job | None:
     """Return `job` with the choices of the run that it continues; None if there is no such run.
 
-    It is the run in `directory` or, without a directory, the newest unfinished run, if its config is that of `job` with
-    the choices that are saved in it. A run directory may come from somebody else: only overrides that a choice may
-    contain are taken from it.
+    The run is the one in `directory` or, if `directory` is None, the newest unfinished run that fits. A run fits if it
+    has the config that `job` gets with the choices saved in the run. A run directory may come from somebody else: only
+    overrides that a choice may contain are taken from it.
 
     Args:
         job: the composed config, and the overrides from which it was composed.
@@ -137,7 +138,10 @@ def _continued(job: Job, keys: Collection[str], compose: Compose, directory: Pat
 
 
 def _to_continue(config: Mapping[str, Any], directory: Path | None) -> list[Path]:
-    """Return the directories of the runs that `config` may continue, in the order in which they are to be tried."""
+    """Return the directories of the runs that a run with `config` may continue, newest first.
+
+    The list is empty unless `resume=auto`, and contains only `directory` unless `directory` is None.
+    """
     if config["resume"] != "auto":
         return []
     if directory is not None:
@@ -147,7 +151,7 @@ def _to_continue(config: Mapping[str, Any], directory: Path | None) -> list[Path
 
 
 def _chosen(job: Job, typed: list[str], compose: Compose, config_dir: str | None) -> list[str]:
-    """Return the overrides that are chosen for the config, and print why."""
+    """Return the overrides that are chosen for the config, and print why; an empty list if nothing was measured."""
     entry = ChoiceCache(job.config, typed, config_dir)
     choice, problem = entry.read()
     if choice is None:

@@ -85,7 +85,12 @@ class Composer:
             return _job(config)
 
     def show(self, overrides: list[str], flags: Namespace) -> None:
-        """Print the composed config in the form that `--cfg`, `--package` and `--resolve` select."""
+        """Print the composed config in the form that `--cfg`, `--package` and `--resolve` select.
+
+        Raises:
+            ConfigError, HydraException, OmegaConfBaseException: if the config cannot be composed or resolved, or does
+                not have the key that `--package` names.
+        """
         with composition_errors():
             config = self._load(overrides, RunMode.RUN)
             HydraConfig.instance().set_config(config)
@@ -103,7 +108,12 @@ class Composer:
             print(f"# @package {package}\n" if package else "", OmegaConf.to_yaml(shown), sep="", end="")
 
     def answer(self, overrides: list[str], flags: Namespace) -> None:
-        """Print what `--info`, `--hydra-help` or `--shell-completion` asks for."""
+        """Print what `--info`, `--hydra-help` or `--shell-completion` asks for.
+
+        Raises:
+            ConfigError, HydraException, OmegaConfBaseException: if the config cannot be composed, or the value of the
+                flag is invalid.
+        """
         flags.overrides = overrides
         with composition_errors():
             if flags.hydra_help:
@@ -147,7 +157,7 @@ class Composer:
         """Compose the config of a job of a sweep.
 
         Args:
-            sweep: the config of the sweep.
+            sweep: the config of the sweep, as the method `sweep` returns it.
             number: the number of the job, from 0.
             overrides: the overrides of the job.
 
@@ -176,8 +186,8 @@ class Composer:
         """Return an error that names the override that caused `error`, if there is such an override.
 
         This is the override without which the config can be composed. If there are several mistakes, it is the first
-        override that leads to the same error. Return `error` itself if no override is found, or if `config_error` can
-        translate its message directly.
+        override that leads to the same error. If no override is found, or if `config_error` can translate `error`
+        directly, return `error` itself.
         """
         if config_error(error) is not None:
             return error

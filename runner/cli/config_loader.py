@@ -1,7 +1,7 @@
 """Hydra's config loader, which composes the same options only once in a process.
 
 Composing a config takes Hydra a tenth of a second. Most of this time goes into the defaults lists and the option files,
-which do not depend on the overrides of single values. The jobs of a sweep usually differ in nothing else.
+which do not depend on the overrides of single values. The jobs of a sweep usually differ only in such overrides.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from omegaconf import DictConfig
 from runner.cli.config_source import OptionFiles
 
 _MAX_KEPT, _MAX_ENTRIES = 64, 2000
-"""Maximum number of configs that are kept, 25 kB each; and of directory entries that are looked at for each of them."""
+"""The maximum number of configs that are kept, 25 kB each, and of directory entries that are checked for a config."""
 
 _kept: dict[tuple[Any, ...], tuple[DictConfig, bool]] = {}
-"""By result of `ConfigLoader._key`: the composed config, and the value of `OptionFiles.sets_hydra` for its files."""
+"""The composed config and the value of `OptionFiles.sets_hydra` for its files, by result of `ConfigLoader._key`."""
 
 
 _TRACKERS = re.compile(r"tracking=(\[.*\])")
@@ -76,7 +76,8 @@ class ConfigLoader(ConfigLoaderImpl):
     ) -> bool:
         """Compose the options that the overrides `chosen` choose, and keep the config; return whether it was kept.
 
-        After an error, it is not kept: the caller composes all overrides, so that the error refers to what was typed.
+        The config is not kept if it depends on more than the option files, or cannot be composed. The caller then
+        composes all overrides, so that an error refers to what was typed.
         """
         before = OptionFiles.sets_hydra, OptionFiles.is_constant
         OptionFiles.sets_hydra, OptionFiles.is_constant = False, True
@@ -95,9 +96,9 @@ class ConfigLoader(ConfigLoaderImpl):
         return True
 
     def _key(self, config_name: str | None, run_mode: RunMode, chosen: list[str]) -> tuple[Any, ...] | None:
-        """Return all that the options of a config depend on; None if this is not known.
+        """Return everything on which the options of a config depend; None if this is not known.
 
-        Besides the option files, these are the options that were registered with Hydra, as those of a saved config are.
+        This includes the option files, and the options that were registered with Hydra, for example by a saved config.
         """
         sources = [(source.scheme(), source.path) for source in self.get_sources()]
         if not {scheme for scheme, _ in sources} <= {"pkg", "structured", OptionFiles.scheme()}:
@@ -125,7 +126,7 @@ def _with_several_trackers(overrides: Iterable[str]) -> Iterator[str]:
 
 
 def _registered(nodes: dict[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], bytes]]:
-    """Yield the path and the content of each option that was registered with Hydra, except for Hydra's own."""
+    """Yield the path and the pickled content of each option registered with Hydra, except for Hydra's own options."""
     for name, node in nodes.items():
         if isinstance(node, dict):
             yield from _registered(node, (*above, name))
@@ -134,7 +135,7 @@ def _registered(nodes: dict[str, Any], above: tuple[str, ...]) -> Iterator[tuple
 
 
 def _entries(directories: list[str]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield path, inode, size and time of the last change of every file and directory in `directories`."""
+    """Yield path, inode, size and time of the last change of every file and directory below `directories`."""
     for directory in directories:
         with suppress(OSError), os.scandir(directory) as entries:
             for entry in entries:

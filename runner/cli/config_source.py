@@ -16,7 +16,7 @@ from runner.config.yaml_file import read_config
 
 
 class OptionFiles(FileConfigSource):
-    """A folder of option files such as conf/, which are checked when they are read (see `read_config`)."""
+    """A folder of option files, such as conf/. The files are checked when they are read (see `read_config`)."""
 
     sets_hydra: ClassVar[bool] = False
     """Whether any file that was read may set keys of Hydra. References to such keys (`${hydra:…}`) do not count.
@@ -29,9 +29,9 @@ class OptionFiles(FileConfigSource):
         return "conf"
 
     is_constant: ClassVar[bool] = True
-    """Whether the defaults lists that were read have no references. Hydra resolves these while it composes a config.
+    """Whether all defaults lists that were read are free of references, which Hydra resolves while it composes.
 
-    The options that `model: ${oc.env:MODEL}` chooses, for example, depend on more than the option files.
+    For example, the option that `model: ${oc.env:MODEL}` chooses depends on more than the option files.
     """
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -69,7 +69,7 @@ class OptionFiles(FileConfigSource):
         return super().is_config(config_path)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the names of options, for shell completion, without those that are only inherited (`_processes`)."""
+        """Return the names of options for shell completion, except files that are only inherited (`_processes`)."""
         return [name for name in super().list(config_path, results_filter) if not name.startswith("_")]
 
     def _path(self, config_path: str) -> Path:

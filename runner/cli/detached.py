@@ -29,7 +29,8 @@ def start_detached(arguments: list[str]) -> int:
         arguments: the command-line arguments of the sweep.
 
     Returns:
-        The exit code: 0 if the sweep has begun; otherwise, the exit code of the background process.
+        The exit code: 0 if the sweep has begun; otherwise, the exit code of the background process, or 1 if a signal
+        killed it.
     """
     ready, announce = os.pipe()
     words = [sys.executable, "-m", "runner", *arguments, f"{DETACHED}={announce}"]
@@ -72,6 +73,8 @@ class Background:
 
     def leave_terminal(self, path: Path) -> None:
         """Redirect all further output of this process to a file in the sweep's directory.
+
+        The command that started this sweep is told the directory, and shows the end of the file if the sweep fails.
 
         Args:
             path: the directory of the sweep.

@@ -13,7 +13,7 @@ def help_text(config_dir: str | None = None) -> str:
     """Return the help text: every config group with its options and their descriptions, and every root key.
 
     Args:
-        config_dir: the directory given as `--config-dir`, whose options are listed too.
+        config_dir: the directory of `--config-dir`, whose options are also listed; None if the flag was not typed.
     """
     lines = [
         "python -m runner [GROUP=OPTION …] [KEY=VALUE …]     train one run",

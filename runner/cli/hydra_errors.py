@@ -15,7 +15,7 @@ from runner.config.overrides import override_key
 
 
 def explain(error: Exception) -> str:
-    """Return the message of `error` in the form of a config error, or its first eight lines if that is impossible."""
+    """Return the message of `error` as a config error; if it cannot be translated, return its first eight lines."""
     translated = config_error(error)
     return "\n".join(_lines(error)[:8]) if translated is None else str(translated)
 
@@ -64,7 +64,7 @@ _BY_KEY = {
     r"model=resnet(34|101|152)": "model=resnet50 model.depth={}",
     r"model=(.+\d.*|.+_.+|alexnet|googlenet)": "a network of torchvision: model=torchvision model.name={}",
 }
-"""What to type instead of an option that does not exist, but is a value of some key; by pattern of GROUP=OPTION."""
+"""Maps a pattern of GROUP=OPTION to what to type instead: the option does not exist, but a key has such a value."""
 
 
 def _no_such_key(error: Exception) -> ConfigError | None:

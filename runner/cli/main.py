@@ -66,9 +66,14 @@ def run_command(arguments: list[str]) -> int:
 
 
 def compose_and_run(arguments: list[str]) -> list[int]:
-    """Compose the config, run a single run or a sweep, and return the exit codes.
+    """Compose the config, run a single run or a sweep, and return the exit code of each run.
 
     If a flag only asks for information, print this information and return an empty list.
+
+    Raises:
+        ConfigError, HydraException, OmegaConfBaseException: if the command line or the config is invalid.
+        SystemExit: with code 75, if a signal stopped a sweep.
+        StorageError: if the ledger of a sweep cannot be written.
     """
     typed, is_sweep = arguments, bool({"-m", "--multirun"} & set(arguments))
     directory = command_line.run_directory(arguments, is_sweep)
@@ -120,10 +125,10 @@ def check_flags(flags: Namespace, shows_model: bool) -> None:
 
     Args:
         flags: Hydra's flags.
-        shows_model: whether `--summary` was typed, too.
+        shows_model: whether `--summary` was typed.
 
     Raises:
-        ConfigError: if two flags ask for different things, or a flag has no effect without another one.
+        ConfigError: if two flags ask for different things, or a flag has no effect without another flag.
     """
     what = {
         "--summary": shows_model,
@@ -147,10 +152,13 @@ def run_single(
     """Run `job` as a single run, and return its exit code.
 
     Args:
-        job: the composed config.
+        job: the composed config and its overrides.
         compose: function that composes a config from overrides.
-        directory: the run directory; None: a new directory in `output_root`, or the directory that `resume` names.
-        config_dir: a directory with options of the user's own; None if there is none.
+        directory: the run directory; None: a new directory in `output_root`, or the directory that `resume` determines.
+        config_dir: the directory of `--config-dir`; None if the flag was not typed.
+
+    Raises:
+        ConfigError: if the config cannot run.
     """
     from runner.run import build_run  # imported here: --help and Hydra's own flags need no components
 

@@ -66,12 +66,12 @@ class Planner:
 
     @property
     def best(self) -> tuple[str, str]:
-        """The metric by which the workload selects its best checkpoint, and whether the `min` or the `max` is best."""
+        """The metric that selects the workload's best checkpoint, without `eval/`, and its goal, `min` or `max`."""
         with errors_under("workload"):
             return load_class((self.config.get("workload") or {}).get("_target_"), Workload).best
 
     def plan(self, number: int, overrides: list[str]) -> PlannedJob:
-        """Return the planned job with this number and these overrides."""
+        """Return the planned job with this number and these overrides. It has a `refusal` if its config cannot run."""
         directory = self.path / job_name(number, overrides, self._jobs.swept)
         base = self._base(number, overrides)
         if isinstance(base, str):
@@ -165,7 +165,8 @@ class GridJobs(JobSource):
 def experiment_file(overrides: list[str], comment: str) -> str:
     """Return the content of an option file for conf/experiment/ with the same effect as `overrides`.
 
-    A key that an override deletes cannot be deleted in the file, and is left out; a config group gets no option there.
+    Overrides that delete a key are left out, because a file cannot delete keys. For an override that deletes a config
+    group (`~GROUP`), the file sets the group to null.
 
     Args:
         overrides: the overrides of a job.

@@ -1,4 +1,4 @@
-"""Imported by the fork server of a sweep's jobs: composes the options of the first job.
+"""Composes the options of the first job when the fork server of a sweep's jobs imports this module.
 
 Composing options takes Hydra a tenth of a second. The jobs that are forked from the server find the config in the cache
 of `runner.cli.config_loader`, if they have the same options and differ only in values.

@@ -1,4 +1,4 @@
-"""Runs a single run, from checking its config to writing its result; the command and `runner.train` both do."""
+"""Runs a single run, from checking its config to writing its result, for the command and for `runner.train`."""
 
 from __future__ import annotations
 
@@ -84,8 +84,9 @@ def nothing_left(result: Result) -> Result:
 def is_worth_planning(directory: Path, result: Result) -> bool:
     """Return whether to log the plan of a run: if the run is done, took at least a minute, and logged to TensorBoard.
 
-    A plan takes 2 s, too long for a shorter run. Under torchrun or SLURM, no plan is logged, because planning
-    initializes a default process group, and that of the run still exists.
+    The plan describes the memory and the costs of the run. It takes 2 s, which is too long for a shorter run. Under
+    torchrun or SLURM, no plan is logged, because planning initializes a default process group, and the default process
+    group of the run still exists.
     """
     is_tracked = any(directory.glob("events.out.tfevents.*"))
     return is_tracked and result.status == "done" and result.seconds >= _PLANNED_SECONDS and not is_initialized()
@@ -124,7 +125,10 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
 
 
 def write_result(session: Session, directory: Path, result: Result) -> None:
-    """Write `result.json` to the run directory `directory`; if the run is done and `keep=0`, delete all checkpoints."""
+    """Write `result.json` to the run directory `directory`; if the run is done and `keep=0`, delete all checkpoints.
+
+    If this fails, print why, and change `result` to a crashed run.
+    """
     try:
         write_json(directory / run_directory.RESULT, result.as_dict())
         if result.status == "done" and session.run.keep == 0:
@@ -136,7 +140,7 @@ def write_result(session: Session, directory: Path, result: Result) -> None:
 
 
 def print_summary(session: Session, directory: Path, result: Result) -> None:
-    """Print the summary of a run; a `Report`."""
+    """Print the summary of a run. This function is a `Report`."""
     with suppress(BrokenPipeError):
         print(summary(session, directory, result), flush=True)
 

@@ -45,8 +45,10 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
         pipe: the file descriptor of a pipe to the command that started this sweep in the background; otherwise None.
 
     Raises:
-        ConfigError: if the sweep or its search is invalid, or no job can run.
+        ConfigError, HydraException, OmegaConfBaseException: if the sweep or its search is invalid, or no job can run.
         SystemExit: with code 75, if a signal stopped the sweep.
+        KeyboardInterrupt: if the user presses Ctrl-C after a stop signal; the jobs are killed.
+        StorageError: if the ledger cannot be written.
     """
     started_elsewhere = external_rank_info() is not None
     remedy = "start the sweep by itself: parallel=ddp starts the processes of each job"

@@ -1,4 +1,4 @@
-"""Registers the saved config of a run with Hydra when `resume=PATH` resumes it, so that Hydra applies overrides to it.
+"""Registers the saved config of a run with Hydra, so that overrides can change it when `resume=PATH` resumes the run.
 
 A saved config may come from somebody else. It is therefore treated as data: its values are checked like values on the
 command line, but Hydra resolves no interpolations and composes no options in it, and it cannot change Hydra's settings.
@@ -57,7 +57,7 @@ def register_saved(source: Path, arguments: Iterable[str]) -> str:
 
 
 def _plain(value: Any, key: str, overridden: set[str]) -> Any:
-    """Return the saved value of `key`, in which overridden options are replaced with null.
+    """Return the saved value of `key`, with None in place of each overridden option.
 
     Raises:
         ConfigError: if a string is a reference (`${…}`), a missing value (`???`) or a hidden credential (`***`). The

@@ -33,7 +33,7 @@ class SweepJobs:
     Args:
         composer: composes the config of each job.
         overrides: the overrides on the command line. Entries of `hydra.sweeper.params` in an option file count as
-            further overrides.
+            further overrides. If a key has several overrides, the last one counts.
 
     Attributes:
         engine: the options of the sweep itself.
@@ -41,8 +41,9 @@ class SweepJobs:
         common: the overrides of `output_root` and `resume`, which are the same for all jobs.
 
     Raises:
-        ConfigError: if there are more than `MOST_JOBS` combinations, a key has the same value twice, or a paired key is
-            also set by another override. Of two other overrides of a key, the later one counts.
+        ConfigError: if there are more than `MOST_JOBS` combinations, a key has no value or the same value twice, an
+            interval or paired values are invalid, or a paired key is also set by another override.
+        ConfigError, HydraException, OmegaConfBaseException: if the config of the sweep cannot be composed.
     """
 
     def __init__(self, composer: Composer, overrides: list[str]):
@@ -84,7 +85,8 @@ class SweepJobs:
     def samples(self) -> Iterator[list[str]]:
         """Yield the overrides of one job for each combination of options of config groups.
 
-        The chosen options decide which other keys exist in the config.
+        The combinations are sampled in this way because the options decide which other keys exist in the config. All
+        other keys have their first value.
         """
         groups = groups_in_defaults()
         few = [
@@ -99,7 +101,10 @@ class SweepJobs:
 
         Args:
             number: the number of the job, from 0.
-            overrides: the overrides of the job, to which those that are the same for all jobs are added.
+            overrides: the overrides of the job; the overrides in `common` are added to them.
+
+        Raises:
+            ConfigError, HydraException, OmegaConfBaseException: if the config cannot be composed.
         """
         return self._composer.job(self._config, number, [*overrides, *self.common])
 
@@ -176,7 +181,7 @@ def _count(override: Override) -> int:
 
 
 def _words(override: Override) -> list[list[str]]:
-    """Return `override` as one override for each of its values: `lr=1,2` becomes `lr=1` and `lr=2`."""
+    """Return `override` as one override for each of its values: `lr=1,2` becomes `[["lr=1"], ["lr=2"]]`."""
     key = override.get_key_element()
     if override.is_sweep_override():
         return [[f"{key}={value}"] for value in override.sweep_string_iterator()]

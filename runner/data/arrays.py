@@ -11,10 +11,11 @@ from runner.data.base import Batch, Samples, shard_bounds
 
 
 class ArraySamples(Samples):
-    """Sample i is the pair of `inputs[i]` and `targets[i]`, such as rows of a table, or sequences of one length.
+    """Samples in two tensors: sample i has the input `inputs[i]` and the target `targets[i]`.
 
-    A batch is made by indexing the first dimension of both tensors; no dtype is converted. At first use, the tensors
-    are moved to the device of the batches.
+    Inputs may be rows of a table, for example, or sequences that all have the same length. A batch is made by indexing
+    the first dimension of both tensors, and no dtype is converted. At first use, the tensors are moved to the device of
+    the batches.
 
     Args:
         inputs: any dtype, [n, *shape].

@@ -14,14 +14,14 @@ POLICIES = ("none", "randaugment", "trivialaugment")
 
 @dataclass(frozen=True)
 class Augment:
-    """Transforms of training images, whose random numbers are determined by one seed for each image.
+    """Random transforms of training images. One seed per image determines the random numbers for that image.
 
     Args:
         policy: `randaugment`: two random operations of magnitude 9 of 30 (Cubuk et al., RandAugment, 2020);
             `trivialaugment`: one random operation of random magnitude (Müller and Hutter, TrivialAugment, 2021); or
-            `none`. They are the classes `RandAugment` and `TrivialAugmentWide` of `torchvision.transforms.v2`.
+            `none`. The operations are those of `RandAugment` and `TrivialAugmentWide` in `torchvision.transforms.v2`.
         erase: probability of erasing a random rectangle (Zhong et al., Random Erasing, 2020), after the policy.
-        mean: the color of the erased rectangle: the mean of each channel, for pixels in [0, 1].
+        mean: mean of each channel, for pixels in [0, 1]; erased rectangles have this color.
     """
 
     policy: str = "none"
@@ -65,4 +65,4 @@ class Augment:
 
 
 NO_AUGMENT = Augment()
-"""The augmentation that returns images as they are."""
+"""The augmentation that returns images unchanged."""

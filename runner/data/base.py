@@ -1,7 +1,7 @@
 """The interface of data sets: `Data` holds options and loads samples, and `Samples` yields batches of them.
 
-Samples may be any tensors. What else a workload has to know is in a subclass of `Samples`: `LabeledSamples` for
-classification, `RegressionSamples` for regression.
+Inputs and targets may be any tensors. What only some workloads need, such as the names of classes, is in subclasses of
+`Samples`: `LabeledSamples` for classification, `RegressionSamples` for regression.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class DataError(Exception):
 class Samples(ABC):
     """A data set that orders, augments and batches its own samples.
 
-    There is no collate function: `batches` and `in_order` yield whole batches, whose first dimension is that of the
-    samples. `ArraySamples` does so for any tensors in memory, by indexing; images are stacked by the worker that has
-    read them. A data set of sequences must pad them to one length, and mark the padding in the targets.
+    There is no collate function: `batches` and `in_order` yield whole batches. `ArraySamples` makes batches by indexing
+    tensors in memory; `FileSamples` stacks images in the worker process that reads the files. A data set of sequences
+    of different lengths must pad the sequences of a batch to the same length, and mark the padding in the targets.
     """
 
     shape: tuple[int, ...]
@@ -73,12 +73,16 @@ class Samples(ABC):
             seed: the seed for the order of the samples. The augmentation of a sample depends on this seed, on the epoch
                 and on the index of the sample.
             device: device of the batches.
+
+        Raises:
+            DataError: if samples cannot be read.
         """
 
     def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch] | None:
-        """Return batches like those of `batches`, but whose tensors have no values; see `Workload.fake_batches`.
+        """Return batches like those of `batches`, but made of fake tensors, which have no values.
 
-        None (the default) if `batches` works with tensors that have no values.
+        The arguments are those of `batches`. This method is called inside `runner.system.fake_tensors.fake_tensors`, so
+        that new tensors are fake. None (the default) means that `batches` itself works with fake tensors.
         """
         return None
 
@@ -86,10 +90,15 @@ class Samples(ABC):
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
         """Yield batches of the samples of one shard, in order and without augmentation; each sample is used once.
 
+        A data set may leave out samples that cannot be read.
+
         Args:
             batch_size: number of samples in a batch; the last batch may be smaller.
             shard: (index of the shard, number of shards).
             device: device of the batches.
+
+        Raises:
+            DataError: if samples cannot be read.
         """
 
     def extra_results(self) -> dict[str, Any]:
@@ -117,10 +126,10 @@ class LabeledSamples(Samples):
     def in_order_with_indices(
         self, batch_size: int, shard: tuple[int, int], device: torch.device
     ) -> Iterator[tuple[torch.Tensor, Batch]]:
-        """Yield the batches of `in_order`, each after the indices of its samples, int64 [n] on the device.
+        """Yield (indices, batch) for each batch of `in_order`.
 
-        By default, the samples are numbered one after another; a data set whose `in_order` may skip samples, such as
-        those in files that cannot be read, overrides this method.
+        The indices are those of the batch's samples in the data set, int64 [n] on `device`. This implementation numbers
+        the samples one after another; a data set whose `in_order` may leave out samples overrides this method.
         """
         import torch
 
@@ -138,14 +147,14 @@ class LabeledSamples(Samples):
         """
 
     def image_input(self) -> dict[str, Any] | None:
-        """Return the fields of the `ImageInput` that converts other images to inputs; None if there is none."""
+        """Return the fields of the `ImageInput` that converts image files to inputs; None if no `ImageInput` can."""
         return None
 
 
 class RegressionSamples(Samples):
     """Samples with values to predict, float32 [num_targets] each.
 
-    The targets may be standardized: a value is `target · target_std + target_mean`.
+    The targets may be standardized: the value in the units of the data is `target · target_std + target_mean`.
     """
 
     target_names: list[str]
@@ -155,7 +164,8 @@ class RegressionSamples(Samples):
     def standardization(self) -> dict[str, dict[str, list[float]]]:
         """Return the `mean` and the `std` by which `targets` and, in some data sets, `inputs` are standardized.
 
-        The values are plain, for JSON: `{"targets": {"mean": […], "std": […]}, …}`.
+        The values are plain, for JSON: `{"targets": {"mean": […], "std": […]}, …}`. Each list has one number per
+        target, or per value of a flattened input.
         """
         return {"targets": {"mean": self.target_mean, "std": self.target_std}}
 
@@ -183,5 +193,5 @@ class Data(ABC):
         """Load and return the training samples and the held-out samples, which are used for evaluation.
 
         Raises:
-            ConfigError: if files are missing or damaged.
+            ConfigError: if files are missing or damaged, or an option does not suit the data.
         """

@@ -36,7 +36,8 @@ def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
         holdout: fraction of the images of each class to hold out; used only if `root` contains the class directories.
 
     Raises:
-        ConfigError: with the key `root`, if `root` has neither of these layouts, or a class has too few images.
+        ConfigError: with the key `root`, if `root` has neither of these layouts, if directories cannot be listed or are
+            nested too deeply, or if a class has too few images.
     """
     remedy = "give a directory that contains one directory of images per class"
     check(os.path.exists(root), "root", str(root), "there is no such directory", remedy)
@@ -75,7 +76,7 @@ class _Visited:
             self.directories = None
 
     def relative(self, classes: Files) -> Files:
-        """Return the same files with paths relative to the root."""
+        """Return `classes` with paths relative to the root."""
         start = len(str(self.root / "x")) - 1
         return {name: [path[start:] for path in paths] for name, paths in classes.items()}
 

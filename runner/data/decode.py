@@ -27,7 +27,11 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """The formats that Pillow may decode. Other formats are refused: for an EPS file, Pillow would start Ghostscript."""
 
 LIMIT_BYTES = 256 * 2**20
-"""Size limit of a file. Pillow itself limits images to 89,478,485 pixels, as a small file may have many pixels."""
+"""The maximum size of a file in bytes.
+
+Because a small file may have many pixels, `ImageReader` also refuses images with more than 89,478,485 pixels, which is
+the number at which Pillow warns.
+"""
 
 _ORIENTATION, _SWAPPED = 0x0112, (5, 6, 7, 8)  # EXIF tag, and its values that swap width and height
 _ATTEMPTS = 10
@@ -58,6 +62,7 @@ class ImageReader:
         """Return the image at `path`.
 
         Args:
+            path: path of the file.
             draws: `num_draws` uniform random numbers in [0, 1) for the augmentation; None for no augmentation.
 
         Raises:

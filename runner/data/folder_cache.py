@@ -44,9 +44,9 @@ class Listing(NamedTuple):
 
     Args:
         values: the listing, as plain values for JSON.
-        directories: the `stamp` of every directory, taken before the directory was listed, by path; None if the listing
-            must not be cached.
-        num_files: number of files in it.
+        directories: the path of every directory, with its `stamp` from before it was listed; None if the listing must
+            not be cached.
+        num_files: number of files in the directories.
     """
 
     values: Any
@@ -58,15 +58,19 @@ def stamp(directory: str) -> Stamp:
     """Return the times of modification and change in nanoseconds, the inode and the device of `directory`.
 
     At least one of them changes whenever an entry is added, removed or renamed.
+
+    Raises:
+        OSError: if `directory` does not exist or cannot be accessed.
     """
     found = os.stat(directory)
     return [found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
 
 
 def cached(key: Iterable[Any], listed: Callable[[], Listing]) -> Any:
-    """Return the values of the cached listing if it is still valid, otherwise those of a new one, `listed()`.
+    """Return the values of the cached listing if it is still valid; otherwise, return the values of a new listing.
 
-    The new listing is cached if the directories allow it (see above) and it has at least `_LEAST_FILES` files.
+    The new listing is cached if it has at least `_LEAST_FILES` files and meets the conditions in the docstring of this
+    module.
 
     Args:
         key: what the listing depends on besides the content of the directories, as plain values for JSON.

@@ -67,7 +67,7 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class Fetch:
-    """A loader of batches that can be sent to worker processes: `fetch[job]` loads the batch that `job` describes.
+    """A loader of batches for worker processes: `fetch[job]` loads the batch that `job` describes.
 
     Args:
         read: function that reads one sample.
@@ -144,7 +144,7 @@ class FileSamples(LabeledSamples):
         unreadable: record of the files that cannot be read; may be shared with another `FileSamples`.
         augment: transforms of training images in addition to those of `read`.
         centre: side of the central square that `read` resizes without augmentation, as a fraction of the image's
-            shorter side; None if `read` does not read images in this way.
+            shorter side; None if `read` does not read images in this way, so that `image_input` returns None.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The transform of an evaluation, from an image file to an input, as plain values that are saved with the model."""
+"""How evaluations turn an image file into an input of the model, as plain values that are saved with the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GRAY = (0.299, 0.587, 0.114)
 
 @dataclass(frozen=True)
 class ImageInput:
-    """How the evaluation of a run makes an input of its model from an image.
+    """The transform with which the evaluations of a run turn an image file into an input of the model.
 
     Args:
         shape: (channels, height, width) of an input; 1 channel is gray, 3 are RGB. The height equals the width.
@@ -33,7 +33,7 @@ class ImageInput:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ImageInput:
-        """Return the `ImageInput` of which `dataclasses.asdict` returned `values`, even if they were saved as JSON."""
+        """Return the `ImageInput` with the fields `values`, which may contain lists in place of tuples, as in JSON."""
         shape, mean, std = (tuple(values[key]) for key in ("shape", "mean", "std"))
         return ImageInput(shape, mean, std, values["centre"])
 
@@ -49,5 +49,5 @@ class ImageInput:
         return (image * per_channel(_GRAY)).sum(0, keepdim=True).round().to(torch.uint8)
 
     def normalized(self, images: torch.Tensor) -> torch.Tensor:
-        """Return inputs of the model, float32 [n, channels, height, width], given images, uint8 of the same shape."""
+        """Convert images, uint8 [n, channels, height, width], to inputs of the model, float32 of the same shape."""
         return normalized(images, per_channel(self.mean), per_channel(self.std))

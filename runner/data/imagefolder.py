@@ -28,8 +28,8 @@ class ImageFolder(Data):
             images (the first that exists of `val`, `valid`, `validation` and `test`), both with one directory per
             class. Or it contains one directory per class; then the fraction `holdout` of the images is held out.
         size: height and width of the network's inputs, in pixels.
-        holdout: fraction of each class's images to hold out if `root` does not contain `train`. The same images are
-            held out in every run.
+        holdout: fraction of each class's images to hold out, for the second layout of `root`. The same images are held
+            out in every run.
         augment: transforms of training images: `crop` (random resized crop and random flip), `flip` (random flip) or
             `none`.
         crop_area: the smallest fraction of the image area that a random crop covers.
@@ -40,9 +40,9 @@ class ImageFolder(Data):
         mean: mean of red, green and blue, for pixels in [0, 1]; it is subtracted from the inputs.
         std: standard deviation of red, green and blue, for pixels in [0, 1]; the inputs are divided by it.
         on_error: if a file cannot be read, `raise` an error or `skip` the file with a warning.
-        workers: number of data loading processes of each rank; 0 to load data in the process of the rank itself; null
-            for one less than the number of CPU cores per rank, but at most eight; without an accelerator, for a quarter
-            of the cores.
+        workers: number of data loading processes of each rank; 0 to load data in the process of the rank itself. null
+            chooses one less than the number of CPU cores per rank or, without an accelerator, about a quarter of the
+            cores; in both cases at most eight.
         prefetch: number of batches that each worker loads in advance.
         timeout: number of seconds to wait for a batch before the run ends with an error.
         pin_memory: whether to load batches into page-locked memory, from which copies to CUDA devices are asynchronous;

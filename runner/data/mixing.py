@@ -20,14 +20,16 @@ class Mixing:
     """Mixes each sample of a batch with the previous sample of the same batch, and the first sample with the last.
 
     As in `torchvision.transforms.v2.MixUp` and `CutMix`, all samples of a batch are mixed in the same proportion, which
-    is drawn from a beta distribution. The random numbers depend only on (seed, batch), and the previous sample is
-    loaded even if another process or micro-batch trains on it. Therefore, a batch does not depend on how it is divided.
+    is drawn from a beta distribution. The random numbers depend only on the seed and the number of the batch, and the
+    previous sample is loaded even if another process or micro-batch trains on it. Therefore, the mixed samples do not
+    depend on how the batch is divided.
 
     Args:
         mixup: parameter α of the distribution Beta(α, α) of the proportion of two blended images (Zhang et al., mixup,
             2018); 0 for no blending.
-        cutmix: the same for the area of a rectangle that is replaced (Yun et al., CutMix, 2019); 0 for no rectangles.
-            If both are positive, each batch is mixed in one of the two ways, with probability 1/2.
+        cutmix: parameter α of the distribution Beta(α, α) of the area of a rectangle that is replaced, as a fraction of
+            the image (Yun et al., CutMix, 2019); 0 for no rectangles. If `mixup` and `cutmix` are both positive, each
+            batch is mixed in one of the two ways, with probability 1/2.
     """
 
     mixup: float = 0.0
@@ -83,9 +85,9 @@ class Mixing:
 
 
 def _rectangle(height: int, width: int, share: float, draws: random.Random) -> tuple[int, int, int, int]:
-    """Return (top, bottom, left, right) of a rectangle with the fraction 1 − `share` of the area, cut at the edges.
+    """Return (top, bottom, left, right) of a random rectangle with the fraction 1 − `share` of the image's area.
 
-    The center is uniform, and the aspect ratio is that of the image.
+    The center is drawn uniformly, and the aspect ratio is that of the image. The edges of the image cut the rectangle.
     """
     half = 0.5 * math.sqrt(1 - share)
     y, x = draws.randrange(height), draws.randrange(width)

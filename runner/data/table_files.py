@@ -20,7 +20,7 @@ from runner.storage.torch_file import load_tensors
 SUFFIXES = (".csv", ".npz", ".pt")
 
 _MOST_BYTES = 4 << 30
-"""The maximum size of a file, of what is unpacked from it, and of its numbers in float32."""
+"""The maximum number of bytes of a file, of its content after decompression, and of its arrays in float32."""
 _MOST_TIMES = 100
 """How many times larger than a compressed file its arrays may be."""
 _MOST_COLUMNS = 100_000
@@ -54,8 +54,8 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
         delimiter: the character between two cells.
 
     Raises:
-        ConfigError: if the file cannot be read, a column does not exist, or a cell in one of these columns is not a
-            number that is finite in float32.
+        ConfigError: if the file cannot be read or is not such a table, if a column does not exist or is chosen twice,
+            or if a cell in one of the chosen columns is not a number that is finite in float32.
     """
     try:
         rows = csv.reader(io.StringIO(_content(path).decode("utf-8-sig"), newline=""), delimiter=delimiter)
@@ -112,7 +112,7 @@ def _numbers(row: list[str], columns: list[int], names: list[str], path: Path, l
 
 
 def _is_finite(number: str | float) -> bool:
-    """Return whether `number`, or the number that it spells, is finite in float32."""
+    """Return whether `number`, which may be spelled as a string, is a number that is finite in float32."""
     try:
         return abs(float(number)) <= _LARGEST
     except ValueError:
@@ -122,10 +122,12 @@ def _is_finite(number: str | float) -> bool:
 def read_arrays(path: Path) -> Table:
     """Read the arrays `inputs`, [n, …], and `targets`, [n] or [n, num_targets], of a `.npz` or `.pt` file.
 
-    The inputs must have at least two dimensions; those of a single value per sample are [n, 1].
+    The inputs must have at least two dimensions: [n, 1] if each sample has a single value. The targets are named
+    `target_0`, `target_1` and so on.
 
     Raises:
-        ConfigError: if there are no such arrays, or they do not consist of finite numbers.
+        ConfigError: if the file cannot be read, has no such arrays or is too large, or if not all values are real
+            numbers that are finite in float32.
     """
     try:
         content = _npz(path) if path.suffix == ".npz" else load_tensors(path.resolve())
@@ -163,9 +165,10 @@ def _npz(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_unpacked(path: Path, content: bytes) -> None:
-    """Check that the archive `content` is not far larger after decompression: zeros shrink to about a thousandth.
+    """Check that the archive `content` is not far larger after decompression.
 
-    An entry cannot have more bytes than it claims here, because the rest of it is not read.
+    A small archive could fill the memory, because zeros are compressed to about a thousandth of their size. The sizes
+    that the archive states can be relied on: of an entry that has more bytes, the rest is not read.
     """
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         entries = archive.infolist()

@@ -21,14 +21,15 @@ class Tabular(Data):
 
     Args:
         file: a `.csv` file with the names of the columns in its first line; or an `.npz` or `.pt` file with the arrays
-            `inputs`, [n, …] with at least two dimensions, and `targets`, [n] or [n, num_targets]. null: samples of the
-            first function of Friedman, Multivariate Adaptive Regression Splines (1991).
-        inputs: columns of a CSV file; empty: all that are not targets.
-        targets: columns of a CSV file; empty: the last one.
+            `inputs`, [n, …] with at least two dimensions, and `targets`, [n] or [n, num_targets]; null to generate
+            samples of the first function of Friedman, Multivariate Adaptive Regression Splines (1991).
+        inputs: names of columns of a CSV file; empty for all columns that are not targets.
+        targets: names of columns of a CSV file; empty for the last column.
         delimiter: the character between two cells of a CSV file.
         holdout: fraction of the samples to hold out for evaluation. The same samples are held out in every run.
         standardize: subtract the mean of the training samples from inputs and targets, and divide by the standard
-            deviation. The loss is that of standardized targets; the mean absolute error is in the units of the file.
+            deviation. The loss is computed from standardized targets; the mean absolute error is in the units of the
+            file.
         num_samples: number of samples of Friedman's function; not used with a file.
     """
 
@@ -77,11 +78,11 @@ class Tabular(Data):
 
 
 class TableSamples(ArraySamples, RegressionSamples):
-    """Rows of a table.
+    """Samples that are some of the rows of a table.
 
     Args:
         table: all rows.
-        rows: the indices of these samples, int64 [n].
+        rows: the indices of the rows to use, int64 [n].
         input_scale: mean and standard deviation by which inputs are standardized, float32 of the shape of an input.
         target_scale: the same for targets, float32 [num_targets].
     """
@@ -108,7 +109,7 @@ class TableSamples(ArraySamples, RegressionSamples):
 
 
 def friedman(count: int) -> Table:
-    """Return samples of y = 10 sin(π x₁ x₂) + 20 (x₃ − 1/2)² + 10 x₄ + 5 x₅ + ε, with ε ~ N(0, 1).
+    """Return `count` samples of y = 10 sin(π x₁ x₂) + 20 (x₃ − 1/2)² + 10 x₄ + 5 x₅ + ε, with ε ~ N(0, 1).
 
     The inputs are x₁ to x₁₀, uniform in [0, 1]; the last five have no influence. The variance of y is about 24.8, so
     that an R² of 0.96 is the most that can be learned. Friedman (1991), section 4.3.

@@ -47,7 +47,7 @@ class Downloadable(Data):
     """The base class of data sets that torchvision can download.
 
     Args:
-        root: the parent directory of the data set's directory, which torchvision creates.
+        root: the directory that contains the data set's own directory, such as `MNIST`.
         download: True to download missing files to `root`; False to raise an error if files are missing.
         flip: mirror each training image horizontally with probability 1/2.
         crop: shift training images by up to this many pixels in each direction.
@@ -82,10 +82,13 @@ class Downloadable(Data):
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return new values that replace saved ones, so that the config of a saved run cannot start a download.
+        """Return new values for saved options, so that the config of a saved run cannot start a download.
 
         Args:
             values: the saved options of the data set that the command line does not override.
+
+        Returns:
+            The options to change, with their new values: `download` becomes False.
         """
         return {"download": False} if "download" in values else {}
 

@@ -12,7 +12,10 @@ from typing import Any
 from runner.data.base import DataError
 
 POLL = 0.5
-"""Seconds between two checks of the workers. They are the fork server's children, so no SIGCHLD reports their end."""
+"""Seconds between two checks of whether a worker has died or hangs.
+
+The workers are children of the fork server, so the process of the run gets no SIGCHLD when one dies.
+"""
 
 _CAUSES = {
     9: (", perhaps because memory ran out", "reduce data.workers or data.prefetch; "),
@@ -49,6 +52,7 @@ class Watch:
         Raises:
             DataError: if a worker died, or no batch arrived in time.
             StopIteration: after the last batch.
+            Exception: any other exception that `batches` raises.
         """
         self._waiting = True
         try:

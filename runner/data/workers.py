@@ -52,6 +52,7 @@ class Workers:
 
         Raises:
             DataError: if a worker died, or no batch arrived in time.
+            Exception: any exception that `fetch` raises.
         """
         options: dict[str, Any] = {}
         if self.count > 0:
@@ -87,8 +88,8 @@ class Workers:
 def default_count() -> int:
     """Return the default number of workers per rank, at most eight, and always less than the cores per rank.
 
-    It is one less than the cores per rank if an accelerator computes. On a CPU, where a network takes much longer than
-    decoding its inputs, it is about a quarter of them.
+    If there is an accelerator, the number is one less than the cores per rank. Otherwise, it is about a quarter of the
+    cores, because a network on a CPU takes much longer than decoding its inputs.
     """
     cores = cores_per_process()
     accelerated = torch.cuda.is_available() or torch.backends.mps.is_available()

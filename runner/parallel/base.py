@@ -27,7 +27,7 @@ from runner.tracking.metrics import MetricSums
 
 @dataclass
 class Parallel:
-    """The mode `parallel=single`, one process and one device, and the base class of all other parallel modes.
+    """The mode `parallel=single`: one process with one device. It is also the base class of all other parallel modes.
 
     A parallel mode changes how a step is computed, not what is computed: batches, losses, tags and checkpoints are the
     same as on a single device. The fields of a mode are its options, which do not change after construction; what a
@@ -54,11 +54,11 @@ class Parallel:
 
     @property
     def in_processes(self) -> bool:
-        """Whether the mode trains in processes of its own, each of which has one device."""
+        """Whether the mode can train in several processes, each of which has one device."""
         return False
 
     def alternatives(self, tuning: Tuning) -> Iterator[dict[str, Any]]:
-        """Yield the sets of options, by name, with which `tune` tries this mode; `{}` is the mode as it is."""
+        """Yield dicts of option values, by name, that `tune` tries with this mode; `{}` changes no option."""
         yield {}
 
     def launcher(self, choice: Device) -> Launcher:
@@ -78,25 +78,25 @@ class Parallel:
         check(started == 1, "parallel.processes", started, why, "choose parallel=ddp or fsdp, or start one process")
 
     def layout(self, rank_info: RankInfo) -> Layout:
-        """Return the share of the work that the process of `rank_info` does."""
+        """Return which data, seed and random numbers the process with rank `rank_info` uses."""
         return Layout()
 
     def check(self, context: Context) -> None:
-        """Run the checks that need the devices and the other components, before any data is read.
+        """Check that the mode fits the devices and the other components of the run; called before any data is read.
 
         Raises:
             ConfigError: if a check fails.
         """
 
     def check_workload(self, context: Context) -> None:
-        """Run the checks that need the workload's data.
+        """Check that the mode fits the workload; called after the workload's `prepare`.
 
         Raises:
             ConfigError: if a check fails.
         """
 
     def num_microbatches(self, context: Context) -> int:
-        """Return the number of parts into which the mode itself splits each micro-batch of the plan."""
+        """Return the number of parts into which the mode itself splits each micro-batch of `context.plan`."""
         return 1
 
     def place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
@@ -105,6 +105,9 @@ class Parallel:
         Returns:
             The module whose parameters are trained, under their original names. If the mode wraps the module, as DDP
             does, the mode keeps the wrapper and does not return it.
+
+        Raises:
+            ConfigError: if the model cannot be compiled or split as the options ask.
         """
         self._context = context
         return self._place(model, context)
@@ -115,7 +118,7 @@ class Parallel:
         return model
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
-        """Run the forward and the backward pass of a micro-batch, and add its gradients to those of the parameters.
+        """Run the forward and the backward pass of a micro-batch, and add the gradients to the parameters' `grad`.
 
         The gradients are weighted by the fraction of the global batch that is in the micro-batch.
 
@@ -126,7 +129,8 @@ class Parallel:
             log_due: whether this step is logged; if so, the mode may measure it.
 
         Returns:
-            The workload's metric sums over the micro-batch, float32 [num_metrics], on the device.
+            The metric sums over the micro-batch, in the order of `workload.metrics`: float32 [num_metrics], on the
+            device. A rank that does not compute the loss, such as the rank of a pipeline's first stage, returns zeros.
         """
         return self._accumulate(model, batch, micro.weight)
 
@@ -146,7 +150,7 @@ class Parallel:
         return sums
 
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
-        """Clip the gradients to the norm `max_norm`; None: do not clip.
+        """Clip the gradients to the norm `max_norm`; if it is None, only compute their norm.
 
         Returns:
             The gradient norm of the whole model before clipping, a scalar on the device.
@@ -159,23 +163,24 @@ class Parallel:
         return full_state.full_tensor(norm)
 
     def combine_overflow(self, found_inf: torch.Tensor) -> None:
-        """Set `found_inf`, an overflow flag, to its maximum over the ranks that hold different gradients of one model.
+        """Set `found_inf`, an overflow flag, to its maximum over the ranks that train different parts of one model.
 
-        In most modes there are no such ranks, and nothing is done.
+        Most modes do nothing here, because a rank has all gradients of its model, or torch has already combined the
+        flags, as in FSDP.
 
         Args:
             found_inf: 0 or 1, float32 scalar on the device; changed in place.
         """
 
     def infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of `model` for `inputs`, in an evaluation."""
+        """Return the outputs of `model` for `inputs`; called during an evaluation."""
         return model(inputs)
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         """Evaluate the model, which the caller has put into evaluation mode, on the held-out data.
 
         Returns:
-            The metrics, and the sums over all ranks from which they were computed.
+            The metrics by name, and the metric sums over all ranks, from which the metrics were computed.
         """
         context = self._context
         with torch.inference_mode(), context.precision.autocast():
@@ -199,7 +204,9 @@ class Parallel:
         return {}
 
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
-        """Return the state as full tensors on the CPU, the format that all modes share; called on every rank.
+        """Return the state of the model and the optimizer, as full tensors on the CPU; called on every rank.
+
+        All modes share this format.
 
         Returns:
             The model's tensors by name, and the optimizer state by parameter name: `{"layer.weight":
@@ -214,11 +221,13 @@ class Parallel:
         tensors: TensorDict,
         optimizer_state: dict[str, Any],
     ) -> None:
-        """Load the model's tensors and the optimizer state that `full_state` returned, in this mode or another one.
+        """Load the model's tensors and the optimizer state, which `full_state` of this or another mode returned.
+
+        Called on every rank.
 
         Raises:
-            UnexpectedContentError: if names, shapes or dtypes differ from those of the model and the optimizer, or a
-                tensor is not finite.
+            UnexpectedContentError: if names, shapes or dtypes differ from those of the model and the optimizer, a
+                tensor is not finite, or a number of steps is negative. The model may have been changed already.
         """
         full_state.load(model, optimizer, tensors, optimizer_state)
 
@@ -230,6 +239,10 @@ class Parallel:
         """Load `state`, which `local_state` returned; called after `load_full_state`.
 
         If the checkpoint has no state of this rank, `state` is empty.
+
+        Raises:
+            ConfigError: if `state` does not fit the number of processes.
+            UnexpectedContentError: if `state` does not have the expected form.
         """
 
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Collectives:
-    """The collectives of a single process. In subclasses for several processes, every rank must call them."""
+    """The collectives of a single process. In subclasses for several processes, all ranks must make the same calls."""
 
     rank = 0
     world_size = 1
@@ -63,15 +63,21 @@ class Collectives:
     def from_rank_0(self, make: Callable[[], T]) -> T:
         """Call `make` on rank 0, and return its result on every rank.
 
+        The result must be of a type that `json_encoding.encode` supports.
+
         Raises:
-            Exception: on rank 0, any that `make` raises.
-            ConfigError: on the other ranks, if `make` raised it on rank 0.
-            LostError: on the other ranks, if `make` raised any other exception on rank 0.
+            Exception: on rank 0, any exception that `make` raises.
+            ConfigError: on the other ranks, if `make` raised this ConfigError on rank 0.
+            LostError: on the other ranks, if `make` raised any other exception, or its result cannot be encoded.
+            TypeError: on rank 0, if there are several ranks and the result cannot be encoded.
         """
         return make()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the `value` of each rank, in the order of the ranks; see `json_encoding.encode` for possible types."""
+        """Return the `value` of each rank, in the order of the ranks.
+
+        The `value` must be of a type that `json_encoding.encode` supports.
+        """
         return [value]
 
     def gather_to_rank0(self, tensors: dict[Any, Any]) -> dict[Any, Any]:
@@ -131,7 +137,7 @@ class ProcessGroup(Collectives):
         tensor.copy_(total / self.world_size)
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether `flag` was true on any rank in the previous call.
+        """Return whether `flag` was true on any rank in the previous call; False in the first call.
 
         The all-reduce can therefore overlap with a training step.
         """

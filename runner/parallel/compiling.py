@@ -21,7 +21,7 @@ _VARIANTS = 8
 
 
 def modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the blocks of `model` that have parameters and are its submodules.
+    """Return the blocks of `model` that have parameters and are submodules of `model`.
 
     Blocks that `blocks()` creates in each call, in order to group several submodules, are left out.
     """
@@ -31,17 +31,17 @@ def modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_in_place(module: torch.nn.Module, how: bool | str, blocks: Sequence[torch.nn.Module] | None = None) -> None:
-    """Let `module`, or each of its blocks, be compiled when it is called for the first time; names do not change.
+    """Let `module`, or each of its blocks, be compiled at the first call; the names of parameters do not change.
 
     Blocks of the same class and shapes share their compiled code.
 
     Args:
         module: the network, or a stage of it.
-        how: false: nothing is compiled; true: `module` as a whole; `blocks`: each of its blocks.
-        blocks: the blocks of `module`; None: those that `modules_of_blocks` returns.
+        how: true to compile `module` as a whole; `blocks` to compile each of its blocks; false to compile nothing.
+        blocks: the blocks of `module`; None for the blocks that `modules_of_blocks` returns.
 
     Raises:
-        ConfigError: if `how` is `blocks`, and there are no such blocks.
+        ConfigError: if `how` is `blocks`, and `module` has no blocks.
     """
     if how == BLOCKS:
         found = modules_of_blocks(module) if blocks is None else blocks

@@ -34,7 +34,7 @@ class Process(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """One process's share of the work; the defaults describe a run with a single process."""
+    """Which data, seed and random numbers one process uses; the defaults describe a run with a single process."""
 
     data_shard: tuple[int, int] = (0, 1)
     """(index, count): every global batch is divided into `count` shards, and the process trains on shard `index`."""
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
     rng_stream: int = 0
     """The index of the random number stream that the process uses after the initialization of the weights."""
     non_equivalence_reason: str = ""
-    """Why the results differ from those of a single device; empty if they are the same up to rounding."""
+    """Why the results differ from those of a single device; empty if the results are the same up to rounding."""
 
     @staticmethod
     def data_parallel(rank_info: RankInfo) -> Layout:
@@ -62,15 +62,16 @@ class Context:
 
     Args:
         process: this process: its rank, its devices and its collectives.
-        layout: this process's share of the work.
-        plan: the batch arithmetic that follows from the layout.
+        layout: which data, seed and random numbers this process uses.
+        plan: which samples are in each micro-batch of this process.
         workload: the workload of the run.
         precision: the precision of the run.
         channels_last: whether convolutions use the NHWC memory format.
-        compile: whether to compile the model with `torch.compile`: as a whole, or by `blocks`.
+        compile: true to compile the model as a whole with `torch.compile`; `blocks` to compile each of its blocks;
+            false to compile nothing.
         time_block: function that returns the seconds of a block's forward and backward pass, from which modes that
             split a network choose the stages. `runner.tools.plan`, which executes nothing, passes a function that
-            estimates them.
+            estimates the seconds.
     """
 
     process: Process
@@ -84,7 +85,7 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """The device of this process; the first one, if it has several."""
+        """The device of this process; the first one if the process has several."""
         return self.process.devices[0]
 
     @property
@@ -105,15 +106,15 @@ class Context:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The information about a run from which a parallel mode proposes options for it.
+    """The information about a run that a parallel mode needs to propose options to `tune`.
 
     Args:
-        world_size: the number of processes of the run or, if there is one, of its devices.
+        world_size: number of processes of the run; if there is only one process, the number of its devices.
         samples: number of samples of one forward and backward pass through the network, over all processes.
         normalizes: whether the network has batch normalization.
-        typed: names of the mode's options that the user has typed, which are kept.
-        block_costs: function that returns the floating-point operations of each block of the network for a number of
-            samples, in any unit; None if the network cannot be divided into blocks.
+        typed: names of the mode's options that the user has typed. The values of these options are kept.
+        block_costs: function of a number of samples that returns the cost of a forward and backward pass of each block
+            of the network, in any unit; None if the network cannot be divided into blocks.
     """
 
     world_size: int

@@ -33,7 +33,8 @@ class DDP(MultiProcess):
 
     Args:
         bucket_mb: size in MiB of the buckets in which gradients are all-reduced while the backward pass is running.
-        static_graph: promise that every step uses the same parameters, which lets DDP skip work in each step.
+        static_graph: promise that every step uses the same parameters, which lets DDP skip work in each step; only
+            possible without gradient accumulation.
         gradients_as_views: make the gradients views of the buckets, so that each gradient is stored only once.
         find_unused: search for unused parameters in every step. The search is slow, and is needed only if there are
             steps that do not use all parameters.

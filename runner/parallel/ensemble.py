@@ -19,7 +19,7 @@ from runner.tracking.metrics import MetricSums
 
 
 class MemberMeans(ProcessGroup):
-    """Collectives that average metrics over the members instead of adding them, as each member sees every sample."""
+    """Collectives whose `all_reduce` returns means over the members, because each member sees every sample."""
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
         return {name: total / self.world_size for name, total in super().all_reduce(sums).items()}

@@ -97,5 +97,5 @@ class FSDP(MultiProcess):
 
 
 def inputs_to_channels_last(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """A forward pre-hook that converts images to the NHWC memory format."""
+    """Convert images, which are inputs with four dimensions, to the NHWC memory format; a forward pre-hook."""
     return tuple(x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs)

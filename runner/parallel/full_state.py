@@ -14,10 +14,10 @@ import torch
 from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_like
 
 _PROBE = (3, 5)
-"""The shape of a test parameter. In an optimizer's state, only tensors shaped like the parameter have this shape."""
+"""The unusual shape of a test parameter, by which tensors shaped like the parameter are found in optimizer states."""
 
 TensorDict = dict[str, "torch.Tensor"]
-"""Tensors of a model by name, without the prefix of a wrapper."""
+"""The tensors of a model by name. The names have no prefix of a wrapper, such as DDP's `module.`."""
 
 
 def collect(
@@ -25,7 +25,7 @@ def collect(
 ) -> tuple[TensorDict, dict[str, dict[str, Any]]]:
     """Return copies of the model's tensors, and of the optimizer state by parameter name, on the CPU.
 
-    It must be called on every rank that holds a shard.
+    This function must be called on every rank that holds a shard of the model.
 
     Args:
         model: the model.
@@ -56,8 +56,9 @@ def load(
     If the model is sharded, each rank loads its shards of these tensors.
 
     Raises:
-        UnexpectedContentError: if names, shapes or dtypes differ from those of the model and the optimizer, or a tensor
-            is not finite.
+        UnexpectedContentError: if names, shapes or dtypes differ from those of the model and the optimizer, a tensor is
+            not finite, or a number of steps is negative. If only `optimizer_state` is wrong, the model has been changed
+            already.
     """
     own = model.state_dict()
     check_like(tensors, dict(own), "the model")
@@ -70,7 +71,7 @@ def load_optimizer(
 ) -> None:
     """Load the state of an optimizer. Parameters without saved state keep the state that they have.
 
-    If the optimizer keeps no state, as SGD without momentum, the saved state is ignored.
+    If the optimizer keeps no state, like SGD without momentum, the saved state is ignored.
 
     Args:
         model: the model whose parameters the optimizer updates.
@@ -78,9 +79,9 @@ def load_optimizer(
         optimizer_state: full tensors and plain values, by parameter name and then by key.
 
     Raises:
-        UnexpectedContentError: if names, shapes or dtypes are not those that the optimizer expects, or a tensor is not
-            finite. Shapes are checked because fused kernels would read and write beyond the end of a tensor that is too
-            short.
+        UnexpectedContentError: if names, shapes or dtypes are not those that the optimizer expects, a tensor is not
+            finite, or a number of steps is negative. Shapes are checked because fused kernels would read and write
+            beyond the end of a tensor that is too short.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}

@@ -54,7 +54,7 @@ class SharedState(NamedTuple):
 
 
 class SharedMemoryCollectives(ProcessGroup):
-    """Collectives that use shared memory to decide when workers stop, as an all-reduce in every step would block."""
+    """Collectives that decide through shared memory when workers stop, as an all-reduce in every step would block."""
 
     def __init__(self, timeout: float, shared_state: SharedState):
         super().__init__(timeout)
@@ -66,6 +66,9 @@ class SharedMemoryCollectives(ProcessGroup):
 
         Once `flag` has been true on any worker, rank 0 chooses a number of updates that no worker has reached yet. Each
         worker stops when it has made this number of updates.
+
+        Raises:
+            LostError: if this worker has to wait for another worker for more than `timeout` seconds.
         """
         own = int(self.updates[self.rank])
         if flag:  # set, never cleared: a read-modify-write could undo the write of another worker
@@ -96,12 +99,12 @@ class Hogwild(MultiProcess):
     """Lock-free training: each worker computes gradients of a shared model and updates the model without locks.
 
     Niu et al., HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent (2011). The workers divide
-    the global batches among them, and each worker has its own optimizer. The number of steps is the same as in other
-    modes, but while a worker computes a gradient, other workers may update the weights, so no two runs are the same.
-    With one worker, a run is exactly the same as with `parallel=single`. Before logging, evaluating or saving, the
-    workers wait for each other. A checkpoint holds the model and the first worker's optimizer state, from which other
-    modes can resume, and the file of each rank holds the optimizer state of that worker. The mode runs on the CPU of a
-    single machine.
+    the global batches among themselves, and each worker has its own optimizer. The number of steps is the same as in
+    other modes, but while a worker computes a gradient, other workers may update the weights, so no two runs are the
+    same. With one worker, a run is exactly the same as with `parallel=single`. Before logging, evaluating or saving,
+    the workers wait for each other. A checkpoint holds the model and the first worker's optimizer state, from which
+    other modes can resume, and the file of each rank holds the optimizer state of that worker. The mode runs on the CPU
+    of a single machine.
     """
 
     description: ClassVar[str] = "Hogwild"
@@ -163,8 +166,8 @@ class Hogwild(MultiProcess):
     def _read(self, model: torch.nn.Module) -> tuple[int, list[torch.Tensor] | None]:
         """Return the number of updates by all workers so far, and a copy of the weights.
 
-        The weights are copied in every `_MEASURE_EVERY`-th step if there are several workers; otherwise, None is
-        returned instead of the copy.
+        If there are several workers, the weights are copied in every `_MEASURE_EVERY`-th step. In all other cases, None
+        is returned instead of the copy.
         """
         measured = self._context.world_size > 1 and self._updates[self._context.rank] % _MEASURE_EVERY == 0
         return int(self._updates.sum()), [p.detach().clone() for p in trainable(model)] if measured else None

@@ -1,8 +1,8 @@
 """The encoding of values that are sent to other ranks: JSON, because pickle can execute code from the sender.
 
 Plain JSON values are written unchanged; any other value is written with a tag for its type, as `{"$": [tag, content]}`.
-Pickle is used only in the pipes of `multiprocessing` between a process and the processes that it starts, because no
-other process can open these pipes.
+Pickle is used only in the pipes of `multiprocessing` between a process and the processes that it starts. This is safe,
+because no other process can open these pipes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def encode(value: Any) -> bytes:
     """Return `value` as JSON text in bytes.
 
     Args:
-        value: a plain value, path, dtype, tensor, config error, or named tuple or dataclass of this project; or a list,
-            tuple or dict of such values.
+        value: None, a bool, int, float, string, path, dtype, tensor or `ConfigError`; a named tuple or dataclass of
+            this project that has no `__post_init__`; or a list, tuple or dict of such values.
 
     Raises:
         TypeError: for any other type.

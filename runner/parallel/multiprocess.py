@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class MultiProcess(Parallel, ABC):
-    """The base class of modes with several processes; subclasses define `layout`, each process's share of the work.
+    """The base class of modes with several processes; subclasses define in `layout` which data each process uses.
 
     Args:
-        processes: number of processes; `auto` for one per visible GPU, or two on a CPU. Under torchrun or SLURM, `auto`
-            is the number of processes that torchrun or SLURM has started.
+        processes: number of processes; `auto` for one per GPU that `device` selects (by default, every visible GPU), or
+            two on a CPU. Under torchrun or SLURM, `auto` is the number of processes that torchrun or SLURM has started.
         timeout: number of seconds that a process waits for the others before the run ends with an error.
         max_restarts: maximum number of times that all processes are restarted from the last checkpoint after one of
             them has failed, died or hung; not used under torchrun or SLURM.
@@ -116,7 +116,7 @@ class MultiProcess(Parallel, ABC):
 
 
 def average_buffers(model: torch.nn.Module, collectives: Collectives) -> None:
-    """Replace the floating-point buffers on every rank by their means over all ranks.
+    """Replace each floating-point buffer of `model` by its mean over all ranks; called on every rank.
 
     A running mean is linear in the batch means, so its average over the ranks equals the running mean of a single
     process that sees all shards.

@@ -58,12 +58,13 @@ class Pipeline(Partition, MultiProcess):
     The gradients of the micro-batches are summed. Samples, loss and update are the same as with gradient accumulation
     on one device. In both cases, batch normalization uses the statistics of each micro-batch.
 
-    If `processes` is `auto`, and `stages` or `cuts` specifies the number of stages, there are as many processes as
-    stages; with `interleaved_1f1b`, half as many if the number of stages is even and at least four.
+    If `processes` is `auto`, and `stages` or `cuts` specifies the number of stages, the engine `processes` starts as
+    many processes as stages; with `interleaved_1f1b`, half as many if the number of stages is even and at least four.
 
     Args:
         engine: `processes`: several processes with one or more stages each, and `torch.distributed.pipelining`;
-            `streams`: one process with several CUDA devices, and copies between them on separate streams.
+            `streams`: one process with several CUDA devices, and copies between them on separate streams, only with
+            `schedule=gpipe`.
         schedule: `gpipe`: all forward passes, then all backward passes; `1f1b`: one forward pass and one backward pass
             in turn, which keeps fewer activations (Narayanan et al., PipeDream, 2019); `interleaved_1f1b`: two or more
             stages per process, which reduces idle time (Narayanan et al., 2021); `zero_bubble`: the gradients of
@@ -103,11 +104,15 @@ class Pipeline(Partition, MultiProcess):
 
     @property
     def schedules(self) -> Sequence[str]:
-        """The schedules that the engine has."""
+        """The schedules that the engine supports."""
         return SCHEDULES if self.engine == "processes" else SCHEDULES[:1]
 
     def alternatives(self, tuning: Tuning) -> Iterator[dict[str, Any]]:
-        """Yield, for some numbers of micro-batches, the schedule with the smallest predicted bubble."""
+        """Yield, for some numbers of micro-batches, `split_size` and the schedule with the smallest predicted bubble.
+
+        Yield only `{}` if the user has typed the number or size of the micro-batches, or the network cannot be divided
+        into blocks.
+        """
         from runner.parallel.pipelining.bubbles import bubbles  # imported here: a run predicts none
 
         if tuning.block_costs is None or {"split_size", "num_micro_batches"} & tuning.typed:
@@ -247,7 +252,7 @@ class Pipeline(Partition, MultiProcess):
             model: the network.
             grouped: the blocks of each stage, for the stages of all processes.
             stage_of: the number of the stage of each parameter and buffer.
-            activations: specs of the activations before, between and after all stages.
+            activations: specs of the activations before the first stage and after each stage, for all processes.
             context: the context of the run.
 
         Raises:
@@ -273,7 +278,7 @@ class Pipeline(Partition, MultiProcess):
     ) -> dict[int, StageModule]:
         """Create all stages and the engine in this process, and return the stages, keyed by the number of the stage.
 
-        Each stage has its own device, unless there is only one device. The arguments are those of
+        Each stage has its own device, unless there is only one device. The arguments are the same as in
         `_place_own_stages`.
         """
         from runner.parallel.pipelining.streams import StreamEngine

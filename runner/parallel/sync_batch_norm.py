@@ -46,7 +46,10 @@ class BatchNormOfAnyDim(_BatchNorm):
 
 
 class SyncBatchNorm(BatchNormOfAnyDim):
-    """Batch normalization over the shards of all processes, with differentiable all-reduces."""
+    """Batch normalization over the shards of all processes, with differentiable all-reduces.
+
+    The shards must have the same size.
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:

@@ -17,7 +17,8 @@ def is_running(console: Path) -> bool:
 def is_open_in(pid: int, path: Path) -> bool:
     """Return whether the process `pid` has opened the file `path`; False on systems without /proc.
 
-    A process that has opened the file by another name does not count: somebody may have linked a file of another sweep.
+    A process that has opened the file by another name does not count, because somebody may have made `path` a link to a
+    file of another sweep.
     """
     try:
         name, files = os.path.realpath(path), Path(f"/proc/{pid}/fd")
@@ -28,7 +29,10 @@ def is_open_in(pid: int, path: Path) -> bool:
 
 
 def message(console: Path) -> str:
-    """Return the last ten non-empty lines that a job printed, without control characters."""
+    """Return the last ten non-empty lines that a job printed, in which control characters are escaped.
+
+    If the file `console` cannot be read, return an empty string.
+    """
     try:
         check_no_link(console.parent)
         with open_regular(console) as file:
@@ -40,5 +44,5 @@ def message(console: Path) -> str:
 
 
 def last_line(console: Path) -> str:
-    """Return the last line that a job printed; an empty string if it printed nothing."""
+    """Return the last non-empty line that a job printed; an empty string if there is none."""
     return message(console).rpartition("\n")[2]

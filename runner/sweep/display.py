@@ -46,7 +46,7 @@ class Display:
         self._failures: list[str] = []
 
     def title(self, job: Shown) -> str:
-        """Return the title of a job: its number, and its overrides that differ from the overrides of other jobs."""
+        """Return the title of a job: its number, and its overrides of `swept` keys (all overrides if it has none)."""
         overrides = [text for text in job.overrides if override_key(text) in self.swept]
         words = escaped(" ".join(redacted_values(overrides or job.overrides)))
         line = f"job {job.number}: {words}".replace("\n", "\\n")
@@ -61,7 +61,7 @@ class Display:
 
         Args:
             job: the job.
-            slot: the devices or the queue in which the job runs, for example `GPU 0`.
+            slot: the devices or the queue entry of the job, for example `GPU 0`.
             console: the file with everything that the job prints.
         """
         self.line(f"{self.title(job)}: started on {slot}")

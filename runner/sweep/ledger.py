@@ -24,7 +24,7 @@ CONSOLE = "console"
 """The folder in a sweep's directory that holds the output of the jobs, one file per job."""
 
 OPTIONS = "conf"
-"""The folder in a sweep's directory to which a search writes its best trial, as an option file for `experiment`."""
+"""The folder in a sweep's directory to which a search writes its best trial, as an option of the group `experiment`."""
 
 STUDY = "study.log"
 """The file in a sweep's directory in which Optuna stores the trials of a search."""
@@ -38,20 +38,23 @@ class Ledger:
 
     The ledger is a context manager. It locks the sweep's directory until the context ends, so that only one process at
     a time can run the sweep. If the sweep is new and none of its jobs has run, its directory is removed at the end.
+    Credentials in overrides and error messages are not stored.
 
     Args:
         typed: the overrides on the command line.
-        root: the directory that contains all sweeps with the same `name`.
+        root: the directory that contains all sweeps with the same config key `name`.
         resume: `auto` or `never`.
         command: the overrides and flags with which the user can repeat the command; None: the same as `typed`.
 
     Attributes:
         path: the directory of the sweep.
-        jobs: the entry of each job that was started or refused, by number.
-        num_jobs: the number of all jobs; 0 until it is set.
+        typed: the overrides that identify the sweep, sorted; those that may differ when it is resumed are left out.
+        jobs: the entry of each job that was started or refused, by number. `runner.sweep.ledger_file` lists its keys.
+        num_jobs: the number of all jobs; 0 until the caller sets it.
 
     Raises:
-        ConfigError: if another process runs this sweep, or the ledger is damaged or cannot be written.
+        ConfigError: if `resume` has another value, another process runs this sweep, the ledger is damaged, or the
+            sweep's directory contains a link or cannot be created, locked or written to.
     """
 
     def __init__(self, typed: Iterable[str], root: Path, resume: str, command: Iterable[str] | None = None):
@@ -86,7 +89,7 @@ class Ledger:
             remember_command(path, self._command)
 
     def _unfinished(self, root: Path) -> Path | None:
-        """Load the newest unfinished sweep in `root` that has the same overrides; return its directory, or None."""
+        """Load the newest unfinished sweep in `root` with the same overrides, if any; return its directory or None."""
         for path in sorted(root.glob("*"), reverse=True):
             found = read_ledger(path, self.typed)
             if found.get("typed") == self.typed and not found.get("complete"):
@@ -96,7 +99,7 @@ class Ledger:
         return None
 
     def settled(self, number: int, config_hash: str) -> int | None:
-        """Return the exit code of job `number` if it is done or has diverged with the same config; None otherwise."""
+        """Return the exit code of job `number` if it is done or diverged and has this `config_hash`; None otherwise."""
         entry = self.jobs.get(number, {})
         is_settled = entry.get("config_hash") == config_hash and entry.get("code") in SETTLED
         return entry["code"] if is_settled else None
@@ -113,7 +116,7 @@ class Ledger:
             changes: the new values of the entry, by key; the value None removes the key.
 
         Raises:
-            StorageError: if the ledger cannot be written.
+            StorageError: if the ledger cannot be written. The entry in `jobs` has changed nevertheless.
         """
         for key, show in (("overrides", redacted_values), ("error", redacted)):
             if changes.get(key) is not None:

@@ -16,7 +16,10 @@ log = logging.getLogger(__name__)
 
 LEDGER = "sweep.json"
 _LIMIT_BYTES = 24_000_000
-"""The maximum size of a ledger file: four times that of 10,000 jobs. In memory, it takes at most 20 times as much."""
+"""The maximum size of a ledger file in bytes: four times the size with 10,000 jobs.
+
+In memory, a ledger takes at most 20 times as much.
+"""
 _ENTRY = {
     "state": str,
     "code": int,
@@ -30,7 +33,10 @@ _ENTRY = {
     "started": float,
     "seconds": float,
 }
-"""The type of each value in a job's entry; only `config_hash` is required."""
+"""The keys of a job's entry, and the types of their values; only `config_hash` is required.
+
+`started` is in seconds since the epoch. `seconds` is the time from the last start of the job to its end.
+"""
 
 
 def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
@@ -41,7 +47,12 @@ def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
 
     Args:
         path: the directory of the sweep.
-        typed: the overrides of the sweep that the user wants to resume; None if the ledger is only read.
+        typed: the overrides of the sweep that the user wants to resume, as in `Ledger.typed`; None if the ledger is
+            only read.
+
+    Returns:
+        A dictionary with the keys `typed`, `complete` (whether the sweep is complete) and `jobs` (the entry of each
+        job, by its number as a string), and usually `command`, `num_jobs` and `pid` (of the scheduler).
 
     Raises:
         ConfigError: if the ledger is damaged, but it is clear that its sweep has the overrides `typed`.

@@ -27,7 +27,7 @@ def remember_command(sweep: Path, words: list[str]) -> None:
 
 
 def remembered_command(sweep: Path) -> list[str]:
-    """Return the command line that `remember_command` stored for the sweep at `sweep`; an empty list without one."""
+    """Return the command line that `remember_command` stored for the sweep at `sweep`; empty if there is none."""
     try:
         return json.loads(read_regular(_file(sweep), _LIMIT_BYTES))
     except (OSError, ValueError):

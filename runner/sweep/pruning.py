@@ -1,4 +1,4 @@
-"""Pruners, which compare the trials of a search after the same number of evaluations and stop unpromising ones."""
+"""Pruners, which compare the trials of a search after the same number of evaluations, and stop unpromising trials."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from runner.sweep.objective import Objective
 
 _LEAST_OTHERS = 4
-"""The minimum number of other trials with which the median rule must compare a trial before it can stop it."""
+"""The median rule stops a trial only if it can compare the trial with at least this number of other trials."""
 _REDUCTION = 3
 """At each rung of successive halving, one in this number of trials continues."""
 
@@ -73,9 +73,9 @@ def _is_rung(number: int) -> bool:
 
 
 def mean_curve(curves: Iterable[Sequence[float]]) -> list[float]:
-    """Return the mean of `curves` at each evaluation; it is as long as the longest curve.
+    """Return the mean of `curves` at each evaluation.
 
-    Where a curve has no value anymore, the mean is over the remaining curves.
+    The result is as long as the longest curve. Where a curve has no value anymore, the mean is over the other curves.
     """
     curves = list(curves)
     longest = max(map(len, curves), default=0)

@@ -121,7 +121,7 @@ class Scheduler:
     def run(self, stop: StopRequest) -> list[int]:
         """Run all jobs, and return their exit codes in the order of their numbers.
 
-        A pruned job counts as done (0). If the sweep is stopped, jobs that have not begun have no exit code.
+        A pruned job counts as done (0). If the sweep is stopped, jobs that have not begun are missing from the list.
 
         Args:
             stop: the handler of stop signals. After the first stop signal, the running jobs save a checkpoint and exit
@@ -283,7 +283,7 @@ class Scheduler:
 
 
 def how_it_died(ended: Ended) -> str:
-    """Describe the end of a job with an exit code that is not in `STATES`, for example `was killed by SIGKILL`."""
+    """Describe how a job ended whose exit code is unknown or not in `STATES`, for example `was killed by SIGKILL`."""
     if ended.code is None:
         return f"was lost{f': {ended.reason}' if ended.reason else ''}"
     if ended.code < 0:

@@ -50,7 +50,9 @@ class Space:
         self._groups, self._exists = groups, exists
 
     def overrides(self, value: Callable[[Dimension], list[str]]) -> list[str]:
-        """Return the overrides of one combination, without keys that do not exist in the config groups it chooses.
+        """Return the overrides of one combination.
+
+        A dimension is left out if one of its keys does not exist in the chosen options of the config groups.
 
         Args:
             value: a function that chooses a value of a dimension, and returns the overrides that set this value.
@@ -113,7 +115,8 @@ class SearchJobs(JobSource):
         options: the options of the sweep.
         objective: the metric by which trials are compared.
         plan: a function that returns the planned job for a number and overrides.
-        seed: the seed of the first job of each trial; None: a trial has one job, whose seed the search does not set.
+        seed: the seed of the first job of each trial; each further job of the trial has the next higher seed. None: a
+            trial has one job, whose seed the search does not set.
         ledger: the ledger of the sweep.
 
     Raises:
@@ -197,7 +200,10 @@ class SearchJobs(JobSource):
             self._trials.clear()
 
     def best(self) -> tuple[list[str], float] | None:
-        """Return the overrides of the best trial, without `seed`, and its value; None if no trial is complete."""
+        """Return the overrides of the best trial and its value; None if no trial is complete.
+
+        The overrides do not include the seeds that the search sets. The value is the mean over the jobs of the trial.
+        """
         from optuna.trial import TrialState
 
         complete = self._study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
@@ -308,7 +314,7 @@ class SearchJobs(JobSource):
         return self._pruner.continues(self._trials[index].num_passed + 1, listed, indices.index(index))
 
     def _continue_paused(self) -> None:
-        """Queue the jobs of a paused trial again if the pruner now lets the trial continue.
+        """Queue the stopped jobs of each paused trial again if the pruner now lets the trial continue.
 
         A trial whose run directories have been deleted has no evaluations that could be judged, and stays paused.
         """

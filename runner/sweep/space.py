@@ -27,8 +27,8 @@ class Dimension(NamedTuple):
     Args:
         name: the config key, or the name that the user gave to the paired keys.
         keys: the config keys that the dimension sets.
-        choices: the list of values, each in the form of the overrides that set it; it has one item if nothing varies.
-        interval: the interval that a search samples instead of `choices`.
+        choices: the values; each value is a list of the overrides that set it. `[[]]` if there is an `interval`.
+        interval: the interval that a search samples instead of `choices`; None if the values are listed.
     """
 
     name: str

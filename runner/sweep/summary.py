@@ -97,7 +97,8 @@ def write_summary(path: Path) -> None:
     """Write the summary of a sweep as a TensorBoard event file in the sweep's directory, replacing any older summary.
 
     The summary consists of the columns of the HPARAMS tab, tables as text and, if matplotlib is installed, a figure
-    that shows the metric for the values of each swept key. If writing fails, a warning is logged.
+    that shows the metric for the values of each swept key. If no key has several values or no job is done, nothing is
+    written. If writing fails, a warning is logged.
 
     Args:
         path: the directory of the sweep.
@@ -147,7 +148,10 @@ def _is_name(directory: str) -> bool:
 
 
 def _best(job: _Job, metric: str) -> float | None:
-    """Return the best value of `metric` in a job; None if the job did not measure it, or the value is not finite."""
+    """Return the best value of `metric` in a job; None if the job did not measure it, or the value is not finite.
+
+    If another metric selects the best checkpoint of the job, return the last value.
+    """
     best = job.result.get("best", {})
     value = best["value"] if best.get("metric") == metric else job.result.get("metrics", {}).get(metric)
     return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else None  # not if nan
@@ -189,7 +193,7 @@ def _metrics(sweep: _Sweep) -> list[str]:
 
 
 def _tables(sweep: _Sweep) -> str:
-    """Return the tables as Markdown: the states of the jobs, the best jobs, and the metric by value of each key."""
+    """Return the tables as Markdown: the states of the jobs, the best jobs, and the metric for each value of a key."""
     ended = ", ".join(f"{count} {state}" for state, count in sweep.states.most_common())
     parts = [f"{sum(sweep.states.values())} jobs: {ended}"]
     if sweep.measured:

@@ -17,7 +17,7 @@ class Transfer(NamedTuple):
     """Tensors that are being copied.
 
     Args:
-        source: the tensors to copy, kept here so that their memory is not freed too early; empty if that is not needed.
+        source: the tensors to copy, kept so that their memory is not freed too early; empty for a `PeerCopyStream`.
         result: the copies.
         done: a `torch.cuda.Event` that is recorded after the last copy; None if nothing has to be copied.
     """
@@ -43,7 +43,7 @@ class NoCopy:
 
 
 class CopyStream(NoCopy):
-    """A stream for copies from host memory to a CUDA device. Only copies from page-locked memory do not block the host.
+    """A stream for copies from host memory to a CUDA device. Copies from pageable memory block the host.
 
     Args:
         target: the CUDA device.
@@ -110,6 +110,6 @@ def copy_stream(source: torch.device, target: torch.device, cuda: Any = None) ->
     Args:
         source: the CUDA device to copy from.
         target: the CUDA device to copy to. If it is the same device as `source`, the returned stream copies nothing.
-        cuda: `torch.cuda`, or a substitute in tests.
+        cuda: a substitute for `torch.cuda` in tests; None for `torch.cuda`.
     """
     return NoCopy() if source == target else PeerCopyStream(source, target, cuda or torch.cuda)

@@ -18,7 +18,13 @@ FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf
 
 
 def cpu() -> dict[str, Any]:
-    """Return the CPU's model, core counts and instruction sets. Values that the system does not report are None."""
+    """Return the CPU's model, core counts and instruction sets. Values that the system does not report are None.
+
+    Returns:
+        `model`; `physical_cores`, `logical_cores`, `allowed_cores` (in the affinity mask) and `quota_cores` (of the
+        control groups); `threads`, torch's number of threads; `capability`, the instruction set that torch uses; and
+        `features`, the list of instruction sets in `FEATURES` that the CPU has.
+    """
     import psutil  # imported here, because only the environment report needs it
 
     blocks = _cpuinfo()
@@ -99,7 +105,7 @@ def _quota_cores() -> float | None:
 
 
 def _sysctl(name: str) -> str | None:
-    """Return the value of a macOS system parameter; None on other operating systems."""
+    """Return the value of a macOS system parameter; None if it is unknown, and on other operating systems."""
     if platform.system() != "Darwin":
         return None
     import subprocess  # imported here, so that config errors do not wait for it

@@ -1,10 +1,10 @@
-"""Fake tensors and fake process groups: a step of a run is executed without memory for tensors, and without peers.
+"""Fake tensors and fake process groups, to execute a step of a run without memory for tensors and without other ranks.
 
 Fake tensors have a shape, a dtype and a device, but no values: https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html
 
 `FakeTensorMode` and the fake process group are private in torch, and some of torch's own Python code does not expect
-fake tensors. Everything private is in this file; most of it becomes unnecessary once torch has a public mode in which a
-training step can be traced (https://github.com/pytorch/pytorch/issues/77085 is about fake tensors in general).
+fake tensors. Most of this file becomes unnecessary once torch has a public mode in which a training step can be traced
+(https://github.com/pytorch/pytorch/issues/77085 is about fake tensors in general).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def fake_tensors() -> Iterator[Any]:
     """Within this context, every new tensor is fake, and existing tensors are treated as fake tensors of their shapes.
 
     Yields:
-        The mode, which is the attribute `fake_mode` of its tensors.
+        The `FakeTensorMode`, which every fake tensor of this context has as its attribute `fake_mode`.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -52,7 +52,8 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Within this context, the default process group has `world_size` ranks; only this process, `rank`, exists.
 
     Collectives return at once, without communication. The values in their outputs mean nothing: they are unchanged, or
-    copied from this process's own input. DDP and `init_device_mesh` are patched so that they need no such values.
+    copied from this process's own input. DDP and `init_device_mesh` are patched so that they need no values from other
+    ranks.
 
     Raises:
         ValueError: if there is a default process group already.
@@ -95,7 +96,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 def _all_reduced(bucket: Any) -> Any:
     """Return a future of the bucket's gradients, as DDP's default hook does.
 
-    The future of a fake all-reduce has no result.
+    The default hook cannot be used, because the future of a fake all-reduce has no result.
     """
     from torch import distributed
 

@@ -24,10 +24,10 @@ METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods()
 
 
 def start_server(*modules: str) -> None:
-    """Start the fork server, unless it is already running, and make it import `modules` in the background.
+    """Unless the fork server is already running, start it, and let it import `modules` in the background.
 
-    The server's children start with stop signals blocked. On Ctrl-C, the terminal sends a signal to the whole process
-    group, but only the main process should handle this signal and then stop the children.
+    The server's children start with stop signals blocked, for this reason: on Ctrl-C, the terminal sends a signal to
+    the whole process group, but only the main process should handle this signal and then stop the children.
     """
     if METHOD != "forkserver":
         return
@@ -51,8 +51,8 @@ def start_server(*modules: str) -> None:
 def server_stopped() -> Iterator[None]:
     """A context manager that stops the fork server at the end, unless the server was running at the beginning.
 
-    Other code of this process may use the fork server of `multiprocessing`, too. Children of a server that
-    `start_server` has started would ignore SIGTERM, and so `Process.terminate`.
+    This protects other code of this process that uses the fork server of `multiprocessing`. The children of a server
+    that `start_server` has started begin with SIGTERM blocked, so that `Process.terminate` does not end them.
     """
     from multiprocessing import forkserver
 
@@ -70,8 +70,8 @@ def server_stopped() -> Iterator[None]:
 def without_main_module() -> Iterator[None]:
     """A context manager in which the processes that `multiprocessing` starts do not import this program's main module.
 
-    Ranks and data workers need nothing in it. A script that trains without `if __name__ == "__main__":` would
-    otherwise begin to train in each of them.
+    Ranks and data workers do not need the main module. If it is a script that trains without
+    `if __name__ == "__main__":`, each process that imports it would begin to train.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -113,7 +113,9 @@ def run_in_child(function: Callable[..., object], *arguments: Any) -> None:
 
 
 def death_of_server() -> str:
-    """Return the signal or the exit code with which the fork server ended; an empty string if it still runs after 1 s.
+    """Return how the fork server ended, such as `SIGKILL` or `exit code 1`.
+
+    The result is an empty string if the server still runs after 1 s, or was not started by this process.
 
     The main process receives the exit codes of the children from the server. Therefore, if all children seem to have
     ended at the same time, it may be the server itself that has ended.

@@ -1,6 +1,6 @@
 """Lazy import of torch: it is loaded at its first use, so that `--help` and config errors appear 1 to 2 s earlier.
 
-Its compiler is loaded when it is first used, too (see `runner.system.torch_private`).
+torch's compiler is also loaded only at its first use (see `runner.system.torch_private`).
 
 The slow import of torch is https://github.com/pytorch/pytorch/issues/97106. This file becomes unnecessary if the import
 becomes fast, or with the `lazy import` statement of Python 3.15 (PEP 810).

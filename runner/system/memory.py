@@ -16,8 +16,8 @@ _PROC = Path("/proc/self")
 def usage(device: torch.device) -> dict[str, float]:
     """Return the peak memory usage on `device` in bytes, by TensorBoard tag, without waiting for the device.
 
-    `memory/peak` is the largest value since the last call of `reset_peak`: on CUDA of the memory that was allocated for
-    tensors, on a CPU of the resident set size of the process. On MPS, which keeps no peak, it is the memory that the
+    `memory/peak` is the peak since the last call of `reset_peak`. On CUDA, it is the peak of the memory allocated for
+    tensors; on a CPU, of the resident set size of the process. On MPS, which keeps no peak, it is the memory that the
     process has now. `memory/peak_reserved`, only on CUDA, also counts memory that the allocator caches.
     """
     if device.type == "cuda":
@@ -31,7 +31,11 @@ def usage(device: torch.device) -> dict[str, float]:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Free cached memory and reset the peak memory usage, so that each run in a process has its own peak."""
+    """Free cached memory and reset the peak memory usage, so that each run in a process has its own peak.
+
+    On a CPU, the peak can be reset only on Linux, and not in all containers. Elsewhere, it counts from the start of the
+    process.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -44,7 +48,12 @@ def reset_peak(device: torch.device) -> None:
 
 
 def host_memory() -> dict[str, int | None]:
-    """Return the machine's total and available memory and this process's limit (None if there is none), in bytes."""
+    """Return the memory of the machine and the limit of this process, in bytes.
+
+    Returns:
+        `total_bytes` and `available_bytes` of the machine; and `limit_bytes`, the limit of this process's control
+        groups, or None if there is no limit below `total_bytes`.
+    """
     import psutil  # imported here, because only the environment report needs it
 
     machine = psutil.virtual_memory()

@@ -1,4 +1,4 @@
-"""Imported by a fork server after what it preloads: its children collect garbage, but not among these objects."""
+"""Imported by a fork server after the modules that it preloads, so that no child examines their objects for garbage."""
 
 import gc
 

@@ -33,7 +33,10 @@ _ROOT = Path(__file__).parent.parent.parent
 
 
 def environment() -> dict[str, Any]:
-    """Return the information that is needed to reproduce a run, without the host name, the user name or secrets."""
+    """Return the information that is needed to reproduce a run, without the host name, the user name or secrets.
+
+    Errors and warnings about devices are listed under the key `findings`.
+    """
     findings: list[str] = []
     return {
         "command": command(),
@@ -48,7 +51,7 @@ def environment() -> dict[str, Any]:
 
 
 def command() -> str:
-    """Return the command line of this process, `python -m runner …`, quoted for a shell and without secrets."""
+    """Return the command line of this process, such as `python -m runner …`, quoted for a shell and without secrets."""
     program = Path(sys.argv[0])
     words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     typed = shlex.join([*words, *redacted_values(sys.argv[1:])])  # word by word, because a word may contain spaces
@@ -60,6 +63,9 @@ def source(root: Path = _ROOT) -> dict[str, Any] | None:
 
     Args:
         root: the directory that contains `.git`.
+
+    Returns:
+        `commit`, which is None before the first commit; and `dirty`, whether files are changed or untracked.
     """
     if not (root / ".git").exists():  # an installed package may be inside an unrelated repository
         return None
@@ -79,7 +85,10 @@ def source(root: Path = _ROOT) -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions of Python, torch, the operating system and `PACKAGES`; None for packages not installed."""
+    """Return the versions of this project, Python, torch, CUDA, the operating system and `PACKAGES`, by name.
+
+    The version is None for a package that is not installed, and for CUDA if torch is built without it.
+    """
     return {
         "runner": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
@@ -95,6 +104,10 @@ def devices(findings: list[str]) -> list[dict[str, Any]]:
 
     Args:
         findings: the list to which errors and warnings are appended.
+
+    Returns:
+        For each device: `device`, such as `cuda:0`; `name`; `total_bytes` of memory; `capability`, None on MPS; and on
+        CUDA also `multiprocessors`.
     """
     found: list[dict[str, Any]] = []
     with collect_findings(findings, "CUDA"):

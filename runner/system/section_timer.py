@@ -56,7 +56,7 @@ class SectionTimer:
         return before
 
     def section(self, name: str) -> Section:
-        """Count this call, and return the context manager of the section `name`: `with timer.section("data"): …`."""
+        """Add 1 to `calls[name]`, and return the context manager of the section: `with timer.section("data"): …`."""
         self.calls[name] += 1
         section = self._sections.get(name)
         if section is None:

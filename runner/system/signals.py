@@ -115,7 +115,7 @@ class CommandSignals(StopRequest):
     """The exit code of the command if a signal has ended it before training; otherwise None."""
     is_postponing = False
     postponed: BaseException | None = None
-    """Whether the context of `exceptions_postponed` is entered, and the exception to raise at its end."""
+    """The exception to raise at the end of `exceptions_postponed`, if any. In this context, `is_postponing` is true."""
 
     def __enter__(self) -> CommandSignals:
         if threading.current_thread() is threading.main_thread() and _installed() is None:
@@ -151,10 +151,11 @@ class CommandSignals(StopRequest):
 
 @contextmanager
 def exceptions_postponed() -> Iterator[None]:
-    """Within this context, a stop signal raises its exception only at the end of the context, the outermost of several.
+    """Within this context, a stop signal raises its exception only at the end of the context.
 
-    It is for calls of C++ code that calls Python, such as the import of torch: there, an exception of a signal handler
-    can abort the process, which then leaves its temporary files behind.
+    If such contexts are nested, the exception is raised at the end of the outermost one. This context is for calls of
+    C++ code that calls Python, such as the import of torch: there, an exception of a signal handler can abort the
+    process, which then leaves its temporary files behind.
     """
     command = _installed()
     if not isinstance(command, CommandSignals) or threading.current_thread() is not threading.main_thread():

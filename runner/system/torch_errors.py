@@ -24,7 +24,8 @@ def is_lost_peer(error: BaseException) -> bool:
 def nondeterministic_operation(error: BaseException) -> str:
     """Return the message of `error` if an operation has no deterministic implementation; otherwise an empty string.
 
-    `torch.use_deterministic_algorithms` makes such operations raise a RuntimeError. No GitHub issue is known.
+    `torch.use_deterministic_algorithms` makes such operations raise a RuntimeError. Only the first line of its message
+    is returned, without torch's advice. No GitHub issue is known.
     """
     text = str(error)
     if "does not have a deterministic implementation" not in text and "not deterministic" not in text:
@@ -35,8 +36,8 @@ def nondeterministic_operation(error: BaseException) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocator raised `error` because there is not enough memory.
 
-    On CUDA this is `torch.OutOfMemoryError`; the allocators for the CPU and for MPS raise a RuntimeError. No GitHub
-    issue is known.
+    On CUDA this is `torch.OutOfMemoryError`; torch's allocators for the CPU and for MPS raise a RuntimeError, and
+    Python raises a MemoryError. No GitHub issue is known.
     """
     texts = (
         "DefaultCPUAllocator: can't allocate memory",

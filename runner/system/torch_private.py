@@ -1,6 +1,7 @@
-"""Functions that access torch's private state, all in this file, so that a new torch version can break only this file.
+"""Functions that access torch's private state, which a new torch version may break.
 
-Each function says why it is needed, and which torch issue would make it unnecessary, if one is known.
+Each function says why it is needed, and which torch issue would make it unnecessary, if one is known. Fake
+tensors, which are private too, are in `runner.system.fake_tensors`.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ def _do_nothing(*_: Any) -> None:
 
 
 def allow_recompilations(count: int) -> None:
-    """Let the compiler compile a function at least `count` times before it gives up and runs the function as it is.
+    """Let the compiler compile a function at least `count` times before it gives up and runs the function uncompiled.
 
-    All blocks of a class share one function, of which the compiler makes a variant for each set of shapes. The default
+    All blocks of a class share one function, and the compiler makes a variant of it for each set of shapes. The default
     limit of eight is less than a ResNet needs, and the limit can only be set for the whole process.
     """
     import torch._dynamo
@@ -67,9 +68,9 @@ def allow_recompilations(count: int) -> None:
 def split_compiled_ddp(split: bool) -> None:
     """Set whether the compiler splits a network inside DDP, so that gradients are sent during the backward pass.
 
-    It fails to split a graph that contains an autograd function, as synchronized batch normalization does, and with
-    buckets of less than 1 MiB (`DDPOptimizer` in torch/_dynamo/backends/distributed.py). The setting is that of the
-    whole process. https://github.com/pytorch/pytorch/issues/137481
+    Splitting fails with buckets of less than 1 MiB, or if the network contains an autograd function, as synchronized
+    batch normalization does (`DDPOptimizer` in torch/_dynamo/backends/distributed.py). The setting applies to the whole
+    process. https://github.com/pytorch/pytorch/issues/137481
     """
     import torch._dynamo
 
@@ -80,8 +81,8 @@ def split_compiled_ddp(split: bool) -> None:
 def has_fast_bfloat16() -> bool:
     """Return whether oneDNN computes in bfloat16 on this CPU, which takes AVX-512 or a newer instruction set.
 
-    Without oneDNN, torch has only slow kernels: a step of ResNet50 took minutes. No torch issue about a public function
-    is known.
+    Without oneDNN, torch has only slow bfloat16 kernels: a step of ResNet50 took minutes. No torch issue about a public
+    function is known.
     """
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

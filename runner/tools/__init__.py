@@ -1,4 +1,4 @@
-"""Command-line tools: `python -m runner.tools.NAME`. They import torch when they use it: `--help` appears at once."""
+"""Command-line tools: `python -m runner.tools.NAME`. torch is loaded when it is used, so most show `--help` at once."""
 
 from runner.system.lazy_import import import_lazily
 

@@ -27,8 +27,8 @@ _FAILURE_TITLES: list[str] = ["run", "state", "step", "reason"]
 def terminal(comparison: Comparison, width: int) -> Group:
     """Return, for a terminal, a table of the runs that are done and a table of the runs that are not done.
 
-    If there are so many keys that words would be broken, one column `options` lists the keys and values of a row below
-    one another.
+    A table without rows is left out. If the terminal is too narrow for a column per config key, a single column
+    `options` lists the keys and values of a row below one another.
 
     Args:
         comparison: the comparison.
@@ -60,7 +60,7 @@ def _readable_width(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> int
 
 
 def markdown(comparison: Comparison) -> str:
-    """Return the same tables as `terminal`, as Markdown text."""
+    """Return the tables of `terminal` as Markdown text, always with one column per config key."""
     blocks = []
     for titles, rows, caption in _tables(comparison):
         lines = [_markdown_line(titles), _markdown_line(["---"] * len(titles)), *map(_markdown_line, rows)]
@@ -114,7 +114,10 @@ def _cell(row: Row, measure: str) -> str:
 
 
 def as_csv(comparison: Comparison) -> str:
-    """Return one CSV table: a line for each row, with standard deviations in separate columns, and for each failure."""
+    """Return one CSV table, which has a line for each row of the comparison and a line for each failure.
+
+    The standard deviation of each measure has its own column, with the suffix `_std`.
+    """
     names = comparison.measures
     titles = [_title(comparison, name) if name in (BEST, LAST) else name for name in names]
     keys = [format_value(key) for key in comparison.keys]
@@ -134,7 +137,14 @@ def as_csv(comparison: Comparison) -> str:
 
 
 def as_json(comparison: Comparison) -> str:
-    """Return the comparison as JSON text, with all numbers unrounded."""
+    """Return the comparison as JSON text, with all numbers unrounded.
+
+    Returns:
+        A JSON object with the keys `keys`, `metric` and `direction` (see `Comparison`), `rows` and `failures`. A row
+        has `values`, the numbers of `runs` and `seeds`, the `directories` of the runs and, for each measure, its `mean`
+        and `std`, or null if the row does not have this measure. A failure has the fields of `Failure`, with the name
+        under `run`. Numbers that are not finite are null.
+    """
     content = {
         "keys": comparison.keys,
         "metric": comparison.metric,

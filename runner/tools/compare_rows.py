@@ -1,4 +1,4 @@
-"""A comparison of saved runs: a row for each combination of options that differ, and a row for each failed run."""
+"""A comparison of saved runs: a row for each combination of their options, and a failure for each run not done."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from runner.tracking.spread import Spread
 BEST, LAST, STEPS, SECONDS, RATE = "best", "last", "steps", "seconds", "samples_per_second"
 
 _TYPED = {RATE: "samples/s"}
-"""The column titles of those measures whose title differs from their name."""
+"""What the user types to sort by a measure, if this is not the name of the measure."""
 
 _REASONS = {"killed": "it was killed: it has no result", "damaged": "its result.json is damaged"}
 
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def seeds(self) -> int:
-        """The number of different seeds of the runs: fewer than runs if a run was repeated with the same seed."""
+        """The number of different seeds; smaller than the number of runs if some of the runs have the same seed."""
         return len({tuple(repr(run.labels.get(key)) for key in REPEATS) for run in self.runs})
 
     def spread(self, measure: str) -> Spread | None:
@@ -67,12 +67,12 @@ class Failure(NamedTuple):
 
     Args:
         values: the values of the config keys in which the runs differ, by key; keys that this run lacks are left out.
-        name: the path of the run directory, relative to the directory that contains all runs; for a job without one,
-            the path that it would have had.
+        name: the path of the run directory, relative to the directory that contains all runs; for a job without a run
+            directory, the path that the directory would have had.
         state: `crashed`, `diverged`, `stopped`, `running`, `killed` or `damaged`; a job may also be `refused`, `queued`
             or `pruned`.
         step: the number of completed steps; None if it is not known.
-        reason: why the run or the job is not done; empty if that is not known, or the state says it.
+        reason: why the run or the job is not done; empty if the reason is not known, or follows from the state.
     """
 
     values: dict[str, Any]
@@ -87,19 +87,21 @@ class Comparison:
 
     Args:
         paths: run directories, directories of sweeps, or directories that contain such directories at any depth.
-        metric: the TensorBoard tag of the metric to compare; None for the metric that selects the best checkpoint.
-        sort: the title of the column to sort by; None for the column of the metric.
+        metric: the TensorBoard tag of the metric to compare, with or without `eval/`; None for the metric by which most
+            runs choose the best checkpoint (see `common_metric`).
+        sort: the column to sort by: `best`, `last`, `steps`, `seconds`, `samples/s`, `runs` or a config key; None for
+            `best` or, if no run has a best value of the metric, `last`.
 
     Attributes:
-        keys: the config keys whose values differ among all runs, in the order of their columns.
+        keys: the config keys whose values differ among all runs (see `swept_keys`), in the order of their columns.
         metric: the tag of the metric; empty if no run that is done has any metric.
         direction: `max` if larger values of the metric are better, otherwise `min`.
         measures: the measures that at least one row has, in the order of their columns.
-        rows: the runs that are done, sorted.
+        rows: the rows of the runs that are done, sorted.
         failures: the runs that are not done and the jobs without a run directory, sorted by name.
 
     Raises:
-        ConfigError: if there are no runs, no run that is done has the metric, or there is no column `sort`.
+        ConfigError: if there are no runs, no run that is done has `metric`, or there is no column `sort`.
     """
 
     def __init__(self, paths: list[Path], metric: str | None = None, sort: str | None = None):
@@ -153,7 +155,7 @@ class Comparison:
         return Failure(values, self._name(run.directory), state, steps_of(run.directory, run.result), _shown(reason))
 
     def _jobs_without_run(self, sweep: Path, ledger: dict[str, Any]) -> Iterator[Failure]:
-        """Yield a failure for each job of a sweep that has no run directory, for example because it was refused."""
+        """Yield a failure for each job without a run directory, such as a refused job, except jobs that are done."""
         runs = {entry.name for entry in os.scandir(sweep) if entry.is_dir(follow_symlinks=False)}
         for entry in ledger["jobs"].values():
             name, state = entry.get("directory", ""), one_line(entry.get("state", "killed"))

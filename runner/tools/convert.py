@@ -1,9 +1,9 @@
 """`python -m runner.tools.convert SOURCE DESTINATION` extracts the weights of a run, or converts a file of weights.
 
-The format of the written weights does not depend on the parallel mode: `model.weights=DESTINATION` starts any run from
-them, and other programs can load them. Reading SOURCE never executes code that is hidden in it, and the hashes of a
-checkpoint are verified before it is read. If DESTINATION is a .pt2 or .onnx file, the model of a run is exported as a
-program.
+The format of the written weights does not depend on the parallel mode: `model.weights=DESTINATION` starts a run in any
+mode from these weights, and other programs can load them. Reading SOURCE never executes code that is hidden in it, and
+the hashes of a checkpoint are verified before it is read. If DESTINATION is a .pt2 or .onnx file, the model of a run is
+exported as a program instead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _WRITERS: dict[str, Callable[[Tensors, Path, dict[str, str] | None], None]] = {
 
 
 PROGRAMS = (".pt2", ".onnx")
-"""The suffixes of programs: of `torch.export`, and ONNX."""
+"""The suffixes of exported programs: .pt2 for `torch.export`, .onnx for ONNX."""
 
 
 class Weights(NamedTuple):
@@ -100,7 +100,8 @@ def exported(source: Path, destination: Path, best: bool, module_prefix: bool) -
         module_prefix: whether --module-prefix was typed; refused, as a program has no names of parameters.
 
     Raises:
-        ConfigError: if a flag is refused, a package is missing, or the model cannot be exported.
+        ConfigError: if a flag is refused, a package is missing, there is no such checkpoint, or its model cannot be
+            exported.
     """
     from runner.tools.convert_program import check_exporter, export_program  # imported here: they need a run's modules
 
@@ -160,8 +161,8 @@ def read(source: Path, best: bool = False) -> Weights:
             newest intact checkpoint.
 
     Raises:
-        ConfigError: if `source` has no weights or damaged weights, or if `best` is True and `source` is not a run
-            directory.
+        ConfigError: if `source` does not exist, or has no weights or damaged weights; or if `best` is True, and
+            `source` is not a run directory or has no best checkpoint.
     """
     others = "name a run directory, a checkpoint in one, or a file of weights"
     check(source.exists(), "SOURCE", str(source), "there is no such file or directory", others)
@@ -190,7 +191,10 @@ def _chosen(run: Path, best: bool) -> Path:
 
 
 def _read_checkpoint(path: Path, named: str = "") -> Weights:
-    """Read the weights of a checkpoint: the file `named`, or those that were evaluated, which may be averages."""
+    """Read the weights in the file `named` of a checkpoint; if `named` is empty, read the weights that were evaluated.
+
+    The weights that were evaluated are averages if the run averages its weights.
+    """
     with _errors_as_source(path):
         manifest = verified_manifest(path)
         name = named or (EMA if EMA in manifest["files"] else _CHECKPOINT_WEIGHTS)
@@ -227,7 +231,8 @@ def write(tensors: Tensors, path: Path, prefix: str = "", signature: Mapping[str
         tensors: tensors by name.
         path: a .safetensors, .pt or .pth file.
         prefix: a prefix that is added to each name.
-        signature: the signature of the weights, which a .safetensors file holds in its metadata; None for no signature.
+        signature: the signature (see `Weights`) to store in the metadata of a .safetensors file; None to store none.
+            Other formats have no metadata.
 
     Raises:
         ConfigError: if the format does not support a tensor, or the file cannot be written.

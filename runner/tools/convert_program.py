@@ -20,9 +20,9 @@ from runner.storage.saved_run import directory_of
 from runner.system.installed import is_installed
 
 TOLERANCE = 1e-5
-"""The largest accepted difference between an output of the program and that of the model.
+"""The largest accepted difference between an output of the program and the same output of the model.
 
-It is relative to the largest output, or absolute if all outputs are below 1.
+The difference is relative to the model's largest absolute output or, if this output is below 1, absolute.
 """
 
 
@@ -30,7 +30,7 @@ def export_program(source: Path, choice: str | int, path: Path) -> str:
     """Export the model of a checkpoint to `path`, in the format given by the suffix, and return the checkpoint's path.
 
     The program takes inputs float32 [n, …] of any n, normalized as in the evaluation, and returns the model's outputs.
-    Its outputs are compared with those of the model before it is written.
+    A file at `path` is replaced only after the outputs of the program have been compared with those of the model.
 
     Args:
         source: a run directory, or a checkpoint in one.
@@ -39,7 +39,7 @@ def export_program(source: Path, choice: str | int, path: Path) -> str:
 
     Raises:
         ConfigError: if there is no such checkpoint, it is damaged, it does not say what the inputs are, the model
-            cannot be exported, or the outputs of the program differ.
+            cannot be exported, or the outputs of the program differ by more than `TOLERANCE`.
     """
     step = step_of(source) if source.parent.name == "checkpoints" else None
     is_run = (source / "checkpoints").is_dir() or step is not None
@@ -78,7 +78,7 @@ def check_exporter(path: Path) -> None:
     """Check that the packages for the format given by the suffix of `path` are installed.
 
     Raises:
-        ConfigError: if one is missing.
+        ConfigError: if a package is missing.
     """
     missing = [name for name in ("onnx", "onnxscript") if path.suffix == ".onnx" and not is_installed(name)]
     why, remedy = f"{' and '.join(missing)} is not installed", "pip install -e '.[export]', or name a .pt2 file"
@@ -86,7 +86,7 @@ def check_exporter(path: Path) -> None:
 
 
 def _export_torch(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> torch.Tensor:
-    """Write a program of `torch.export`, and return its outputs for `inputs`.
+    """Write a program of `torch.export`, load it again, and return its outputs for `inputs`.
 
     https://docs.pytorch.org/docs/stable/export.html
     """
@@ -96,7 +96,7 @@ def _export_torch(model: torch.nn.Module, inputs: torch.Tensor, signature: str, 
 
 
 def _export_onnx(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> torch.Tensor:
-    """Write an ONNX model, and return its outputs for `inputs`, from the reference implementation of ONNX.
+    """Write an ONNX model, and return its outputs for `inputs`, computed by the reference implementation of ONNX.
 
     https://docs.pytorch.org/docs/stable/onnx.html
     """

@@ -23,7 +23,7 @@ PRECISIONS = ("32", "tf32", "64", "bf16", "16")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the report as tables, or with `--json` as one JSON object."""
+    """Print a report on this machine as tables, or with `--json` as one JSON object."""
     parser = argparse.ArgumentParser("python -m runner.tools.doctor", description="Describe this machine.")
     parser.add_argument("--measure", action="store_true", help="measure which parallel modes pay off: two minutes")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -45,7 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def gather() -> dict[str, Any]:
-    """Return the report on this machine as plain values. Errors and warnings are listed under the key `findings`."""
+    """Return a report on this machine as plain values.
+
+    Returns:
+        The dict of `environment`, with more details of each CUDA device and four more keys: `driver`, the version of
+        the driver or None; `backends`, whether each is available or, for cuDNN, its version; `precisions`, what each
+        precision does on each kind of device; and `parallel`, what each parallel mode does. The list `findings`
+        contains errors, warnings and recommendations.
+    """
     report = environment()
     devices, findings = report["devices"], report["findings"]
     for device in devices:
@@ -60,7 +67,7 @@ def gather() -> dict[str, Any]:
 
 
 def _cuda_details(index: int, count: int, findings: list[str]) -> dict[str, Any]:
-    """Return the properties of a CUDA device that can be read only with a CUDA context.
+    """Return further properties of a CUDA device, some of which can be read only with a CUDA context.
 
     Args:
         index: the index of the device.
@@ -92,7 +99,11 @@ def _cuda_details(index: int, count: int, findings: list[str]) -> dict[str, Any]
 
 
 def computes(device: str) -> bool:
-    """Return whether `device` computes a sum correctly; devices that torch lists may be broken or too old for torch."""
+    """Return whether `device` computes a sum correctly. A device that torch lists may be broken or too old for torch.
+
+    Raises:
+        RuntimeError: if `device` cannot compute at all.
+    """
     return torch.ones(1000, device=device).sum().item() == 1000
 
 

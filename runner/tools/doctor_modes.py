@@ -28,12 +28,12 @@ def speed_of_modes(names: Sequence[str], kind: str, budget: float = BUDGET_SECON
 
     Args:
         names: the options of `parallel=`.
-        kind: the kind of device that `device=auto` chooses.
-        budget: seconds for each network.
+        kind: the kind of device that `device=auto` chooses: `cpu`, `cuda` or `mps`.
+        budget: seconds for each network, over all modes.
 
     Returns:
-        For each network, the rows of the modes as `measured_modes` returns them; or a text that says why it could not
-        be trained.
+        A dict with the keys `small network` and `larger network`. Each value is the dict that `measured_modes` returns,
+        or a text that says why the network could not be trained.
     """
     found: dict[str, Any] = {}
     for network, overrides in {"small network": SMALL, "larger network": LARGE.get(kind, LARGE["cpu"])}.items():

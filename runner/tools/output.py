@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def print_report(report: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], RenderableType]) -> None:
-    """Print a result as JSON, or as the tables that `render` makes of it, as wide as the terminal."""
+    """Print `report` as JSON if `as_json` is True; otherwise print the tables that `render` returns for it.
+
+    The tables are as wide as the terminal, or 140 characters wide if standard output is not a terminal.
+    """
     from rich.console import Console  # imported here: not all tools print tables
 
     if as_json:
@@ -64,16 +67,16 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def check_writable(flag: str, value: str | None, suffix: str = "") -> None:
-    """Check that the file that a flag names can be created.
+    """Check that the file that a flag names can be created or replaced.
 
     Args:
         flag: the flag, such as `--csv`.
-        value: the path that was typed; None if the flag was not.
+        value: the path that was typed; None if the flag was not typed, so that there is nothing to check.
         suffix: the suffix that the path must have, such as `.png`; empty if any suffix is accepted.
 
     Raises:
-        ConfigError: if the path is a directory, a link, a pipe or a device, its parent directory does not exist, or it
-            has another suffix.
+        ConfigError: if the path is a directory, a link, a pipe or a device, if its parent directory does not exist, or
+            if the path has another suffix.
     """
     if value is None:
         return
@@ -87,12 +90,12 @@ def check_writable(flag: str, value: str | None, suffix: str = "") -> None:
 
 
 def write_or_refuse(flag: str, value: str | None, write: Callable[[Path], object]) -> None:
-    """Call `write` with the path that a flag names; without a path, do nothing.
+    """Call `write` with the path that a flag names; if the flag was not typed, do nothing.
 
     Args:
         flag: the flag, such as `--csv`.
-        value: the path that was typed; None if the flag was not.
-        write: writes the file.
+        value: the path that was typed; None if the flag was not typed.
+        write: function that writes a file to a path.
 
     Raises:
         ConfigError: if the file cannot be written.

@@ -1,8 +1,8 @@
-"""`python -m runner.tools.plan [RUN] [OVERRIDE …]` predicts what a run will take, without training.
+"""`python -m runner.tools.plan [RUN] [OVERRIDE …]` predicts what resources a run will need, without training.
 
 One training step of each process is executed with tensors that have no values. The plan shows which process computes
 what, the memory of tensors by kind at its peak, the floating-point operations, the bytes that are sent, and the size of
-a checkpoint. A config that the command would refuse is refused with the same message.
+a checkpoint. A config that `python -m runner` would refuse is refused with the same message.
 
 The plan can also be made for another machine: `--devices 8 --memory 80GB` says whether the run fits and, if not, which
 other ways to train it would fit; `--flops 300e12 --bandwidth 2e12 --link 200e9` adds a lower bound on the time of a
@@ -11,9 +11,9 @@ step.
 With a run directory RUN, the config of the run is planned, and its measurements are shown beside the predictions.
 Overrides change the config of the run; the measurements are then left out.
 
-`--measure` predicts the time of a step; for a pipeline, also that of each schedule and `split_size`. To do so, it
-measures the parts of a step for some seconds in the processes of the mode: the forward and backward pass (of each
-block, for a pipeline), the batches, the update and the messages.
+`--measure` predicts the time of a step; for a pipeline, it predicts this time for each schedule and `split_size`. To do
+so, it measures the parts of a step for some seconds in the processes of the parallel mode: the forward and backward
+pass (for a pipeline, of each block), the batches, the update and the messages.
 
 Exit codes: 0: planned. 1: the plan crashed. 2: the config is refused. 3: planned, but it does not fit into `--memory`.
 """
@@ -57,8 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return the flags and the overrides.
 
+    Returns:
+        The values of the flags, with sizes and speeds as numbers, and the overrides. The first value has two more
+        attributes: `run`, the path RUN or None, and `machine`, the flops, the bandwidth and the link, or None.
+
     Raises:
-        ConfigError: for an unknown flag, a word that is not a valid override, or a value that is out of range.
+        ConfigError: for an unknown flag, a word that is not a valid override, a value that is out of range, or flags
+            that do not go together.
     """
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m runner.tools.plan", None, __doc__, None, [], form, allow_abbrev=False)

@@ -16,8 +16,8 @@ class Change(NamedTuple):
 
     Args:
         overrides: the overrides to add.
-        costs: what it costs, in words.
-        results: what it does to the results besides rounding in another order, such as `16 bits`; empty for nothing.
+        costs: what the change costs, in words.
+        results: how it changes the results apart from the order of sums, such as `16 bits`; empty if it does not.
         divides_batches: whether a pass has fewer samples than before.
     """
 
@@ -27,7 +27,7 @@ class Change(NamedTuple):
     divides_batches: bool = False
 
     def effects(self, normalizes: bool) -> str:
-        """Return what it does to the results, in words.
+        """Return what the change does to the results, in words.
 
         Args:
             normalizes: whether the network has batch normalization.
@@ -42,7 +42,7 @@ _SMALLER = "smaller matrices"
 
 
 def changes(num_devices: int) -> Iterator[Change]:
-    """Yield changes, the cheapest first.
+    """Yield the changes that may make a run fit into memory, the cheapest first.
 
     Args:
         num_devices: number of devices of the machine.

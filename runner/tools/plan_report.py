@@ -1,4 +1,4 @@
-"""The plan of a run as plain values: the ranks, the batch, memory, costs, checkpoints, and what would make it fit."""
+"""The plan of a run as plain values: ranks, batch, memory, costs, checkpoints, and changes that make the run fit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def plan(
     Args:
         overrides: the overrides of the config.
         config_dir: a directory with options of your own; None to use only conf/.
-        num_devices: number of devices of the machine that is planned for; None for those of this machine.
+        num_devices: number of devices of the machine that is planned for; None to plan for the devices of this machine.
         memory: memory of each device in bytes; None to leave open whether the run fits.
         speeds: the three values of a `Machine` (flops, bandwidth, link), for a lower bound on the time of a step; None
             to leave the bound out. If the third value is None, messages between devices are assumed to take no time.
@@ -48,12 +48,13 @@ def plan(
         source: the directory of a run whose config the overrides change; None to compose the config from conf/.
 
     Returns:
-        The dict of `report_of`. If `memory` is given, it has `memory_bytes` and `fits`, and `remedies` if the run does
-        not fit. With `source` and no overrides, it has what the saved run measured as `measured`.
+        The dict of `report_of`. If `memory` is given, the values of `memory_bytes` and `fits` are set and, if the run
+        does not fit, also `remedies` (see the function). With `source` and no overrides, `measured` has the
+        measurements of the saved run.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused, or `source` has no run.
-        RankError: if a process that measures fails.
+        RankError: if a process that measures the parts of a step fails.
     """
     build = _builder(source, config_dir)
     run = build(overrides)
@@ -74,7 +75,10 @@ def plan(
 
 
 def _builder(source: Path | None, config_dir: str | None) -> Callable[[Sequence[str]], Run]:
-    """Return a function that builds a run from overrides: changes of conf/, or of the config of the run `source`."""
+    """Return a function that builds a run from overrides.
+
+    The overrides change the config of the run `source` or, if `source` is None, the default config.
+    """
     if source is None:
         return lambda overrides: compose_run(overrides, config_dir, "plan")
     run = load(source)
@@ -84,7 +88,7 @@ def _builder(source: Path | None, config_dir: str | None) -> Callable[[Sequence[
 def remedies(
     run: Run, overrides: Sequence[str], build: Callable[[Sequence[str]], Run], num_devices: int, memory: float
 ) -> list[dict[str, Any]]:
-    """Return changes of how the run is trained, the cheapest first, until a few are found that make it fit.
+    """Try changes of how the run is trained, the cheapest first, until four of them make the run fit.
 
     Args:
         run: the run that does not fit.
@@ -94,8 +98,9 @@ def remedies(
         memory: memory of each device in bytes.
 
     Returns:
-        A list of dicts with the fields of a `Change`, all effects on the results in `results`, and the keys
-        `peak_bytes` and `fits`. Changes that are refused or that the config contains already are left out.
+        A list with a dict for each change that was tried. The dict has the fields of a `Change`, but in `results` all
+        effects on the results, and two more keys: `peak_bytes`, the memory of the rank that needs most, and `fits`.
+        Changes that are refused or that the config contains already are left out.
     """
     found: list[dict[str, Any]] = []
     for change in changes(num_devices):

@@ -1,10 +1,12 @@
 """`python -m runner.tools.play RUN [OVERRIDE …]` shows a trained agent in a window; `--film FILE.gif` films it instead.
 
 The agent always takes the action with the highest value, as in an evaluation. The return and the length of each episode
-are printed. Overrides change the config of the run: `env.max_episode_steps=1000` plays longer episodes. A film that is
-ended by Ctrl-C, or would become too long, has the episodes before. Drawing needs pygame: pip install -e '.[render]'.
+are printed. Overrides change the config of the run: `env.max_episode_steps=1000` plays longer episodes. If Ctrl-C ends
+the film, or the film would become too long, it contains only the episodes that have ended. Drawing needs pygame:
+pip install -e '.[render]'.
 
-Exit codes: 0: played. 1: crashed. 2: there is no such run or checkpoint, or it cannot be shown. 130: ended with Ctrl-C.
+Exit codes: 0: played. 1: crashed. 2: there is no such run or checkpoint, it cannot be shown, or the film would become
+too long. 130: ended with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from runner.env.vector import Vector
 
 _MOST_FRAMES = 2_000
-"""The maximum number of frames in a film. They are kept in memory until it is written, for CartPole 0.7 MB each."""
+"""The maximum number of frames in a film. All frames are kept in memory; a frame of CartPole takes 0.7 MB."""
 
 _FRAMES_PER_SECOND = 25
 """The approximate frame rate of a film. Frames are left out if the environment renders more of them per second."""
@@ -59,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _environment(run: SavedRun, checkpoint: str, overrides: Sequence[str]) -> Env:
-    """Return the environment in which the agent of `run` was trained, with `overrides`, after `prepare`.
+    """Return the prepared environment of the agent of `run`; `overrides` may change its options.
 
     Raises:
-        ConfigError: if `run` is not a run of an agent, or its config is refused.
+        ConfigError: if `run` is not a run of an agent, there is no such checkpoint, or the config is refused.
     """
     from runner.workloads.dqn.workload import DQN
 

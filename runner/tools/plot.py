@@ -59,7 +59,8 @@ def plot(paths: list[Path], out: Path) -> None:
         out: the output directory.
 
     Raises:
-        ConfigError: if there is nothing to plot, matplotlib is not installed, or `out` cannot be written to.
+        ConfigError: if one of `paths` is not a directory, there is nothing to plot, matplotlib is not installed, or
+            `out` cannot be written to; files that have been written remain.
     """
     remedy = "name the directory of a sweep, outputs/sweeps/NAME/…"
     for path in paths:

@@ -19,7 +19,7 @@ class LearningCurve:
     """A metric over optimizer steps, averaged over the repeats of one setting.
 
     Args:
-        point: the setting, a point of the study.
+        point: the setting, as a point of a `Study`.
         steps: the optimizer steps, in ascending order.
         spreads: the mean and the standard deviation over the repeats at each step.
     """
@@ -32,9 +32,10 @@ class LearningCurve:
 def learning_curves(study: Study) -> tuple[str, list[LearningCurve]]:
     """Return the tag of a metric, and the learning curves of this metric.
 
-    The metric is the metric of the study. If it was logged at fewer than 3 steps, the training metric of the same name
-    is used instead or, if that has too few steps as well, the training loss. If none of them has enough steps, for
-    example because no run has event files, the tag and the list of curves are empty.
+    The metric is `study.metric`. If no run logged it at 3 or more steps, the training metric of the same name is used
+    instead or, if no run logged this one often enough either, the training loss. If none of the three was logged often
+    enough, for example because no run has event files, the tag and the list of curves are empty. In a large study, only
+    the first points have curves (see `_first_points`).
     """
     metric = study.metric
     wanted = [metric, f"train/{metric.rpartition('/')[2]}", "train/loss"]

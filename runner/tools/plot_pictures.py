@@ -1,8 +1,8 @@
-"""Functions that draw the figures of a study.
+"""Functions that draw the figures of a `Study`, a set of saved runs.
 
 A study of parallel modes has up to three figures: run time by mode, run time with and without a pipeline, and run time
-of the pipeline over `split_size`. Studies without the third figure also have those that `runner.tools.plot_quality`
-draws.
+of the pipeline over `split_size`. A study without the third figure also has the figures that
+`runner.tools.plot_quality` draws.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _MOST_BARS, _MOST_UPRIGHT, _LONGEST = 24, 8, 60
 
 
 def pictures(study: Study) -> dict[str, Figure]:
-    """Return the figures of `study` by name; an empty dictionary if there is nothing to compare."""
+    """Return the figures of `study` by name; an empty dictionary if there is nothing to compare.
+
+    The names are `modes`, `modes_and_pipeline`, `split_size`, and the names of the figures of `plot_quality`.
+    """
     drawn: dict[str, Figure] = {}
     plain, pipelines = [point for point in study.points if not is_pipeline(point)], best_pipelines(study.points)
     if len({point.mode for point in plain}) > 1 and len(plain) <= _MOST_BARS:
@@ -78,7 +81,7 @@ def _label(point: Point) -> str:
 
 
 def _line_label(point: Point, study: Study) -> str:
-    """Return the label of a point on one line: its parallel mode, and other values that distinguish the point."""
+    """Return the label of a horizontal bar: the parallel mode, and the other values that distinguish the point."""
     return ", ".join(filter(None, (shown(point.mode), plot_quality.label(point, study, without="parallel"))))
 
 

@@ -24,7 +24,7 @@ _MOST_LINES, _MOST_NAMES, _MOST_ROWS, _MOST_PANELS, _MOST_CELLS = 6, 8, 20, 6, 1
 
 
 def figures(study: Study, caption: str) -> dict[str, Figure]:
-    """Return the figures of `study` by name.
+    """Return the figures of `study` by name: `sweep`, `ranking` and `heat_map`, as far as they suit the study.
 
     Args:
         study: a study with several points.
@@ -45,7 +45,7 @@ def figures(study: Study, caption: str) -> dict[str, Figure]:
 
 
 def curves(study: Study, caption: str) -> dict[str, Figure]:
-    """Return a figure with the learning curves of `study`, by name; an empty dictionary if there are no curves."""
+    """Return a dict with a figure of the learning curves of `study` under `curves`; an empty dict without curves."""
     tag, found = learning_curves(study)
     return {"curves": _curves(study, caption, tag, found)} if found else {}
 
@@ -151,7 +151,7 @@ def label(point: Point, study: Study, without: str = "") -> str:
     Args:
         point: the point.
         study: the study that contains the point.
-        without: a key to leave out.
+        without: a key to leave out; empty to leave out none.
     """
     usual: dict[str, Any] = {}
     if len(study.keys) > 3 and not _is_grid(study):

@@ -17,7 +17,7 @@ class Point:
     Args:
         values: the value of each swept key that the runs have.
         runs: the runs, one for each repeat.
-        metric: the tag of the metric of the study.
+        metric: the tag of the metric (see `Study`).
     """
 
     values: dict[str, Any]

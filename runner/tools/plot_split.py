@@ -84,7 +84,7 @@ def _pipeline_batch_size(point: Point) -> int:
 
 
 def _stages(point: Point) -> int:
-    """Return the number of stages in the config or, if the config has no such number, the number of processes."""
+    """Return the number of stages in the config or, if the config has no such number, of processes, but at least 2."""
     run = point.runs[0]
     stages = run.labels.get("parallel.stages")
     return stages if isinstance(stages, int) else max(2, run.result.get("world_size", 2))

@@ -1,4 +1,4 @@
-"""Functions that render a study as a table for a terminal, and as CSV files."""
+"""Functions that render a `Study`, a set of saved runs, as a table for a terminal and as CSV files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from runner.tracking.spread import Spread
 
 
 def render(study: Study) -> Group:
-    """Render a table of the points, with mean ± standard deviation over their repeats, and a list of failed runs."""
+    """Render a table of the points, with mean ± standard deviation over their repeats.
+
+    Lists of the runs that are excluded and of the sweeps that are not complete follow.
+    """
     table = Table(box=SIMPLE_HEAD)
     for title in (*study.keys, "runs", *_cells(study, study.points[0])) if study.points else ():
         table.add_column(Text(one_line(title)), overflow="fold")  # Text, so that brackets are not markup
@@ -69,8 +72,9 @@ def _cells(study: Study, point: Point) -> dict[str, str]:
 def plus_minus(spread: Spread) -> str:
     """Return `mean ± deviation` as text, both with the same number of decimals.
 
-    The deviation has two significant digits, or fewer if the mean would otherwise have more than five. If there is only
-    one value, and therefore no deviation, return the value with four significant digits.
+    The deviation has two significant digits, or fewer if the mean would otherwise have more than five; digits before
+    the decimal point are never left out. If there is only one value, and therefore no deviation, return the value with
+    four significant digits.
     """
     if math.isnan(spread.deviation):
         return f"{spread.mean:.4g}"
@@ -87,7 +91,11 @@ def format_value(value: object) -> str:
 
 
 def write_runs(study: Study, path: Path) -> None:
-    """Write a CSV file with one row per run, including failed runs."""
+    """Write a CSV file with one row per run, including failed runs.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
     repeats = [key for key in REPEATS if any(key in run.labels for run in study.runs)]
     titles = [*study.keys, *repeats, "status", "seconds_per_step", "p90_seconds_per_step", "samples_per_second"]
     rows: list[list[Any]] = [[*titles, study.metric or "metric", "peak_memory_bytes", "world_size", "directory"]]
@@ -109,7 +117,11 @@ def write_runs(study: Study, path: Path) -> None:
 
 
 def write_points(study: Study, path: Path) -> None:
-    """Write a CSV file with one row per point: means, and sample standard deviations (empty for a single run)."""
+    """Write a CSV file with one row per point: means, and sample standard deviations (empty for a single run).
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
     measures = ["seconds_per_step", "samples_per_second", study.metric or "metric"]
     rows: list[list[Any]] = [[*study.keys, "runs", *(f"{name}{end}" for name in measures for end in ("", "_std"))]]
     for point in study.points:

@@ -15,7 +15,7 @@ ENDED = ("done", "crashed", "diverged", "stopped")
 
 STATES = (*ENDED, "running", "killed", "damaged")
 """All states of a run. A killed run has no result. A damaged run has a result that cannot be read or, in comparisons, a
-config that cannot be read."""
+config that cannot be read or a number that is not valid."""
 
 
 def is_locked(directory: Path) -> bool:

@@ -45,7 +45,7 @@ def remove_run(path: Path, end: Path) -> None:
 
     Raises:
         KeptError: if the run or its sweep is running, or `path` is not a run directory.
-        OSError: if the directory cannot be removed.
+        OSError: if the directory cannot be removed completely; it may then be renamed and have lost some of its files.
     """
     with ExitStack() as locks:
         if os.path.lexists(path.parent / LEDGER):
@@ -68,7 +68,7 @@ def remove_sweep(path: Path, end: Path) -> None:
 
     Raises:
         KeptError: if the sweep or one of its runs is running.
-        OSError: if something cannot be removed.
+        OSError: if something cannot be removed; a part of the sweep may then have been removed.
     """
     with _locked(path, "it is running"):
         runs = [child for child in sorted(path.iterdir()) if is_run(child)]

@@ -22,7 +22,7 @@ from runner.tools.run_states import is_locked, state_of, steps_of
 from runner.tools.saved_runs import REMOVED
 
 REMAINS = "removed"
-"""The state of the remains of a run: the command was killed while it was removing the run."""
+"""The state of the remains of a run: the command that removed the run was killed before it was finished."""
 
 SWEEP_STATES = ("done", "running", "unfinished")
 
@@ -67,10 +67,10 @@ class Filter:
 
     Args:
         states: the accepted states; empty for all states.
-        older: the minimum age in seconds.
-        newer: the maximum age in seconds.
+        older: the minimum age in seconds; None for no minimum.
+        newer: the maximum age in seconds; None for no maximum.
         name: a text that the path must contain.
-        best: a condition such as `>0.9` on the best value of the metric; empty for no condition.
+        best: a condition such as `>0.9` (see `comparison`) on the best value of the metric; empty for no condition.
     """
 
     states: tuple[str, ...] = ()
@@ -200,7 +200,7 @@ def _sweep(path: Path) -> Entry | None:
 
 
 def _best(result: Mapping[str, Any]) -> tuple[str, float | None]:
-    """Return the tag and the value of the best evaluation in a run's result; an empty string and None without one."""
+    """Return the tag and the value of the best evaluation in a run's result; ("", None) if there is no such value."""
     best = result.get("best", {})
     return (best["metric"], float(best["value"])) if best and is_finite(best["value"]) else ("", None)
 

@@ -35,12 +35,14 @@ _WRITTEN = ("name", "output_root", "resume")
 class MeasuredRun:
     """A run, as read from its directory.
 
+    `seconds` and `samples_per_second` are known only if `failure` is empty.
+
     Args:
         directory: the path of the run directory.
         labels: the values in the run's config by dotted key (`model.depth`), and the chosen options by config group
             (`model`).
         result: the content of `result.json`; empty if the file does not exist or is damaged. If the config cannot be
-            read, or a number in the config or the result is not valid, only a `status` that says so.
+            read, or a number in the config or the result is not valid, it contains only a `status` that says so.
         machine: a short description of the machine on which the run was trained.
     """
 
@@ -76,7 +78,7 @@ class MeasuredRun:
 
 
 def find_runs(paths: Iterable[Path]) -> Iterator[MeasuredRun]:
-    """Yield each run in the directories `paths`, or at most 50 levels below them, once.
+    """Yield the runs at and below the directories `paths`, down to 50 levels below them, each run once.
 
     Links to directories are not followed, and runs that are being removed are left out. A run that is unfinished or
     cannot be read is yielded too, and its `failure` says so. So is a run without a `config.yaml`, whose config is read

@@ -100,10 +100,10 @@ def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
 
 
 def follow(path: Path) -> int:
-    """Print each change of a job's state until no process runs the sweep.
+    """Print each change of a job's state until no process runs the sweep, and then a description of the sweep.
 
-    Return 1 if a job has crashed, was refused or has diverged, otherwise 0. In a search, a trial that diverges is a
-    result.
+    Return 1 if a job has crashed, was refused or has diverged, otherwise 0. In a search, divergence does not count as a
+    failure, because it is a result of the trial.
     """
     failed = [state for state in _FAILED if state != "diverged" or not (path / STUDY).exists()]
     known: dict[str, str] = {}
@@ -156,8 +156,8 @@ def resume(path: Path) -> int:
     """Run the command of the sweep at `path` again with `resume=auto`, and return the exit code of the command.
 
     Raises:
-        ConfigError: if the sweep is running or complete, this user has not started it here, or its command contains a
-            credential, which was not stored.
+        ConfigError: if the sweep is running or complete, this user has not started it at this path, or its command
+            contains a credential, which was not stored.
     """
     ledger, words = read_ledger(path), remembered_command(path)
     check(not is_locked(path), "PATH", str(path), "a process runs this sweep", "--follow shows it")

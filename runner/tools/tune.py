@@ -15,7 +15,8 @@ changes of the results:
 The choice is printed as overrides, and written as an experiment to a directory in `outputs/tuned/`, together with all
 measurements and, if matplotlib is installed, a picture.
 
-Exit codes: 0: tuned, even if nothing is faster than the config as it is. 1: the config crashed. 2: it is refused.
+Exit codes: 0: tuned, even if nothing is faster than the config as it is. 1: the config crashed. 2: the config is
+refused, or the budget is too small.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags and the overrides.
+    """Return the flags and the overrides. `--budget` is converted to seconds, and `--allow` as in `permitted`.
 
     Raises:
         ConfigError: for an unknown flag, a word that is not a valid override, or a value that is out of range.
@@ -89,7 +90,7 @@ def _seconds(text: str) -> float:
 
 
 def permitted(text: str) -> list[str]:
-    """Return the kinds of results that `--allow` names.
+    """Return the kinds of results, keys of `candidates.RESULTS`, that the value `text` of `--allow` names.
 
     Raises:
         ConfigError: for a name that is not known.
@@ -115,12 +116,19 @@ def tune(
         overrides: the overrides of the config.
         config_dir: a directory with options of your own; None to use only conf/.
         budget: seconds that the search may take.
-        allowed: the kinds of results that need a permission and have it.
+        allowed: the kinds of results (see `permitted`) that the choice may have in addition to the same results up to
+            rounding.
         quiet: do not print a line about each candidate that has been tried.
 
+    Returns:
+        The dict of `measured_choice`, with the overrides as `typed`, with `config_dir`, `budget` and `allowed` as
+        passed, and with the path of the new directory as `directory`.
+
     Raises:
-        ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
-        TrialError: if the config cannot be trained within the budget.
+        ConfigError, HydraException, OmegaConfBaseException: if the config is refused, or the directory cannot be
+            created.
+        TrialError: if the config as it is cannot be trained, or its first steps take longer than the budget.
+        OSError: if a file cannot be written.
     """
     from runner.planning.choice import measured_choice
     from runner.run import check_used

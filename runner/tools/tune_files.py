@@ -27,16 +27,18 @@ _MOST_BARS = 16
 def write(report: dict[str, Any], output_root: str) -> Path:
     """Write `report` to a new directory in `output_root`/tuned, and return the directory.
 
-    The directory has the structure of conf/: `--config-dir` with the directory makes its experiment available. If the
-    overrides delete keys, there is no experiment, because an option file cannot delete them. There is a picture if
-    matplotlib is installed.
+    The directory contains the report as `tune.json`, an experiment with the typed and the chosen overrides and, if
+    matplotlib is installed, a picture. It has the structure of conf/, so that the experiment can be chosen if the
+    directory is passed to `--config-dir`. If a typed override deletes a key, there is no experiment, because an option
+    file cannot delete keys.
 
     Args:
-        report: the result.
+        report: the result of `runner.tools.tune.tune`, without `directory`.
         output_root: the directory for run directories.
 
     Raises:
         ConfigError: if the directory cannot be created.
+        OSError: if a file cannot be written.
     """
     directory = run_directory.create(Path(output_root) / "tuned", None, report["chosen"])
     write_text(directory / "tune.json", json.dumps(report, indent=2) + "\n")
@@ -50,7 +52,12 @@ def write(report: dict[str, Any], output_root: str) -> Path:
 
 
 def experiment(overrides: Sequence[str], config_dir: str | None = None) -> str:
-    """Return the text of an option file in conf/experiment/ with the effect of `overrides`, which delete no key."""
+    """Return the text of an option file for conf/experiment/ with the same effect as `overrides`.
+
+    Args:
+        overrides: overrides that delete no key.
+        config_dir: a directory with the user's own options, which the overrides may choose; None to use only conf/.
+    """
     groups = option_files(*([Path(config_dir).expanduser()] if config_dir else []))
     defaults: list[Any] = []
     content: Any = OmegaConf.create()
@@ -70,7 +77,7 @@ def experiment(overrides: Sequence[str], config_dir: str | None = None) -> str:
 
 
 def picture(report: dict[str, Any]) -> Figure:
-    """Return a figure with the throughput of the 16 fastest candidates as bars, and the quartiles of their rounds."""
+    """Return a figure with the throughput of the 16 fastest candidates as bars; error bars show the quartiles."""
     from runner.tracking.charts import COLORS, canvas, shown  # imported here, because they need matplotlib
 
     rows = [row for row in report["rows"] if row["samples_per_second"] is not None][:_MOST_BARS]

@@ -52,7 +52,7 @@ def _measured(report: dict[str, Any]) -> Table:
 
 
 def cells(row: dict[str, Any], report: dict[str, Any]) -> list[str]:
-    """Return the cells of a measured row."""
+    """Return the cells of a measured candidate, the dict `row` of `report`, in the table of candidates."""
     low, high = row["spread"]
     mark = "→ " if row["overrides"] == report["chosen"] else ""
     steps = row["break_even_steps"]
@@ -68,7 +68,7 @@ def cells(row: dict[str, Any], report: dict[str, Any]) -> list[str]:
 
 
 def _others(report: dict[str, Any]) -> Table | None:
-    """Return a table of the candidates that were not measured, those with the same reason in one row."""
+    """Return a table of the candidates that were not measured, one row per reason; None if all were measured."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for row in report["rows"]:
         if row["samples_per_second"] is None:
@@ -107,7 +107,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
 
 
 def deleted_keys(report: dict[str, Any]) -> list[str]:
-    """Return the keys that the overrides delete."""
+    """Return the keys that the typed overrides delete."""
     return [override_key(text) for text in report["typed"] if text.startswith("~")]
 
 

@@ -4,13 +4,13 @@ The config and its reference (parallel=single, no accumulation, not compiled, no
 weights, three steps by default, in float64 and in the precision of the config. These are compared:
 
 - the samples of each step, over all processes and micro-batches, bit for bit;
-- the loss of each sample, the loss of the curves, the gradients of the first step, weights and buffers after the last
-  step, and the outputs of an evaluation. In float64 they must agree to 1e-9 (the loss of the curves, which is summed in
+- the loss of each sample, the mean loss of each step, the gradients of the first step, weights and buffers after the
+  last step, and the outputs of an evaluation. In float64 they must agree to 1e-9 (the mean loss, which is summed in
   float32, to 1e-6); in the precision of the config they must agree to 1e-2 (TF32 to 2.5e-2, 16 bits to 0.2).
 
 If the results of the reference in the precision of the config differ from its results in float64 by more than half of
-that limit, or if something computes in float32 although float64 was requested, rounding errors cannot be told apart
-from mistakes. The config then cannot be judged, unless it agrees very closely all the same.
+the limit for this precision, or if something computes in float32 although float64 was requested, rounding errors cannot
+be told apart from mistakes. The config then cannot be judged, unless it agrees very closely all the same.
 
 Exit codes: 0: the same. 1: different. 2: the config is refused, or cannot be the same (hogwild, ensemble). 3: cannot be
 judged, which includes a config that crashes.
@@ -87,7 +87,8 @@ def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = No
         config_dir: a directory with options of your own, with the structure of conf/; None to use only conf/.
 
     Raises:
-        ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
+        ConfigError, HydraException, OmegaConfBaseException: if the config is refused, or a single device cannot compute
+            the same results.
         RankError: if a process fails.
     """
     words = [*overrides, f"steps={steps}"]

@@ -1,4 +1,4 @@
-"""Hashes of the samples in a batch, which may have any format."""
+"""Hashes of the samples in batches of any format."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Steps:
     Args:
         samples: for each step, the sorted hashes of the samples of all processes, or an empty list if the batches have
             no tensor with a row per sample.
-        tensors: the tensors by kind (losses, gradients, weights, …), and then by name.
+        tensors: the tensors by kind (see `KINDS` in `verify_verdict`), and then by name; empty if the run diverged.
         computes_below_float64: whether a loss was computed from tensors of fewer than 64 bits despite precision=64.
         expected: the reason why the results are expected to differ from those of a single device; empty if they are
             not expected to differ.
@@ -63,10 +63,10 @@ class Steps:
 
 
 def first_steps(runs: Sequence[Run]) -> list[Steps]:
-    """Train the first steps of each run, all runs in the same processes, and return one record per run.
+    """Train the first steps of all runs in the same processes, and return their records in the order of `runs`.
 
     The runs must differ only in their precision. A run in float64 is left out if the device does not support float64;
-    if it is the only one, it is refused.
+    if there is no other run, it is refused.
 
     Raises:
         ConfigError: if a run is refused, or a single device cannot compute the same results.
@@ -93,7 +93,7 @@ def _has_format(run: Run, device: torch.device) -> bool:
 
 
 def check_comparable(session: Session) -> None:
-    """Check that a single device can compute the same results as this run.
+    """Check that a single device can compute the same results as the run of `session`.
 
     Raises:
         ConfigError: if a single device cannot compute the same results.
@@ -112,6 +112,9 @@ def record_runs(configs: Sequence[dict[str, Any]], directory: Path, process: Pro
         configs: the configs of the runs.
         directory: the directory for the files.
         process: the rank, the devices and the collectives of this process.
+
+    Raises:
+        ConfigError: if torch cannot train with one of the configs.
     """
     for number, config in enumerate(configs):
         run = build_run(config)
@@ -240,7 +243,7 @@ class Recorder:
         self.computes_below_float64 |= gradient.is_floating_point() and gradient.dtype != torch.float64
 
     def _keep_first_gradients(self, *_: Any) -> None:
-        """Keep the gradients of the first step only. In later steps, the weights of the two runs may already differ."""
+        """Keep only the gradients of the first step: later, the weights may already differ from the reference's."""
         if len(self._samples) == 1:
             named = self._model.named_parameters()
             self._gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
@@ -256,11 +259,11 @@ class Recorder:
         return self._collectives.gather_to_rank0(full)
 
     def all_losses(self) -> Tensors:
-        """Return, for each step, the sorted losses of the samples of all ranks, float64 [batch_size].
+        """Return the sorted losses of the samples of all ranks, float64 [batch_size], under `step 1`, `step 2`, ….
 
-        The losses are sorted because a mode may process the samples of a batch in any order. Ranks with the same shard
-        of the data either are stages of one network or compute the same losses. Of these ranks, only the first rank
-        that has losses is used.
+        Every rank must call this. The losses are sorted because a mode may process the samples of a batch in any order.
+        Ranks with the same shard of the data either are stages of one network or compute the same losses. Of these
+        ranks, only the first rank that has losses is used. Without recorded losses, the result is empty.
         """
         own = [torch.stack(losses).tolist() for losses in self._losses if losses]
         shards: dict[Any, list[list[float]]] = {}
@@ -271,7 +274,7 @@ class Recorder:
         return _by_step([torch.tensor(losses, dtype=torch.float64) for losses in steps])
 
     def all_samples(self) -> list[list[str]]:
-        """Return, for each step, the sorted hashes of the samples of all ranks.
+        """Return, for each step, the sorted hashes of the samples of all ranks. Every rank must call this.
 
         Ranks with the same shard of the data should see the same samples. If their samples differ, the samples of each
         of these ranks are returned.
@@ -314,8 +317,12 @@ def on_gradient(loss: torch.Tensor, note: Callable[[torch.Tensor], None]) -> Non
 def evaluated(session: Session, state: State) -> Tensors:
     """Evaluate the network, in the parallel mode of the run, on the first batch that a single device would train on.
 
+    Every rank must call this. Afterwards, the workload can no longer be evaluated on its own data, because its methods
+    `evaluate` and `summarize` are replaced.
+
     Returns:
-        The outputs of the network by name; empty if the workload is not supervised or its batches have no inputs.
+        A dict with the key `outputs`: the outputs of the network, [batch_size, …], on the CPU. The dict is empty if the
+        workload is not supervised or its batches have no inputs.
     """
     run, device, model = session.run, session.device, state.model
     workload = run.workload

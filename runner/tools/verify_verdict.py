@@ -1,8 +1,8 @@
 """The comparison of a config with its reference for `runner.tools.verify`: differences, limits, table and verdict.
 
-In float64, where rounding errors are negligible, the two runs must agree to 1e-9; the loss of the curves, which is
-summed in float32 in every precision, to 1e-6. In the config's own precision, they must agree about as closely as sums
-that are computed in different orders.
+In float64, where rounding errors are negligible, the two runs must agree to 1e-9; the mean loss of each step, which is
+summed in float32 in every precision, must agree to 1e-6. In the config's own precision, the runs must agree about as
+closely as sums that are computed in different orders.
 
 The rounding error of the reference is measured too: it is the difference between the reference in the config's own
 precision and the reference in float64. A larger rounding error does not make the limits larger. Instead, if the error
@@ -41,7 +41,7 @@ class Verdict(IntEnum):
 
 
 class Difference(NamedTuple):
-    """The largest relative difference between tensors of two runs, and the name of the tensor."""
+    """The largest relative difference between tensors of two runs, and the name of the tensor or a remark."""
 
     size: float
     where: str
@@ -128,7 +128,7 @@ class Outcome(NamedTuple):
     Args:
         lines: the lines of the table; empty if a run diverged.
         verdict: the verdict.
-        reason: the reason for the verdict; empty if it is SAME, or if it is DIFFERENT and no difference was expected.
+        reason: the reason for the verdict; empty if the verdict is SAME, or if it is DIFFERENT for an unknown reason.
     """
 
     lines: list[str]
@@ -187,7 +187,7 @@ def largest(tested: Tensors, reference: Tensors) -> Difference:
     The relative difference of two tensors is the norm of their difference, divided by the norm of the reference tensor.
     The divisor is at least a thousandth of the norm of all reference tensors together, because a tensor may be zero up
     to rounding errors, for example the gradient of a bias before batch normalization. If a tensor is missing or has
-    another shape, the result is infinity. Of other tensors, such as integers, only the shapes are compared.
+    another shape, the result is infinity. Of tensors that are not floating-point, only the shapes are compared.
     """
     others = [name for name in tested.keys() | reference.keys() if _shape(tested, name) != _shape(reference, name)]
     if others:

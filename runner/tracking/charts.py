@@ -126,7 +126,7 @@ def _unevenness(values: Sequence[float]) -> float:
 
 
 def scale_x(axes: Axes, values: Iterable[float]) -> None:
-    """Choose a linear or logarithmic x-axis for `values`. If there are few values, each of them gets a tick."""
+    """Choose a linear or logarithmic x-axis for `values`. If they are few and far enough apart, each gets a tick."""
     ordered = sorted(set(values))
     if is_geometric(ordered):
         if ordered[0] > 0:
@@ -143,7 +143,7 @@ def scale_x(axes: Axes, values: Iterable[float]) -> None:
 
 
 def scale_y(axes: Axes, values: Iterable[float]) -> None:
-    """Choose a logarithmic y-axis if all `values` are positive and the largest is over 100 times the smallest."""
+    """Choose a logarithmic y-axis if all finite `values` are positive and the largest over 100 times the smallest."""
     finite = [value for value in values if math.isfinite(value)]
     if finite and min(finite) > 0 and max(finite) / min(finite) > 100:
         axes.set_yscale("log")
@@ -218,7 +218,7 @@ def ranking(axes: Axes, entries: Sequence[tuple[str, Spread, Sequence[float]]]) 
 
 
 def over_values(axes: Axes, measured: Sequence[tuple[Any, float]]) -> None:
-    """Draw measurements as dots over the values of a key, with the mean and the standard deviation for each value.
+    """Draw measurements as dots over the values of a config key, with their mean and standard deviation for each value.
 
     Args:
         axes: the axes to draw on.

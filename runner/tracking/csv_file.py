@@ -90,7 +90,7 @@ class CsvFile(Tracker):
 
 
 def _rows_before(first_step: int, path: Path) -> Iterator[list[str]]:
-    """Yield the rows for steps before `first_step`, because a resumed run logs later ones once more.
+    """Yield the rows for steps before `first_step`, because a resumed run logs the later steps once more.
 
     Lines that are damaged are left out: a crash may have left an incomplete last line.
 
@@ -111,7 +111,7 @@ def _rows_before(first_step: int, path: Path) -> Iterator[list[str]]:
 
 
 def _row(line: bytes) -> list[str] | None:
-    """Return the cells of a line that begins with a step, or None if it is damaged or the header."""
+    """Return the cells of `line`, or None if the line is damaged or is the header."""
     step = line.partition(b",")[0]
     if not (line.endswith(b"\n") and step.isdigit() and len(step) < 20):
         return None

@@ -62,8 +62,9 @@ def grid(
         images: uint8 [n, 1 or 3, height, width].
         captions: n captions, which are truncated to the width of a cell.
         good: n flags, which make the captions green (True) or red (False); None makes all captions gray.
-        second_lines: n further lines of the captions; empty for captions of one line.
-        widest: cells are widened to their captions, up to this number of pixels; 0: cells are as wide as images.
+        second_lines: n second lines of the captions; empty for captions of one line.
+        widest: cells are widened so that captions fit, but not beyond this number of pixels. With 0, cells are as wide
+            as the scaled images.
 
     Returns:
         uint8 [3, height, width].
@@ -154,7 +155,7 @@ def shades(counts: torch.Tensor) -> torch.Tensor:
     The color goes from white to dark blue with the square root of the cell's share of the samples in its row.
 
     Args:
-        counts: int64 [classes, classes].
+        counts: int64 [classes, classes], on the CPU.
 
     Returns:
         uint8 [3, classes, classes].

@@ -1,4 +1,4 @@
-"""The points that a remote tracker has logged since the last two checkpoints, which a resumed run must not log again.
+"""The points that a remote tracker has logged since the second-last checkpoint: a resumed run must not repeat them.
 
 A run that is resumed repeats the steps after its last checkpoint, with the same results. TensorBoard ignores the
 earlier points of these steps, and a CSV file is written again without them; but points in a remote database cannot be
@@ -37,7 +37,8 @@ class LoggedPoints:
         first_step: the first step of the session. Only points from this step on can be logged again.
 
     Raises:
-        OSError: if the file cannot be read or written, or is too large.
+        OSError: if the file cannot be read or written, or is too large. `add` and `begin_interval` also raise this
+            error.
     """
 
     def __init__(self, path: Path, first_step: int):
@@ -49,20 +50,23 @@ class LoggedPoints:
         write_text(path, "".join(self._intervals[0]))
 
     def new(self, values: Mapping[str, T], step: int) -> dict[str, T]:
-        """Return those of `values`, by tag, that no earlier session has logged at this step with the same value."""
+        """Return those of `values`, by tag, that no earlier session has logged at `step`.
+
+        A tag that was logged with another value counts as new, unless it is a measurement (see `_MEASURED`).
+        """
         if not self._repeated:
             return dict(values)
         return {tag: value for tag, value in values.items() if _line(tag, value, step) not in self._repeated}
 
     def add(self, values: Mapping[str, float] | Mapping[str, torch.Tensor], step: int) -> None:
-        """Note that `values` were logged."""
+        """Record that `values` were logged at `step`."""
         lines = [_line(tag, value, step) for tag, value in values.items()]
         self._intervals[-1] += lines
         with self._path.open("a", encoding="utf-8") as file:  # closed each time: a run can be killed at any time
             file.writelines(lines)
 
     def begin_interval(self) -> None:
-        """Keep only the points that were added since the previous call; called before each checkpoint."""
+        """Keep only the points that this session has added since the previous call; called before each checkpoint."""
         self._intervals = [self._intervals[-1], []]
         write_text(self._path, "".join(self._intervals[0]))
 

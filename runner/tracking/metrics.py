@@ -40,7 +40,8 @@ class MetricBuffer:
     many steps are combined into one tensor. This takes a few bytes per step; one tensor per step would take a kilobyte.
 
     Args:
-        zeros: float32 zeros [num_metrics] on the device; they stand for the sums of a step without micro-batches.
+        zeros: float32 zeros [num_metrics] on the device; they stand for the sums of a step without micro-batches. The
+            first metric is the loss.
     """
 
     def __init__(self, zeros: torch.Tensor):
@@ -83,8 +84,8 @@ class MetricBuffer:
             all_reduce: a function that sums tensors over the ranks.
 
         Raises:
-            DivergedError: if a loss is not finite; the error names the first step with such a loss. In a round of
-                steps, that may be the step of any process, and the error names the one of this process.
+            DivergedError: if a loss is not finite; the error names the first step with such a loss. If this is a round
+                of steps, the loss may be another process's, but the error names the step of this process.
         """
         if self._rows:
             self._combine()
@@ -98,7 +99,7 @@ class MetricBuffer:
         return values
 
     def flush(self, all_reduce: Callable[[MetricSums], MetricSums]) -> torch.Tensor:
-        """Return the same tensor as `peek`, and empty the buffer."""
+        """Call `peek`, empty the buffer, and return the sums."""
         values = self.peek(all_reduce)
         self._blocks, self._steps = [], array("q")
         return values
@@ -138,12 +139,14 @@ class StepTimer:
         self._started, self._pauses = now, pauses
 
     def rates(self, samples_per_round: int) -> dict[str, float]:
-        """Return the throughput, the time of a step or round, and the fraction of time spent waiting for data, by tag.
-
-        All values are averages since the last call.
+        """Return averages over the steps or rounds since the last call; there must be at least one.
 
         Args:
             samples_per_round: number of samples in a step or round, over all ranks.
+
+        Returns:
+            By tag: `time/samples_per_second`; `time/step_seconds`, the duration of a step or round; and
+            `time/data_share`, the fraction of time spent waiting for data.
         """
         recent, data = self.seconds[self._logged :], timer.spent("data")
         seconds, data_share = sum(recent), (data - self._data) / sum(recent)
@@ -169,7 +172,7 @@ def in_words(metrics: dict[str, float]) -> str:
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
-    """Return the median and the 90th percentile of `seconds`; an empty dictionary if `seconds` is empty."""
+    """Return the `median` and the 90th percentile, `p90`, of `seconds`; an empty dictionary if `seconds` is empty."""
     if not seconds:
         return {}
     ordered = sorted(seconds)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 _LONGEST = 6000
-"""The largest number of characters of a parameter in MLflow."""
+"""The largest number of characters of a parameter value in MLflow; longer values are cut."""
 
 
 @dataclass

@@ -35,7 +35,7 @@ class Progress:
         self.close()
 
     def metrics(self, values: dict[str, float]) -> None:
-        """Update the metrics that are shown."""
+        """Update the metrics that are shown; `values` are by tag."""
         self._metrics.update(values)
 
     def step(self, step: int) -> None:
@@ -58,8 +58,9 @@ class Progress:
     def summary(self, step: int) -> str:
         """Return the metrics, the throughput and the remaining time after `step`, as text.
 
-        The throughput is measured since the last display, without the time for logging, evaluations and checkpoints.
-        The remaining time is estimated from all steps of this session, and includes that time.
+        Metrics with more than one slash in their tags are left out. The throughput is measured since the last display,
+        without the time for logging, evaluations and checkpoints. The remaining time includes the time for these, and
+        is estimated from all steps of this session.
         """
         parts = [
             f"{name.removeprefix('train/')} {value:.4g}" for name, value in self._metrics.items() if name.count("/") < 2

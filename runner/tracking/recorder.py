@@ -75,7 +75,7 @@ def typed_values(overrides: Iterable[str], config: dict[str, Any]) -> dict[str, 
     """Return the values that the user overrode, by key, without secrets and keys that determine where a run is saved.
 
     The value of a config group is the option name that the user typed, as text (`cosine`, `16`). All other values are
-    returned as they are in the config, with their types.
+    taken from `config`, with their types.
 
     Args:
         overrides: the overrides of a run, as typed.
@@ -107,7 +107,7 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
     Args:
         config: the nested config.
-        prefix: a prefix for each key.
+        prefix: a prefix for each key, which ends with a dot unless it is empty.
     """
     leaves: dict[str, Any] = {}
     for key, value in config.items():

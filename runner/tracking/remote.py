@@ -33,26 +33,38 @@ _MOST_WAITING = 10_000
 
 @dataclass
 class RemoteTracker(Tracker, ABC):
-    """A tracker whose calls are made by a thread, in order, so that training does not wait for them.
+    """The base class of trackers whose package is called by a separate thread, so that training does not wait.
 
-    The first error is logged; after it, the run goes on, and nothing more is tracked except the end of the session.
-    Calls that are still in the queue when the process is killed are lost. Animations are not logged.
+    The calls are made in order. After the first error, which is logged, the run goes on, and nothing more is tracked
+    except the end of the session. Calls that are still in the queue when the process is killed are lost. Animations are
+    not logged.
 
-    Two files in the run directory are for resumed runs: one with the identifier of the run in the backend, which a
-    resumed run continues, and one with the points since the last two checkpoints, which it does not log again.
+    Two files in the run directory are for resumed runs. The first contains the identifier of the run in the backend, so
+    that a resumed run continues it. The second contains the points that were logged since the second-last checkpoint,
+    so that a resumed run does not log these points again (see `LoggedPoints`).
     """
 
     package: ClassVar[str]
     """The name of the package, and of the extra that installs it."""
     patience: ClassVar[float] = 60.0
-    """Seconds to wait at the end of the run for the calls that were not made yet, and for the end of the session."""
+    """Seconds that `close` waits for the remaining calls, including `finish`."""
 
     destinations: ClassVar[tuple[str, ...]] = ()
     """Names of the options that determine where the data of a run is sent."""
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Refuse `destinations` from a saved config that are not the defaults; see `Env.untrusted_values`."""
+        """Check the options from the saved config of a run, which must not decide where data is sent.
+
+        Args:
+            values: the saved options that the command line does not override.
+
+        Returns:
+            The options to change, with their new values: always empty.
+
+        Raises:
+            ConfigError: if an option in `destinations` does not have its default value.
+        """
         defaults = {each.name: each.default for each in fields(cls)}
         for key in cls.destinations:
             value = values.get(key, defaults[key])

@@ -18,11 +18,11 @@ from runner.system.utf8 import printable
 log = logging.getLogger(__name__)
 
 _LIMIT_BYTES = 200_000_000
-"""The maximum total size of the events with scalars that are read from the files of one run."""
+"""The maximum total size of the events with scalars that are read from the files of one run, in bytes."""
 _LIMIT_RECORD_BYTES = 10_000
 """The maximum size of an event with scalars, in bytes. Events with images and texts are larger, and are skipped."""
 _BATCH = 200
-"""The number of events whose checksums are computed at once: the fastest for events of a few hundred bytes."""
+"""The number of events whose checksums are computed at once. 200 is fastest for events of a few hundred bytes."""
 
 _MOST_EVENTS = 2_000_000
 """The maximum number of events that are read from the files of one run. Reading so many takes about ten seconds."""
@@ -32,16 +32,18 @@ _MOST_POINTS = 2_000_000
 
 
 def scalars(directory: Path, tags: Container[str] | None = None) -> dict[str, dict[int, float]]:
-    """Return the finite values of scalars, up to 1e30, by tag and step, in the order of the steps.
+    """Return the values of a run's scalars by tag and step, in the order of the steps.
 
-    If a resumed session repeats steps of an earlier session, the values of the resumed session are returned. The event
-    files may be damaged or written by somebody else, so everything that cannot be read is left out: of each file, what
-    is after the first damaged event. If a run has more points than can be kept, every second point of the longest
-    curves is left out, repeatedly if necessary. A warning is logged if there are too many points, curves or events.
+    If a resumed session repeats steps of an earlier session, the values of the resumed session are returned. Values
+    that are not finite, or whose absolute value is 1e30 or more, are left out. The event files may be damaged or
+    written by somebody else: each file is read up to its first damaged event.
+
+    If a run has too many points, every second point of the longest curves is left out, repeatedly if necessary. If it
+    has too many curves or events, the rest of them is left out. In both cases, a warning is logged.
 
     Args:
         directory: a run directory.
-        tags: the TensorBoard tags to read, those of them that were logged; None for all.
+        tags: the TensorBoard tags to read; None for all. Tags without values are missing from the result.
     """
     curves = _Curves(tags)
     _read(sorted(directory.glob("events.out.tfevents.*")), curves)
@@ -51,7 +53,7 @@ def scalars(directory: Path, tags: Container[str] | None = None) -> dict[str, di
 
 
 class _Curves:
-    """The curves of a run, as they are read.
+    """The curves of a run, to which points are added while the event files are read.
 
     Args:
         tags: the tags to keep; None for all.
@@ -64,7 +66,7 @@ class _Curves:
         self.left_out: dict[str, None] = {}  # what is not shown, in words: each once, in order
 
     def start_session(self, first_step: int) -> None:
-        """Drop the points from `first_step` on, which the session logs once more."""
+        """Drop the points from `first_step` on, which the new session logs once more."""
         for values in self.values.values():
             while values and next(reversed(values)) >= first_step:  # the steps of a session are in order
                 values.popitem()
@@ -117,7 +119,7 @@ def _read(paths: list[Path], curves: _Curves) -> None:
 
 
 def _events(path: Path) -> Iterator[tuple[Any, int]]:
-    """Yield each event of an event file up to the first that is damaged, and its size in bytes."""
+    """Yield each event of an event file and the size of the event in bytes, up to the first damaged event."""
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
     try:

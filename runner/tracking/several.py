@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Several(Tracker):
-    """A tracker that passes everything to several others, in turn.
+    """A tracker that passes everything to several other trackers, in turn.
 
     Args:
         names: the options of conf/tracking/ to combine, each with its defaults.

@@ -16,7 +16,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Return the mean and the sample standard deviation of one or more `values`; of one, the latter is NaN."""
+        """Return the mean and the sample standard deviation of one or more `values`."""
         values = list(values)
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan)
 

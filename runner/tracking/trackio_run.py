@@ -1,4 +1,4 @@
-"""Tracking with Trackio (`tracking=trackio`), in SQLite files of this machine."""
+"""Tracking with Trackio (`tracking=trackio`), in SQLite files on this machine."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Trackio(RemoteTracker):
-    """A tracker that logs scalars and images to Trackio, which `trackio show` displays.
+    """A tracker that logs scalars, images and the config to Trackio, which `trackio show` displays.
 
-    https://huggingface.co/docs/trackio. The environment variable TRACKIO_DIR names the directory of its files.
+    https://huggingface.co/docs/trackio. The environment variable TRACKIO_DIR names the directory of Trackio's files.
 
     Args:
         project: the project that the run belongs to.

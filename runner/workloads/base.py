@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Workload(ABC):
-    """The base class of learning problems, which are independent of parallel mode, rank and precision.
+    """The base class of learning problems, which are independent of the parallel mode, the rank and the precision.
 
     Tensors that have to be moved, sharded and saved with the model, such as those of a target network, must be
     parameters or buffers of the model.
@@ -52,11 +52,19 @@ class Workload(ABC):
         return 0
 
     def steps_per_epoch(self, batch_size: int) -> float | None:
-        """Return the number of optimizer steps per epoch; None if the workload has no epochs."""
+        """Return the number of optimizer steps per epoch; None if the workload has no epochs.
+
+        Raises:
+            ConfigError: if `batch_size` is larger than the number of training samples.
+        """
         return None
 
     def num_steps(self, batch_size: int) -> int | None:
-        """Return the number of optimizer steps of a run; None if it follows from the option `epochs` or `steps`."""
+        """Return the number of optimizer steps of a run; None if it follows from the option `epochs` or `steps`.
+
+        Raises:
+            ConfigError: if the workload cannot sample batches of this size.
+        """
         return None
 
     def eval_metrics(self) -> dict[str, str]:
@@ -68,25 +76,32 @@ class Workload(ABC):
 
     @abstractmethod
     def build_model(self) -> torch.nn.Module:
-        """Create the model on the CPU, initialized from the global random number generator of torch."""
+        """Create the model on the CPU, initialized from the global random number generator of torch.
+
+        Raises:
+            ConfigError: if the network cannot be built for this data, or its initial weights cannot be loaded.
+        """
 
     def signature(self) -> dict[str, Any]:
-        """Return what a program has to know to use the trained model, as JSON; it is saved with every checkpoint.
+        """Return what a program has to know to use the trained model, as values for JSON.
 
-        The key `inputs` is the shape of an input. For classification, `classes` are the names of the outputs, and
-        `image` has the values of an `ImageInput`, or null if inputs are not images. For regression, `targets` are the
-        names of the outputs, and `scale` is how both are standardized (see `RegressionSamples`).
+        The signature is saved with every checkpoint, unless it is empty (the default). The key `inputs` is the shape of
+        an input. For classification, `classes` are the names of the outputs, and `image` has the fields of the
+        `ImageInput` that converts image files to inputs, or is None if there is no `ImageInput`. For regression,
+        `targets` are the names of the outputs, and `scale` is the result of `RegressionSamples.standardization`.
         """
         return {}
 
     def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
-        """Create the model of a checkpoint on the CPU, with any weights; if `signature` suffices, without the data.
+        """Create the model of a checkpoint on the CPU. The caller loads the weights of the checkpoint into it.
+
+        This implementation loads the data; a workload that can create the model from `signature` overrides it.
 
         Args:
-            signature: the signature in the checkpoint; empty if an earlier version has written it.
+            signature: the signature in the checkpoint; empty if the checkpoint has none.
 
         Raises:
-            ConfigError: if the data is needed and missing.
+            ConfigError: if the data is needed and missing, or the network cannot be built.
         """
         self.prepare()
         return self.build_model()
@@ -107,16 +122,22 @@ class Workload(ABC):
             plan: how batches are split over processes and micro-batches.
             after_step: the last optimizer step that has been done; 0 at the start of a run.
             device: device of the batches.
+
+        Raises:
+            ConfigError: if no batches can be produced, for example because a replay buffer does not fit into memory.
+            DataError, EnvironmentBrokenError: if samples cannot be read, or an environment fails.
         """
 
     def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Any] | None:
-        """Return micro-batches like those of `batches`, but whose tensors have no values, for `runner.tools.plan`.
+        """Return micro-batches like those of `batches`, but made of fake tensors, which have no values.
 
-        They must take as much memory as those of `batches`. A workload whose batches depend on values of tensors, on
-        environments or on files overrides this method.
+        `runner.tools.plan` calls this method inside `runner.system.fake_tensors.fake_tensors`, so that new tensors are
+        fake, and counts the memory that real tensors would take. The fake tensors must therefore have the same sizes as
+        the tensors that `batches` creates. A workload whose batches depend on values of tensors, on environments or on
+        files overrides this method.
 
         Returns:
-            An iterator without end; None (the default) if `batches` works with tensors that have no values.
+            An iterator without end; None (the default) means that `batches` itself works with fake tensors.
         """
         return None
 
@@ -139,11 +160,14 @@ class Workload(ABC):
             infer: function that returns the outputs of the model for inputs on the device.
             shard: (index of the shard, number of shards).
             device: device of the model.
+
+        Raises:
+            DataError, EnvironmentBrokenError: if samples cannot be read, or an environment fails.
         """
 
     @abstractmethod
     def summarize(self, sums: MetricSums) -> dict[str, float]:
-        """Return the evaluation metrics, given the sums over all ranks."""
+        """Return the evaluation metrics by name, given the sums over all ranks."""
 
     def vote(self, outputs: torch.Tensor) -> torch.Tensor:
         """Combine the outputs of several models, [num_models, n, …], into one output per sample, [n, …]."""
@@ -171,7 +195,7 @@ class Workload(ABC):
         """Do additional work, such as an update of a target network, after optimizer step `step` of this process."""
 
     def describe(self) -> dict[str, str]:
-        """Return descriptions to show at the start, such as {"data": "Digits, 1,438 training samples, …"}."""
+        """Return descriptions to show at the start, such as {"data": "Digits, 1,438 training and 359 held-out …"}."""
         return {}
 
     def scalars(self) -> dict[str, float]:
@@ -183,7 +207,10 @@ class Workload(ABC):
         return {}
 
     def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor] | None:
-        """Return this process's batch of `step`, to be saved after divergence; None if the batch is not available."""
+        """Return the tensors of this process's batch of `step` by name, to be saved after the run has diverged.
+
+        None (the default) if the batch is not available.
+        """
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,7 +218,11 @@ class Workload(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the state that `state_dict` returned.
+
+        Raises:
+            UnexpectedContentError: if `state` is not the state of such a workload.
+        """
 
 
 @dataclass
@@ -207,7 +238,7 @@ class SupervisedWorkload(Workload):
 
         Args:
             outputs: outputs of the network, [n, …].
-            targets: the targets of the batch, [n, …], as the data set gives them.
+            targets: the targets of the batch, [n, …] (see `Batch`).
         """
 
     @abstractmethod

@@ -29,10 +29,10 @@ class Classifier(DataWorkload[LabeledSamples]):
         model: the network, as in `DataWorkload`.
         data: labeled images.
         label_smoothing: amount of label smoothing, at least 0 and less than 1 (Szegedy et al., 2016).
-        class_weights: weight of each class in the training loss, which is the weighted sum over the samples divided by
-            the number of samples. torch divides by the sum of the weights in a batch instead, so that the loss of a
-            sample would depend on how the batch is divided. Evaluations are not weighted.
-        balance_classes: use the class weights n / (num_classes · n_c), for n samples of which n_c are of class c.
+        class_weights: weight of each class in the training loss; null for equal weights. The loss is the weighted sum
+            over the samples divided by the number of samples. torch would divide by the sum of the weights in a batch,
+            so that the loss of a sample would depend on how the batch is divided. Evaluations are not weighted.
+        balance_classes: use the class weights n / (num_classes · n_c); n_c of the n training samples have class c.
         mixup: parameter α of mixup; 0 for none (see `Mixing`).
         cutmix: parameter α of CutMix; 0 for none. With mixup or CutMix, the training accuracy is the fraction of
             predictions that are the class with the largest share of the mixture.
@@ -196,7 +196,7 @@ class Classifier(DataWorkload[LabeledSamples]):
     def _captioned(
         self, indices: torch.Tensor, predictions: torch.Tensor, targets: torch.Tensor, confidence: torch.Tensor
     ) -> torch.Tensor:
-        """Return a grid of the held-out images with `indices`; the other arguments, int64 [n], are of all images."""
+        """Return a grid of the held-out images `indices`; the other arguments have a value for every held-out image."""
         names, rows = self.held_out.class_names, indices.tolist()
         pairs = [(int(predictions[i]), int(targets[i])) for i in rows]
         predicted = [f"{names[p]} {int(confidence[i]) / 10:.0f}%" for i, (p, _) in zip(rows, pairs, strict=True)]
@@ -211,10 +211,11 @@ def _of_each_class(shown: torch.Tensor, targets: torch.Tensor, keys: torch.Tenso
     Args:
         shown: bool [n]: which samples may be returned.
         targets: the class of each sample, int64 [n].
-        keys: int64 [n]; samples with large keys are returned first. None: in the order of the samples and classes.
+        keys: int64 [n]; samples with larger keys come first, both within a class and in each round over the classes.
+            None to keep the order of the samples within a class, and the order of the classes in each round.
 
     Returns:
-        int64 [m]: the first of each class, then the second of each class, and so on.
+        int64 [m]: one sample of each class, then a second sample of each class, and so on.
     """
     indices = shown.nonzero().flatten()
     order = torch.zeros_like(indices) if keys is None else -keys[indices]

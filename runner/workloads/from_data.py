@@ -20,14 +20,16 @@ S = TypeVar("S", bound=Samples)
 
 @dataclass
 class DataWorkload(SupervisedWorkload, Generic[S]):
-    """A supervised workload whose batches are those of a data set, which `prepare` loads as `train` and `held_out`.
+    """A supervised workload whose batches come from a data set.
+
+    `prepare` loads the training samples as the attribute `train`, and the samples for evaluations as `held_out`.
 
     Args:
         model: the network.
         data: the data set.
         eval_batch_size: number of samples per process in each forward pass of an evaluation; it affects only speed and
             memory use.
-        overfit_batches: number of batches on which to train repeatedly; 0 to train on all of the data.
+        overfit_batches: train repeatedly on this many batches, the first of the run; 0 to train on all of the data.
     """
 
     model: Model
@@ -46,7 +48,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         """Return `samples`, if this workload can be trained on them.
 
         Raises:
-            ConfigError: with the key `data`, if it cannot.
+            ConfigError: with the key `data`, if this workload cannot be trained on them.
         """
 
     @property
@@ -81,11 +83,11 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         return self.micro_batches(plan, self._positions(plan, plan.stream(after_step)), device)
 
     def micro_batches(self, plan: Plan, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
-        """Yield the training samples of `micros`."""
+        """Yield the training batch of each micro-batch in `micros`, on `device`."""
         return self.train.batches(micros, plan.seed, device)
 
     def _positions(self, plan: Plan, micros: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """Return `micros`; if `overfit_batches` is not 0, map their positions to those of the first batches."""
+        """Return `micros`; if `overfit_batches` is not 0, map their positions to positions in the first batches."""
         if not self.overfit_batches:
             return micros
         span = self.overfit_batches * plan.batch_size

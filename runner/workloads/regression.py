@@ -21,13 +21,13 @@ _LOSSES = ("mse", "mae", "huber")
 class Regression(DataWorkload[RegressionSamples]):
     """The training and evaluation of a network that predicts numbers.
 
-    The loss is the mean over samples and targets. It is computed from the targets in the batches, which are
-    standardized if the data set does that. `mae` is the mean absolute error in the units of the data. `r2` is the
+    The loss is the mean over samples and targets. It is computed from the targets in the batches, which some data sets
+    standardize. The metric `mae` is the mean absolute error in the units of the data. The metric `r2` is the
     coefficient of determination 1 − Σ(y − ŷ)² / Σ(y − ȳ)² of the held-out samples, averaged over targets: 1 is perfect,
-    0 as good as the mean ȳ.
+    and 0 is as good as predicting the mean ȳ.
 
     Args:
-        model: as in `DataWorkload`.
+        model: the network, as in `DataWorkload`.
         data: a data set of `RegressionSamples`.
         loss_function: `mse`, `mae` or `huber`.
         huber_delta: the error at which the Huber loss becomes linear (Huber, 1964); for `huber` only.
@@ -96,7 +96,7 @@ class Regression(DataWorkload[RegressionSamples]):
         return torch.stack((loss.detach().float() * len(targets), absolute.float()))
 
     def _std(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the standard deviation that divides each target, on the device of `like`."""
+        """Return the standard deviation by which the data set has divided each target, on the device of `like`."""
         if self._scale is None or (self._scale.device, self._scale.dtype) != (like.device, like.dtype):
             self._scale = torch.tensor(self.train.target_std, dtype=like.dtype, device=like.device)
         return self._scale
@@ -137,6 +137,6 @@ class Regression(DataWorkload[RegressionSamples]):
 
 
 def _comparable(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both in the larger of the dtype of the outputs and float32, because 16 bits are too few for a loss."""
+    """Return outputs and targets in float32, or in float64 if the outputs are, as 16 bits are too few for a loss."""
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     return outputs.to(dtype), targets.to(dtype)

@@ -28,7 +28,7 @@ class RankInfo(NamedTuple):
     port: int = 0
 
     def variables(self) -> dict[str, str]:
-        """Return the rank and the address as the environment variables that `torch.distributed` reads."""
+        """Return the rank and the address as the environment variables that torchrun sets."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -40,7 +40,10 @@ class RankInfo(NamedTuple):
 
 
 def external_rank_info() -> RankInfo | None:
-    """Return the rank of this process if torchrun or SLURM's `srun` started the process; None otherwise."""
+    """Return the rank of this process if torchrun or SLURM's `srun` started the process; None otherwise.
+
+    Also return None if `srun` started only this process.
+    """
     return _torchrun() or _slurm()
 
 

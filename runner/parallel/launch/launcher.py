@@ -16,7 +16,7 @@ from runner.system.signals import before_training
 
 
 class Launcher:
-    """The base class of all launchers; it trains in the current process, without starting another one.
+    """The base class of all launchers; by itself, it trains in the current process, and starts no other process.
 
     Args:
         devices: the devices on which this process trains.
@@ -34,6 +34,7 @@ class Launcher:
 
         Raises:
             SystemExit: if a stop signal arrived during an earlier run of this process.
+            RuntimeError: if this process cannot join the process group.
         """
         before_training()
         yield Process(RankInfo(), self.devices, Collectives())
@@ -56,5 +57,6 @@ class Launcher:
         Raises:
             ConfigError: if torch or a rank rejects the config.
             RankError: if a rank that the launcher has started fails, dies or hangs.
+            Exception: any exception that `train` raises.
         """
         return train()

@@ -31,7 +31,7 @@ def create_store(port: int | None) -> TCPStore:
     """Create the store through which the ranks on this machine find each other; called before the ranks are started.
 
     Args:
-        port: port on this machine; None: any free one.
+        port: port on this machine; None for any free port.
 
     Raises:
         ConfigError: if nothing can listen on `port`.
@@ -74,6 +74,9 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
         external: whether torchrun or SLURM has started the ranks. If not, the supervisor ends a collective on the CPU
             after `timeout`. Gloo's own timeout is then much longer, because it also counts time in which all processes
             are suspended.
+
+    Raises:
+        RuntimeError: if the store cannot be reached, or the other ranks do not join in time.
     """
     global _progress
     _progress = int(device.type == "cpu")
@@ -175,7 +178,7 @@ def _external_store(rank_info: RankInfo, timeout: timedelta) -> Store:
 
 
 _external_stores: list[Store] = []
-"""The store itself, and then one view of it, with a prefix of its own, for each process group.
+"""The store, followed by one view of the store for each process group, with its own prefix for the keys.
 
 After a failed run, the next run of the same process needs a new process group.
 """

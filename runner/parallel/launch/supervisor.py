@@ -208,8 +208,7 @@ class Supervisor:
         """Wait for all ranks, and return their return values.
 
         Args:
-            stop: record of whether this process has received a stop signal; if it has, all ranks are sent a signal
-                once.
+            stop: record of whether this process has received a stop signal; if so, SIGUSR1 is sent once to all ranks.
 
         Raises:
             ConfigError: if a rank raised a ConfigError.
@@ -277,7 +276,10 @@ class Supervisor:
         return [rank for rank in ended if self.reports[rank] is None]
 
     def _first_error(self) -> Exception:
-        """Return the error of the rank that failed first, after giving the other ranks time to report."""
+        """Return the error to raise, after giving the other ranks time to report.
+
+        A config error of any rank comes first; otherwise, the error names the rank that seems to have failed first.
+        """
         silent = [rank for rank, seconds in enumerate(self.silence) if seconds > self.timeout]
         self._tell(GIVE_UP)
         until = time.monotonic() + GRACE_SECONDS
@@ -342,5 +344,5 @@ class Supervisor:
 
 
 def _with_cause(name: str) -> str:
-    """Return the `name` of a signal, followed by the likely cause if there is one."""
+    """Return the `name` of a signal, followed by the likely cause if one is known."""
     return f"{name} (the kernel does that where memory runs out)" if name == "SIGKILL" else name

@@ -1,4 +1,4 @@
-"""The time of a block of a network, from which the stages are chosen."""
+"""The measurement of the time that a block of a network takes; from these times, the stages are chosen."""
 
 from __future__ import annotations
 

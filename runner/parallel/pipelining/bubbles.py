@@ -1,4 +1,4 @@
-"""The bubble of a pipeline under each schedule and number of micro-batches."""
+"""Predictions of the bubble, the idle share of a pipeline, for each schedule and number of micro-batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from runner.parallel.pipelining.timeline import bubble
 BlockTimes = Callable[[int], Sequence[float]]
 
 _FORWARD = 1 / 3
-"""The part of a block's time that is its forward pass: each of the two gradients takes about as long."""
+"""The fraction of a block's time that its forward pass takes. The gradient of the inputs takes another third, and the
+gradient of the weights the last third.
+"""
 
 
 def bubbles(
@@ -26,21 +28,21 @@ def bubbles(
     num_stages: int | None = None,
     cuts: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the bubble for each number of micro-batches, the fewest first.
+    """Return the predicted bubble for each number of micro-batches that divides `samples`, in increasing order.
 
     Args:
-        schedules: the schedules; with `engine=streams` only `gpipe`.
+        schedules: names of the schedules; with `engine=streams` only `gpipe`.
         num_workers: number of processes or, with `engine=streams`, of stages.
         samples: number of samples in one pass through the pipeline.
         times: function that returns the time of each block for a number of samples, in any unit.
-        num_stages: number of stages; None for one per worker, and two with `interleaved_1f1b`.
+        num_stages: number of stages; None for one stage per worker, or two with `interleaved_1f1b`.
         cuts: index of the first block of every stage except the first; None for stages of about the same time.
 
     Returns:
-        A list of dicts with the keys `split_size` and `num_micro_batches`, and one key for each schedule. Its value is
-        a dict with the `bubble`, the idle share of the processes' time, and the `time` from the start of the first
-        computation to the end of the last one, in the unit of `times`; or None where the schedule does not work with so
-        many micro-batches or stages.
+        A list of dicts with the keys `split_size` and `num_micro_batches`, and one key for each schedule. The value for
+        a schedule is a dict with two keys: `bubble` is the idle share of the workers' time, and `time` is the time from
+        the start of the first computation to the end of the last one, in the unit of `times`. The value is None if the
+        schedule does not work with this number of micro-batches or stages.
     """
     return [
         {"split_size": samples // count, "num_micro_batches": count}

@@ -126,7 +126,7 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
         names: names of all blocks.
 
     Raises:
-        ConfigError: if the network cannot be split at one of the cuts.
+        ConfigError: if the network cannot be split at one of the cuts, or the cuts are not in forward order.
     """
     layers = {name.rpartition(".")[0]: i for i, name in reversed(list(enumerate(names))) if "." in name}
     positions = layers | {name: i for i, name in enumerate(names)}
@@ -144,8 +144,8 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
 def balanced(seconds: Sequence[float], count: int) -> list[int]:
     """Return the partition into `count` stages whose slowest stage takes the least time.
 
-    A pipeline is only as fast as its slowest stage. If several partitions are equally good, the one with the most even
-    stages is returned. The solution is exact; it is found by dynamic programming over (blocks, stages).
+    A pipeline is only as fast as its slowest stage. The partition is found by dynamic programming over (blocks,
+    stages). No other partition has a faster slowest stage; among equally good partitions, even stages are preferred.
 
     Args:
         seconds: time of each block in seconds.
@@ -222,7 +222,10 @@ def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, context: Contex
 
 
 def format_partition(profiles: Sequence[BlockProfile], bounds: Sequence[int]) -> str:
-    """Return a description of the stages in one line: `stem … layer2.1 (51%) | layer2.2 … head (49%)`."""
+    """Return a description of the stages in one line: `stem … layer2.1 (51%) | layer2.2 … head (49%)`.
+
+    The percentages are shares of the total time; they are left out if the blocks were not timed.
+    """
     total = sum(profile.seconds for profile in profiles)
     parts = []
     for start, stop in pairwise(bounds):

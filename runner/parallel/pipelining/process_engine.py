@@ -19,7 +19,7 @@ class ProcessEngine:
 
     Args:
         stages: stages of this process, by the number of the stage.
-        activations: specs of the activations before, between and after all stages.
+        activations: specs of the activations before the first stage and after each stage, for all processes.
         schedule: one of `runner.parallel.pipelining.schedules.SCHEDULES`.
         size: number of samples per micro-batch.
         num_micros: number of micro-batches per call of `train`.

@@ -20,18 +20,18 @@ ONE_STAGE_EACH = ("gpipe", "1f1b")
 """The schedules with exactly one stage per worker."""
 
 Action = tuple[int, str, int]
-"""A computation: the stage; `forward`, `backward` or `weights`, as in a `Span`; and the micro-batch."""
+"""A computation, as a tuple (stage, kind, micro-batch); the kind is one of those in `Span`."""
 
 
 def schedule_class(schedule: str) -> Any:
-    """Return the class of `torch.distributed.pipelining` that computes a schedule."""
+    """Return the class of `torch.distributed.pipelining` that implements `schedule`."""
     from torch.distributed import pipelining  # imported here: it takes half a second
 
     return getattr(pipelining, _CLASSES[schedule])
 
 
 def actions(schedule: str, num_stages: int, num_workers: int, num_micros: int) -> list[list[Action]]:
-    """Return the computations of each worker, in their order.
+    """Return a list of computations for each worker, in the order in which the worker makes them.
 
     Args:
         schedule: one of `SCHEDULES`.
@@ -50,10 +50,11 @@ def actions(schedule: str, num_stages: int, num_workers: int, num_micros: int) -
 
 
 def _one_forward_one_backward(stage: int, num_stages: int, num_micros: int) -> list[Action]:
-    """Return the computations of a stage in order.
+    """Return the computations of a stage under `1f1b`, in order.
 
-    The stage computes forward passes until its first gradient can arrive, then backward and forward passes in turn.
-    torch's own list for this schedule, `Schedule1F1B.pipeline_order`, is wrong for the last stages in torch 2.14.
+    The stage computes forward passes until its first gradient can arrive, then backward and forward passes in turn. The
+    list that torch has for this schedule, `Schedule1F1B.pipeline_order`, is not used, because it is wrong for the last
+    stages in torch 2.14.
     """
     ahead = min(num_micros, num_stages - stage)
     own = [(stage, "forward", micro) for micro in range(ahead)]

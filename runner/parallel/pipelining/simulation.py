@@ -15,8 +15,9 @@ def simulate(
 
     Args:
         schedule, num_stages, num_workers, num_micros: as in `actions`.
-        seconds: function that returns the time of a computation of a stage, given the stage and its kind. Under
-            `zero_bubble`, the kinds are `forward`, `backward` (the gradients of activations only) and `weights`.
+        seconds: function that returns the time of a computation, given its stage and its kind: `forward` or `backward`.
+            Under `zero_bubble`, `backward` computes only the gradients of activations, and there is a third kind,
+            `weights`.
     """
     orders = [list(reversed(own)) for own in actions(schedule, num_stages, num_workers, num_micros)]
     ends: dict[Action, float] = {}

@@ -49,7 +49,7 @@ class StageModule(nn.Module):
     """A module of consecutive blocks, whose inputs and outputs have the format in which activations are sent.
 
     Args:
-        blocks: modules of the network.
+        blocks: consecutive blocks of the network.
         inputs: spec of the activations before the stage; None if the inputs need no conversion.
         outputs: spec of the activations after the stage; None if the outputs need no conversion.
         autocast: function that returns a context manager for the forward pass.
@@ -107,7 +107,7 @@ class _ToSent(torch.autograd.Function):
 def activation_specs(
     inputs: torch.Tensor, outputs: Sequence[ActivationSpec], bounds: Sequence[int]
 ) -> list[ActivationSpec]:
-    """Return the specs of the activations before, between and after the stages.
+    """Return the specs of the activations before the first stage and after each stage.
 
     Args:
         inputs: inputs of the network.
@@ -146,7 +146,7 @@ def owners(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> dict[str,
 def keep_only(model: nn.Module, names: set[str]) -> None:
     """Remove every parameter and buffer of `model` that is not in `names`; the remaining tensors keep their names.
 
-    Of a tensor with several names, such as tied weights, `names` contains the first one.
+    If a tensor has several names, as tied weights have, only its first name is looked up in `names`.
     """
     kept = {id(tensor) for name, tensor in _tensors(model) if name in names}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The times at which the stages of a pipeline compute, and the bubble: the time in which stages are idle."""
+"""The times at which the stages of a pipeline compute, and the bubble: the share of time in which stages are idle."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Timeline:
     def span(self, stage: int, kind: str, micro: int, device: torch.device) -> Iterator[None]:
         """Record the computation inside the context as a `Span`, with its start and stop on `device`.
 
-        Do nothing if no recording has been started.
+        Do nothing while no recording is running.
         """
         if not self.on:
             yield
@@ -98,7 +98,7 @@ class Bubble(NamedTuple):
     Args:
         seconds: time from the start of the first computation to the end of the last one.
         busy: seconds of computation of each worker.
-        least: the seconds that even the best schedule would need with stages as slow as these.
+        least: a lower bound on the seconds that any schedule needs with stages as slow as these.
         theory: the idle fraction if all stages took the same time: (p − 1) / (v·m + p − 1) for p workers with v stages
             each and m micro-batches (Huang et al., 2019, section 2.3, for v = 1).
     """
@@ -110,12 +110,12 @@ class Bubble(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The measured idle fraction of the workers' time."""
+        """The idle fraction of the workers' time."""
         return self._idle(self.seconds)
 
     @property
     def bound(self) -> float:
-        """The idle fraction that even the best schedule would have with stages as slow as these."""
+        """A lower bound on the idle fraction under any schedule with stages as slow as these."""
         return self._idle(self.least)
 
     def _idle(self, seconds: float) -> float:

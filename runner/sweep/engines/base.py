@@ -83,16 +83,16 @@ class Pool(ABC):
 
     @abstractmethod
     def submit(self, job: Job) -> Started | None:
-        """Start `job`, and return the place where it was started; None if it has to wait until other jobs end.
+        """Start `job`, and return the place where it was started; None if it cannot be started yet.
 
         Raises:
             ConfigError: if the job can never run here, because it needs more resources than there are.
         """
 
     def adopt(self, job: Job, started: Started) -> bool:
-        """Take over `job`, which an earlier command started, if it is still running; return whether this was possible.
+        """Take over `job`, which an earlier command started, if possible; return whether it was taken over.
 
-        If so, `wait` later returns the end of the job.
+        A job that is still running can be taken over. `wait` later returns its end. This class takes over no jobs.
 
         Args:
             job: the job.
@@ -144,8 +144,8 @@ class Engine(ABC):
         seeds: the number of seeds with which a search runs each combination; the search compares the mean over seeds.
         metric: the TensorBoard tag of the metric that a search compares; None: the best value of the metric by which
             the workload selects its best checkpoint.
-        goal: `min` if smaller values of `metric` are better, `max` if larger values are better; None: the workload
-            determines it.
+        goal: `min` if smaller values of `metric` are better, `max` if larger values are better. None: the workload
+            determines the goal; this works only for the metric by which the workload selects its best checkpoint.
         prune: how a search chooses unpromising jobs and stops them: `median` or `halving`; None: no job is stopped.
         sampler_seed: the seed of the sampler of a search.
         detach: whether the sweep runs in the background, and continues when the terminal is closed.
@@ -207,5 +207,5 @@ class Engine(ABC):
             path: the directory of the sweep.
 
         Raises:
-            ConfigError: if the engine is not available.
+            ConfigError: if the engine cannot be used, for example because a package is not installed.
         """

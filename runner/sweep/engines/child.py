@@ -76,11 +76,15 @@ class Child:
         """Run the task until it ends, and return its exit code, which is negative if a signal killed the task.
 
         The task holds a lock on its console file. If the job was started twice, the second task waits until the first
-        task has ended and the lock is free. It then resumes the run, or finds that the run is done.
+        task has ended and the lock is free. It then resumes the run, or finds that the run is done. If the task is
+        stopped before it begins, or before it can handle signals, its exit code is 75.
 
         Args:
-            variables: further environment variables.
+            variables: further environment variables; they take precedence over those of the task.
             first_line: text that is written to the console file before the task begins.
+
+        Raises:
+            OSError: if the console file cannot be opened, for example because it is a symbolic link.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         console = os.open(self.task.console, flags, 0o666)
@@ -109,7 +113,7 @@ class Child:
         return self.wait()
 
     def wait(self) -> int:
-        """Wait until the task has ended, and return its exit code."""
+        """Wait until the task has ended, and return its exit code; 75 if it has not begun."""
         if self.code is None and self._process is None:  # it never began
             self.code = STOPPED
         if self.code is None:
@@ -156,7 +160,8 @@ def _locked(console: int) -> bool:
 def _environment() -> dict[str, str]:
     """Return the environment variables of this process, except those by which a launcher tells a process its rank.
 
-    The engine starts one process for each job. If `parallel=ddp` needs more processes, the job itself starts them.
+    The job must not take itself for a rank of a larger run: it is a single process, and if `parallel=ddp` needs more
+    processes, the job itself starts them.
     """
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     slurm = ("SLURM_STEP_", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SUBMITIT_")

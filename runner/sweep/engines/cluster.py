@@ -10,7 +10,7 @@ from runner.sweep.engines.base import Demand, Engine
 
 
 class Resources(NamedTuple):
-    """What a job asks a cluster for: CPU cores, GPUs, and the CPU threads of each of its processes."""
+    """The number of CPU cores and GPUs to request for a job, and of CPU threads of each process of the job."""
 
     cores: int
     gpus: int

@@ -1,8 +1,8 @@
 """`sweep=local`: runs jobs on this machine, as many at once as there are GPUs or CPU cores for.
 
 Each job is a process that is forked from a server. The server has already imported torch, so that a job starts in a
-fraction of a second, but it has not run anything, so that no job inherits state from another job. While a job runs, no
-job that is started after it uses its CPU cores and GPUs. On Linux, this is also true of jobs of an earlier command.
+fraction of a second, but it has run no job, so that no job inherits state from another job. A job starts only on CPU
+cores and GPUs that no running job uses. On Linux, this includes jobs of an earlier command that have been taken over.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Running(NamedTuple):
 
 
 class _Adopted(NamedTuple):
-    """A job that an earlier command started; its cores and GPUs are unknown on systems without /proc."""
+    """A job that an earlier command started; `cores` and `gpus` are empty on systems without /proc."""
 
     console: Path
     pid: int
@@ -177,7 +177,7 @@ class LocalPool(Pool):
         return min(self._num_cores, demand.processes * (demand.threads or self._threads))
 
     def _free_gpus(self, idle: list[str], count: int) -> list[str] | None:
-        """Return `count` GPUs that are not in use by other users; None if there are fewer at the moment.
+        """Return `count` GPUs that are not in use by other users; None if there are fewer, now or a few seconds ago.
 
         Args:
             idle: the GPUs that no job of this sweep uses.

@@ -103,7 +103,9 @@ class Ray(ClusterEngine):
             raise ConfigError("sweep.address", self.address, f"Ray cannot be used: {why}", _REMEDY) from None
 
     def _check_reachable(self) -> None:
-        """Check that `address` can be reached. Otherwise, Ray would try for minutes and then end this process.
+        """Check that `address` can be reached, unless it is `auto` or null.
+
+        If the address could not be reached, Ray would try for minutes and then end this process.
 
         Raises:
             ConfigError: if nothing accepts a connection at the address.
@@ -152,7 +154,7 @@ class RayPool(Pool):
         return Started("Ray, " + ", ".join([f"{cores} core{'s' * (cores > 1)}", *devices]))
 
     def _check_possible(self, number: int, cores: int, gpus: int) -> None:
-        """Check that a machine has enough CPU cores and GPUs for job `number`. Otherwise, Ray would wait forever."""
+        """Raise a `ConfigError` if no machine has enough cores and GPUs for job `number`. Ray would wait forever."""
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         possible = any(node.get("CPU", 0) >= cores and node.get("GPU", 0) >= gpus for node in nodes)
         largest = max(((int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes), default=(0, 0))

@@ -270,7 +270,7 @@ class SlurmPool(Pool):
         return f"{self._name}-{batch.token}"
 
     def _submit_batches(self) -> None:
-        """Submit each batch of jobs that is due as one job array.
+        """Submit the batches of jobs that are due, each as one job array.
 
         If SLURM rejects a batch, the batch is submitted again later, a limited number of times.
 
@@ -313,7 +313,7 @@ class SlurmPool(Pool):
             self._end(job.number, STOPPED if job.number in self._stopped else None, why)
 
     def _sbatch(self, batch: _Batch) -> list[str]:
-        """Submit a batch, and return the SLURM job IDs of its jobs.
+        """Submit a batch, and return the SLURM job IDs of its jobs, in the order of the jobs.
 
         Raises:
             SlurmError: if sbatch fails, or its output cannot be parsed.
@@ -449,9 +449,9 @@ class SlurmPool(Pool):
     # Stopping
 
     def _signal_stopped(self) -> None:
-        """Cancel the jobs that `stop` has named if they are waiting; if they are running, signal them to save and exit.
+        """Cancel each job passed to `stop` if it is waiting; if it is running, signal it to save a checkpoint and exit.
 
-        This is repeated until the jobs have ended, because SLURM drops a signal for a job that has no process yet.
+        The pool repeats this until the jobs have ended, because SLURM drops a signal for a job that has no process yet.
         """
         handles = [self._handles[number] for number in self._stopped & self._handles.keys()]
         ids = [self._ids[handle] for handle in handles if handle in self._ids]

@@ -19,10 +19,14 @@ if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
 
 STOP, KILL = signal.SIGHUP, signal.SIGINT
-"""Signals that the scheduler sends: to save and exit for good, and to exit at once. SLURM sends SIGTERM and SIGUSR2."""
+"""Signals that the scheduler of the sweep sends. After `STOP`, a job saves a checkpoint and exits for good. `KILL` ends
+a job at once. SLURM itself sends SIGTERM and SIGUSR2."""
 
 _SECONDS_TO_BE_KILLED = 120.0
-"""Seconds after SIGTERM within which SLURM kills a job. Almost all clusters set KillWait and GraceTime to less."""
+"""Seconds that a task waits to be killed after SIGTERM, once the job has saved a checkpoint.
+
+Almost all clusters set KillWait and GraceTime, after which SLURM kills a job, to less.
+"""
 
 
 class SlurmTask:
@@ -31,9 +35,9 @@ class SlurmTask:
     - SIGUSR2, which submitit handles: the time limit is reached, or the job is preempted. The job saves a checkpoint,
       and is requeued.
     - SIGTERM: SLURM is going to kill the job, because the job was canceled or preempted. The job saves a checkpoint,
-      and then waits until it is killed or receives SIGUSR2. SLURM itself requeues a preempted job.
-    - SIGHUP: the scheduler stops the job. The job saves a checkpoint, and ends.
-    - SIGINT: the scheduler kills the job.
+      and the task then waits until it is killed or receives SIGUSR2. SLURM itself requeues a preempted job.
+    - SIGHUP: the scheduler of the sweep stops the job. The job saves a checkpoint, and ends.
+    - SIGINT: the scheduler of the sweep kills the job.
 
     Args:
         task: the task to run.
@@ -67,7 +71,7 @@ class SlurmTask:
         return code
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """Save a checkpoint, and return the task that submitit should requeue; None if it should not requeue the job.
+        """Save a checkpoint, and return the task that submitit should requeue; None if the job should not be requeued.
 
         submitit calls this method when it receives SIGUSR2.
         """

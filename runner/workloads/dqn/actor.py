@@ -67,7 +67,10 @@ class Actor:
 
         Args:
             policy: function that returns greedy actions; None to make all actions random.
-            epsilon: the probability of a random action, in an environment that is not repeating one.
+            epsilon: the probability of a random action, in an environment that is not repeating a random action.
+
+        Raises:
+            EnvironmentBrokenError: if an environment raises an error, or returns NaN or infinity.
         """
         vector, num_envs = self.vector, self.vector.num_envs
         previous = vector.observations
@@ -106,7 +109,7 @@ class Actor:
         return self.replay.at(self._random.integers(len(self.replay), size=count))
 
     def take_episodes(self) -> dict[str, float]:
-        """Return the mean return and the mean length of the episodes that have ended since the last call, keyed by tag.
+        """Return the means `episode/return` and `episode/length` of the episodes that have ended since the last call.
 
         The dict is empty if no episode has ended.
         """
@@ -139,7 +142,8 @@ class Actor:
         new episodes, and a warning is logged.
 
         Raises:
-            UnexpectedContentError, EnvironmentBrokenError: if the state is not that of these environments.
+            Exception: an `EnvironmentBrokenError` or one of `runner.storage.content_checks.CONTENT_ERRORS`, if `state`
+                is not the state of such an actor. The state of this actor may then be partly replaced.
         """
         self.replay.load_state_dict(state["replay"])
         self.num_episodes = state["num_episodes"]

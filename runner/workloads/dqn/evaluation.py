@@ -22,7 +22,8 @@ def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], devi
     """Play one shard of the evaluation episodes, all at the same time, and return the sums of returns and lengths.
 
     The environments' seeds are independent of the run's seed, so that all runs are evaluated from the same initial
-    states. Each environment plays exactly one episode: counting the first to end would favor short episodes.
+    states. Each environment plays exactly one episode, because counting the episodes that end first would favor short
+    episodes. Without a limit of the environment, an episode is cut off after 10,000 steps.
 
     Args:
         env: the options of the environment.
@@ -34,6 +35,9 @@ def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], devi
     Returns:
         A dict with the sums `return` and `length`, and the number `count` of episodes in this shard. Each value is a
         scalar tensor on the device.
+
+    Raises:
+        EnvironmentBrokenError: if an environment raises an error, or returns NaN or infinity.
     """
     first, last = shard_bounds(num_episodes, shard)
     counted = slice(first, last)

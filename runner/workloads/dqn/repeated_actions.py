@@ -8,12 +8,12 @@ import numpy as np
 class Repeats:
     """Temporally extended ε-greedy exploration (Dabney, Ostrovski and Barreto, ICLR 2021).
 
-    Where plain ε-greedy exploration takes one random action, this repeats it for n steps, with n drawn from the heavy-
-    tailed distribution p(n) ∝ n⁻² over 1 to `longest`. An episode that ends also ends the repetition.
+    Plain ε-greedy exploration takes a random action for one step. This class repeats the action for n steps, where n is
+    drawn from the heavy-tailed distribution p(n) ∝ n⁻² over 1 to `longest`. The end of an episode ends the repetition.
 
     Args:
         num_envs: number of environments.
-        longest: the largest number of steps.
+        longest: the largest number of steps n.
     """
 
     def __init__(self, num_envs: int, longest: int):
@@ -25,11 +25,11 @@ class Repeats:
     def extend(
         self, explores: np.ndarray, actions: np.ndarray, random: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return which environments take a random action now, bool [num_envs], and which one, int64 [num_envs].
+        """Return which environments take a random action now, bool [num_envs], and their actions, int64 [num_envs].
 
         Args:
-            explores: which environments begin to explore if they do not repeat an action, bool [num_envs].
-            actions: the random actions that they begin with, int64 [num_envs].
+            explores: which environments begin to explore unless they are repeating an action, bool [num_envs].
+            actions: the random actions of the environments that begin to explore, int64 [num_envs].
             random: the generator that the numbers of steps are drawn from.
         """
         begins = explores & (self._left == 0)
@@ -41,7 +41,7 @@ class Repeats:
         return explores, self._actions.copy()
 
     def end(self, ended: np.ndarray) -> None:
-        """End the repetitions in the environments whose episode has ended, bool [num_envs]."""
+        """End the repetitions in the environments where `ended`, bool [num_envs], is True."""
         self._left[ended] = 0
 
     def state_dict(self) -> dict[str, list[int]]:

@@ -74,9 +74,10 @@ class Replay:
             self.rows[start : start + len(rows)].copy_(torch.from_numpy(rows))
 
     def at(self, indices: np.ndarray) -> torch.Tensor:
-        """Return the packed transitions in the rows `indices`, int64 [n], as float32 [n, width] on the buffer's device.
+        """Return the packed transitions in the rows `indices`, int64 [n].
 
-        `unpack` divides a row of `row_width(…)` numbers into its transition.
+        Returns:
+            float32 [n, row_width] on the buffer's device; `unpack` splits this tensor into the fields.
         """
         rows = torch.from_numpy(indices)
         return self.rows.index_select(0, rows.to(self.rows.device, non_blocking=True))

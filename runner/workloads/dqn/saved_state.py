@@ -14,7 +14,8 @@ def check(state: dict[str, Any], observation_size: int, num_actions: int, n_step
     """Check the saved state of an agent, except the state of the environments, which is checked when it is loaded.
 
     Args:
-        state: the dictionary that `Actor.state_dict` returned, with the key `best` for the best evaluation return.
+        state: the dictionary that `Actor.state_dict` returned, and the additional key `best`, the best mean return of
+            an evaluation.
         observation_size: number of values in an observation.
         num_actions: number of actions.
         n_step: number of steps in a transition.

@@ -41,7 +41,7 @@ class DQN(Workload):
 
     Args:
         model: the network that computes action values.
-        env: the environment.
+        env: the options of the environments.
         env_steps: length of the run in environment steps, summed over all environments and processes.
         warm_up: number of environment steps with random actions before the first update, summed over all environments
             and processes.
@@ -64,12 +64,12 @@ class DQN(Workload):
         epsilon_fraction: fraction of `env_steps` during which the fraction of random actions changes linearly from
             `epsilon_start` to `epsilon_final`.
         epsilon_repeat: the largest number of steps for which a random action is repeated (temporally extended ε-greedy
-            exploration; Dabney et al., 2021): the number n is drawn with probability proportional to n⁻²; 1: each step
-            draws a new action. If it is larger, ε is the probability that a repetition begins, and the fraction of
-            random actions is larger than ε.
-        normalize: scale observations to [-1, 1] by the bounds of the observation space; if it has none, to a mean of 0
-            and a standard deviation of 1 under random actions. The factors do not change during the training, so that
-            stored transitions stay valid.
+            exploration; Dabney et al., 2021). The number n of steps is drawn with a probability proportional to n⁻²; 1
+            for no repetition. With a larger value, ε is the probability that a repetition begins, so that the fraction
+            of random actions is larger than ε.
+        normalize: scale observations to [-1, 1] by the bounds of the observation space; without finite bounds, to a
+            mean of 0 and a standard deviation of 1 under random actions. The scaling does not change during the
+            training, so that stored transitions stay valid.
         eval_episodes: number of greedy episodes per evaluation, summed over all processes.
         record_video: record an episode in each evaluation, and log the video if the policy is the best so far.
     """
