@@ -1,4 +1,4 @@
 """Networks in plain PyTorch, independent of device, rank, precision and config.
 
-Nothing is imported here: torchvision takes a second to import, and only `models.resnet` needs it.
+Nothing is imported here: torchvision takes a second to import, and some of the networks do not need it.
 """

@@ -124,7 +124,7 @@ def blocks_of_chain(network: nn.Module) -> Layers:
 
 
 def with_blocks(network: nn.Module) -> nn.Module:
-    """Give `network` the method `blocks()` if its class is in `CHAINS`, and return it.
+    """Give `network` the method `blocks()` if its class is in `CHAINS`, and return `network`.
 
     The class of the network is replaced in place by a subclass with the same name, forward pass and parameters, as
     `fully_shard` does. The subclass cannot be built directly, because torchvision's builder functions take no class.
@@ -172,9 +172,9 @@ def _grouped(layers: Iterable[tuple[str, nn.Module]]) -> Iterator[Layers]:
 
     A convolution or a linear layer begins a group, which also has the normalization, activation and pooling that follow
     it. A module that has submodules begins a group, too. Simple layers that follow such a module join the next
-    convolution or linear layer, unless another module with submodules, or the end, comes first; then they stay with the
-    module. In the networks of `CHAINS`, no group begins with an in-place activation, which would overwrite the inputs
-    of a stage.
+    convolution or linear layer. If another module with submodules, or the end, comes first, they join the module that
+    they follow. In the networks of `CHAINS`, no group begins with an in-place activation, which would overwrite the
+    inputs of a stage.
     """
     group: Layers = []
     waiting: Layers = []  # simple layers after a module with submodules: the next layer decides on their group

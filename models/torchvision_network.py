@@ -16,7 +16,7 @@ from torchvision.models.regnet import BlockParams
 from models.chains import with_blocks
 
 _OURS = ("num_classes", "image_size", "init_weights", "aux_logits", "transform_input", "dropout_aux")
-"""Arguments that are not options: the data sets them, or they concern initialization, pretraining or extra outputs."""
+"""Arguments that are not options: they follow from the data, or concern initialization, pretraining or more outputs."""
 
 
 def names() -> list[str]:
@@ -25,7 +25,7 @@ def names() -> list[str]:
 
 
 def options_of(name: str) -> dict[str, type]:
-    """Return the options of the network `name` by name, with their types: int, float or bool."""
+    """Return the type (int, float or bool) of each option of the network `name`, by the name of the option."""
     parameters = inspect.signature(_class_of(name).__init__).parameters.items()
     plain = {key: each.annotation for key, each in parameters if each.annotation in (int, float, bool)}
     return {key: kind for key, kind in plain.items() if key not in _OURS}
@@ -41,7 +41,7 @@ def create(name: str, shape: tuple[int, ...], num_classes: int, options: Mapping
         name: one of `names()`.
         shape: shape of an input, (channels, height, width).
         num_classes: number of outputs.
-        options: arguments of the network's class, of those that `options_of` returns.
+        options: values of options by name; `options_of` returns the options that the network has.
 
     Raises:
         AssertionError, TypeError, ValueError: if the network does not take the options, or inputs of this size.
@@ -66,7 +66,7 @@ def _class_of(name: str) -> type[nn.Module]:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function`, which reads values of tensors that it creates, so that it creates real tensors in every mode."""
+    """Wrap `function`, which reads tensors that it creates, so that these have values even under `FakeTensorMode`."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         with torch.device("cpu"), _disable_current_modes():  # FakeTensorMode

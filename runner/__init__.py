@@ -39,7 +39,7 @@ _MODULES = {
     "load": "runner.api.saved",
     "train": "runner.api.execution",
 }
-"""The module of each name. It is imported at the first use of the name, because it may take seconds (torch does)."""
+"""The module that defines each public name, imported when the name is first used: torch takes seconds to import."""
 
 
 def __getattr__(name: str) -> "Any":

@@ -51,7 +51,7 @@ class MicroBatch(NamedTuple):
     start: int
     stop: int
     weight: float
-    """The fraction of the global batch that is in this micro-batch. Its mean loss is multiplied by this fraction."""
+    """The fraction of the global batch that is in this micro-batch. The micro-batch's mean loss is multiplied by it."""
     is_last: bool
     """Whether this micro-batch is the last one of this process before the optimizer step."""
 

@@ -20,13 +20,13 @@ class Device:
     Args:
         kind: `cpu`, `cuda`, `mps`, or `auto` for the first available device of `cuda`, `mps` and `cpu`.
         index: the index of the only CUDA device to use, among the visible devices (CUDA_VISIBLE_DEVICES); null for the
-            first one or, in a parallel mode with several devices, for those in `indices`.
+            first device or, in a parallel mode with several devices, for the devices in `indices`.
         indices: the indices of the CUDA devices that a parallel mode with several devices may use; empty for all
             visible devices.
         threads: the number of CPU threads that each process uses for an operation (`torch.set_num_threads`); null for
-            torch's default or, if there are several processes, for an equal share of the cores. On the CPU, null leaves
-            one core to each data worker, but at most half of the cores to all of them, unless the environment variable
-            OMP_NUM_THREADS is set.
+            torch's default or, if there are several processes, for an equal share of the cores. If the device is the
+            CPU, one core is then left to each data worker, up to half of the cores in total, unless the environment
+            variable OMP_NUM_THREADS is set.
     """
 
     kind: str = "auto"
@@ -100,6 +100,8 @@ class Device:
     def settings(self, device: torch.device, deterministic: bool, num_data_workers: int = 0) -> Iterator[None]:
         """Set torch's global flags for one run, and restore them afterwards, because a process may train several runs.
 
+        The current CUDA device and the environment variable CUBLAS_WORKSPACE_CONFIG are set, too, but not restored.
+
         Args:
             device: the device of this process.
             deterministic: whether to allow only deterministic algorithms (`torch.use_deterministic_algorithms`).
@@ -126,10 +128,11 @@ _AVAILABLE = "device=auto chooses an available device; `python -m runner.tools.d
 
 
 def _default_threads(device: torch.device, num_data_workers: int) -> int:
-    """Return the number of CPU threads for an operation. Data workers get a core each, but at most half of the cores.
+    """Return the default number of CPU threads for an operation.
 
-    A thread that has to wait for a core holds up the others of its operation: beside a busy data worker, two threads on
-    two cores can take several times as long as one.
+    On the CPU, one core is left to each data worker, up to half of the cores in total, because a thread that has to
+    wait for a core holds up the other threads of its operation: beside a busy data worker, two threads on two cores can
+    take several times as long as one thread.
     """
     threads = torch.get_num_threads()
     if device.type != "cpu" or not num_data_workers or "OMP_NUM_THREADS" in os.environ:

@@ -41,14 +41,14 @@ class Optimizer(ABC):
         lr: the base learning rate, which the schedule multiplies by a factor.
         weight_decay: L2 penalty (sgd, adam, rmsprop; nadam by default) or decoupled weight decay (adamw, muon).
         fused: whether to use torch's fused kernels, which are faster and give the same results up to rounding.
-        groups: `lr`, `weight_decay` or both for the parameters that match a pattern, by pattern (see
-            `runner.config.name_patterns`): `{head: {lr: 0.1}}`. A parameter belongs to the first pattern that matches
-            it.
-        layer_decay: factor of the learning rate from each block of the network to the one before it (Clark et al.,
-            ELECTRA, 2020): the last block has the rate `lr`, the first one `lr·layer_decay^(num_blocks - 1)`. It does
-            not affect parameters whose pattern in `groups` has its own `lr`.
+        groups: a dict from a pattern of parameter names (see `runner.config.name_patterns`) to the `lr`, the
+            `weight_decay`, or both, of the parameters that match the pattern: `{head: {lr: 0.1}}`. If a parameter
+            matches several patterns, only the first of these patterns applies. Null for no patterns.
+        layer_decay: ratio of the learning rate of each block of the network to that of the next block (Clark et al.,
+            ELECTRA, 2020): the last block has the rate `lr`, the first block `lr·layer_decay^(num_blocks - 1)`. An `lr`
+            in `groups` replaces this rate.
         decay_norms: whether `weight_decay` also applies to parameters with at most one dimension: all biases, and the
-            weights of normalization layers. A `weight_decay` in `groups` applies to whatever matches its pattern.
+            weights of normalization layers. A `weight_decay` in `groups` applies to these parameters in any case.
     """
 
     lr: float
@@ -59,7 +59,7 @@ class Optimizer(ABC):
     decay_norms: bool = True
 
     needs_whole_parameters: ClassVar[bool] = False
-    """Whether an update of a parameter needs all of its elements, which modes that shard parameters do not have."""
+    """Whether an update needs the whole parameter. If so, parallel modes that shard parameters are refused."""
 
     def __post_init__(self) -> None:
         check_range(self, "lr", above=0, most=_LARGEST)
@@ -86,7 +86,7 @@ class Optimizer(ABC):
 
         Args:
             model: the model, or the part of it that this rank holds.
-            groups: the groups of the whole model's parameters; None if `model` is the whole model.
+            groups: the groups of the whole model's parameters; None to compute them from `model`, the whole model.
 
         Raises:
             ConfigError: as `parameter_groups` does, if `groups` is None.
@@ -98,8 +98,8 @@ class Optimizer(ABC):
         The first group has the base learning rate, even if no parameter is left for it.
 
         Raises:
-            ConfigError: if a pattern matches no trainable parameter, or only those of earlier patterns, or if the
-                network lists no blocks and `layer_decay` is set.
+            ConfigError: if a pattern matches no trainable parameter, or only parameters that match an earlier pattern,
+                or if `layer_decay` is below 1 and the network lists no blocks.
         """
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         pattern_of = self._patterns(model, parameters)
@@ -127,10 +127,10 @@ class Optimizer(ABC):
 
         Args:
             model: the whole model.
-            parameters: its trained parameters, by name.
+            parameters: the trained parameters of the model, by name.
 
         Raises:
-            ConfigError: if a pattern matches no trained parameter, or only those of earlier patterns.
+            ConfigError: if a pattern matches no trained parameter, or only parameters that match an earlier pattern.
         """
         found: dict[str, str] = {}
         names = names_to_match(model) if self.groups else {}
@@ -319,15 +319,15 @@ class Muon(AdamW):
     """Muon (Jordan et al., 2024; `torch.optim.Muon`) for matrices, and AdamW for all other parameters.
 
     Matrices are parameters with two dimensions: the weights of linear layers, but not those of convolutions. Updates of
-    matrices are scaled to the size of AdamW's (Liu et al., Muon is Scalable for LLM Training, 2025), so that both share
-    one learning rate and weight decay. These updates are orthogonalized in bfloat16, which has 8 significant bits:
-    where the gradients of two parallel modes differ by float32 rounding, the updates may differ by bfloat16 rounding.
-    `fused` applies to AdamW.
+    matrices are scaled to the size of AdamW's updates (Liu et al., Muon is Scalable for LLM Training, 2025), so that
+    Muon and AdamW share one learning rate and one weight decay. Muon orthogonalizes its updates in bfloat16, which has
+    8 significant bits: where the gradients of two parallel modes differ by float32 rounding, the updates may differ by
+    bfloat16 rounding. `fused` applies only to AdamW.
 
     Args:
         momentum: momentum factor for matrices.
         nesterov: whether to use Nesterov momentum for matrices.
-        ns_steps: number of Newton-Schulz iterations of an orthogonalization.
+        ns_steps: number of Newton-Schulz iterations of each orthogonalization.
     """
 
     needs_whole_parameters: ClassVar[bool] = True
@@ -363,10 +363,10 @@ class Muon(AdamW):
 
 @functools.cache
 def _joined_class() -> Any:
-    """Return the class of an optimizer made of others; defined here, because its base class would load torch early."""
+    """Return the class `Joined`. It is defined in a function, because its base class would load torch on import."""
 
     class Joined(torch.optim.Optimizer):
-        """Optimizers of different parameters, joined into one with a single list of groups and a single state."""
+        """An optimizer made of several optimizers of different parameters, with one list of groups and one state."""
 
         def __init__(self, *parts: torch.optim.Optimizer):
             for number, part in enumerate(parts):

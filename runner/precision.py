@@ -51,11 +51,11 @@ class Precision:
         return model
 
     def compute_dtype(self, device: torch.device) -> torch.dtype | None:
-        """Return the 16-bit dtype of the forward pass on `device`; None if its dtype is that of the parameters."""
+        """Return the 16-bit dtype of forward passes on `device`; None if they use the dtype of the parameters."""
         return None
 
     def autocast(self) -> AbstractContextManager:
-        """Return a context manager for forward passes."""
+        """Return a context manager for forward passes; it has no effect if the precision does not use autocast."""
         return _NO_AUTOCAST
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Profilers: time by section of the training loop, by Python function, or by operation in a trace."""
+"""Profilers, which measure the time of sections of the training loop, of Python functions, or of operations."""
 
 from __future__ import annotations
 
@@ -138,14 +138,14 @@ class Trace(Profiler):
     """A profiler that writes a trace of all operations on the CPU and the CUDA device, for https://ui.perfetto.dev.
 
     The profiler uses `torch.profiler`. A cycle has `wait` + `warmup` + `active` steps, of which only the last `active`
-    steps are recorded.
+    steps are recorded. A table of the 100 operations that take the most time is written beside each trace.
 
     Args:
         wait: number of steps to skip first, because a run reaches its full speed only after some steps.
         warmup: number of steps to profile but discard, because the start of the profiler distorts them.
         active: number of steps to record; each takes a few megabytes for a large network.
         repeat: number of cycles; the trace of each cycle is written to separate files.
-        record_shapes: whether to record the shapes of operator inputs, and group the table by them.
+        record_shapes: whether to record the shapes of operator inputs, and group the operations in the table by shape.
         profile_memory: whether to record the memory that each operation allocates and frees.
         with_stack: whether to record the Python source lines of each operation, which is slow.
     """

@@ -42,8 +42,9 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
             a new, unique name.
 
     Raises:
-        ConfigError: if the run to resume does not exist, has another config, is running, or cannot be continued, or if
-            the directory cannot be written to. The error names the key, such as `resume`.
+        ConfigError: if the run to resume does not exist, is running, or cannot be continued with this config; if the
+            directory `name` exists, and the run in it is not resumed; or if the directory cannot be written to. The
+            error names the key, such as `resume`.
     """
     found, lock = _to_resume(session, parent, name)
     if name is not None and found is None:
@@ -98,7 +99,7 @@ def _is_done(path: Path, session: Session) -> bool:
 
 
 def _has_same_rules(path: Path, session: Session) -> bool:
-    """Return whether the run in `path`, which a rule of `stop` has ended, would be ended by the rules of `session`."""
+    """Return whether the run in `path`, which a rule of `stop` has ended, has the same rules as `session`."""
     try:
         return saved_config(path).values.get("stop") == session.run.config.get("stop")
     except UnreadableConfigError:
@@ -164,7 +165,7 @@ def _named_checkpoint(session: Session) -> Path | None:
 
 
 def _later(checkpoint: Path | None) -> list[Path]:
-    """Return the checkpoints of later steps than that of `checkpoint`; an empty list if `checkpoint` is None."""
+    """Return the checkpoints of all steps after the step of `checkpoint`; an empty list if `checkpoint` is None."""
     if checkpoint is None:
         return []
     step = run_directory.step_of(checkpoint) or 0
@@ -189,8 +190,8 @@ def _locked_new(path: Path) -> IO[str]:
     """Lock the new run directory `path`, and return the open lock file.
 
     Raises:
-        ConfigError: if no file can be created in the directory, or another process, for which `--run-directory` names
-            the same one, has locked it first.
+        ConfigError: if no file can be created in the directory, or if another process with the same `--run-directory`
+            has already locked the directory.
     """
     try:
         lock = run_directory.lock(path)
@@ -213,10 +214,10 @@ def _locked_for_us(path: Path) -> IO[str]:
 def _to_resume(session: Session, parent: Path, name: str | None) -> tuple[Path | None, IO[str] | None]:
     """Return the directory of the run to resume, and its open lock file; (None, None) if a new run begins.
 
-    With `resume=auto`, the run is the one in the directory `name`; if `name` is None, it is found by its config.
+    With `resume=auto`, the run is the one in the directory `name`; if `name` is None, the run is found by its config.
 
     Raises:
-        ConfigError: if the run to resume does not exist, has another config, is running, or cannot be continued.
+        ConfigError: if the run to resume does not exist, is running, or cannot be continued with this config.
     """
     source = session.run.resume
     if source == "never":
@@ -242,7 +243,7 @@ def _check_named(session: Session, path: Path, source: str) -> None:
         source: the value of the option `resume`: the path of a run directory, or of a checkpoint in one.
 
     Raises:
-        ConfigError: if there is no such run or checkpoint, if the config is that of another run, if the run already has
+        ConfigError: if there is no such run or checkpoint, if the config belongs to another run, if the run already has
             more steps than this session asks for, or if the checkpoints to continue from have been deleted.
     """
     checkpoint = _named_checkpoint(session)
@@ -349,7 +350,7 @@ def _has_same_config(path: Path, session: Session) -> bool:
     """Return whether the run in the directory `path` has the config of `session`; False if there is no run in it.
 
     Raises:
-        ConfigError: if there are checkpoints in `path`, which may be those to resume, but the config cannot be read.
+        ConfigError: if the config cannot be read, although `path` has checkpoints: it may be the run to resume.
     """
     try:
         return config_hash(completed(saved_config(path).values)) == config_hash(completed(session.run.config))
@@ -368,7 +369,8 @@ def _has_same_config(path: Path, session: Session) -> bool:
 _ESSENTIAL = ("seed", "batch_size", "workload", "model", "data", "env")
 """Keys that determine what is computed, and therefore must not change on resume.
 
-All other keys may change, except that the type of the optimizer must stay the same.
+Of the components among them, the options in `may_change_on_resume` may change. Keys that are not listed here may
+change, except that the type of the optimizer must stay the same.
 """
 
 
@@ -381,9 +383,9 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
         source: path of the run directory or the checkpoint, for the error message.
 
     Raises:
-        ConfigError: if the seed, the batch size or the type of the optimizer differs, or an option of the workload, the
-            model, the data or the environment that is not in its `may_change_on_resume`; the error lists the first
-            differences.
+        ConfigError: if the seed, the batch size or the type of the optimizer differs; or if an option of the workload,
+            the model, the data or the environment differs, and this component's `may_change_on_resume` does not list
+            the option. The error lists the first five differences.
     """
     saved, now, differences = completed(saved), completed(now), []
     for key in _ESSENTIAL:

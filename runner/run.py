@@ -47,7 +47,7 @@ CONFIG_GROUPS: dict[str, type] = {
     "profiler": Profiler,
     "tracking": Tracker,
 }
-"""The config groups of every run, with the base class of each."""
+"""The config groups of every run except `workload`, with the base class of each."""
 
 WORKLOAD_INPUTS: dict[str, type] = {"model": Model, "data": Data, "env": Env}
 """The config groups that are passed to a workload if it has fields of these names, with the base class of each."""
@@ -275,17 +275,19 @@ class Result:
         status: `done`, `stopped` (by a signal or `stop.max_time`, after saving), `diverged` or `crashed`.
         steps: number of completed optimizer steps, including the steps before a resume.
         metrics: the latest training and evaluation metrics, by TensorBoard tag.
-        best: the `metric`, the `value` and the `step` of the best evaluation.
+        best: the `metric`, the `value` and the `step` of the best evaluation; empty if there was no evaluation.
         seconds: time in seconds from the first step of this session to the end of the session.
         samples_per_second: training throughput of all processes together, from the median step time.
-        step_seconds: median and 90th percentile of the step times in seconds; the first steps do not count.
+        step_seconds: the `median` and the 90th percentile (`p90`) of the times of the steps (or rounds of steps) in
+            this session, in seconds; the first steps do not count. Empty if there was no step.
         peak_memory_bytes: peak memory usage of rank 0 on its GPU or, without a GPU, in host memory.
         world_size: number of processes.
         config_hash: hash of the config (see the function `config_hash`).
         notes: additional results of the workload on rank 0, such as the number of skipped files.
         error: the reason why the run diverged or crashed; empty if it did neither.
-        stopped_by: the rule of `stop` that ended the run before its last step; empty if none did.
-        directory: the run directory; None in a rank. Neither this nor `cause` is written to the file.
+        stopped_by: the rule of `stop` that ended the run before its last step, in words; empty if no rule did.
+        directory: the run directory; None in the result that a rank returns. Neither `directory` nor `cause` is written
+            to `result.json`.
         cause: the exception that crashed the run; None if the run has not crashed.
     """
 
@@ -347,15 +349,15 @@ def build_run(config: Mapping[str, Any]) -> Run:
 
 
 def check_used(run: Run, overrides: Iterable[str]) -> None:
-    """Check that the workload of `run` uses the config groups that the user has overridden, each with one option.
+    """Check that the workload of `run` uses each config group in `overrides`, and that each group has a single option.
 
     Args:
         run: the run.
         overrides: the overrides as typed: `env=acrobot`, `data.size=32`.
 
     Raises:
-        ConfigError: if an overridden config group is not used, or only the last of several options, because the run
-            would ignore what the user asked for.
+        ConfigError: if the workload does not use an overridden config group, or an override chooses several options of
+            a group. In both cases, the run would ignore a part of what the user asked for.
     """
     used = component_fields(type(run.workload))
     groups = (*CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload")
@@ -414,7 +416,7 @@ def _node(config: Mapping[str, Any], group: str) -> Mapping[str, Any]:
 def describe_model(model: torch.nn.Module) -> str:
     """Return a description of `model`, such as `ConvNet, 26,650 trainable parameters, 0.11 MB`.
 
-    The size is that of all parameters, including frozen ones, and of all buffers.
+    The size includes frozen parameters and all buffers.
     """
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))

@@ -1,7 +1,8 @@
-"""Random number streams, each seeded by one root seed and a name, so that they do not depend on the order of draws.
+"""Random number streams. Each is seeded by the root seed and a name, so that it does not depend on other streams.
 
 Weights are initialized from the root seed alone, so that every rank builds the same model. Exploration, dropout and
-environments are seeded by (root seed, rank), and augmentation by (root seed, epoch, sample).
+environments are seeded by the root seed and an index that the parallel mode gives to each process, and augmentation by
+(root seed, epoch, sample).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quan
 log = logging.getLogger(__name__)
 
 _OPTIONAL: dict[str, Any] = {"stop": {}}
-"""The parts of the shared state that a checkpoint lacks if they are empty, and their empty values."""
+"""Parts of the state shared by all ranks that a checkpoint omits if they are empty, with their empty values."""
 
 
 class State:
@@ -73,14 +73,15 @@ class State:
 
     @property
     def last_step(self) -> int:
-        """The step after which the run ends, as far as is known: the current one if a rule of `stop` is met."""
+        """The step after which the run ends: the current step if a rule of `stop` is met, else `session.num_steps`."""
         return self.step if self.stopping.reason else self.session.num_steps
 
     def resume(self) -> None:
-        """Load the newest intact checkpoint of the run directory, if there is one.
+        """Load the newest intact checkpoint of the run directory, if there is one; called on every rank.
 
         Raises:
             ConfigError: if all checkpoints are damaged, or the content of the newest intact one does not fit this run.
+                A part of the content may have been loaded.
         """
         run = self.session.run
         checkpoint = self.checkpoints.latest()
@@ -93,10 +94,10 @@ class State:
         self.checkpoints.finish_interrupted(checkpoint)  # here, as a run that has no step left does not save again
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Load the state that is in `checkpoint`.
+        """Load the state that is in `checkpoint`; called on every rank.
 
         Raises:
-            ConfigError: if the content does not fit this run.
+            ConfigError: if the content does not fit this run. A part of the content may have been loaded.
         """
         try:
             _check_shared(checkpoint, len(self.session.run.workload.metrics))
@@ -133,12 +134,12 @@ class State:
             log.info("rank %d saved nothing in this checkpoint: its random numbers start anew", self.session.rank)
 
     def save(self) -> None:
-        """Copy the state, check that it is finite, and begin to write it in the background.
+        """Copy the state, check that it is finite, and begin to write it in the background; called on every rank.
 
         Raises:
             DivergedError: if a loss since the last log, or a value of the model or of the optimizer state, is not
                 finite; nothing is written, and earlier checkpoints are kept.
-            StorageError: if the previous checkpoint could not be written.
+            StorageError: if the previous checkpoint, or the directory of this one, could not be written.
         """
         run, collectives, device = self.session.run, self.session.collectives, self.session.device
         self.checkpoints.wait()  # first, so that there is only one copy of the state at a time
@@ -257,7 +258,7 @@ def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dic
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all elements are finite. If their sum is finite, so are they; it takes a fifth of the time."""
+    """Return whether all elements are finite. A finite sum shows this in a fifth of the time of a check of each."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 

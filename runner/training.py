@@ -40,8 +40,10 @@ def train(session: Session, directory: Path) -> Result:
     """Train one run until it is done, stopped, or diverged, and return its result; called on every rank.
 
     Raises:
-        ConfigError: if torch rejects the config in a step, or the checkpoint to resume from cannot be loaded.
-        CrashedError: if a step raises any other error; the exception holds the result up to that step.
+        ConfigError: if the model or the optimizer cannot be built, the checkpoint to resume from cannot be loaded, or
+            torch rejects the config in a step.
+        CrashedError: if the training loop raises any other error; the exception holds the result up to the last
+            completed step.
     """
     run, writes = session.run, session.rank == 0
     with session.settings():
@@ -72,14 +74,22 @@ def train(session: Session, directory: Path) -> Result:
 
 
 def train_rank(config: dict[str, Any], directory: Path, process: Process) -> Result:
-    """Train the run of `config` in `process`, which a launcher has started, and return the result."""
+    """Train the run of `config` in `process`, which a launcher has started, and return the result.
+
+    Raises:
+        ConfigError, CrashedError: as in `train`.
+    """
     session = build_run(config).prepare(process)
     with LogFile(directory, process.rank_info.rank):
         return train(session, directory)
 
 
 def prepare(session: Session, directory: Path, with_table: bool = False) -> State:
-    """Return the state of the run, with the model on its devices, resumed from a checkpoint if there is one."""
+    """Return the state of the run, with the model on its devices, resumed from a checkpoint if there is one.
+
+    Raises:
+        ConfigError: as in `initial_state` and `State.resume`.
+    """
     state = initial_state(session, directory, with_table)
     state.resume()
     return state
@@ -88,7 +98,15 @@ def prepare(session: Session, directory: Path, with_table: bool = False) -> Stat
 def initial_state(session: Session, directory: Path, with_table: bool = False) -> State:
     """Return the state of the run before its first step, with the model on its devices.
 
-    The weights are initialized from the seed alone; later random numbers also depend on the rank.
+    The weights are initialized from the seed alone; later random numbers also depend on the process.
+
+    Args:
+        session: the options and the process.
+        directory: the run directory.
+        with_table: whether to compute the table of the model for the log.
+
+    Raises:
+        ConfigError: if the model or the optimizer cannot be built from the config.
     """
     run = session.run
     timer.reset()
@@ -107,7 +125,12 @@ def initial_state(session: Session, directory: Path, with_table: bool = False) -
 
 
 def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest) -> str:
-    """Train the remaining steps, and return `done`, or `stopped` after a stop signal or when the time is up."""
+    """Train the remaining steps, and return `done`, or `stopped` after a stop signal or when the time is up.
+
+    Raises:
+        DivergedError: if a loss, a metric or the state is not finite.
+        StorageError: if a checkpoint cannot be written.
+    """
     session, run, model = state.session, state.session.run, state.model
     batches = run.workload.batches(model, session.plan, state.step, session.device)
     model.train()
@@ -152,7 +175,7 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
     """Run one optimizer step: the forward and backward passes of its micro-batches, and the update.
 
     The metric sums and the gradient norm stay on the device until a log is due, so that the host does not wait for
-    them. Only with loss scaling does it wait, for the end of the previous step.
+    them. Only with loss scaling does the host wait, for the end of the previous step.
 
     Args:
         state: the training state, which is updated.
@@ -183,7 +206,11 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
 
 
 def log_training(state: State, recorder: Recorder, progress: Progress, norm: torch.Tensor | None) -> None:
-    """Log one point of every training curve; `norm` is the gradient norm of the last step."""
+    """Log one point of every training curve; `norm` is the gradient norm of the last step.
+
+    Raises:
+        DivergedError: if a loss since the last log is not finite.
+    """
     run, step = state.session.run, state.step
     means = state.flush_metrics()
     state.metrics |= means
@@ -199,7 +226,11 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
 
 
 def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
-    """Evaluate the model on the held-out data, log the metrics, and return whether they are the best so far."""
+    """Evaluate the model on the held-out data, log the metrics, and return whether they are the best so far.
+
+    Raises:
+        DivergedError: if a metric is not finite.
+    """
     run, model = state.session.run, state.model
     model.eval()
     with state.average.applied():
@@ -232,7 +263,7 @@ def introduce(state: State, recorder: Recorder) -> None:
 
 
 def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
-    """Save this process's batch of `step`, in which the run diverged, unless the workload cannot load it again."""
+    """Save this process's batch of `step`, where the run diverged, in `directory`, if the workload can load it anew."""
     batch = session.run.workload.diverged_batch(session.plan, step, session.device)
     if batch is not None:
         path = directory / f"diverged_step_{step:08d}_rank_{session.rank}.pt"

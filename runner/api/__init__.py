@@ -1,1 +1,1 @@
-"""What `import runner` offers: composing a config, training it, and what comes after a run."""
+"""What `import runner` offers: composing a config, training it, and evaluating or using a saved run."""

@@ -1,4 +1,4 @@
-"""The settings of the process that calls the Python API: they do not change what a run computes, and are kept."""
+"""The settings of the process that calls the Python API: they do not affect a run, and a run does not change them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from runner.system.forkserver import server_stopped
 def settings_kept() -> Iterator[None]:
     """A context in which a run may change global settings, which are restored at its end.
 
-    They are torch's random states, number of threads and defaults, environment variables, and settings of logging. The
-    fork server is stopped at the end, unless it was running before. Inside the context, torch has its own default dtype
-    and device, gradients are enabled, and autocast is disabled, so that these settings of the caller do not affect the
-    run.
+    The restored settings are torch's random states (CPU and CUDA), number of threads and defaults, environment
+    variables, and settings of logging. The fork server is stopped at the end, unless it was running before. Inside the
+    context, torch has its original default dtype and device, gradients are enabled, and autocast is disabled, so that
+    the caller's choices do not affect the run.
     """
     with ExitStack() as restored:
         for keep in (_environment, _logging, server_stopped, _random_state, _torch_defaults, _autocast_disabled):

@@ -1,4 +1,4 @@
-"""Composes a config from overrides, as the command does, without a trace in Hydra's global objects."""
+"""Composes a config from overrides, as the command does, without leaving a trace in Hydra's global objects."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str]
 
     Args:
         overrides: what is typed after the command: `["parallel=ddp", "optimizer.lr=0.1"]`. With `resume=PATH`, the
-            config is that of the run at PATH.
+            overrides change the config of the run at PATH.
         config_dir: a directory of options of your own, with the structure of conf/; None to use only conf/.
 
     Raises:
-        ConfigError: if there is no such option or key, or the overrides cannot be parsed.
+        ConfigError: if there is no such option, key, run or `config_dir`, or the overrides cannot be parsed.
     """
     check_list_of_texts(overrides)
     words = arguments.overrides_first(overrides)
@@ -75,7 +75,7 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str]
 
 
 def check_list_of_texts(overrides: Any) -> None:
-    """Check that `overrides` is a list of strings: of a single string, each letter would be taken for an override.
+    """Check that `overrides` is a list of strings; each letter of a single string would be taken for an override.
 
     Raises:
         ConfigError: if it is anything else.
@@ -109,7 +109,7 @@ def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:
 
 
 def composer_of(overrides: Sequence[str], config_dir: str | None) -> Composer:
-    """Return a composer for a single run. With `resume=PATH`, its root config is that of the run at PATH.
+    """Return a composer for a single run. With `resume=PATH`, its root config is the config of the run at PATH.
 
     Raises:
         ConfigError: if `config_dir`, or the run at PATH, does not exist or cannot be used.
@@ -124,7 +124,7 @@ def composer_of(overrides: Sequence[str], config_dir: str | None) -> Composer:
 
 @contextmanager
 def _hydra_of_our_own() -> Iterator[None]:
-    """Within this context, Hydra's global objects are new ones; after it, those of the caller are there again."""
+    """A context in which Hydra has new global objects. At its end, the caller's objects are restored."""
     instances, resolvers, sets_hydra = Singleton._instances, BaseContainer._resolvers, OptionFiles.sets_hydra
     own: Any = {ConfigStore: deepcopy(ConfigStore.instance())}  # the options of Hydra itself are in it
     Singleton._instances = own

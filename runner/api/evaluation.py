@@ -35,8 +35,8 @@ class Evaluation(NamedTuple):
 def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> Evaluation:
     """Evaluate `checkpoint`. Nothing is written to its run.
 
-    With the mode, the device and the precision of the run, the metrics equal those of the run's evaluation after this
-    step, to the last bit.
+    With the mode, the device and the precision of the run, the metrics equal, to the last bit, those that the run
+    computed at the step of the checkpoint.
 
     Args:
         checkpoint: the path of a checkpoint in a run directory.
@@ -83,7 +83,7 @@ def _check_signature(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _evaluate_rank(config: dict[str, Any], checkpoint: Path, process: Process) -> dict[str, float]:
-    """Evaluate `checkpoint` in `process`, which a launcher has started."""
+    """Evaluate `checkpoint` in `process`, which a launcher has started, and return the metrics."""
     return _evaluate(build_run(config).prepare(process), checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""Trains a run in the process of a program or a notebook, whose own settings stay as they are."""
+"""Trains a run in the process of a program or a notebook, without changing the settings of this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.run import CrashedError, Result, build_run
 
 
 def train(config: Config | Sequence[str] = ()) -> Result:
-    """Train the run of `config`, in this process or those of its parallel mode, and return its result.
+    """Train the run of `config`, in this process or in processes of its parallel mode, and return the result.
 
     As with the command, the run writes its directory, and logs to standard error. In the main thread, a stop signal
     (Ctrl-C, the stop button of a notebook) ends the training after the current step: the result then has the status

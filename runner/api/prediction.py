@@ -67,7 +67,7 @@ def predict(
     Args:
         model: a classifier in evaluation mode, on the CPU, that returns logits [n, num_classes].
         inputs: the transform from a file to an input.
-        classes: the name of each class.
+        classes: the names of the classes, in the order of the model's outputs.
         files: paths of the files.
     """
     for start in range(0, len(files), _BATCH):

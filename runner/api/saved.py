@@ -32,7 +32,7 @@ def load(directory: str | os.PathLike[str]) -> SavedRun:
     """Return the run in `directory`, such as `outputs/classifier/2026-01-31_12-00-00-abc123`. It may still be running.
 
     Raises:
-        ConfigError: if there is no run whose config can be read.
+        ConfigError: if there is no run whose config can be read, or `directory` is a checkpoint.
     """
     return SavedRun(Path(directory).expanduser())
 
@@ -44,7 +44,7 @@ class SavedRun:
         directory: the run directory.
 
     Raises:
-        ConfigError: if there is no run whose config can be read.
+        ConfigError: if there is no run whose config can be read, or `directory` is a checkpoint.
     """
 
     def __init__(self, directory: Path):
@@ -64,7 +64,7 @@ class SavedRun:
 
     @property
     def result(self) -> dict[str, Any]:
-        """The content of `result.json`: status, steps, metrics, best evaluation; empty if the run has not ended."""
+        """The content of `result.json` (see `runner.Result`); empty if the run has not ended or the file is damaged."""
         return read_result(self.directory)
 
     @property
@@ -99,7 +99,12 @@ class SavedRun:
         return [rows[step] for step in sorted(rows)]
 
     def weights(self, choice: str | int = "best") -> dict[str, torch.Tensor]:
-        """Return the tensors of the model by name, on the CPU: those that were evaluated, averaged if the run averages.
+        """Return the tensors of the model by name, on the CPU.
+
+        If the run averages its weights, these are the averaged weights, which the run evaluated.
+
+        Args:
+            choice: as in `checkpoint`.
 
         Raises:
             ConfigError: if there is no such checkpoint, or it is damaged.
@@ -110,7 +115,10 @@ class SavedRun:
         return checkpoint.ema or checkpoint.tensors
 
     def signature(self, choice: str | int = "best") -> dict[str, Any]:
-        """Return what the inputs and outputs of the model are (see `Workload.signature`); empty if it is not known.
+        """Return a description of the model's inputs and outputs (see `Workload.signature`); empty if there is none.
+
+        Args:
+            choice: as in `checkpoint`.
 
         Raises:
             ConfigError: if there is no such checkpoint, or it is damaged.
@@ -122,16 +130,16 @@ class SavedRun:
     def model(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> torch.nn.Module:
         """Return the model of a checkpoint as a plain module, on the CPU and in evaluation mode.
 
-        With `precision=64`, its parameters are float64. For an ensemble, it is the first member. The data is needed
-        only for checkpoints of earlier versions, and for workloads without a signature.
+        With `precision=64`, the parameters are float64. For an ensemble, the first member is returned. The data is
+        needed only for checkpoints of earlier versions, and for workloads without a signature.
 
         Args:
             choice: as in `checkpoint`.
             overrides: changes of the run's config, such as `["env.id=my_package:Own-v0"]`.
 
         Raises:
-            ConfigError: if there is no such checkpoint, if it is damaged, or if the network cannot be built or does not
-                match the checkpoint.
+            ConfigError: if there is no such checkpoint, if it is damaged, if the config is refused, or if the network
+                cannot be built or does not match the checkpoint.
         """
         step = self._step(choice)
         weights, path = self.weights(step), self.checkpoint(step)
@@ -180,14 +188,15 @@ class SavedRun:
     def evaluate(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> dict[str, float]:
         """Return the metrics of an evaluation of a checkpoint, by TensorBoard tag.
 
-        Without overrides, they equal, to the last bit, those that the run itself computed after this step.
+        On the device of the run and without overrides, the metrics equal, to the last bit, those that the run computed
+        at the step of the checkpoint.
 
         Args:
             choice: as in `checkpoint`.
             overrides: changes of the run's config, such as `["parallel=single", "data.root=…"]`.
 
         Raises:
-            ConfigError: if there is no such checkpoint, or the config cannot run.
+            ConfigError: if there is no such checkpoint, if it is damaged, or if the config cannot run.
             RankError: if a process fails.
         """
         with settings_kept():
@@ -196,14 +205,17 @@ class SavedRun:
     def predict(
         self, files: Sequence[str | os.PathLike[str]] | str | os.PathLike[str], choice: str | int = "best"
     ) -> list[Prediction]:
-        """Return the predicted class of each image, read as the evaluation of the run reads images.
+        """Return a prediction for each image, which is read as the evaluation of the run reads images.
+
+        The prediction for an image that cannot be read has an `error`.
 
         Args:
             files: paths of images, and of directories with images at any depth.
             choice: as in `checkpoint`.
 
         Raises:
-            ConfigError: if there are no images or no such checkpoint, or if it is not one of an image classifier.
+            ConfigError: if a path does not exist, there are no images, there is no such checkpoint, or the run does not
+                classify images.
         """
         found = image_files([files] if isinstance(files, str | os.PathLike) else files)
         step = self._step(choice)
@@ -226,9 +238,10 @@ class SavedRun:
         return ImageInput.from_dict(signature["image"])
 
     def _step(self, choice: str | int) -> int:
-        """Return the step of a checkpoint, which stays the same, while `best` and `last` of a running run change.
+        """Return the step of a checkpoint, which identifies the checkpoint even while the run writes new ones.
 
-        It is also faster: to find `best` and `last`, the files of the newest checkpoint are read.
+        With `best` or `last`, another checkpoint could be found later, and finding it takes longer, because the newest
+        checkpoint is read.
         """
         return int(self.checkpoint(choice).name.removeprefix("step_"))
 
@@ -243,7 +256,7 @@ def _refused_if_damaged(choice: str | int) -> Iterator[None]:
 
 
 def _without_memory(build: Callable[[], torch.nn.Module]) -> torch.nn.Module | None:
-    """Return the network that `build` creates, without memory; None if a library cannot build it in this way."""
+    """Return the network that `build` creates, on the meta device; None if a library cannot build the network there."""
     try:
         return without_memory(build)
     except ConfigError:
@@ -253,7 +266,7 @@ def _without_memory(build: Callable[[], torch.nn.Module]) -> torch.nn.Module | N
 
 
 def _check_fits(model: torch.nn.Module | None, weights: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Check that the names and the shapes of `weights` are those of `model`, if that is known."""
+    """Check that the names and the shapes of `weights` are those of `model`. If `model` is None, do nothing."""
     if model is None:
         return
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -20,7 +20,7 @@ ADDED_GROUPS: dict[str, dict[str, Any]] = {
         "max_time": None,
     },
 }
-"""For each added group, the component with which a run is trained as earlier versions trained it."""
+"""For each added group, the component that makes a run train as it did in the earlier versions."""
 
 
 def with_added_groups(config: dict[str, Any]) -> dict[str, Any]:

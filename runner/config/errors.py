@@ -14,8 +14,8 @@ from runner.config.options import option_file
 class ConfigError(Exception):
     """Raised when a run cannot be started with its config.
 
-    A component raises this error with the name of one of its fields as the key; `build` adds the config group as a
-    prefix, so that the message shows the key as the user types it.
+    A component raises this error with the name of one of its fields as the key; `runner.config.schema.build` adds the
+    config group as a prefix, so that the message shows the key as the user types it.
 
     Args:
         key: the config key, for example `optimizer.lr`.

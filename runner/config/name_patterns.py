@@ -1,8 +1,8 @@
 """Patterns of parameter names: `head`, `layer4`, `*.bias`, `encoder.layers.*`.
 
-A pattern matches a parameter if it matches the parameter's name, the name of a module that contains it, or the name of
-its block (see `models.blocks`). Wildcards are those of a shell: `*` matches any text, including dots; `?` one
-character; `[12]` one of these.
+A pattern matches a parameter if it matches the name of the parameter, of a module that contains the parameter, or of
+the parameter's block (see `models.blocks`). Wildcards are those of a shell: `*` matches any text, including dots; `?`
+matches one character; `[12]` matches one of the characters in brackets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def names_to_match(model: torch.nn.Module) -> dict[str, list[str]]:
     """Return the names that patterns can match, by parameter name.
 
-    These are the name of the parameter's block, if the network lists blocks, those of the modules that contain the
+    These are the name of the parameter's block, if the network lists blocks, the names of the modules that contain the
     parameter, and the name of the parameter itself.
     """
     from models.blocks import block_indices, blocks_of
@@ -48,12 +48,12 @@ def matching(
     Args:
         key: the config key of the pattern, for the error message.
         pattern: the pattern.
-        names: the names that it can match, by parameter name; a part of the result of `names_to_match`.
-        others: the rest of the result of `names_to_match`; a pattern that matches only these names is an error.
-        why_not: the reason for this, for the error message.
+        names: the names that the pattern can match, by parameter name; a part of the result of `names_to_match`.
+        others: the rest of the result of `names_to_match`. A pattern that matches only these names is an error.
+        why_not: the reason why such a pattern is an error, for the error message.
 
     Raises:
-        ConfigError: if it matches no parameter; the error suggests similar names.
+        ConfigError: if the pattern matches no parameter in `names`; the error suggests similar names.
     """
     found = _found(pattern, names)
     if not found:  # only then are the suggestions computed, which takes time

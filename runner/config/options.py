@@ -23,7 +23,8 @@ def groups() -> dict[str, list[str]]:
 def option_files(*more: Path) -> dict[str, dict[str, Path]]:
     """Return the option files by group and name, from conf/ and the directories `more`.
 
-    Files whose names begin with `_` are not options but hold the keys that several options inherit.
+    A file in `more` replaces a file with the same group and name in conf/. Files whose names begin with `_` are left
+    out: they are not options, but hold the keys that several options inherit.
     """
     files: dict[str, dict[str, Path]] = {}
     for folder in (CONF, *more):

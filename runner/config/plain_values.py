@@ -13,7 +13,7 @@ _VARIABLE = re.compile(r"\$\{oc\.env:(?:[^{}]|\$\{oc\.env:[^{}]*\})*\}")
 """A pattern for a reference to an environment variable, whose default may be a reference to another one."""
 _BRACES = re.compile(r"\$\{|[{}]")
 _MARK = secrets.token_hex(8)
-"""What replaces the `$` of a reference, so that OmegaConf does not resolve it. No config can contain it by itself."""
+"""A random text, which no config contains. It replaces the `$` of references that OmegaConf must not resolve."""
 _NEEDED = ("name", "output_root", "resume")
 """Config keys whose values are needed before any component is built."""
 
@@ -23,7 +23,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 
     The text `${oc.env:NAME}` is kept until a component is built. It is also written to the files of a run instead of
     the value, because environment variables may hold passwords and tokens. In `name`, `output_root` and `resume`, such
-    references are resolved too, and so are those inside another interpolation, such as `${oc.decode:${oc.env:NAME}}`.
+    references are resolved, too. So are references inside another interpolation: `${oc.decode:${oc.env:NAME}}`.
 
     Raises:
         OmegaConfBaseException: if an interpolation cannot be resolved.
@@ -36,7 +36,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 
 
 def _marked(text: str) -> str:
-    """Mark the references to environment variables that are not inside another interpolation."""
+    """Return `text`, with a mark in each reference to an environment variable outside other interpolations."""
 
     def mark(match: re.Match[str]) -> str:
         return match[0] if _is_inside(text[: match.start()]) else match[0].replace("$", _MARK)
@@ -45,7 +45,7 @@ def _marked(text: str) -> str:
 
 
 def _is_inside(before: str) -> bool:
-    """Return whether what follows the text `before` is inside an interpolation that begins in it."""
+    """Return whether the text after `before` is inside an interpolation that begins in `before`."""
     depth = 0
     for brace in _BRACES.findall(before):
         if brace == "}":

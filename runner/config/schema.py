@@ -187,7 +187,7 @@ def checked_schema(cls: type, node: Mapping[str, Any]) -> DictConfig:
 
 @cache
 def _empty_schema(cls: type) -> DictConfig:
-    """Return an OmegaConf schema of the options of `cls`, with their defaults. Copying it is faster than making it."""
+    """Return an OmegaConf schema of the options of `cls`, with their defaults; cached, because making one is slow."""
     hints, options = field_types(cls), option_fields(cls)
     fields = [
         (name, hints[name], _schema_default(field)) for field in _init_fields(cls) if (name := field.name) in options

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Average:
-    """No average: what is evaluated is the model itself. The base class of averages."""
+    """The base class of averages, which computes no average: evaluations use the weights of the model itself."""
 
     def update(self) -> None:
-        """Take into account the weights after an optimizer step."""
+        """Update the average with the current weights of the model; called after each optimizer step."""
 
     def tensors(self) -> list[torch.Tensor]:
         """Return this rank's averaged weights; empty if there is no average, or before the first step."""
@@ -31,8 +31,8 @@ class Average:
         """Return the tensors of the model with the averaged weights, by name; empty if there is no average.
 
         Args:
-            collect: returns full tensors of the model by name, and those of an optimizer's state by parameter name;
-                called on every rank, and empty except on rank 0.
+            collect: function that returns the full tensors of the model by name, and the state of an optimizer by
+                parameter name; called on every rank. Both are empty except on rank 0.
         """
         return {}
 
@@ -40,13 +40,23 @@ class Average:
         """Restore the average from `tensors`, which `full_tensors` returned.
 
         Args:
-            tensors: the tensors; empty if the checkpoint has no average, which then begins after the next step.
-            load: loads the state of an optimizer, by parameter name; called on every rank.
+            tensors: the tensors; empty if the checkpoint has no average. The average then begins after the next step.
+            load: function that loads the state of an optimizer from full tensors by parameter name; called on every
+                rank.
         """
 
     def local_state(self, state_of: Callable[[torch.optim.Optimizer], dict[str, Any]]) -> dict[str, Any]:
-        """Return the part of this rank's average that `full_tensors` does not include."""
+        """Return the part of this rank's average that `full_tensors` does not include.
+
+        Args:
+            state_of: function that returns this part of the state of an optimizer.
+        """
         return {}
 
     def load_local(self, state: dict[str, Any], load: Callable[[torch.optim.Optimizer, Any], None]) -> None:
-        """Restore `state`, which `local_state` returned."""
+        """Restore `state`, which `local_state` returned.
+
+        Args:
+            state: the state; empty if the checkpoint has none.
+            load: function that loads this part of the state of an optimizer.
+        """

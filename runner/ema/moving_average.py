@@ -1,4 +1,4 @@
-"""The exponential moving average, kept as the state of an optimizer."""
+"""The exponential moving average of the weights, kept as the state of an optimizer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class MovingAverage(Average):
 
 
 class _Averages(torch.optim.Optimizer):
-    """The averages, as the state of an optimizer, so that parallel modes shard, gather, save and load them as such."""
+    """The averages as the state of an optimizer, which parallel modes already shard, gather, save and load."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], decay: float):
         super().__init__(parameters, {"decay": decay})
@@ -87,7 +87,7 @@ class _Averages(torch.optim.Optimizer):
 
 @torch.no_grad()
 def _copy(values: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Copy each value to the parameter that is its key, in place, because modes hold views of the parameters."""
+    """Copy each value to the parameter that is its key, in place, as parallel modes hold views of parameters."""
     for parameter, value in values.items():
         _local(parameter).copy_(_local(value))
 

@@ -16,7 +16,7 @@ from runner.model.freezing import freeze
 from runner.model.weights import SAVE_WEIGHTS, load_weights
 
 MOST_UNITS = 10_000_000
-"""The largest number of features of a layer: torch cannot even compute the size of far larger ones."""
+"""The largest number of features that a layer may have. torch cannot even compute the size of far larger layers."""
 
 
 @dataclass
@@ -63,8 +63,8 @@ class Model(ABC):
     def build(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         """Create the network, with the weights in the file `weights` or, without a file, with random weights.
 
-        With `reset_head`, the last layer has random weights in any case. Parameters that a pattern in `freeze` matches,
-        and no pattern in `unfreeze`, do not require gradients.
+        With `reset_head`, the last layer has random weights in any case. Parameters that match a pattern in `freeze`,
+        but no pattern in `unfreeze`, do not require gradients.
 
         Args:
             shape: shape of one input; (channels, height, width) for images.
@@ -73,7 +73,8 @@ class Model(ABC):
         Raises:
             ConfigError: if the network cannot process inputs of this shape; if the weights cannot be read or are for
                 another network; if `reset_head` is set and the network lists no blocks; if a pattern in `freeze`
-                matches no parameter, or one in `unfreeze` no frozen one; or if no parameter is left to train.
+                matches no parameter; if a pattern in `unfreeze` matches no frozen parameter; or if no parameter is left
+                to train.
         """
         why = f"this network needs inputs of {self.num_dims} dimensions"
         check(self.num_dims is None or len(shape) == self.num_dims, "inputs", list(shape), why, "use model=qnet")
@@ -94,6 +95,9 @@ class Model(ABC):
         Args:
             shape: shape of one input; (channels, height, width) for images.
             num_classes: number of outputs.
+
+        Raises:
+            ConfigError: if the network cannot be built with these options, or for inputs of this shape.
         """
 
 

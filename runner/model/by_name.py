@@ -16,7 +16,7 @@ from runner.system.installed import is_installed
 
 @dataclass
 class NamedModel(Model):
-    """The base class of the options of a library's networks.
+    """The base class for the options of networks that a library builds by name.
 
     Args:
         name: name of the network in the library.
@@ -41,7 +41,7 @@ class NamedModel(Model):
         """Check that `model` returns the logits of all classes for an input of `shape`.
 
         Raises:
-            ConfigError: if it does not, for example because the images are too small for it.
+            ConfigError: if it does not, for example because the images are too small for the network.
         """
         inputs = torch.zeros(1, *shape, device=next(model.parameters()).device)
         try:
@@ -65,7 +65,7 @@ class NamedModel(Model):
 
     @abstractmethod
     def create(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Return the network `name` with random weights; it is never downloaded.
+        """Return the network `name` with random weights; nothing is downloaded.
 
         Raises:
             ConfigError: with the key `options`, if the network has no such option.
@@ -107,7 +107,7 @@ class Torchvision(NamedModel):
 
 
 _TAKEN = ("num_classes", "in_chans", "device", "dtype", "checkpoint_path", "cache_dir")
-"""Arguments of timm's networks that are set elsewhere or name files; `pretrained…` are refused like them."""
+"""Arguments of timm's networks that are refused, as all `pretrained…` are: they are set elsewhere or name files."""
 
 
 @dataclass

@@ -19,11 +19,11 @@ def freeze(model: torch.nn.Module, patterns: Iterable[str], exceptions: Iterable
     Args:
         model: the network.
         patterns: patterns of parameter names (see `runner.config.name_patterns`).
-        exceptions: patterns of the parameters that are trained all the same.
+        exceptions: patterns of the parameters that are trained although one of `patterns` matches them.
 
     Raises:
-        ConfigError: with the key `freeze` or `unfreeze`, if a pattern matches no parameter, or if no parameter is left
-            to train.
+        ConfigError: with the key `freeze`, if one of `patterns` matches no parameter, or if no parameter is left to
+            train; with the key `unfreeze`, if one of `exceptions` matches no frozen parameter.
     """
     from torch.nn.modules.batchnorm import _BatchNorm  # imported here: config errors are reported before torch is
 

@@ -16,12 +16,13 @@ class Row(NamedTuple):
 
     Args:
         name: name of the block.
-        kind: its class; of a block that groups several layers, their classes.
-        output: shape of its output for one sample; None if it was not called, returns no tensor, or is not known.
-        parameters: number of its parameters.
-        trained: number of its parameters that require gradients.
-        flops: floating-point operations of its forward pass for one sample, where a multiplication and an addition are
-            two; only matrix products, convolutions and attention count. None if they are not known.
+        kind: class of the block or, if it groups several layers, the classes of the layers.
+        output: shape of the output for one sample; None if the block was not called or returns no tensor, or if the
+            shape is not known.
+        parameters: number of parameters.
+        trained: number of parameters that require gradients.
+        flops: floating-point operations of the forward pass for one sample; None if they are not known. Only matrix
+            products, convolutions and attention count; a multiplication and an addition are two operations.
     """
 
     name: str
@@ -33,15 +34,15 @@ class Row(NamedTuple):
 
 
 def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> str:
-    """Return the table of a network for the log, found with one input that consists of zeros.
+    """Return the table of a network for the log. To find the outputs, the network is called with an input of zeros.
 
-    The weights and buffers of the network stay as they are. The network itself is called, because a copy on the meta
+    The weights and buffers of the network do not change. The network itself is called, because a copy on the meta
     device would need operators that import sympy, which takes as long as the rest of the start of a small run.
 
     Args:
         model: the network, before it is placed on its devices.
-        shape: shape of one input; None if it is not known. Outputs and floating-point operations are then left out, as
-            they are if the network cannot process such an input.
+        shape: shape of one input; None if it is not known. In this case, or if the network cannot process such an
+            input, the table has no outputs and floating-point operations.
     """
     if shape is not None:
         with suppress(Exception):  # whatever is wrong with the network, training says it better
@@ -56,10 +57,10 @@ def parameter_rows(model: torch.nn.Module) -> list[Row]:
 
 
 def rows_of(model: torch.nn.Module, shape: tuple[int, ...]) -> list[Row]:
-    """Return a row for each block of `model`, or for each child if it lists no blocks, and the sum as the last row.
+    """Return a row for each block of `model`, or for each child if it lists no blocks, and a row for the whole network.
 
     Args:
-        model: the network, on any device. Its weights, its buffers and whether it trains stay as they are.
+        model: the network, on any device. Its weights, buffers and training mode do not change.
         shape: shape of one input.
 
     Raises:
@@ -103,7 +104,7 @@ def rows_of(model: torch.nn.Module, shape: tuple[int, ...]) -> list[Row]:
 
 @contextmanager
 def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """A context manager in which a model is in evaluation mode. At its end, buffers and mode are as they were."""
+    """A context in which `model` is in evaluation mode. At the end, its buffers and training modes are restored."""
     training = {module: module.training for module in model.modules()}
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     model.eval()

@@ -71,7 +71,7 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
     Args:
         model: the network, whose weights are replaced.
         path: a file as described in `read_weights`.
-        reset_head: keep the current weights of the last layer of the last block in `model.blocks()`.
+        reset_head: whether to keep the current weights of the last layer of the last block in `model.blocks()`.
 
     Raises:
         ConfigError: if the file cannot be read, if the names or shapes of its tensors differ from the model's, or if
@@ -104,7 +104,7 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
 
 
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
-"""Prefixes of the parameters of auxiliary classifiers; torchvision's Inception networks are built without them."""
+"""Prefixes of names that are ignored in a file, because networks are built without auxiliary classifiers."""
 
 _OTHER_CLASSES = "only the last layer differs: model.reset_head=true loads all layers except the last"
 _OTHER_NETWORK = "choose the model that the weights belong to, or weights of this model"

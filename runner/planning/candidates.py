@@ -1,4 +1,4 @@
-"""Other ways to train the same run, and what each of them does to its results."""
+"""Other ways to train a run, and how each of them affects the results of the run."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ RESULTS = {
     ASYNCHRONOUS: "workers do not wait for each other",
     OTHER: "something else is trained",
 }
-"""What a candidate does to the results of a run."""
+"""The kinds of effect that a candidate may have on the results of a run, with a description of each kind."""
 
 ALLOWED = (BITWISE, LAST_BITS)
-"""The kinds of results that need no permission."""
+"""The kinds of effect in `RESULTS` that need no permission from the user."""
 
 PERMISSIONS = {
     "rounding": ROUNDING,
@@ -51,7 +51,7 @@ PERMISSIONS = {
     "statistics": STATISTICS,
     "asynchronous": ASYNCHRONOUS,
 }
-"""What may be allowed in addition, as it is typed."""
+"""The kinds of effect that a user may allow in addition to `ALLOWED`, by the name to type."""
 
 _BITWISE_KEYS = ("data.workers", "data.prefetch", "data.pin_memory", "model.checkpoint_activations")
 
@@ -65,8 +65,8 @@ class Candidate(NamedTuple):
     Args:
         overrides: the overrides to add to those of the run; empty for the run as it is.
         run: the run with these overrides; None if it is refused.
-        results: what it does to the results, a key of `RESULTS`; empty if it is refused.
-        refusal: why it is refused; empty if it is not.
+        results: how the candidate affects the results of the run, a key of `RESULTS`; empty if the run is refused.
+        refusal: why the run is refused; empty if it is not.
     """
 
     overrides: Overrides
@@ -108,7 +108,10 @@ class Candidates:
         self._compiles_blocks = bool(modules_of_blocks(model))
 
     def judged(self, overrides: Overrides) -> Candidate:
-        """Return the candidate with `overrides`, after the checks that are possible without reading the data again."""
+        """Return the candidate with `overrides`; if a check fails, its `refusal` says why.
+
+        Only the checks that do not read the data again are made.
+        """
         try:
             run = self.compose(overrides)
             context = run.context(first_process(run))
@@ -121,7 +124,7 @@ class Candidates:
         return Candidate(overrides, run, self._results(run, context, overrides))
 
     def _results(self, run: Run, context: Context, overrides: Overrides) -> str:
-        """Return what training `run` instead of the base does to the results."""
+        """Return how training `run` instead of the base affects the results, a key of `RESULTS`."""
         before = self.session.context
         if context.layout.non_equivalence_reason != before.layout.non_equivalence_reason:
             return ASYNCHRONOUS if context.plan.steps_per_round > 1 else OTHER
@@ -140,7 +143,10 @@ class Candidates:
     # -----------------------------------------------------------------------------------------------------------------
 
     def layouts(self) -> Iterator[Overrides]:
-        """Yield overrides that choose a parallel mode, processes and threads; first none, for the run as it is."""
+        """Yield overrides that choose a parallel mode, processes and threads.
+
+        The first ones yielded are empty: they stand for the run as it is.
+        """
         found: list[Overrides] = []
         for words in chain([()], self._layouts()):
             if words not in found:
@@ -170,7 +176,7 @@ class Candidates:
                 yield name
 
     def _threads(self) -> Iterator[Overrides]:
-        """Yield numbers of threads of a single process that are below the number of cores."""
+        """Yield overrides that give a single process on the CPU fewer threads than there are cores."""
         count = self._cores // 2
         while self._on_cpu and self._is_free("device.threads") and count:
             yield (f"device.threads={count}",)
@@ -196,11 +202,11 @@ class Candidates:
             yield from self._alternatives(words, is_base=not chosen)
 
     def _alternatives(self, words: Overrides, is_base: bool) -> Iterator[Overrides]:
-        """Yield what the mode proposes for the run with the overrides `words`.
+        """Yield `words` with each set of options that the parallel mode proposes.
 
         Args:
             words: overrides that choose the mode and its processes.
-            is_base: whether the mode is that of the run as it is.
+            is_base: whether the run as it is uses this mode.
         """
         run = _composed(self.compose, words)
         process = _first_process(run)
@@ -239,17 +245,17 @@ class Candidates:
         return [each for each in changes if not isinstance(each, partial) or self._is_free(each.args[0])]
 
     def _laid_out(self, overrides: Overrides) -> Iterator[Candidate]:
-        """Yield the candidate with `overrides` in each of the `layouts` but the first."""
+        """Yield the candidates that combine `overrides` with each of the `layouts`, except the first."""
         return (self.judged((*layout, *overrides)) for layout in self.layouts() if layout)
 
     def _retuned(self, overrides: Overrides) -> Iterator[Candidate]:
-        """Yield candidates that differ from that with `overrides` in one of the `speed_options` of its mode."""
+        """Yield candidates with `overrides` that change one of the `speed_options` of the parallel mode."""
         for name, values in self.compose(overrides).parallel.speed_options.items():
             if self._is_free(f"parallel.{name}"):
                 yield from self._changed(f"parallel.{name}", values, overrides)
 
     def _changed(self, key: str, values: Iterable[Any], overrides: Overrides) -> Iterator[Candidate]:
-        """Yield the candidate with `overrides` and each of `values` for `key` that it does not have already."""
+        """Yield a candidate with `overrides` for each of `values` of `key`, except the value that `key` already has."""
         run = self.compose(overrides)
         kept = tuple(text for text in overrides if text.partition("=")[0] != key)
         for value in values:

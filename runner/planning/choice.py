@@ -31,14 +31,14 @@ def measured_choice(
         compose: function that returns the run with further overrides; it may raise ConfigError.
         typed: the overrides of the run; what they set is kept.
         budget: seconds that the search may take.
-        allowed: the kinds of results that the choice may have, in addition to those that need no permission.
+        allowed: the kinds of effect that the choice may have on the results (see `RESULTS`), in addition to `ALLOWED`.
         report: function that is called with a line about each candidate that has been tried.
         config_dir: a directory with options of the user's own, parallel modes among them; None if there is none.
-        budget_for: function that returns the budget for the other candidates, given the prepared run and the seconds
-            of its step; 0 to measure none of them. None: the budget is for all candidates.
+        budget_for: function that returns the seconds for all candidates except the run as it is, given the prepared
+            run and the seconds of a step of it; 0 to measure none of them. If None, `budget` is for all candidates.
 
     Returns:
-        The result of `runner.planning.tuning.as_plain`, and the `seconds` that all of this took.
+        The dict of `runner.planning.tuning.as_plain`, with the additional key `seconds`: how long this call took.
 
     Raises:
         ConfigError: if the run is refused.
@@ -68,7 +68,8 @@ def measured_modes(
         report: function that is called with a line about each mode that has been tried.
 
     Returns:
-        The row of each mode, as in the result of `measured_choice`: its `speedup` is None if it was not measured.
+        The row of each mode, by the name of the mode, as in `rows` of `measured_choice`. If a mode was not measured,
+        its `speedup` is None.
 
     Raises:
         ConfigError: if the run is refused.

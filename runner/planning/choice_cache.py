@@ -1,4 +1,4 @@
-"""The choices that were measured on this machine, kept in the user's cache directory."""
+"""The fastest ways to train that were measured on this machine, kept in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _LONGEST = 100_000
 
 
 class Choice(NamedTuple):
-    """A choice.
+    """The fastest of the measured ways to train a run.
 
     Args:
         overrides: the chosen overrides; empty if nothing was faster than the run as it is.
-        speedup: how many times as fast as the run as it is.
-        measured: the date on which it was measured, such as 2026-01-31.
+        speedup: how many times as fast the run is with these overrides as without them.
+        measured: the date of the measurement, such as 2026-01-31.
     """
 
     overrides: list[str]
@@ -50,14 +50,14 @@ class Choice(NamedTuple):
 
 
 class ChoiceCache:
-    """The choice for one config.
+    """The cached choice for one config.
 
     Args:
-        config: the composed config without a choice.
+        config: the composed config, to which no choice has been applied.
         typed: the overrides of the config, whose keys a choice does not set.
-        config_dir: a directory with options of the user's own, whose parallel modes a choice may be; None if there is
+        config_dir: a directory with options of the user's own, whose parallel modes a choice may use; None if there is
             none.
-        root: the directory of the cache; None for the user's.
+        root: the directory of the cache; None for the one in the user's cache directory.
     """
 
     def __init__(
@@ -72,9 +72,10 @@ class ChoiceCache:
         self.path = root / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
     def read(self) -> tuple[Choice | None, str]:
-        """Return the cached choice, and an empty string.
+        """Return the cached choice, or the reason why it cannot be used.
 
-        If the choice cannot be used, return None and the reason; if there is none, None and an empty string.
+        Returns:
+            (choice, ""), or (None, reason) if the choice cannot be used, or (None, "") if nothing is cached.
         """
         try:
             if self.path.stat().st_size > _LONGEST:
@@ -96,7 +97,7 @@ class ChoiceCache:
         return choice, ""
 
     def write(self, choice: Choice) -> None:
-        """Keep a choice, unless the cache cannot be written to."""
+        """Write `choice` to the cache; do nothing if the cache cannot be written to."""
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.path, json.dumps({**choice._asdict(), "machine": fingerprint()}, indent=2) + "\n")
@@ -105,7 +106,8 @@ class ChoiceCache:
     def lock(self) -> Iterator[None]:
         """A context manager that holds the lock of this choice, so that two runs do not measure at the same time.
 
-        It waits for the lock. It does nothing if the cache cannot be written to, or the file system has no locks.
+        The context manager waits for the lock. If the cache cannot be written to, or the file system has no locks, it
+        does nothing.
         """
         import fcntl
 
@@ -124,7 +126,7 @@ class ChoiceCache:
 
 
 def is_chosen_override(text: object) -> bool:
-    """Return whether `text` is an override that a choice may contain: a file must not set anything else."""
+    """Return whether `text` is an override that a choice may contain. A forged file must not set any other option."""
     return isinstance(text, str) and _CHOSEN.fullmatch(text) is not None
 
 
@@ -134,7 +136,12 @@ def today() -> str:
 
 
 def fingerprint() -> dict[str, Any]:
-    """Return what a choice depends on besides the config: the processor, cores, memory, GPUs and versions."""
+    """Return what a choice depends on besides the config.
+
+    Returns:
+        A dict: `cpu`, the name of the processor; `cores`, the number of usable cores; `memory` of the machine in GiB;
+        `gpus`, their names; and the versions of `python`, `torch` and this project (`runner`).
+    """
     return {
         "cpu": cpu_model(),
         "cores": len(usable_core_numbers()),

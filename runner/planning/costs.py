@@ -40,10 +40,10 @@ class Costs:
     """The costs of the operations of one process so far.
 
     Args:
-        operations: the number of operations, by their floating-point operations and the bytes of their arguments and
-            results.
+        operations: how many operations there were of each kind. A kind is the number of floating-point operations of
+            one operation, and the bytes of its arguments and results.
         backward_flops: floating-point operations in backward passes, which include recomputed forward passes.
-        messages: the number of calls and the bytes of the whole tensors, by the name of the collective.
+        messages: by the name of the collective, the number of calls and the sum of the bytes of the whole tensors.
     """
 
     operations: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -83,10 +83,9 @@ class Costs:
         self.messages[name] = (calls + 1, total + max(_num_bytes(args[0]), _num_bytes(args[1])))
 
     def repeated(self, shorter: Costs, times: int) -> Costs:
-        """Return these costs plus `times` the difference between them and the costs `shorter`.
+        """Return these costs plus `times * (these costs - shorter)`.
 
-        An operation of `shorter` that these costs do not have, because a larger one is in its place, has a negative
-        count.
+        An operation that only `shorter` has, because these costs have a larger one instead, gets a negative count.
         """
         operations = Counter({each: count * (times + 1) for each, count in self.operations.items()})
         operations.subtract({each: count * times for each, count in shorter.operations.items()})

@@ -18,7 +18,7 @@ _USABLE = 0.95
 
 
 def available_bytes(process: Process) -> float:
-    """Return the memory for all processes of a run in bytes.
+    """Return the memory in bytes that all processes of a run together may use.
 
     With CUDA, this is the usable part of the memory of all GPUs, including what is in use at the moment; otherwise, it
     is the host memory that is available at the moment.
@@ -35,11 +35,14 @@ def available_bytes(process: Process) -> float:
 
 
 def needed_bytes(device: torch.device, ranks: Sequence[RankPlan]) -> float:
-    """Return the predicted memory of all processes of a run in bytes; on a CPU, with what they take besides tensors.
+    """Return the predicted memory in bytes of all processes of a run together.
+
+    With CUDA, this is the peak of the largest rank times the number of ranks, because each rank has its own GPUs.
+    Otherwise, it is the sum of all peaks, and of what each process takes besides tensors.
 
     Args:
         device: the device of a rank.
-        ranks: what the ranks of the run take; on GPUs, where each rank has its own, the largest of them counts for all.
+        ranks: the plan of each rank of the run.
     """
     peaks = [rank.peak_bytes for rank in ranks]
     if device.type == "cuda":

@@ -45,7 +45,7 @@ class RankPlan(NamedTuple):
         kept: memory of tensors in bytes, by kind, between two steps.
         placed: the largest memory of tensors in bytes before the first step, while the model is created and placed.
         costs: operations and messages of the step.
-        saved: the bytes of each tensor of the model in a checkpoint, with those of its optimizer state, by name.
+        saved: the bytes that each tensor of the model adds to a checkpoint, including its optimizer state, by name.
         blocks: names of the blocks of the network that are on this rank; empty if the network has no blocks.
         normalizes: whether the network has batch normalization.
     """
@@ -66,11 +66,11 @@ class RankPlan(NamedTuple):
 
 
 def trace(session: Session) -> list[RankPlan]:
-    """Return what a step of each rank takes. If all ranks do the same with other samples, one of them is traced.
+    """Return what a step of each rank takes. If the ranks differ only in their samples, only rank 0 is traced.
 
     If there are more than three micro-batches, steps with two and with three of them are traced, because tracing
-    hundreds would take minutes. The micro-batches are as large as in the run. The peak of the memory is that of three;
-    each further micro-batch is assumed to add the same costs as the third.
+    hundreds would take minutes. The micro-batches are as large as in the run. The memory is that of a step
+    with three; each further micro-batch is assumed to add the same costs as the third.
 
     Raises:
         ConfigError: if torch refuses the config in its first step.
@@ -104,7 +104,7 @@ def _trace_ranks(session: Session) -> list[RankPlan]:
 
 
 def trace_blocks(session: Session, size: int) -> list[float]:
-    """Return the floating-point operations, in 10⁹, of a forward and backward pass of each block of the network.
+    """Return the floating-point operations of each block of the network in a forward and a backward pass, in 10⁹.
 
     Args:
         session: the prepared run, whose network has blocks.
@@ -161,7 +161,7 @@ def trace_rank(session: Session, rank: int, world_size: int) -> RankPlan:
 
 
 def _counted(parallel: Parallel, tracker: MemoryTracker) -> Parallel:
-    """Return a copy of `parallel` of which `tracker` counts what a forward pass allocates as `activations`."""
+    """Return a copy of `parallel`; `tracker` counts what the forward passes of the copy allocate as `activations`."""
     copied = copy.copy(parallel)
     own = copied.accumulate
 
@@ -176,7 +176,7 @@ def _counted(parallel: Parallel, tracker: MemoryTracker) -> Parallel:
 def _planned(workload: Workload, tracker: MemoryTracker) -> Workload:
     """Return a copy of `workload` whose batches have no values; the original and its data do not change.
 
-    What the batches allocate is counted as `data`, and so are the tensors that hold the samples of the original.
+    `tracker` counts as `data` what the batches allocate, and the tensors in memory that hold the samples of `workload`.
     """
     copied = copy.copy(workload)
     for name, value in vars(copied).items():
@@ -199,7 +199,7 @@ def _planned(workload: Workload, tracker: MemoryTracker) -> Workload:
 
 
 def _planned_samples(samples: Samples) -> Samples:
-    """Return a copy of `samples` whose batches have no values; the copy will hold fake tensors."""
+    """Return a copy of `samples` whose batches have no values. Only the copy may come to hold fake tensors."""
     copied = copy.copy(samples)
     batches = copied.batches
     copied.batches = lambda micros, seed, device: copied.fake_batches(micros, device) or batches(micros, seed, device)
@@ -235,7 +235,7 @@ def _trace(session: Session, directory: Path, tracker: MemoryTracker) -> RankPla
 
 
 def _saved(state: State) -> dict[str, int]:
-    """Return the bytes of each tensor of the model in a checkpoint, with those of its optimizer state, by name.
+    """Return the bytes that each tensor of the model adds to a checkpoint, including its optimizer state, by name.
 
     With a moving average, the checkpoint has the tensors of the model a second time, with the averaged weights.
     """
@@ -255,7 +255,7 @@ def _blocks(model: torch.nn.Module) -> list[str]:
 
 
 def _classify(tracker: MemoryTracker, state: State) -> None:
-    """Tell `tracker` which tensors are parameters, gradients and optimizer state, with averaged weights."""
+    """Tell `tracker` which tensors are parameters, gradients and optimizer state (including averaged weights)."""
     tracker.set_kind("parameters", [*state.model.parameters(), *state.model.buffers()])
     tracker.set_kind("gradients", [parameter.grad for parameter in state.model.parameters()])
     values = [value for of_parameter in state.optimizer.state.values() for value in of_parameter.values()]
@@ -304,7 +304,7 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Do not log what a mode logs when it places a model: it has been placed for a plan only."""
+    """Log no warnings and no information within this context, because the model is placed only for a plan."""
     logger = logging.getLogger("runner")
     before, logger.disabled = logger.disabled, True
     logging.disable(logging.WARNING)

@@ -14,10 +14,10 @@ from runner.planning.trial import Trial, TrialError
 from runner.run import Run, Session
 
 _CERTAIN = 0.5
-"""If the predicted peak is at most this fraction of the memory, it is not tried."""
+"""A run whose predicted peak is at most this fraction of the available memory is not tried out."""
 
 _PATIENCE = 1800.0
-"""Seconds that the first steps may take."""
+"""Seconds that each of the two steps of a trial may take; the first step includes the start of its processes."""
 
 
 def fitting_accumulation(
@@ -28,21 +28,20 @@ def fitting_accumulation(
 ) -> int:
     """Return a number of micro-batches per step, as small as possible, with which a run fits into memory.
 
-    The numbers are tried in increasing order, each at least twice as large as the one before. The peak is predicted. If
-    it is more than half of what is available, or if an earlier trial has failed, two steps are tried in processes of
-    their own, so that an attempt that fails leaves nothing in the run: neither in its weights and random states nor in
-    its curves. If a trial fails for another reason than a lack of memory, no further numbers are tried. All processes
-    of the run get the same number.
+    The numbers are tried in increasing order, each at least twice as large as the one before. For each number, the peak
+    of the memory is predicted. If the peak is more than half of the available memory, or if an earlier trial has run
+    out of memory, a trial of two steps follows. It has processes of its own, so that the weights, the random states and
+    the curves of the run do not change.
 
     Args:
         compose: function that returns the run with a number of micro-batches; it may raise ConfigError.
         report: function that is called with a line about each attempt.
-        available: function that returns the memory in bytes for all processes of the run.
+        available: function that returns the memory in bytes for all processes of the run, given one of them.
         start: function that starts a trial, with the arguments of `Trial`.
 
     Raises:
         ConfigError: if the run is refused, or does not fit even with one sample in a micro-batch.
-        TrialError: if the run cannot train for another reason.
+        TrialError: if a trial fails for another reason than a lack of memory.
     """
     whole = prepared(compose(1))
     room = available(whole.context.process)
@@ -80,7 +79,7 @@ def _trains(start: Callable[..., Trial], run: Run) -> bool:
     """Return whether two steps of `run` do not run out of memory.
 
     Raises:
-        TrialError: if they fail for another reason.
+        TrialError: if the steps fail for another reason.
     """
     try:
         trial = start(run.config, _PATIENCE)
@@ -100,7 +99,10 @@ def _trains(start: Callable[..., Trial], run: Run) -> bool:
 
 
 def _normalization(ranks: list[RankPlan], whole: Session, session: Session) -> str:
-    """Return what the micro-batches of `session` change in a network with batch normalization, compared to `whole`."""
+    """Return a text that says how many samples batch normalization sees in `session`, and how many in `whole`.
+
+    The text is empty if the numbers are equal, or the network has no batch normalization.
+    """
     before, now = _num_normalized(whole), _num_normalized(session)
     if now == before or not any(rank.normalizes for rank in ranks):
         return ""

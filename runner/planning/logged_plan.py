@@ -23,11 +23,11 @@ _WIDTH = 160
 def log_plan(session: Session, result: Result, directory: Path) -> None:
     """Log the plan of a run that has just ended, as the last text of its event files.
 
-    A plan that fails is no failure of the run: the reason is in `log.txt` only.
+    If the plan fails, the run does not: the error is only written to `log.txt`.
 
     Args:
         session: the session of the run in this process.
-        result: its result.
+        result: the result of the run.
         directory: the run directory.
     """
     from rich.console import Console  # imported here: short runs need none

@@ -44,9 +44,9 @@ class Parts:
 
     Args:
         values: `pass`, a forward and backward pass; `update`, an optimizer step for the whole model; `batch`, the time
-            to make a batch; `reduce`, an all-reduce of all gradients; `gather` and `reduce_scatter`, those of fsdp for
-            all blocks; `blocks`, the times of the blocks of a pipeline by the number of samples in a micro-batch, as
-            text. Parts that the mode does not have are missing.
+            to make a batch; `reduce`, an all-reduce of all gradients; `gather` and `reduce_scatter`, the all-gathers
+            and reduce-scatters of fsdp for all blocks; `blocks`, a dict with the list of the times of all blocks of a
+            pipeline for each measured number of samples, as text. Parts that the mode does not have are missing.
     """
 
     def __init__(self, values: dict[str, Any]):
@@ -55,7 +55,8 @@ class Parts:
     def blocks(self, size: int) -> list[float]:
         """Return the times of the blocks in seconds for micro-batches of `size` samples.
 
-        Between measured sizes, the times are interpolated; beyond them, they are proportional to the size.
+        Between measured sizes, the times are interpolated; for smaller and larger sizes, they are proportional to the
+        size.
         """
         measured = {int(key): value for key, value in self.values["blocks"].items()}
         sizes = sorted(measured)
@@ -68,11 +69,11 @@ class Parts:
 
 
 def measure(run: Run) -> Parts:
-    """Measure the parts of a step of `run` in its processes.
+    """Measure the parts of a step of `run` in the processes of its parallel mode.
 
     Raises:
         ConfigError: if the run is refused.
-        RankError: if a process fails.
+        RankError: if a process that was started for the measurement fails.
     """
     launcher = run.parallel.launcher(run.device)
     with tempfile.TemporaryDirectory(prefix="runner-plan-") as scratch, launcher.connect() as process:
@@ -83,7 +84,7 @@ def measure(run: Run) -> Parts:
 
 
 def measure_rank(config: dict[str, Any], directory: Path, process: Process) -> Result:
-    """Measure the parts in `process`; rank 0 writes their means over all ranks to `parts.json`."""
+    """Measure the parts of a step in `process`; rank 0 writes their means over all ranks to `directory`/parts.json."""
     run = build_run(config)
     session = run.prepare(process)
     with session.settings():
@@ -103,7 +104,7 @@ def measure_rank(config: dict[str, Any], directory: Path, process: Process) -> R
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Return the mean of `values`; of dicts and lists, the means of their items."""
+    """Return the mean of `values`; for dicts or lists, a dict or list with the mean of each item."""
     if isinstance(values[0], dict):
         return {key: _mean([each[key] for each in values]) for key in values[0]}
     if isinstance(values[0], list):
@@ -145,7 +146,13 @@ def _blocks(session: Session, model: torch.nn.Module) -> dict[str, Any]:
 
 
 def measured_sizes(samples: int, stages: int, own: int) -> list[int]:
-    """Return the numbers of samples per micro-batch for which blocks are measured: that of the config, and others."""
+    """Return the numbers of samples per micro-batch for which the blocks of a pipeline are measured, largest first.
+
+    Args:
+        samples: number of samples in one pass through the pipeline.
+        stages: number of stages.
+        own: number of samples per micro-batch with the config of the run, which is one of those returned.
+    """
     possible = divisors(samples)
     wanted = [samples / (stages * count) for count in _MICRO_BATCHES_PER_STAGE]
     return sorted({own, *(min(possible, key=lambda size: abs(size - each)) for each in wanted)}, reverse=True)
@@ -221,7 +228,7 @@ def step_seconds(session: Session, parts: Parts, computed: float | None = None, 
         parts: the measured times.
         computed: the time in seconds in which a pipeline computes all forward and backward passes of one accumulated
             micro-batch; None if each process computes whole passes.
-        update_share: the largest share of the parameters that are on one process of a pipeline.
+        update_share: the share of the parameters that the process of a pipeline with most parameters has.
     """
     values, plan = parts.values, session.plan
     if computed is not None:

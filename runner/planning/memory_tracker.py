@@ -32,7 +32,8 @@ class MemoryTracker(TorchDispatchMode):
     an allocator keeps for later, are additional.
 
     Args:
-        fake_mode: the mode whose tensors are counted; torch creates other fake tensors to find out shapes.
+        fake_mode: the fake mode whose tensors are counted. The fake tensors of other modes, which torch creates to find
+            out shapes, are not.
         workspace: function that returns the bytes that an operation allocates for itself and releases at its end, given
             the operation and its arguments.
     """
@@ -134,7 +135,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def allocating(self, kind: str) -> Iterator[None]:
-        """Within this context, what is allocated is of `kind`."""
+        """Count what is allocated within this context as memory of `kind`."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -142,7 +143,7 @@ class MemoryTracker(TorchDispatchMode):
             self.kind = before
 
     def set_kind(self, kind: str, tensors: Iterable[Any]) -> None:
-        """Count the storages of `tensors`, some of which may be None or plain values, as `kind` from now on."""
+        """Count the storages of `tensors` as `kind` from now on; ignore items that are not tensors, such as None."""
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
             if isinstance(local, torch.Tensor) and (key := local.untyped_storage()._cdata) in self._storages:

@@ -32,11 +32,26 @@ def report_of(
         session: the prepared run.
         ranks: what a step of each rank takes.
         num_devices: number of devices of the machine that is planned for; None for those of this machine.
-        machine: the speeds of the machine, for a lower bound on the time of a step; None to leave it out.
-        parts: the measured parts of a step, from which the time of a step is predicted; None to leave it out.
+        machine: the speeds of the machine, for a lower bound on the time of a step; None to leave out the bound.
+        parts: the measured parts of a step, from which the time of a step is predicted; None to leave out this time.
 
     Returns:
-        A dict in which `memory_bytes`, `fits`, `remedies` and `measured` are None or empty; the caller may set them.
+        A dict with these keys:
+
+        - `run`: descriptions of the workload, the parallel mode and the precision;
+        - `batch`: `batch_size`, its divisors `data_shards`, `accumulation` and `pipeline_micro_batches`, and their
+          quotient `samples_per_pass`;
+        - `length`: `steps`, `samples`, `steps_per_epoch` and `epochs`; the last two are None without epochs;
+        - `ranks`: a dict for each rank: `rank`, `blocks`, `samples` (the start and stop of its samples in a batch), the
+          memory in bytes (`peak_bytes` and `placed_bytes`; `peak` and `kept` by kind), `forward_flops`,
+          `backward_flops`, `messages`, `sent_bytes`, and the lower bound `least_seconds`, None without `machine`;
+        - `pipeline`: `schedule`, `num_micro_batches` and `bubbles`, the rows of `bubbles()`; None for other modes;
+        - `step`: the predicted `seconds` and `samples_per_second`, the measured `parts` and, for a pipeline, the
+          `fastest` schedule; None without `parts`;
+        - `checkpoint`: the `bytes` of a checkpoint, and the `disk_bytes` that the run needs at most;
+        - `host`: the `tensor_bytes` and `available_bytes` of this machine; None if `num_devices` is given;
+        - `notes`: a list of sentences;
+        - `memory_bytes`, `fits`, `remedies` and `measured`: None or empty; the caller may set them.
     """
     pipeline = _pipeline(session, ranks, parts)
     return {
@@ -61,8 +76,12 @@ def measured(session: Session, result: Mapping[str, Any], directory: Path) -> di
 
     Args:
         session: the prepared run.
-        result: the content of its `result.json`.
+        result: the content of the run's `result.json`.
         directory: the run directory, whose newest checkpoint is measured, too.
+
+    Returns:
+        A dict: `seconds`, the median time of a step; `samples_per_second`; `peak_bytes`, the peak of the memory, and
+        `peak_of`, a text that says what it counts; and `checkpoint_bytes`, None if there is no checkpoint.
     """
     if not result.get("step_seconds"):
         return None
@@ -133,7 +152,7 @@ def _rank(session: Session, rank: RankPlan, machine: Machine | None) -> dict[str
 
 
 def _pipeline(session: Session, ranks: Sequence[RankPlan], parts: Parts | None) -> dict[str, Any] | None:
-    """Return the bubbles of a pipeline, and with measured `parts` also the times of a step; None for other modes."""
+    """Return the bubbles of a pipeline and, if `parts` were measured, the times of a step; None for other modes."""
     mode, batch = session.run.parallel, _batch(session)
     if not isinstance(mode, Pipeline):
         return None
@@ -157,7 +176,7 @@ def _pipeline(session: Session, ranks: Sequence[RankPlan], parts: Parts | None) 
 
 
 def _step(session: Session, parts: Parts, pipeline: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the predicted time of a step and the measured parts; for a pipeline, also the fastest that was found."""
+    """Return the predicted time of a step and the measured parts; for a pipeline, also the fastest schedule."""
     fastest = None
     if pipeline is None:
         seconds = step_seconds(session, parts)
@@ -174,7 +193,7 @@ def _step(session: Session, parts: Parts, pipeline: dict[str, Any] | None) -> di
 
 
 def _fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the split size and the schedule of the shortest step."""
+    """Return the schedule, the split size and the seconds of the shortest step in `rows`."""
     cells = [(cell["step_seconds"], row, key) for row in rows for key, cell in row.items() if isinstance(cell, dict)]
     seconds, row, schedule = min(cells, key=lambda cell: cell[0])
     return {"schedule": schedule, "split_size": row["split_size"], "seconds": seconds}

@@ -15,7 +15,7 @@ from runner.planning.memory_tracker import KINDS
 from runner.planning.units import flops, milliseconds, significant, size
 
 _MOST_RANKS = 8
-"""If more ranks than this do the same, they share a row."""
+"""If there are more ranks than this, and all do the same work, they share a row."""
 
 
 def render(report: dict[str, Any]) -> Group:
@@ -25,7 +25,7 @@ def render(report: dict[str, Any]) -> Group:
 
 
 def tables(report: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return the title, the column titles and the rows of each table."""
+    """Return the title, the column titles and the rows of each table of `report`, as in `render`."""
     ranks = report["ranks"]
     found = [
         ("run", ["", ""], [[key, text] for key, text in _overview(report).items()]),
@@ -85,7 +85,7 @@ def _comparison(report: dict[str, Any]) -> list[list[str]]:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Return whether the run fits into the memory of the devices; empty if no memory was given."""
+    """Return a text that says whether the run fits into the memory of the devices; empty if no memory was given."""
     if report["fits"] is None:
         return ""
     peak = max(rank["peak_bytes"] for rank in report["ranks"])
@@ -174,7 +174,7 @@ def _work(rank: dict[str, Any]) -> list[str]:
 
 
 def _work_rows(ranks: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return a row for each rank; only one if many ranks do the same with other samples."""
+    """Return a row for each rank; only one row if there are many ranks that differ only in their samples."""
     rows = [_work(rank) for rank in ranks]
     same = all((row[1], row[3:]) == (rows[0][1], rows[0][3:]) for row in rows)
     if len(rows) <= _MOST_RANKS or not same:
@@ -184,7 +184,7 @@ def _work_rows(ranks: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def _memory_rows(ranks: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return a row for each rank; only one if all ranks need the same."""
+    """Return a row for each rank; only one row if all ranks need the same memory."""
     rows = [_memory(rank) for rank in ranks]
     if len(rows) > 1 and all(row[1:] == rows[0][1:] for row in rows):
         return [[f"0 – {len(rows) - 1}, each", *rows[0][1:]]]

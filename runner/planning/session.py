@@ -1,4 +1,4 @@
-"""The session of a run that is planned: on this machine or on another one, without its other processes."""
+"""The session of rank 0 of a run that is only planned, for this machine or another one; no process is started."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ PRELOADED = ("torch", "runner.planning.trial")
 """Modules that every trial imports; the fork server imports them once."""
 
 _PATIENT = 24 * 3600.0
-"""The `parallel.timeout` of a trial, whose ranks wait for each other while other trials train."""
+"""The `parallel.timeout` of a trial in seconds: its ranks wait for each other while other trials train."""
 
 _FAREWELL_SECONDS = 20.0
 """How long a trial may take to end by itself before it is killed."""
@@ -56,7 +56,7 @@ class TooLateError(TrialError):
 
 
 class Burst(NamedTuple):
-    """Some steps of a trial: the mean seconds of an optimizer step, and the peak memory of its processes in bytes."""
+    """The mean seconds of an optimizer step in a part of a trial, and the peak memory of all its processes in bytes."""
 
     step_seconds: float
     memory_bytes: float
@@ -71,7 +71,7 @@ class Trial:
 
     Raises:
         TrialError: if the run is refused or fails.
-        TooLateError: if it takes longer.
+        TooLateError: if the start and the first step take longer than `seconds`.
     """
 
     def __init__(self, config: dict[str, Any], seconds: float):
@@ -96,15 +96,15 @@ class Trial:
         self.startup_seconds = time.perf_counter() - began
 
     def steps(self, count: int, seconds: float) -> Burst:
-        """Train `count` steps.
+        """Train for `count` iterations of the training loop, and return what was measured.
 
         Args:
-            count: number of iterations of the training loop.
-            seconds: how long they may take.
+            count: number of iterations, at least 1.
+            seconds: how long all of them together may take.
 
         Raises:
             TrialError: if the run fails.
-            TooLateError: if it takes longer.
+            TooLateError: if the iterations take longer than `seconds`.
         """
         with contextlib.suppress(OSError):  # it has died: the reason is the next message
             self._connection.send(count)
@@ -151,7 +151,7 @@ class Trial:
 
 @contextlib.contextmanager
 def _quiet_tracker() -> Iterator[None]:
-    """Keep the resource tracker, which starts here, from warning of what killed trials leave: it cleans that up."""
+    """Let the resource tracker, if it starts within this context, clean up after killed trials without a warning."""
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [before, "ignore:resource_tracker:UserWarning"]))
     try:
@@ -196,7 +196,7 @@ def _reason(error: BaseException) -> TrialError:
 
 
 def _train_rank(config: dict[str, Any], directory: Path, connection: Connection, process: Process) -> Result:
-    """Train as many steps as rank 0 is asked for over `connection`, again and again, until it is asked for none."""
+    """Train one iteration, then as many as each message to rank 0 over `connection` asks for, until one asks for 0."""
     run = build_run(config)
     session = run.prepare(process)
     with session.settings():

@@ -3,7 +3,7 @@
 The search is a successive halving (Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter
 optimization", 2016). Every candidate trains in processes of its own and waits while others train. In each round, all
 remaining candidates train for a fraction of a second, one after another, so that a change of the machine's speed
-affects all of them, and only times of the same rounds are compared.
+affects all of them. Two candidates are compared by their times in the same rounds, if they have any in common.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from runner.planning.trial import Burst, TooLateError, TrialError
 from runner.planning.units import milliseconds
 
 _BURST_SECONDS = 0.4
-"""How long a candidate trains in a round, if its steps are shorter."""
+"""Seconds that a candidate trains in a round, if a single step does not take longer."""
 
 _MUCH_SLOWER = 1.6
 """A candidate whose steps take this many times as long as the best one's is dropped after its first burst."""
 
 _FINALISTS = 3
 _ROUNDS = 7
-"""Number of rounds after which finalists that can be told apart are compared no further; others, after three times as
-many."""
+"""Number of rounds after which finalists that can be told apart are no longer compared. Finalists that cannot be told
+apart are compared for three times as many rounds."""
 
 _LEAST_DIFFERENCE = 0.01
-"""The smallest difference between two candidates that counts, however precisely it was measured."""
+"""The smallest relative difference between the times of two candidates that counts, however precise they are."""
 
 _UNKNOWN = 0.1
-"""The uncertainty of a ratio that has been measured at most twice."""
+"""The uncertainty of the ratio of two candidates that have at most two rounds in common."""
 
 _DEVIATION_OF_MAD, _ERROR_OF_MEDIAN = 1.4826, 1.2533
-"""Of normally distributed values: the standard deviation, in units of the median absolute deviation; and the standard
-error of the median, in units of that of the mean."""
+"""For normally distributed values, the standard deviation divided by the median absolute deviation, and the standard
+error of the median divided by the standard error of the mean."""
 
 _PATIENCE = 60.0
-"""Seconds that a trial may take in addition to ten times those of a burst, before it is taken to hang."""
+"""A trial is taken to hang if a burst takes this many seconds more than ten times its usual time."""
 
 BUDGET_SPENT = "the budget is spent"
-"""Why a candidate that could have been measured was not."""
+"""The reason in the row of a candidate that was not measured for lack of time."""
 
 _RESERVED = 0.15
 """The part of the budget that is kept for the rounds of the finalists."""
@@ -53,7 +53,7 @@ Groups = Sequence[Callable[[Overrides], Iterable[Candidate]]]
 
 
 class Trains(Protocol):
-    """What `Trial` does."""
+    """The part of the interface of `Trial` that a search uses."""
 
     startup_seconds: float
 
@@ -68,11 +68,12 @@ class Row:
 
     Args:
         candidate: the candidate.
-        status: `measured`, `refused`, `crashed`, `dropped` (before it was measured) or `not tried`.
-        reason: why it was not measured.
+        status: `measured`, `refused`, `crashed`, `dropped` (it does not fit into memory, resembles a much slower
+            candidate, or took too long) or `not tried` (it is not allowed, or there was no time).
+        reason: why it was not measured; empty if it was.
         startup_seconds: seconds until its first step was done; it includes the compilation of the model.
-        memory_bytes: peak memory of its processes.
-        bursts: seconds per step, by the number of the round.
+        memory_bytes: sum of the peak memory of its processes.
+        bursts: seconds per optimizer step, by the number of the round.
         is_much_slower: whether it was dropped after its first burst, because it was much slower than the best one.
         trial: its trial; None if it has not been started, or has ended.
         burst_length: number of iterations of the training loop in a burst.
@@ -117,7 +118,7 @@ class Ratio(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """Whether the rows can be told apart."""
+        """Whether the rows can be told apart: `value` differs from 1 by more than `uncertainty`."""
         return abs(self.value - 1) > self.uncertainty
 
 
@@ -143,9 +144,10 @@ class Search:
     """The search for the fastest candidate.
 
     Args:
-        start: function that starts a candidate's trial within some seconds; it may raise TrialError.
+        start: function that starts a trial, given the candidate and the seconds that this may take; it may raise
+            TrialError.
         budget: seconds that the search may take.
-        allowed: the kinds of results that the choice may have, in addition to `ALLOWED`.
+        allowed: the kinds of effect that the choice may have on the results (see `RESULTS`), in addition to `ALLOWED`.
         has_room: function that returns whether there is memory for a candidate, given the candidate, the row of the
             default and the rows whose trials are waiting.
         clock: function that returns the time in seconds.
@@ -172,18 +174,18 @@ class Search:
         groups: Groups,
         budget_for: Callable[[Row], float | None] = lambda row: None,
     ) -> Row:
-        """Measure candidates, and return the fastest; the default, if no other is clearly faster.
+        """Measure candidates, and return the row of the fastest, or of the default if no other is clearly faster.
 
         Args:
             default: the run as it is.
-            groups: functions that return candidates, which change the fastest one so far; they are given its overrides.
-                Each group except the last starts trials only in the first half of the time that is left, so that the
-                last ones are tried too.
-            budget_for: function that returns the seconds for the others, given the default's row; 0 to measure none of
-                them, None if the budget is for all.
+            groups: functions that return candidates, given the overrides of the fastest candidate so far. Each function
+                but the last has only the first half of the time that is left to start trials, so that there is time for
+                the later ones.
+            budget_for: function that returns the seconds for all candidates except the default, given the row of the
+                default; 0 to measure none of them. If the function returns None, the budget is for all candidates.
 
         Raises:
-            TrialError: if the default cannot train, or fails later: the others are compared with it.
+            TrialError: if the default cannot train or fails later, because all others are compared with it.
         """
         try:
             self._try(default)
@@ -211,7 +213,7 @@ class Search:
 
     @property
     def noise(self) -> float:
-        """How much the default's steps vary between rounds: half of the interquartile range, relative."""
+        """How much the default's step time varies between rounds: half of the interquartile range, as a fraction."""
         first, third = self.default.spread
         return (third - first) / 2 / self.default.step_seconds
 
@@ -225,7 +227,7 @@ class Search:
         return self._budget - (self._clock() - self._began)
 
     def _try(self, candidate: Candidate) -> Row:
-        """Start a candidate and measure a burst, unless it is refused or not allowed, or has no room or time."""
+        """Measure a candidate, unless it is refused, not allowed or like a slow one, or there is no memory or time."""
         row = Row(candidate)
         self.rows.append(row)
         seconds = self._left() if row is self.default else self._group_ends - self._clock()
@@ -251,7 +253,7 @@ class Search:
         return max(_RESERVED * self._budget, 2 * self.default.step_seconds * self.default.burst_length)
 
     def _slow_relative(self, candidate: Candidate) -> Row | None:
-        """Return a row of the same parallel mode and number of processes that was much slower than others, or None."""
+        """Return a much slower row that has the parallel mode and processes of `candidate`; None if there is none."""
         same = candidate.overrides[:2]
         if not same or not same[0].startswith("parallel"):
             return None
@@ -268,7 +270,7 @@ class Search:
         return True
 
     def _begin(self, row: Row, seconds: float) -> None:
-        """Start the trial of a row, and measure a burst; both may take some seconds."""
+        """Start the trial of `row` and choose its burst length within `seconds`, and then measure a burst."""
         until = self._clock() + seconds
         try:
             row.trial = self._start(row.candidate, seconds)
@@ -284,7 +286,7 @@ class Search:
             self._end(row)
 
     def _choose_burst_length(self, row: Row, until: float) -> None:
-        """Choose the number of steps in a burst: as many as take `_BURST_SECONDS`."""
+        """Choose the number of iterations in a burst: as many as take `_BURST_SECONDS`, but at least one."""
         assert row.trial is not None
         count, taken = 1, 0.0
         while taken < _BURST_SECONDS / 2:
@@ -313,7 +315,7 @@ class Search:
         """End the trial of `row`, which has failed: erase its measurements, and record its status and the reason.
 
         Raises:
-            TrialError: `error`, if `row` is that of the default, without which the search cannot go on.
+            TrialError: `error`, if `row` is the row of the default, without which the search cannot go on.
         """
         late = isinstance(error, TooLateError)
         row.status, row.reason = "refused" if error.refused else "dropped" if late else "crashed", error.why
@@ -338,9 +340,10 @@ class Search:
         return sum(row.burst_length * row.step_seconds for row in rows) < self._left()
 
     def _halve(self, rounds: int) -> None:
-        """Let the trials train for some rounds, and after each end the slower half.
+        """Let the trials train for `rounds` rounds, and end the slower half of them after each round.
 
-        The default and at least `_FINALISTS` remain, and so do rows that cannot be told apart from the best one.
+        The default and at least `_FINALISTS` rows remain, and so do rows that cannot be told apart from the best one.
+        If there is no time for a round, it is left out.
         """
         for _ in range(rounds):
             live = self._live()
@@ -353,7 +356,7 @@ class Search:
                     self._end(row)
 
     def _compare(self) -> None:
-        """Compare the finalists until they can be told apart or the budget is spent."""
+        """Compare the finalists until they can be told apart (see `_ROUNDS`) or the budget is spent."""
         for row in self._live()[_FINALISTS:]:
             if row is not self.default:
                 self._end(row)
@@ -365,7 +368,7 @@ class Search:
             self._round_of(live)
 
     def _fastest(self) -> Row:
-        """Return the fastest row; of those that cannot be told apart from it, the default or the quickest to start."""
+        """Return the fastest row; if others cannot be told apart from it, the default or the quickest to start."""
         best, *others = self._live()
         equal = [best, *(row for row in others if not ratio(row, best).is_clear)]
         if self.default in equal or not ratio(best, self.default).is_clear:
@@ -374,7 +377,7 @@ class Search:
 
 
 def describe(row: Row) -> str:
-    """Return a line about a row."""
+    """Return a line with the overrides of a row, and its step time or the reason why it was not measured."""
     name = " ".join(row.overrides) or "as it is"
     if row.bursts:
         return f"{name}: {milliseconds(row.step_seconds)} a step"
@@ -390,9 +393,9 @@ def as_plain(search: Search, chosen: Row, samples: int) -> dict[str, Any]:
         samples: number of samples in an optimizer step.
 
     Returns:
-        A dict: `chosen`, the overrides of the chosen row; `speedup`, how many times as fast it is as the default;
-        `noise`, as in `Search`, as a fraction of the step time; and `rows`, a dict for each candidate, first those that
-        were measured, from the fastest to the slowest (see `_plain`).
+        A dict: `chosen`, the overrides of the chosen row; `speedup`, how many times as fast as the default it is;
+        `noise`, as in `Search`; and `rows`, a dict for each candidate (see `_plain`). The candidates that were measured
+        come first, from the fastest to the slowest.
     """
     measured = search.measured()
     others = [row for row in search.rows if not row.bursts]
@@ -408,11 +411,11 @@ def _plain(row: Row, default: Row, samples: int) -> dict[str, Any]:
     """Return a row as plain values; what was not measured is None.
 
     Returns:
-        A dict: `overrides`, `results`, `status` and `reason`, as in `Row` and its candidate; `rounds`, the number of
-        rounds in which it was measured; `samples_per_second`, and `spread`, the two quartiles of this number; `speedup`
-        over the default, and the `uncertainty` of this ratio; `ties`, whether it cannot be told apart from the default;
-        `memory_bytes`; `startup_seconds`; and `break_even_steps`, the number of steps after which it has made up for a
-        slower start, None if it never does.
+        A dict: `overrides`, `results`, `status` and `reason`, as in `Row` and `Candidate`; `rounds`, the number of
+        rounds in which the row was measured; `samples_per_second`, and `spread`, the first and the third quartile of
+        this number; `speedup` over the default, and the `uncertainty` of this ratio; `ties`, whether the row cannot be
+        told apart from the default; `memory_bytes`; `startup_seconds`; and `break_even_steps`, the number of steps
+        after which the row has made up for a slower start, None if it never does.
     """
     found: dict[str, Any] = {
         "overrides": list(row.overrides),
@@ -446,7 +449,7 @@ def _plain(row: Row, default: Row, samples: int) -> dict[str, Any]:
 
 
 def _break_even(row: Row, default: Row, value: float) -> float | None:
-    """Return after how many steps `row` has made up for its later start, None if it never does.
+    """Return after how many steps `row` has made up for a slower start; None if it never does.
 
     Args:
         row: a measured row.

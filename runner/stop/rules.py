@@ -17,17 +17,18 @@ FromRank0 = Callable[[Callable[[], float]], float]
 class Stop:
     """The rules that end a run early; without any, a run does all of its steps.
 
-    The rules of `metric` are applied after each evaluation. They end the run as if it had reached its last step: it
-    saves a checkpoint and exits with code 0, and `result.json` says which rule ended it.
+    The rules `patience` and `target` are applied after each evaluation. They end the run as if it had reached its last
+    step: the run saves a checkpoint and exits with code 0, and `result.json` says which rule ended the run. A rule that
+    is null is not applied.
 
     Args:
         metric: the TensorBoard tag of the evaluation metric that `patience` and `target` compare.
         patience: number of evaluations in a row without an improvement of `metric` after which the run ends (early
             stopping; Prechelt, Early Stopping – But When?, 1998).
         min_delta: a change of `metric` counts as an improvement only if it is larger than this.
-        target: the value of `metric` at which the run ends.
+        target: the run ends once `metric` has this value or a better one.
         max_time: number of seconds, from the first step of this invocation, after which the run saves a checkpoint and
-            exits with code 75. If it is resumed, it has as many seconds again.
+            exits with code 75. A resumed run has as many seconds again.
     """
 
     metric: str | None = None
@@ -57,14 +58,14 @@ class Stop:
         check(self.min_delta == 0 or self.patience is not None, "min_delta", self.min_delta, why, remedy)
 
     def check_evaluations(self, directions: Mapping[str, str], eval_every: int) -> None:
-        """Check that evaluations measure the metric, and that they are not only at the end (`eval_every=0`).
+        """Check that evaluations measure `metric`, if it is set, and that some take place before the end of the run.
 
         Args:
             directions: whether the `min` or the `max` of each evaluation metric of the workload is best, by name.
             eval_every: number of steps between evaluations; 0 if there is only one, at the end.
 
         Raises:
-            ConfigError: if it does not.
+            ConfigError: if evaluations do not measure `metric`, or the only one is at the end (`eval_every=0`).
         """
         if self.metric is None:
             return
@@ -76,7 +77,7 @@ class Stop:
         check(eval_every > 0, "stop.metric", self.metric, why, remedy)
 
     def build(self, directions: Mapping[str, str], from_rank_0: FromRank0) -> Stopping:
-        """Return the rules at the beginning of a run.
+        """Return the rules in their state at the beginning of a run.
 
         Args:
             directions: see `check_evaluations`.
@@ -146,7 +147,7 @@ class Stopping:
         return ""
 
     def out_of_time(self, seconds: float) -> str:
-        """Return that the invocation, which has trained for `seconds`, has used up its time; empty if it has not."""
+        """Return the rule `max_time` in words if `seconds`, the time since the first step, has reached it; else ""."""
         return "" if seconds < self._max_time else f"stop.max_time: {self._max_time:g} s have passed"
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,10 +155,10 @@ class Stopping:
         return {} if self._evaluations is None else asdict(self._evaluations)
 
     def load_state_dict(self, state: dict[str, Any], last_step: int) -> None:
-        """Restore `state`, which `state_dict` returned after `last_step`, unless it is that of another metric.
+        """Restore `state`, which `state_dict` returned after `last_step`, unless `state` is for another metric.
 
         Raises:
-            UnexpectedContentError: if it has another form.
+            UnexpectedContentError: if `state` does not have the form of such a state.
         """
         if not state:
             return

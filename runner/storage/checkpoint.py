@@ -114,7 +114,7 @@ class Checkpoints:
     def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> None:
         """Wait until the previous checkpoint is written, and begin to write `checkpoint` in a thread.
 
-        Every rank must call this. `check` and `wait` raise the errors of the thread.
+        Every rank must call this. `check`, `wait` or the next `save` raises the error of the thread.
 
         Args:
             checkpoint: the content, which must not change any more. Each rank writes its own `local`; rank 0 writes
@@ -122,7 +122,7 @@ class Checkpoints:
             best_step: the step of the checkpoint with the best evaluation, which is not deleted; None if there is none.
 
         Raises:
-            StorageError: if the disk is full or fails; earlier checkpoints are not affected.
+            StorageError: as in `wait`, or if the directory of the new checkpoint cannot be made.
         """
         self.wait()
         part = self.root / f"tmp.{step_name(checkpoint.step)}"
@@ -136,7 +136,7 @@ class Checkpoints:
         """Raise the error of the last `save`, if its thread has already failed.
 
         Raises:
-            StorageError: if the disk is full or fails; earlier checkpoints are not affected.
+            StorageError: as in `wait`.
         """
         if self._writing is not None and self._writing.done():
             self.wait()
@@ -145,7 +145,8 @@ class Checkpoints:
         """Wait until the last checkpoint is written. On ranks other than 0, wait only for this rank's file.
 
         Raises:
-            StorageError: if the disk is full or fails; earlier checkpoints are not affected.
+            StorageError: if the disk is full or fails, or another rank's file does not appear before the timeout.
+                Earlier checkpoints are not affected.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -184,8 +185,8 @@ class Checkpoints:
     def _deleted_on_failure(self, part: Path) -> Iterator[None]:
         """A context manager that deletes this rank's files in the directory `part` if they cannot be written.
 
-        This frees space for the log and the result. Only rank 0 also deletes the directory, if it is empty: without the
-        directory, another rank might fail first, with an error that explains nothing.
+        This frees space for the log and the result. Rank 0 also deletes the directory, if it is empty. The other ranks
+        do not: rank 0 might then fail for lack of the directory, with an error that does not show the cause.
 
         Raises:
             StorageError: if an OSError was raised in the context.
@@ -240,7 +241,7 @@ class Checkpoints:
                 waited += _POLL_SECONDS
 
     def finish_interrupted(self, newest: Checkpoint) -> None:
-        """Write the index and delete the files that an interrupted save or deletion has left behind.
+        """On rank 0, write the index and delete the files that an interrupted save or deletion has left behind.
 
         If this fails, log a warning.
 
@@ -270,13 +271,15 @@ class Checkpoints:
         return saved_steps(self.root)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest intact checkpoint; None if the run has no checkpoint.
+        """Return the newest intact checkpoint, with the state of this rank; None if the run has no checkpoint.
 
-        Damaged checkpoints that are newer are renamed, never deleted. If no checkpoint is intact, nothing is renamed.
+        Every rank must call this. Rank 0 renames damaged checkpoints that are newer; they are never deleted. If no
+        checkpoint is intact, nothing is renamed.
 
         Raises:
-            ConfigError: if all checkpoints are damaged, or if the newest intact one was written by an incompatible
-                version of this project or by something else.
+            ConfigError: if all checkpoints are damaged, including those renamed earlier; if the newest intact one was
+                written by an incompatible version of this project or by something else; or if `checkpoints` is a link.
+            OSError: if a file cannot be read for another reason, or a damaged checkpoint cannot be renamed.
         """
         try:
             steps = self.steps()
@@ -363,12 +366,12 @@ def _rank_file(rank: int) -> str:
 
 
 def _unfinished(path: Path) -> Path:
-    """Return the name of the file `path` while it is being written."""
+    """Return the path at which the file `path` is written, before it is renamed to `path`."""
     return path.with_name(f"{path.name}.part")
 
 
 def _write_synced(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` write the file `path`, and sync it to disk."""
+    """Call `write` to write the file `path`, and sync the file to disk; all errors of a full disk become OSErrors."""
     try:
         write(path)
     except (RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
@@ -393,8 +396,8 @@ class _Writing(NamedTuple):
     def wait(self) -> None:
         """Wait until the thread has ended, not only until its result is there.
 
-        It still has to free the tensors. If the interpreter exits meanwhile, it stops a thread of this kind in the
-        middle of torch's C++ code, which aborts the process.
+        After setting the result, the thread still has to free the tensors. An interpreter that exits meanwhile stops
+        this daemon thread in the middle of torch's C++ code, which aborts the process.
         """
         self.thread.join()
 

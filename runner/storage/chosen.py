@@ -30,11 +30,11 @@ def chosen_checkpoint(run: Path, choice: str | int) -> Path:
 
     Args:
         run: the run directory.
-        choice: `last` is the newest intact checkpoint, `best` the one with the best evaluation; or the step at
-            which it was saved.
+        choice: `last` for the newest intact checkpoint, `best` for the checkpoint with the best evaluation, or the step
+            at which a checkpoint was saved.
 
     Raises:
-        ConfigError: with the key `checkpoint`, if there is no such checkpoint.
+        ConfigError: with the key `checkpoint`, if there is no such checkpoint, or as in `last_checkpoint`.
     """
     if choice == "last":
         return last_checkpoint(run)
@@ -50,11 +50,11 @@ def chosen_checkpoint(run: Path, choice: str | int) -> Path:
 
 
 def last_checkpoint(run: Path) -> Path:
-    """Return the path of the newest intact checkpoint of `run`; a warning is logged for each that is damaged.
+    """Return the path of the newest intact checkpoint of `run`; log a warning for each newer one that is damaged.
 
     Raises:
-        ConfigError: with the key `checkpoint`, if there is none, or if the newest intact one cannot be read, or was
-            written by an incompatible version of this project or by something else.
+        ConfigError: with the key `checkpoint`, if no checkpoint is intact; if the newest intact one cannot be read, or
+            was written by an incompatible version of this project or by something else; or if `checkpoints` is a link.
     """
     found = _checkpoints(run)
     for path in reversed(found):
@@ -72,8 +72,8 @@ def _checkpoints(run: Path) -> list[Path]:
     """Return the paths of the checkpoints of `run`, in the order of their steps.
 
     Raises:
-        ConfigError: with the key `checkpoint`, if their directory is a link, through which those of another run would
-            be taken for its own.
+        ConfigError: with the key `checkpoint`, if their directory is a link, which could lead to the checkpoints of
+            another run.
     """
     try:
         check_no_link(run / "checkpoints")
@@ -87,7 +87,7 @@ def best_checkpoint(run: Path) -> Path:
     """Return the path of the checkpoint with the best evaluation, whose step is recorded in the newest checkpoint.
 
     Raises:
-        NoBestError: if the run has not been evaluated, or that checkpoint does not exist.
+        NoBestError: if the run has not been evaluated, or the checkpoint of that step does not exist.
         ConfigError: with the key `checkpoint`, as in `last_checkpoint`.
     """
     newest = last_checkpoint(run)

@@ -41,7 +41,7 @@ def check_like(value: Any, like: Any, where: str) -> None:
 
     `like` has one of these forms:
 
-    - a tensor or a `TensorSpec`: the value must be a tensor of the same shape and dtype;
+    - a tensor or a `TensorSpec`: the value must be a tensor of this shape and dtype (see `TensorSpec`);
     - a dict: the value must be a dict with the same keys, and each item must have the form of the corresponding item in
       `like`;
     - `{str: form}`: the value must be a dict with strings as keys, and each item must have the form `form`;
@@ -75,8 +75,8 @@ def check_like(value: Any, like: Any, where: str) -> None:
 def check_plain(content: Any, where: str) -> None:
     """Check that `content` consists of plain values and tensors, and can be examined in a short time.
 
-    If lists contain the same list many times, or the elements of a tensor share memory, a small file can contain values
-    that would take any amount of time to examine.
+    The second check is needed because a small file can contain values that would take any amount of time to examine:
+    lists that contain the same list many times, or a tensor whose elements share memory.
 
     Args:
         content: the values that were loaded from a file.

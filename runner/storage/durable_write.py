@@ -34,7 +34,11 @@ def write_json(path: Path, value: object) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush the file `path` to disk. If `path` is a directory, flush only its list of entries, not the files in it."""
+    """Flush the file `path` to disk. If `path` is a directory, flush only its list of entries, not the files in it.
+
+    Raises:
+        OSError: if `path` cannot be opened or flushed.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -25,11 +25,11 @@ def write_index(root: Path, last_step: int, best: Mapping[str, Any]) -> None:
     Args:
         root: the directory of the checkpoints.
         last_step: the step of the newest checkpoint.
-        best: the `metric`, the `value` and the `step` of the best evaluation; empty if there is none. `best` in the
-            index is null without an evaluation, and if the checkpoint of that step does not exist.
+        best: the `metric`, the `value` and the `step` of the best evaluation; empty if there is none. The value of
+            `best` in the index is null if there is no evaluation, or no checkpoint of its step.
 
     Raises:
-        OSError: if the file cannot be written; it then keeps its previous content.
+        OSError: as in `write_text`.
     """
     step = best.get("step")
     index: dict[str, Any] = {"last": {"checkpoint": step_name(last_step), "step": last_step}, "best": None}

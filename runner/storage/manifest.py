@@ -25,7 +25,7 @@ _MOST_BYTES = 2**24
 """Size limit of a manifest in bytes; enough for a manifest with the files of 100,000 ranks."""
 
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
-"""The error numbers that mean that a checkpoint is damaged. Others, such as that of a missing permission, do not."""
+"""The numbers of the OSErrors that show that a checkpoint is damaged. A missing permission, for example, does not."""
 
 
 class DamagedError(Exception):
@@ -38,6 +38,9 @@ def manifest_of(directory: Path, **facts: Any) -> str:
     Args:
         directory: the directory of the checkpoint. The manifest lists the hash of every file in it.
         facts: other keys and values to store in the manifest.
+
+    Raises:
+        OSError: if a file cannot be read.
     """
     files = {path.name: _sha256(path) for path in sorted(directory.iterdir())}
     manifest = {"schema": SCHEMA, **facts, "files": files}
@@ -47,8 +50,12 @@ def manifest_of(directory: Path, **facts: Any) -> str:
 def verified_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest in `directory`, after verifying the hashes of the files that it lists.
 
+    Returns:
+        A dict: `schema`, `files` (the SHA-256 of each file, by its name), `step`, `world_size` and the other facts of
+        `manifest_of`.
+
     Raises:
-        DamagedError: if a file is missing or does not have the hash in the manifest.
+        DamagedError: if the manifest or a file is missing, or does not match its hash.
         ConfigError: if the checkpoint was written by an incompatible version of this project, or by something else.
         OSError: if a file cannot be read for another reason.
     """

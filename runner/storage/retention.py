@@ -57,7 +57,7 @@ def delete(root: Path, steps: Iterable[int]) -> None:
     """Delete the checkpoints of `steps` in the directory `root`, and what interrupted saves and deletions have left.
 
     Raises:
-        OSError: if a checkpoint cannot be deleted.
+        OSError: if a checkpoint cannot be deleted. Others may already have been deleted.
     """
     for step in steps:  # renamed first, so that an interrupted deletion leaves no partial checkpoint
         path = root / step_name(step)

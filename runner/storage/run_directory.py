@@ -33,7 +33,7 @@ _DEFAULTS: dict[str, Any] = {"metrics": {}, "best": {}, "step_seconds": {}, "not
 _LONGEST = 120
 """Length limit of a job's name in bytes: file systems allow 255, but that is too wide for a terminal."""
 _LONGEST_LABEL = 60
-"""Length limit in bytes of the overrides in the name of a run, which follow the date, the time and the id."""
+"""Length limit in bytes of the part of a run's name that shows the overrides; it follows the date, time and id."""
 _UNNAMED = ("name", "output_root", "resume", "hydra.")
 """Prefixes of the keys that are left out of a run's name, because they do not affect what the run computes."""
 
@@ -79,7 +79,7 @@ def create(parent: Path, name: str | None = None, overrides: Iterable[str] = ())
         overrides: the overrides of the run, as in `unique_name`.
 
     Raises:
-        ConfigError: if the new directory cannot be created, for example on a read-only or full disk.
+        ConfigError: if the new directory cannot be created, for example because `name` exists, or the disk is full.
     """
     why, overrides = None, list(overrides)
     for _ in range(10):
@@ -99,7 +99,7 @@ def create(parent: Path, name: str | None = None, overrides: Iterable[str] = ())
 def _make(directory: Path) -> None:
     """Create `directory` and its missing parents, and flush the entries of all these directories to disk.
 
-    Otherwise, a power loss could remove a directory, even if the files in it have been flushed to disk.
+    Without the flush, a power loss could remove a directory, even if the files in it have been flushed to disk.
 
     Raises:
         OSError: if `directory` cannot be created, or already exists.
@@ -161,13 +161,17 @@ def _cut(labels: list[str], separator: str, limit_bytes: int) -> str:
 
 
 def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:
-    """Write the config, and the overrides that the user typed, to files in the run directory `directory`."""
+    """Write the config, and the overrides that the user typed, to files in the run directory `directory`.
+
+    Raises:
+        OSError: if a file cannot be written; the overrides may then have been written without the config.
+    """
     write_text(directory / OVERRIDES, OmegaConf.to_yaml(OmegaConf.create(overrides)))
     write_text(directory / CONFIG, config_text(config))  # last, because it marks a run directory
 
 
 def read_result(directory: Path) -> dict[str, Any]:
-    """Return the result of the run at `directory`; an empty dictionary if there is no result or it is damaged."""
+    """Return the content of the run's `result.json`; an empty dict if there is no such file or it is damaged."""
     try:
         result = json.loads(read_regular(directory / RESULT, LIMIT_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -210,7 +214,7 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def newest_step(directory: Path) -> int:
-    """Return the step of the newest checkpoint of the run at `directory`; 0 if there is none."""
+    """Return the step of the newest checkpoint of the run at `directory`, damaged or not; 0 if there is none."""
     return max((step_of(path) or 0 for path in (directory / "checkpoints").glob("step_*")), default=0)
 
 
@@ -245,10 +249,11 @@ def check_regular(directory: Path, most_levels: int = MOST_LEVELS, skipped: tupl
     Args:
         directory: the run directory.
         most_levels: maximum depth of nested directories; Python cannot delete a thousand nested directories.
-        skipped: names of directories in the run directory that are not looked into.
+        skipped: names of directories directly in the run directory that are not looked into.
 
     Raises:
         UnsafeFileError: if the directory contains a link, a pipe or a device, or is nested too deeply.
+        OSError: if a file or directory in it cannot be read.
     """
     check_no_link(directory)
     if most_levels < 0:

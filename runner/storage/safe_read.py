@@ -100,7 +100,7 @@ def _unsafe(path: Path, why: str) -> UnsafeFileError:
 def is_locked(path: Path) -> bool:
     """Return whether a process holds an exclusive lock on the file `path`.
 
-    False if it cannot be opened as a regular file.
+    If `path` cannot be opened as a regular file, the result is False.
     """
     try:
         with open_regular(path) as file:
@@ -115,7 +115,7 @@ def is_locked(path: Path) -> bool:
 def walk(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     """Yield what `os.walk` yields, except directories that are more than `MOST_LEVELS` levels below `top`.
 
-    Before Python 3.12, `os.walk` is recursive, and fails on a thousand nested directories.
+    The limit is needed because `os.walk` is recursive before Python 3.12, and fails on a thousand nested directories.
     """
     levels = os.path.join(top, "").count(os.sep)
     for folder, folders, files in os.walk(top):

@@ -23,7 +23,7 @@ _DEEPEST, _MOST_EVENTS = 20, 10_000
 _LONG_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_.:+-]{1000}")
 """The beginning of a number so long that PyYAML may need minutes: its time for 59:59:59:… is quadratic."""
 _MOST_REFERRING = 3_000
-"""The largest number of characters of all texts with references. OmegaConf parses 4,000 characters in a second."""
+"""The most characters that all texts with references (`${…}`) may have. OmegaConf parses 4,000 of them in a second."""
 _SEAL = "# sha256 of the lines above: "
 
 
@@ -49,7 +49,7 @@ def config_yaml(config: dict[str, Any]) -> str:
 
 @lru_cache(maxsize=8)
 def _yaml(config: bytes) -> str:
-    """Return a pickled config as YAML. Each run needs it three times, and writing it takes 20 ms."""
+    """Return a pickled config as YAML. Cached, because each run needs the YAML three times, and it takes 20 ms."""
     return OmegaConf.to_yaml(OmegaConf.create(pickle.loads(config)))
 
 
@@ -61,7 +61,8 @@ def is_sealed(content: bytes) -> bool:
 def parse_config(content: bytes) -> dict[str, Any]:
     """Return the plain values of a config that was written by `config_text` or by an earlier version of this project.
 
-    Interpolations (`${…}`) are not resolved.
+    Interpolations (`${…}`) are not resolved. Old names of classes are replaced, and config groups that an earlier
+    version did not have are added.
 
     Raises:
         UnreadableConfigError: if the recorded SHA-256 does not match, or the config is not a mapping of plain values.
@@ -110,7 +111,7 @@ def plain_values(text: str, root: type[yaml.CollectionStartEvent]) -> Any:
 
 @cache
 def _loader() -> Any:
-    """Return a loader that reads YAML as OmegaConf does, and checks each event of the parser before it uses it."""
+    """Return a class that loads YAML as OmegaConf does, and checks each event of the parser before using the event."""
 
     class Loader(get_yaml_loader()):
         def __init__(self, text: str, root: type[yaml.CollectionStartEvent]):
@@ -135,12 +136,12 @@ def _check_plain(event: yaml.Event, number: int, depth: int, root: type[yaml.Col
 
     Args:
         event: the event.
-        number: its number in the text, counted from 1.
+        number: the number of the event in the text, counted from 1.
         depth: number of collections that have begun and not ended.
         root: the type of the outermost collection.
 
     Raises:
-        UnreadableConfigError: if this is not the case.
+        UnreadableConfigError: if the check fails.
     """
     if number == 3 and not isinstance(event, root):  # after those of the stream and the document
         raise UnreadableConfigError(f"it is not a {'mapping' if root is yaml.MappingStartEvent else 'list'}")

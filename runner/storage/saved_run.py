@@ -36,7 +36,8 @@ def saved_config(source: Path) -> SavedConfig:
 
     Each checkpoint has a copy of the config of the run that wrote it. If the config of a run directory is damaged, the
     newest intact copy in its checkpoints is read instead; if the copy in a checkpoint is damaged, the config of its run
-    directory is read instead.
+    directory is read instead. A config without a SHA-256, as earlier versions wrote it, is used only if no other file
+    has an intact config with a SHA-256.
 
     Raises:
         UnreadableConfigError: if no config can be read.
@@ -68,7 +69,7 @@ def _config_files(source: Path) -> list[Path]:
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """Return the paths of the checkpoints of the run directory `path` in the order of their steps."""
+    """Return the paths of all checkpoints of the run directory `path`, damaged or not, in the order of their steps."""
     found = [each for each in (path / "checkpoints").glob("step_*") if step_of(each) is not None]
     return sorted(found, key=lambda each: step_of(each) or 0)  # the names of steps have eight digits or more
 

@@ -21,16 +21,16 @@ _MOST_DIMS = 8
 
 
 def signature_text(signature: Mapping[str, Any]) -> str:
-    """Return a signature as JSON; empty if there is nothing in it, or if it is too large, as with a million classes."""
+    """Return a signature as JSON text; empty if the signature is empty or too large, as with a million classes."""
     text = json.dumps(signature, ensure_ascii=False, indent=2) + "\n" if signature else ""
     return text if len(text.encode()) <= LIMIT_BYTES else ""
 
 
 def saved_signature(checkpoint: Path) -> dict[str, Any]:
-    """Return the signature in a checkpoint (see `Workload.signature`); empty if there is none in it.
+    """Return the signature in a checkpoint (see `Workload.signature`); empty if the checkpoint has none.
 
     Raises:
-        DamagedError: if the file is damaged.
+        DamagedError: if the file or the manifest is missing or damaged.
         ConfigError: if the file or the manifest has other content than a run of this version writes.
         OSError: if a file cannot be read for another reason.
     """
@@ -64,7 +64,7 @@ def _are_names(value: Any) -> bool:
 
 
 def _is_scale(scale: Any, targets: Any, inputs: Any) -> bool:
-    """Return whether `scale` has the mean and the standard deviation of all `targets`, and perhaps those of inputs."""
+    """Return whether `scale` has a mean and a standard deviation for each target and, if any, for each input value."""
     if not _are_names(targets) or not isinstance(scale, dict):
         return False
     lengths = {"targets": len(targets), "inputs": math.prod(inputs)}

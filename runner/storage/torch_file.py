@@ -41,7 +41,7 @@ def load_tensors(path: Path) -> Any:
             than tensors and plain values; if it calls a function that can allocate any amount of memory; or if the
             tensors are far larger than the file.
         OSError: if the file cannot be read.
-        Exception: any exception that torch raises for other content.
+        Exception: any exception that torch, `zipfile` or `pickletools` raises for other content.
     """
     mapped = _checked(path)
     with utf8_path(path) as file:
