@@ -17,13 +17,14 @@ from runner.system.forkserver import server_stopped
 def settings_kept() -> Iterator[None]:
     """A context in which a run may change global settings, which are restored at its end.
 
-    The restored settings are torch's random states (CPU and CUDA), number of threads and defaults, environment
+    The restored settings are torch's random states, current CUDA device, number of threads and defaults, environment
     variables, and settings of logging. The fork server is stopped at the end, unless it was running before. Inside the
     context, torch has its original default dtype and device, gradients are enabled, and autocast is disabled, so that
     the caller's choices do not affect the run.
     """
     with ExitStack() as restored:
-        for keep in (_environment, _logging, server_stopped, _random_state, _torch_defaults, _autocast_disabled):
+        of_torch = (_cuda_device, _random_state, _torch_defaults, _autocast_disabled)
+        for keep in (_environment, _logging, server_stopped, *of_torch):
             restored.enter_context(keep())
         yield
 
@@ -53,10 +54,25 @@ def _logging() -> Iterator[None]:
 
 
 @contextmanager
+def _cuda_device() -> Iterator[None]:
+    before = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    try:
+        yield
+    finally:
+        if torch.cuda.is_initialized():
+            torch.cuda.set_device(before)
+
+
+@contextmanager
 def _random_state() -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        yield
+    on_metal = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        if on_metal is not None:
+            torch.mps.set_rng_state(on_metal)
 
 
 @contextmanager

@@ -86,7 +86,7 @@ class ChoiceCache:
             machine = found["machine"]
         except FileNotFoundError:
             return None, ""
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None, "the cached choice cannot be read"
         if not known:
             return None, "the cached file contains no valid choice"

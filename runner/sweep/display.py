@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,7 +42,7 @@ class Display:
 
     def __init__(self, num_jobs: int, swept: Collection[str], width: int = 200):
         self.num_jobs, self.swept, self.width = num_jobs, swept, width
-        self.counts: dict[str, int] = {}
+        self._states: dict[int, str] = {}
         self._refusals: dict[str, list[int]] = {}
         self._failures: list[str] = []
 
@@ -64,11 +65,12 @@ class Display:
             slot: the devices or the queue entry of the job, for example `GPU 0`.
             console: the file with everything that the job prints.
         """
+        self._states.pop(job.number, None)  # of a paused job that continues
         self.line(f"{self.title(job)}: started on {slot}")
 
     def known(self, job: Shown, state: str) -> None:
         """Show that an earlier command has completed a job."""
-        self._count(state)
+        self._states[job.number] = state
         self.line(f"{self.title(job)}: already {state}, {os.path.relpath(job.directory)}")
 
     def ended(self, job: Shown, state: str, error: str, result: Mapping[str, Any], console: Path) -> None:
@@ -81,7 +83,7 @@ class Display:
             result: the result of the job; empty if the job has no result.
             console: the file with everything that the job printed.
         """
-        self._count(state)
+        self._states[job.number] = state
         if state == "refused":
             jobs = self._refusals.setdefault(re.sub(r": got .*?: ", ": ", error.partition("\n")[0]), [])
             jobs.append(job.number)
@@ -108,15 +110,17 @@ class Display:
             if others:
                 key, count = reason.partition(":")[0], f"{len(others):,} more job{'s' * (len(others) > 1)}"
                 self.line(f"{key}: {count} refused for the same reason as job {first}")
-        if sum(self.counts.values()) > len(self._failures) + 1:  # otherwise, they are still on the screen
+        if len(self._states) > len(self._failures) + 1:  # otherwise, they are still on the screen
             for failure in self._failures:
                 self.line(failure)
         if self.counts.get("stopped"):
             self.line("type the same command with resume=auto to continue")
         print(f"\n{self.counts.get('done', 0)} of {self.num_jobs} job{'s' * (self.num_jobs != 1)} done", flush=True)
 
-    def _count(self, state: str) -> None:
-        self.counts[state] = self.counts.get(state, 0) + 1
+    @property
+    def counts(self) -> Counter[str]:
+        """The number of jobs in each state."""
+        return Counter(self._states.values())
 
 
 class Table(Display):
@@ -140,6 +144,7 @@ class Table(Display):
         super().line(text)
 
     def started(self, job: Shown, slot: str, console: Path) -> None:
+        self._states.pop(job.number, None)
         self._rows[job.number] = f"{self.title(job)} ({slot})", console
         self._most_at_once = max(self._most_at_once, len(self._rows))
 
@@ -169,7 +174,7 @@ class Table(Display):
 
     def _status(self) -> str:
         """Return one line with the number of jobs in each state, and the estimated time until all jobs have ended."""
-        ended = sum(self.counts.values())
+        ended = len(self._states)
         counts = {"running": len(self._rows), **self.counts, "waiting": self.num_jobs - ended - len(self._rows)}
         text = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
         if not ended:

@@ -112,6 +112,8 @@ class Scheduler:
         self.source, self.pool, self.ledger, self.options, self.display = source, pool, ledger, options, display
         self._waiting: deque[PlannedJob] = deque()
         self._running: dict[int, PlannedJob] = {}
+        self._earlier: dict[int, Ended | None] = {}
+        """The jobs of an earlier command that the source has not returned yet, and how each ended; None: it runs."""
         self._pruned: set[int] = set()
         self._attempts: Counter[int] = Counter()
         self._codes: dict[int, int] = {}
@@ -134,14 +136,18 @@ class Scheduler:
             ConfigError: if a cluster rejects the first jobs, or if the result of a job shows that the sweep cannot
                 continue. The running jobs have saved a checkpoint and exited.
         """
-        while not (self._stopping and not self._running):
+        self._take_over()
+        while not self._stopping or self._running or self._has_earlier():
             if stop.received:
                 self.stop(stop.received, "; press Ctrl-C to stop without saving")
             started = self._start_jobs()
-            if not self._running and not started and not self._waiting:
+            if not self._running and not started and not self._waiting and not self._has_earlier():
                 break
             for ended in self.pool.wait(_POLL_SECONDS):
-                self._end(ended)
+                if ended.number in self._earlier:
+                    self._earlier[ended.number] = ended
+                else:
+                    self._end(ended)
             self._prune()
             self.display.refresh()
         if self._error is not None:
@@ -158,10 +164,23 @@ class Scheduler:
         if self._stopping:
             return
         self._stopping = True
-        count = len(self._running)
+        running = [*self._running, *(number for number, ended in self._earlier.items() if ended is None)]
+        count = len(running)
         what = "1 running job saves and stops" if count == 1 else f"{count} running jobs save and stop"
         self.display.line(f"{reason}: {what}{hint}")
-        self._ask_to_stop(list(self._running))
+        self._ask_to_stop(running)
+
+    def _take_over(self) -> None:
+        """Let the pool take over the jobs that an earlier command has started, before others take their place."""
+        for number, entry in self.ledger.jobs.items():
+            if entry.get("state") == "running":
+                job = Job(number, [], self.ledger.console(number), Demand())
+                if self.pool.adopt(job, Started(entry.get("slot", ""), entry.get("pid", 0))):
+                    self._earlier[number] = None
+
+    def _has_earlier(self) -> bool:
+        """Return whether a job of an earlier command runs that the source has not returned yet."""
+        return None in self._earlier.values()
 
     def _ask_to_stop(self, numbers: list[int]) -> None:
         """Ask jobs to save a checkpoint and exit.
@@ -172,8 +191,9 @@ class Scheduler:
             numbers: the numbers of the jobs.
         """
         for number in self.pool.stop(numbers):
-            self._running.pop(number)
-            self._codes[number] = STOPPED
+            if self._running.pop(number, None) is not None:
+                self._codes[number] = STOPPED
+            self._earlier.pop(number, None)
 
     def _prune(self) -> None:
         """Ask unpromising jobs to save a checkpoint and stop."""
@@ -208,12 +228,13 @@ class Scheduler:
             return True
         entry, console = self.ledger.jobs.get(job.number, {}), self.ledger.console(job.number)
         command = Job(job.number, job.arguments, console, job.demand)
-        if entry.get("state") == "running":
-            earlier = Started(entry.get("slot", ""), entry.get("pid", 0))
-            if self.pool.adopt(command, earlier):
-                self._running[job.number] = job
-                self.display.started(job, f"{printable(earlier.slot)}, by an earlier command", console)
-                return True
+        if job.number in self._earlier:
+            ended = self._earlier.pop(job.number)
+            self._running[job.number] = job
+            self.display.started(job, f"{printable(entry.get('slot', ''))}, by an earlier command", console)
+            if ended is not None:
+                self._end(ended)
+            return True
         console.parent.mkdir(exist_ok=True)
         try:
             started = self.pool.submit(command)

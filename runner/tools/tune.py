@@ -15,7 +15,8 @@ changes of the results:
 The choice is printed as overrides, and written as an experiment to a directory in `outputs/tuned/`, together with all
 measurements and, if matplotlib is installed, a picture.
 
-Exit codes: 0: tuned, even if nothing is faster than the config as it is. 1: the config crashed. 2: the config is
+Exit codes: 0: tuned, even if nothing is faster than the config as it is. 1: the config crashed, or the result cannot
+be saved. 2: the config is
 refused, or the budget is too small.
 """
 
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from runner.tools.tune_tables import render
 
     print_report(report, options.json, render)
-    return DONE
+    return DONE if report["directory"] else CRASHED
 
 
 def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -122,13 +123,11 @@ def tune(
 
     Returns:
         The dict of `measured_choice`, with the overrides as `typed`, with `config_dir`, `budget` and `allowed` as
-        passed, and with the path of the new directory as `directory`.
+        passed, and with the path of the new directory as `directory`; None if it cannot be written, which is printed.
 
     Raises:
-        ConfigError, HydraException, OmegaConfBaseException: if the config is refused, or the directory cannot be
-            created.
+        ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
         TrialError: if the config as it is cannot be trained, or its first steps take longer than the budget.
-        OSError: if a file cannot be written.
     """
     from runner.planning.choice import measured_choice
     from runner.run import check_used
@@ -146,7 +145,12 @@ def tune(
     report = measured_choice(compose, overrides, budget, allowed, said, config_dir)
     typed = {"typed": list(overrides), "config_dir": config_dir, "budget": budget, "allowed": list(allowed)}
     report = typed | report
-    return report | {"directory": str(write(report, run.output_root))}
+    try:
+        directory = str(write(report, run.output_root))
+    except (OSError, ConfigError) as error:  # what has taken a minute to measure is printed all the same
+        directory = None
+        print(f"the result cannot be saved: {error}", file=sys.stderr)
+    return report | {"directory": directory}
 
 
 if __name__ == "__main__":

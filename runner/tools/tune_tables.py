@@ -91,10 +91,13 @@ def verdict(report: dict[str, Any]) -> list[str]:
         lines.append(f"{spent} candidate{'s were' if spent > 1 else ' was'} not measured: {BUDGET_SPENT} ({more})")
     if not report["chosen"]:
         return [*lines, f"nothing is clearly faster than the config as it is ({report['seconds']:.0f} s)"]
-    directory, own = os.path.relpath(report["directory"]), report["config_dir"]
+    own = report["config_dir"]
     words = [*([] if own is None else ["--config-dir", own]), *report["typed"], *report["chosen"]]
     lines.append(f"chosen: {report['speedup']:.2f} × as fast as the config as it is ({report['seconds']:.0f} s)")
     lines.append(f"run:    python -m runner {shlex.join(words)}")
+    if report["directory"] is None:
+        return lines
+    directory = os.path.relpath(report["directory"])
     if deleted := deleted_keys(report):
         lines.append(f"        there is no experiment: an option file cannot delete {', '.join(deleted)}")
     else:

@@ -26,7 +26,7 @@ def sample_hashes(batch: Any, count: int) -> list[str]:
         if tensor.dim() == 0 or len(tensor) != count or tensor.layout != torch.strided:
             continue
         found = True
-        rows = tensor.detach().cpu().reshape(count, -1).contiguous().view(torch.uint8).numpy()
+        rows = tensor.detach().cpu().reshape(count, tensor.numel() // count).contiguous().view(torch.uint8).numpy()
         for digest, row in zip(hashes, rows, strict=True):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape[1:])} ".encode())
             digest.update(row.tobytes())

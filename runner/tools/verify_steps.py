@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.batching import Plan
 from runner.config.errors import ConfigError, check
@@ -174,7 +173,8 @@ def _expected(session: Session, state: State, recorder: Recorder) -> str:
     plan, parallel = session.plan, session.run.parallel
     num_passes = plan.accumulation * parallel.num_microbatches(session.context)
     num_passes *= 1 if parallel.synchronizes_batch_norm else plan.num_workers
-    normalizes = num_passes > 1 and any(isinstance(module, _BatchNorm) for module in state.model.modules())
+    batch_norm = torch.nn.modules.batchnorm._BatchNorm
+    normalizes = num_passes > 1 and any(isinstance(module, batch_norm) for module in state.model.modules())
     draws = recorder.drew_random_numbers()
     reasons = {_BATCH_NORM: normalizes, _RANDOM_NUMBERS: draws}
     return "\n".join(text for text, holds in reasons.items() if any(session.collectives.all_gather(holds)))

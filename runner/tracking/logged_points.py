@@ -45,15 +45,18 @@ class LoggedPoints:
         self._path = path
         text = read_regular(path, _LIMIT_BYTES).decode(errors="replace") if path.exists() else ""
         lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        self._repeated = {line for line in lines if _step_of(line) >= first_step}
-        self._intervals: list[list[str]] = [[line for line in lines if _step_of(line) >= first_step], []]
-        write_text(path, "".join(self._intervals[0]))
+        self._earlier = [line for line in lines if _step_of(line) >= first_step]
+        self._repeated = set(self._earlier)
+        self._added: list[str] = []
+        self._step = self._boundary = first_step - 1
+        write_text(path, "".join(self._earlier))
 
     def new(self, values: Mapping[str, T], step: int) -> dict[str, T]:
         """Return those of `values`, by tag, that no earlier session has logged at `step`.
 
         A tag that was logged with another value counts as new, unless it is a measurement (see `_MEASURED`).
         """
+        self._step = max(self._step, step)
         if not self._repeated:
             return dict(values)
         return {tag: value for tag, value in values.items() if _line(tag, value, step) not in self._repeated}
@@ -61,14 +64,19 @@ class LoggedPoints:
     def add(self, values: Mapping[str, float] | Mapping[str, torch.Tensor], step: int) -> None:
         """Record that `values` were logged at `step`."""
         lines = [_line(tag, value, step) for tag, value in values.items()]
-        self._intervals[-1] += lines
+        self._added += lines
         with self._path.open("a", encoding="utf-8") as file:  # closed each time: a run can be killed at any time
             file.writelines(lines)
 
     def begin_interval(self) -> None:
-        """Keep only the points that this session has added since the previous call; called before each checkpoint."""
-        self._intervals = [self._intervals[-1], []]
-        write_text(self._path, "".join(self._intervals[0]))
+        """Drop the points up to the previous call, which no resumed run repeats; called before each checkpoint.
+
+        The checkpoint of the previous call is complete by now. The points after it are kept, also those of earlier
+        sessions that this session has not reached yet, because it may be killed before it does.
+        """
+        self._earlier = [line for line in self._earlier if _step_of(line) > self._boundary]
+        write_text(self._path, "".join([*self._earlier, *self._added]))
+        self._added, self._boundary = [], self._step
 
 
 def _line(tag: str, value: float | torch.Tensor, step: int) -> str:

@@ -22,6 +22,7 @@ from helpers.runs import assert_bitwise, only_run, weights
 
 import runner
 from runner import training
+from runner.api.caller import settings_kept
 from runner.system.forkserver import without_main_module
 
 WORDS = [*FAST, "steps=6", "eval_every=3"]
@@ -109,6 +110,21 @@ def test_autocast_of_the_caller_does_not_change_the_run(precision: str) -> None:
         assert torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_cache_enabled()
     assert result.metrics == usual.metrics
+
+
+def test_the_devices_of_the_caller_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without them, by functions that note what they are told."""
+    told: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: "the state")
+    monkeypatch.setattr(torch.mps, "set_rng_state", told.append)
+    with pytest.raises(KeyError), settings_kept():
+        raise KeyError
+    assert told == ["the state", 1]
 
 
 @pytest.mark.parametrize(("word", "key"), [("optimizer.lr=-1", "optimizer.lr"), ("batch_size=5000", "batch_size")])

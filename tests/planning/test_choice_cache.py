@@ -92,6 +92,8 @@ def test_the_choice_of_another_machine_is_ignored_and_said(tmp_path: Path) -> No
         {"overrides": ["parallel=${oc.env:HOME}"]},
         {"overrides": [3]},
         {"speedup": "fast"},
+        {"speedup": 10**400},
+        "[" * 60_000,
     ],
 )
 def test_a_damaged_or_forged_choice_is_ignored_and_said(content: Any, tmp_path: Path) -> None:

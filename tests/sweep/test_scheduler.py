@@ -233,6 +233,29 @@ def test_a_job_that_a_killed_scheduler_left_running_is_waited_for(ledger: Ledger
     assert states(ledger) == ["diverged", "done"]
 
 
+def test_a_job_that_was_left_running_keeps_its_slot_whatever_its_number(ledger: Ledger) -> None:
+    ledger.update(2, config_hash="hash 2", state="running", pid=0, started=0.0, tries=1, slot="a slot")
+    pool = FakePool({2: [0]}, slots=1)
+    pool.alive = {2}
+    at_once = []
+    pool.on_wait = lambda: at_once.append(list(pool.running))
+    assert scheduled(ledger, Jobs(ledger.path, 4), pool) == [0, 0, 0, 0]
+    assert pool.started == [0, 1, 3]
+    assert at_once == [[2], [0], [1], [3]]
+    assert states(ledger) == ["done"] * 4
+
+
+def test_a_job_that_was_left_running_is_stopped_with_the_sweep(ledger: Ledger) -> None:
+    ledger.update(2, config_hash="hash 2", state="running", pid=0, started=0.0, tries=1, slot="a slot")
+    pool, stop = FakePool({}, slots=1), StopRequest()
+    pool.alive = {2}
+    stop.received = "SIGTERM"
+    source = Jobs(ledger.path, 4)
+    assert Scheduler(source, pool, ledger, Local(), Display(4, ["seed"])).run(stop) == []
+    assert (pool.stopped, pool.running, source.num_yielded) == ({2}, [], 0)
+    assert states(ledger) == ["running"], "the next command continues it"
+
+
 def test_a_stopped_sweep_does_not_wait_for_a_job_that_it_cannot_stop(ledger: Ledger) -> None:
     ledger.update(0, config_hash="hash 0", state="running", pid=0, started=0.0, tries=1)
     pool, stop = FakePool({}), StopRequest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import shlex
@@ -17,7 +18,7 @@ from runner.planning import choice
 from runner.planning.trial import TooLateError, TrialError
 from runner.planning.tuning import BUDGET_SPENT
 from runner.system.exit_codes import CRASHED, DONE, REFUSED
-from runner.tools import tune
+from runner.tools import tune, tune_files
 from runner.tools.composed_run import compose_run
 from runner.tools.tune_files import experiment, picture, write
 from runner.tools.tune_tables import cells, verdict
@@ -194,6 +195,26 @@ def test_a_budget_that_is_too_short_is_refused(
     assert tune.main([*SMALL, "--budget", "1"]) == REFUSED
     assert "--budget" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_what_was_measured_is_printed_if_it_cannot_be_saved(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    found = {key: value for key, value in report().items() if key not in ("typed", "config_dir", "budget", "allowed")}
+    monkeypatch.setattr(choice, "measured_choice", lambda *_: found)
+    monkeypatch.setattr(tune_files, "write", full)
+    assert tune.main([*SMALL, *(["--json"] if as_json else [])]) == CRASHED
+    shown = capsys.readouterr()
+    assert "cannot be saved: [Errno 28] No space left on device" in shown.err
+    if as_json:
+        assert json.loads(shown.out)["directory"] is None
+    else:
+        assert "parallel=ddp parallel.processes=2" in shown.out
+        assert "--config-dir" not in shown.out
 
 
 def test_a_config_that_crashes_is_said(

@@ -317,6 +317,7 @@ def test_samples_are_told_apart_by_every_bit() -> None:
     changed = sample_hashes(batch, 3)
     assert [one == other for one, other in zip(hashes, changed, strict=True)] == [True, False, False]
     assert sample_hashes(("a", torch.zeros(2)), 3) == []
+    assert sample_hashes(torch.zeros(3, 0), 3) == sample_hashes([torch.ones(3, 0)], 3), "no sample has an element"
 
 
 def test_samples_are_compared_step_by_step_in_any_order() -> None:

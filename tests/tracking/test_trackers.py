@@ -279,6 +279,26 @@ def test_a_resumed_run_logs_only_what_is_new(tmp_path: Path) -> None:
     assert third.calls == [("start", "id7"), ("finish", True)]
 
 
+def test_a_run_that_is_killed_again_does_not_repeat_what_only_the_first_session_logged(tmp_path: Path) -> None:
+    """A checkpoint every 10 steps. Session 1 is killed at 23, while that of step 20 is written; the others at 17."""
+
+    def session(first_step: int, last_step: int) -> list[int]:
+        tracker = Noted()
+        tracker.open(tmp_path, first_step)
+        for step in range(first_step, last_step + 1):
+            tracker.scalars({"train/loss": step / 3}, step)
+            if step % 10 == 0:
+                tracker.flush()
+        tracker.close(False)
+        return [call[2] for call in tracker.calls if call[0] == "scalars"]
+
+    assert session(1, 23) == list(range(1, 24))
+    assert session(11, 20) == [], "it is killed at its first checkpoint, which is never complete"
+    assert session(11, 17) == []
+    assert session(11, 21) == []
+    assert session(21, 25) == [24, 25], "the checkpoint of step 20 is complete this time"
+
+
 def test_the_file_of_points_stays_small_and_may_be_cut_anywhere(tmp_path: Path) -> None:
     tracker = Noted()
     tracker.open(tmp_path, 1)

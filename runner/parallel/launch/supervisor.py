@@ -292,9 +292,8 @@ class Supervisor:
             if report.refused is not None:
                 return report.refused
         if any(self.processes[rank].exitcode == _UNKNOWN_EXIT for rank in self._dead()) and (end := death_of_server()):
-            return ForkServerError(
-                0, f"the fork server, the process that starts the ranks, was killed by {_with_cause(end)}"
-            )
+            how = f"was killed by {_with_cause(end)}" if end.startswith("SIG") else f"ended with {end}"
+            return ForkServerError(0, f"the fork server, the process that starts the ranks, {how}")
         first = self._first(silent, reports)
         result = self.reports[0].result if self.reports[0] else None
         return RankError(*first, result=result)

@@ -95,7 +95,7 @@ class Pool(ABC):
         A job that is still running can be taken over. `wait` later returns its end. This class takes over no jobs.
 
         Args:
-            job: the job.
+            job: the job, of which only the number and the console are known.
             started: the place where the earlier command started the job, according to the ledger. It has to be checked,
                 because anybody may have written the ledger.
         """
