@@ -38,7 +38,12 @@ PACKAGES = {
 QUICK = (
     *("config", "models", "system", "tracking", "parallel/test_ddp.py", "parallel/test_fsdp.py", "test_device.py"),
     *("parallel/pipelining/test_process_engine.py", "parallel/test_compiling.py", "parallel/test_full_state.py"),
-    *("storage/test_torch_file.py", "storage/test_content_checks.py", "data/test_workers.py", "data/test_decode.py"),
+    *(
+        "storage/test_safe_torch_load.py",
+        "storage/test_content_checks.py",
+        "data/test_workers.py",
+        "data/test_decode.py",
+    ),
     *("test_optimizer.py", "test_packaging.py", "test_parity.py", "test_precision.py", "test_seeds.py"),
     *("workloads/test_classifier.py", "env"),
 )

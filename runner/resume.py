@@ -18,7 +18,7 @@ from runner.run import Result, Run, Session, config_hash
 from runner.storage import run_directory
 from runner.storage.durable_write import sync, write_json, write_text
 from runner.storage.manifest import CONFIG, DamagedError, saved_text, verified_manifest
-from runner.storage.safe_read import UnsafeFileError, read_regular
+from runner.storage.regular_file import UnsafeFileError, read_regular
 from runner.storage.saved_config import UnreadableConfigError, parse_config
 from runner.storage.saved_run import checkpoints, directory_of, saved_config, saved_overrides
 from runner.system.provenance import environment

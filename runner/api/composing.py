@@ -75,7 +75,7 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str]
 
 
 def check_list_of_texts(overrides: Any) -> None:
-    """Check that `overrides` is a list of strings; each letter of a single string would be taken for an override.
+    """Check that `overrides` is a list or tuple of strings, and not a single string, whose letters would be overrides.
 
     Raises:
         ConfigError: if it is anything else.

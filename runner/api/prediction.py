@@ -12,7 +12,7 @@ import torch
 from runner.config.errors import check
 from runner.data.class_folders import EXTENSIONS
 from runner.data.image_input import ImageInput
-from runner.storage.safe_read import walk
+from runner.storage.regular_file import walk
 from runner.system.utf8 import printable
 
 _BATCH = 64

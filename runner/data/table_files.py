@@ -15,7 +15,7 @@ import torch
 
 from runner.config.errors import ConfigError, check, did_you_mean
 from runner.data.safe_file import read_regular_file
-from runner.storage.torch_file import load_tensors
+from runner.storage.safe_torch_load import load_tensors
 
 SUFFIXES = (".csv", ".npz", ".pt")
 

@@ -48,10 +48,13 @@ class Steps(NamedTuple):
 def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, Any]) -> VectorEnv:
     """Create vectorized environments. Each environment is reset in the step after its episode ends.
 
+    Observations that are not arrays are flattened to vectors.
+
     Args:
         spec: the entry in gymnasium's registry.
         num_envs: number of environments.
-        vectorization: `auto`, `sync` or `async`.
+        vectorization: `sync`, `async`, or `auto` for the vectorized implementation of the environment, if it has one
+            that resets environments in the same way and whose observations are arrays; otherwise `sync`.
         options: keyword arguments of the environment.
     """
     if vectorization == "auto" and spec.vector_entry_point is not None:

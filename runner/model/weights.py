@@ -11,8 +11,8 @@ import torch
 
 from models.blocks import blocks_of
 from runner.config.errors import ConfigError, check
-from runner.storage.safe_read import open_regular
-from runner.storage.torch_file import load_tensors
+from runner.storage.regular_file import open_regular
+from runner.storage.safe_torch_load import load_tensors
 
 SAVE_WEIGHTS = "save only the weights: torch.save(model.state_dict(), 'weights.pt')"
 

@@ -113,7 +113,7 @@ class Pipeline(Partition, MultiProcess):
         Yield only `{}` if the user has typed the number or size of the micro-batches, or the network cannot be divided
         into blocks.
         """
-        from runner.parallel.pipelining.bubbles import bubbles  # imported here: a run predicts none
+        from runner.parallel.pipelining.bubble_prediction import bubbles  # imported here: a run predicts none
 
         if tuning.block_costs is None or {"split_size", "num_micro_batches"} & tuning.typed:
             yield {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from runner.model.base import without_memory
 from runner.parallel.pipeline import Pipeline
-from runner.parallel.pipelining.bubbles import bubbles
+from runner.parallel.pipelining.bubble_prediction import bubbles
 from runner.parallel.pipelining.partition import blocks_of, positions_of
 from runner.planning.costs import Machine
 from runner.planning.fake_step import RankPlan, trace_blocks

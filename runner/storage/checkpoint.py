@@ -45,10 +45,10 @@ from runner.storage.durable_write import sync
 from runner.storage.index_json import INDEX, write_index
 from runner.storage.manifest import CONFIG, SIGNATURE, DamagedError, manifest_of, untrusted, verified_manifest
 from runner.storage.manifest import NAME as MANIFEST
+from runner.storage.regular_file import UnsafeFileError, check_no_link, utf8_path
 from runner.storage.retention import delete, delete_outdated, saved_steps
 from runner.storage.run_directory import StorageError, free_name, step_name
-from runner.storage.safe_read import UnsafeFileError, check_no_link, utf8_path
-from runner.storage.torch_file import load_tensors
+from runner.storage.safe_torch_load import load_tensors
 
 log = logging.getLogger(__name__)
 

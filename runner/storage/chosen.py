@@ -15,8 +15,8 @@ from runner.config.errors import ConfigError, check
 from runner.storage.checkpoint import load
 from runner.storage.content_checks import UnexpectedContentError, check_count, check_like
 from runner.storage.manifest import DamagedError, verified_manifest
+from runner.storage.regular_file import UnsafeFileError, check_no_link
 from runner.storage.run_directory import step_name
-from runner.storage.safe_read import UnsafeFileError, check_no_link
 from runner.storage.saved_run import checkpoints
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ConfigError
+from runner.storage.regular_file import UnsafeFileError, check_no_link, open_regular, read_regular
 from runner.storage.run_directory import LIMIT_BYTES, step_of
-from runner.storage.safe_read import UnsafeFileError, check_no_link, open_regular, read_regular
 
 NAME = "manifest.json"
 CONFIG = "config.yaml"

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from runner.storage.index_json import INDEX
+from runner.storage.regular_file import check_no_link
 from runner.storage.run_directory import free_name, step_name, step_of
-from runner.storage.safe_read import check_no_link
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from runner.config.errors import ConfigError
 from runner.storage.durable_write import sync, write_text
-from runner.storage.safe_read import MOST_LEVELS, UnsafeFileError, check_no_link, open_regular, read_regular
+from runner.storage.regular_file import MOST_LEVELS, UnsafeFileError, check_no_link, open_regular, read_regular
 from runner.storage.saved_config import config_text
 from runner.system.secrets import MASK, redacted_values
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from runner.storage.regular_file import check_no_link, read_regular
 from runner.storage.run_directory import CONFIG, LIMIT_BYTES, OVERRIDES, step_of
-from runner.storage.safe_read import check_no_link, read_regular
 from runner.storage.saved_config import UnreadableConfigError, is_sealed, parse_config, plain_values
 
 

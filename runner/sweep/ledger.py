@@ -13,8 +13,8 @@ from typing import IO, Any
 from runner.config.errors import ConfigError, check
 from runner.storage import run_directory
 from runner.storage.durable_write import write_text
+from runner.storage.regular_file import UnsafeFileError, read_regular
 from runner.storage.run_directory import StorageError
-from runner.storage.safe_read import UnsafeFileError, read_regular
 from runner.sweep.ledger_file import LEDGER, read_ledger
 from runner.sweep.own_commands import forget_command, remember_command
 from runner.system.secrets import redacted, redacted_values

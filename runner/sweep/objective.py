@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError, did_you_mean
-from runner.storage.safe_read import open_regular
+from runner.storage.regular_file import open_regular
 
 
 class Objective(NamedTuple):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.storage.durable_write import write_text
-from runner.storage.safe_read import read_regular
+from runner.storage.regular_file import read_regular
 from runner.system.user_cache import cache_directory
 
 _LIMIT_BYTES = 1_000_000

@@ -1,4 +1,6 @@
-"""A search: Optuna chooses the combinations of values that a sweep tries, and stores their results in a study.
+"""A search, which chooses the combinations of values that a sweep tries, one after another.
+
+Optuna chooses them, except in a grid, and stores their results in a study.
 
 A trial is one combination of values, with one job for each seed. The ledger records the state of each job. The study,
 which is the file `study.log` next to the ledger, records the values and the result of each trial. A trial is complete
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.config.errors import ConfigError, check
-from runner.storage.safe_read import read_regular
+from runner.storage.regular_file import read_regular
 from runner.sweep.engines.base import Engine
 from runner.sweep.ledger import STUDY, Ledger
 from runner.sweep.objective import Curve, Objective

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.config.errors import check, did_you_mean
-from runner.storage.safe_read import walk
+from runner.storage.regular_file import walk
 from runner.sweep.ledger_file import LEDGER, read_ledger
 from runner.sweep.metric_direction import direction
 from runner.system.secrets import redacted

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from runner.config.errors import ABSENT, ConfigError, check
+from runner.storage.regular_file import check_no_link
 from runner.storage.run_directory import StorageError
-from runner.storage.safe_read import check_no_link
 from runner.system.installed import is_installed
 from runner.system.utf8 import printable
 from runner.tools.plot_runs import Study

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from runner.storage import safe_read
+from runner.storage import regular_file
+from runner.storage.regular_file import UnsafeFileError, check_no_link
 from runner.storage.run_directory import RESULT, newest_step
-from runner.storage.safe_read import UnsafeFileError, check_no_link
 
 ENDED = ("done", "crashed", "diverged", "stopped")
 """The states that a run records in its `result.json`."""
@@ -20,7 +20,7 @@ config that cannot be read or a number that is not valid."""
 
 def is_locked(directory: Path) -> bool:
     """Return whether a process is writing to `directory`, a run directory or a sweep, and therefore holds its lock."""
-    return safe_read.is_locked(directory / ".lock")
+    return regular_file.is_locked(directory / ".lock")
 
 
 def state_of(directory: Path, result: dict[str, Any]) -> str:

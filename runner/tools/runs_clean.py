@@ -13,8 +13,8 @@ from typing import IO
 
 from runner.storage import run_directory
 from runner.storage.durable_write import sync
+from runner.storage.regular_file import MOST_LEVELS, walk
 from runner.storage.run_directory import CONFIG
-from runner.storage.safe_read import MOST_LEVELS, walk
 from runner.sweep.engines import slurm
 from runner.sweep.ledger import CONSOLE, OPTIONS, STUDY
 from runner.sweep.ledger_file import LEDGER

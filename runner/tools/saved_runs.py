@@ -14,8 +14,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from runner.config.options import option_files
+from runner.storage.regular_file import read_regular, walk
 from runner.storage.run_directory import ENVIRONMENT, LIMIT_BYTES, OVERRIDES, newest_step, read_result
-from runner.storage.safe_read import read_regular, walk
 from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import saved_config
 from runner.tools.output import one_line

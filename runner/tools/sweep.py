@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ABSENT, ConfigError, check, escaped
-from runner.storage.safe_read import read_regular
+from runner.storage.regular_file import read_regular
 from runner.sweep.console import is_open_in, last_line
 from runner.sweep.ledger import CONSOLE, STUDY
 from runner.sweep.ledger_file import LEDGER, num_jobs, read_ledger

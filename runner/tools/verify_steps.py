@@ -217,9 +217,10 @@ class Recorder:
             yield batch
 
     def _watch(self, workload: Workload, in_float64: bool) -> None:
-        """Replace methods of `workload`, so that losses are recorded whenever a parallel mode computes them.
+        """Replace methods of `workload`, so that the losses of a supervised workload are recorded.
 
-        If `in_float64` is True, also record whether a loss has gradients of fewer than 64 bits.
+        If `in_float64` is True, also record whether the backward pass of a loss has gradients of fewer than 64 bits. In
+        modes that call `loss_of` instead of `loss`, such as a pipeline, this is not recorded.
         """
         if isinstance(workload, SupervisedWorkload):
             loss_of = workload.loss_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import check
-from runner.storage.safe_read import UnsafeFileError, open_regular
+from runner.storage.regular_file import UnsafeFileError, open_regular
 from runner.tracking.base import Tracker
 
 log = logging.getLogger(__name__)

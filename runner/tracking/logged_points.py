@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from runner.storage.durable_write import write_text
-from runner.storage.safe_read import read_regular
+from runner.storage.regular_file import read_regular
 
 T = TypeVar("T", float, torch.Tensor)
 

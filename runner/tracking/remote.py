@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import check
 from runner.storage.durable_write import write_text
-from runner.storage.safe_read import read_regular
+from runner.storage.regular_file import read_regular
 from runner.system.installed import is_installed
 from runner.tracking.base import Tracker
 from runner.tracking.logged_points import LoggedPoints

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import escaped
-from runner.storage.safe_read import open_regular
+from runner.storage.regular_file import open_regular
 from runner.system.utf8 import printable
 
 log = logging.getLogger(__name__)

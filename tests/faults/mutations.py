@@ -194,23 +194,23 @@ MUTATIONS = [
     ),
     Mutation(
         "pickles are loaded with weights_only=False",
-        "runner/storage/torch_file.py",
+        "runner/storage/safe_torch_load.py",
         "(file, weights_only=True",
         "(file, weights_only=False",
         (HOSTILE,),
     ),
     Mutation(
         "archives that claim more than their file has are loaded",
-        "runner/storage/torch_file.py",
+        "runner/storage/safe_torch_load.py",
         "if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):\n"
         '                raise UnusualFileError("it is compressed")\n'
         "            if sum(entry.file_size for entry in entries) > path.stat().st_size:",
         "if not entries:",
-        (HOSTILE, "tests/storage/test_torch_file.py"),
+        (HOSTILE, "tests/storage/test_safe_torch_load.py"),
     ),
     Mutation(
         "symbolic links are followed",
-        "runner/storage/safe_read.py",
+        "runner/storage/regular_file.py",
         "    _check_regular(path, os.lstat(path))",
         "    path = path.resolve()\n    _check_regular(path, os.lstat(path))",
         (HOSTILE,),

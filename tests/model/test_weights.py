@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from runner.config.errors import ConfigError
 from runner.model.weights import load_weights, read_weights
-from runner.storage.torch_file import UnusualFileError, load_tensors
+from runner.storage.safe_torch_load import UnusualFileError, load_tensors
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])

@@ -25,7 +25,7 @@ from helpers.storage_work import SECOND
 from runner.config.errors import ConfigError
 from runner.storage import run_directory as directory
 from runner.storage.durable_write import write_json
-from runner.storage.safe_read import UnsafeFileError
+from runner.storage.regular_file import UnsafeFileError
 
 NAME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-[0-9a-f]{6}")
 

@@ -21,7 +21,7 @@ from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo, external_rank_info
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError, Report, Supervisor, report_of, start_heartbeat
-from runner.system.cpu import allowed_cores
+from runner.system.cpu import cores_per_process
 from runner.system.forkserver import start_server
 from runner.system.signals import StopRequest, before_training
 
@@ -148,7 +148,7 @@ def init_rank(rank_info: RankInfo, device: torch.device, timeout: float, externa
         torch.cuda.set_device(device)
     os.environ["LOCAL_WORLD_SIZE"] = str(rank_info.local_world_size)  # for data workers: the ranks share the cores
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, allowed_cores() // rank_info.local_world_size))
+        torch.set_num_threads(cores_per_process())
     process_group.init_process_group(rank_info, device, timeout, external)
 
 

@@ -19,9 +19,12 @@ from helpers.compose import FAST, built, composed, train_in
 from helpers.ranks import Ranks
 from helpers.runs import TWO, assert_bitwise, free_port, listening_addresses, only_run, weights
 
+from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.launch.process_group import create_store
+from runner.parallel.launch.processes import init_rank
 from runner.parallel.launch.supervisor import Supervisor
+from runner.system import cpu
 from runner.system.cpu import allowed_cores
 from runner.system.signals import StopRequest
 
@@ -85,6 +88,18 @@ def test_each_rank_knows_itself_among_the_others(tmp_path: Path) -> None:
 def test_a_stop_signal_after_training_kills_no_rank(tmp_path: Path) -> None:
     """Such as the supervisor's, for a rank that Ctrl-C in the terminal has stopped already."""
     assert train_in(tmp_path, built(*TWO, *SHORT), train_rank=rank_work.stop_late).result == 0  # type: ignore[arg-type]
+
+
+def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(cpu, "_affinity", lambda: list(range(16)))
+    monkeypatch.setattr(cpu, "_quota_cores", lambda: 6.5)
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    monkeypatch.setattr(process_group, "init_process_group", lambda *_: None)
+    init_rank(RankInfo(0, 2, 0, 2), torch.device("cpu"), 60, external=False)
+    assert numbers == [3]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from runner.storage.safe_read import open_regular, utf8_path
+from runner.storage.regular_file import open_regular, utf8_path
 
 _HARMLESS = ("builtins set", "__builtin__ set", "builtins complex", "__builtin__ complex")
 _HARMFUL = ("bytearray", "encode", "_rebuild_nested_tensor")

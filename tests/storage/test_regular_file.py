@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.deep import nested
 
-from runner.storage.safe_read import UnsafeFileError, check_no_link, open_regular, read_regular, walk
+from runner.storage.regular_file import UnsafeFileError, check_no_link, open_regular, read_regular, walk
 
 
 def link(path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_file_that_is_replaced_between_check_and_opening_is_refused(
     regular.write_bytes(b"")
     NOT_REGULAR[kind](path)
     status = os.lstat(regular)
-    monkeypatch.setattr("runner.storage.safe_read.os.lstat", lambda _: status)
+    monkeypatch.setattr("runner.storage.regular_file.os.lstat", lambda _: status)
     free = os.dup(0)
     os.close(free)
     with pytest.raises(OSError, match="file"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.storage.torch_file import UnusualFileError, load_tensors
+from runner.storage.safe_torch_load import UnusualFileError, load_tensors
 
 NUMEL = b"K\x04tq\x07Q"
 """The end of the pickle's description of a storage of four elements."""
