@@ -379,7 +379,7 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
 
     Args:
         saved: the config of the run to resume.
-        now: the config of the session that resumes the run.
+        now: the config of the session that resumes the run, without credentials (see `redacted_values`), like `saved`.
         source: path of the run directory or the checkpoint, for the error message.
 
     Raises:

@@ -28,8 +28,8 @@ class Env:
     Args:
         id: the name in gymnasium's registry; `module:Name-v0` first imports the module that registers it.
         num_envs: number of environments that are stepped together, summed over all processes.
-        vectorization: `auto` (gymnasium's vectorized implementation if there is one, else `sync`), `sync` (one after
-            another) or `async` (one process each, for slow environments).
+        vectorization: `auto` (the vectorized implementation of the environment if there is one that can be used, else
+            `sync`), `sync` (one after another) or `async` (one process each, for slow environments).
         max_episode_steps: truncate episodes after this many steps; null for the limit that the environment is
             registered with.
     """

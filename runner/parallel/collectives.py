@@ -53,7 +53,8 @@ class Collectives:
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank. The result is the same on all ranks.
 
-        To avoid waiting for other ranks, a subclass may return the result of an earlier call.
+        To avoid waiting for other ranks, a subclass may report a true `flag` late: not in this call, but in a later
+        one. A `flag` that is true only in the last calls of a run may therefore never be reported.
         """
         return flag
 

@@ -18,12 +18,14 @@ FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf
 
 
 def cpu() -> dict[str, Any]:
-    """Return the CPU's model, core counts and instruction sets. Values that the system does not report are None.
+    """Return the CPU's model, core counts and instruction sets.
 
     Returns:
-        `model`; `physical_cores`, `logical_cores`, `allowed_cores` (in the affinity mask) and `quota_cores` (of the
-        control groups); `threads`, torch's number of threads; `capability`, the instruction set that torch uses; and
-        `features`, the list of instruction sets in `FEATURES` that the CPU has.
+        `model`, or the architecture if the system does not report the model; `physical_cores` and `logical_cores`, each
+        None if the system does not report it; `allowed_cores` (see the function); `quota_cores`, the CPU quota of the
+        control groups, None if there is no quota; `threads`, torch's number of threads; `capability`, the instruction
+        set that torch uses; and `features`, the list of instruction sets in `FEATURES` that the CPU has, as far as
+        /proc/cpuinfo lists them.
     """
     import psutil  # imported here, because only the environment report needs it
 
@@ -50,7 +52,7 @@ def cpu_model() -> str:
 
 
 def allowed_cores() -> int:
-    """Return the number of logical cores in the affinity mask of this process."""
+    """Return the number of logical cores in this process's affinity mask; on macOS, which has none, of all cores."""
     return len(_affinity())
 
 

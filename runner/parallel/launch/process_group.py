@@ -108,7 +108,10 @@ def _loopback() -> str | None:
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group, if there is one; called on all ranks at about the same time."""
+    """Destroy the process group, if there is one.
+
+    If other ranks still use it, `abort_process_group` must be called instead, so that their collectives fail at once.
+    """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         _gloo_sockets.clear()  # their descriptors may be used again, for other connections
