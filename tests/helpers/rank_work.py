@@ -94,6 +94,7 @@ def count_and_fail(config: dict[str, Any], directory: Path, process: Process) ->
 
 def stop_late(config: dict[str, Any], directory: Path, process: Process) -> int:
     """Receive a stop signal after training, while a thread that was started during training does not block it."""
+    process.collectives.barrier()  # as in training: gloo fails on a rank that still connects while another one ends
     done = threading.Event()
     with StopRequest():
         thread = threading.Thread(target=done.wait)
