@@ -27,9 +27,13 @@ _VALUE = r"""(?P<quote>["'])?(?P<secret>(?(quote)(?:(?!(?P=quote))[^\n])+|(?:\$\
 
 _TABLE = {
     "name=value, as in a query or a message": rf"(?i:{_NAME})=\\?{_VALUE}",
-    '"name": value, as in JSON': rf"""(?i:{_NAME})["'] ?: ?{_VALUE}""",
+    # only before a quote or a number: an error may say "got '/etc/passwd': there is no such directory"
+    '"name": value, as in JSON': rf"""(?i:{_NAME})["'] ?: ?(?=["'\d]){_VALUE}""",
     "a line of YAML": rf"(?im:^ *(?:- )?[\w.]{{0,100}}?{_NAME}: )(?!got )(?P<secret>[^\n]+)",
-    "{name: value}, as in an override": rf"(?i:[{{,] ?[\w.]{{0,100}}?{_NAME}): ?{_VALUE}",
+    "the same with a quoted name": (
+        rf"""(?im:^ *(?:- )?(?P<mark>["'])[\w.]{{0,100}}?{_NAME}(?P=mark): )(?!["'\d])(?P<secret>[^\n]+)"""
+    ),
+    "{name: value}, as in an override": rf"""(?i:[{{,] ?["']?[\w.]{{0,100}}?{_NAME}["']?): ?{_VALUE}""",
     "the message of a config error": rf"(?i:{_NAME}: got ){_VALUE}",
     "--name value, as on a command line": rf"(?i:(?<!\S)--[\w-]{{0,100}}?{_NAME}) {_VALUE}",
     "a header of HTTP": r"(?i:\bauthorization: ?|\bbearer (?=\S{16}))(?P<secret>[^\n\"']+)",

@@ -26,7 +26,10 @@ HIDDEN = {
     "JSON": ('{"lr": 0.1, "apiKey": "s3cret", "n": 1}', '{"lr": 0.1, "apiKey": "***", "n": 1}'),
     "a Python dict": ("{'password': 's3cret', 'n': 1}", "{'password': '***', 'n': 1}"),
     "YAML": ("lr: 0.1\ndb:\n  client_secret: s3 cr,et\nn: 1\n", "lr: 0.1\ndb:\n  client_secret: ***\nn: 1\n"),
+    "YAML with a quoted name": ("n: 1\n  'client.secret': s3 cr,et\n", "n: 1\n  'client.secret': ***\n"),
     "a dict of Hydra": ("data={password: s3cret, n: 1}", "data={password: ***, n: 1}"),
+    "a dict with a quoted name": ("{'data.password': s3cret, n: 1}", "{'data.password': ***, n: 1}"),
+    "a number in JSON": ('{"password": 12345}', '{"password": ***}'),
     "a header": ("Authorization: Basic YW5uOnMzY3JldHMzY3JldA==", "Authorization: ***"),
     "a header on a command line": ("curl -H 'Authorization: Basic YW5u' host", "curl -H 'Authorization: ***' host"),
     "a config error": ("data.token: got 's3 cret': it is too long", "data.token: got '***': it is too long"),
@@ -60,6 +63,7 @@ ORDINARY = (
     "https://user@host.org/x https://host.org:8080/a@b ssh://git@host.org/x git@host.org:org/x.git tcp://[::1]:29500",
     "sk-learn-digits-classification hf_model_of_mine/hf_transformers the token is s3cret: 5 tokens",
     "PWD=/work CUDA_VISIBLE_DEVICES=0,1 keys=a,b key=monkey train/loss 0.2514 pipeline.split_size=1,3,5",
+    "resume: got '/etc/passwd': there is no such directory, 'outputs/api_key': no, FILES: got 'secret': none",
     "AKIAIOSFODNN7EXAMPLEANDMORE eyJhbGciOiJIUzI1NiJ9.json",
 )
 
