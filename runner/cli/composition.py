@@ -66,6 +66,9 @@ class Composer:
             remedy = "name a directory with the structure of conf/"
             is_there = config_dir != "" and os.path.isdir(path)
             check(is_there, "--config-dir", config_dir, "there is no such directory", remedy)
+            check(
+                os.access(path, os.R_OK | os.X_OK), "--config-dir", config_dir, "it cannot be read", "make it readable"
+            )
             own = SearchPathQuery(provider="schema")
             search_path.prepend("command-line", f"{OptionFiles.scheme()}://{path}", anchor=own)
         self._loader = ConfigLoader(search_path)

@@ -60,7 +60,7 @@ def _no_such_option(error: Exception) -> ConfigError | None:
 
 
 _BY_KEY = {
-    r"accumulation=(\d+)": "for any other number: accumulation.steps={}",
+    r"accumulation=([1-9]\d*)": "for any other number: accumulation.steps={}",
     r"model=resnet(34|101|152)": "model=resnet50 model.depth={}",
     r"model=(.+\d.*|.+_.+|alexnet|googlenet)": "a network of torchvision: model=torchvision model.name={}",
 }

@@ -157,7 +157,7 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
     schema, hints, options = checked_schema(cls, node), field_types(cls), option_fields(cls)
     for name in options:
         if OmegaConf.is_missing(schema, name):
-            raise ConfigError(name, ABSENT, "it has no value", f"{name}=…; {see_comments(cls)}")
+            raise ConfigError(name, ABSENT, "it has no value", f"give it one; {see_comments(cls)}")
     return {name: _resolved(schema, name, hints[name]) for name in options}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -176,10 +177,12 @@ class Candidates:
                 yield name
 
     def _threads(self) -> Iterator[Overrides]:
-        """Yield overrides that give a single process on the CPU fewer threads than there are cores."""
-        count = self._cores // 2
+        """Yield overrides that give a single process on the CPU another number of threads than the default."""
+        asked = os.environ.get("OMP_NUM_THREADS", "")
+        default, count = int(asked) if asked.isdecimal() else self._cores, self._cores
         while self._on_cpu and self._is_free("device.threads") and count:
-            yield (f"device.threads={count}",)
+            if count != default:
+                yield (f"device.threads={count}",)
             count //= 2
 
     def _processes(self, chosen: Overrides) -> Iterator[Overrides]:

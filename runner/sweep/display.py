@@ -115,7 +115,8 @@ class Display:
                 self.line(failure)
         if self.counts.get("stopped"):
             self.line("type the same command with resume=auto to continue")
-        print(f"\n{self.counts.get('done', 0)} of {self.num_jobs} job{'s' * (self.num_jobs != 1)} done", flush=True)
+        pruned = f", {self.counts['pruned']} pruned" if self.counts["pruned"] else ""
+        print(f"\n{self.counts['done']} of {self.num_jobs} job{'s' * (self.num_jobs != 1)} done{pruned}", flush=True)
 
     @property
     def counts(self) -> Counter[str]:

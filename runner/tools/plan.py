@@ -78,6 +78,9 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     options, rest = parser.parse_known_args(arguments)
     named = next(filter(_is_run, rest), None)
     options.run = None if named is None else Path(rest.pop(rest.index(named)))
+    for word in rest if named is None else []:
+        is_path = "/" in word.partition("=")[0] and not word.startswith(("-", "hydra/", "+hydra/"))
+        check(not is_path, "RUN", word, "there is no such run directory", "name a directory with config.yaml")
     flags = "--devices, --memory, --measure, --json and others (see --help)"
     overrides = overrides_of(rest, flags, "name the run directory itself: python -m runner.tools.plan RUN")
     if options.devices is not None:
@@ -116,7 +119,8 @@ def _size(flag: str, text: str) -> float:
     """
     match = _SIZE.fullmatch(text.strip())
     value = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
-    check(0 < value < 1e30, flag, text, "it is not a positive number, with or without a unit", f"{flag} 80GB or 80e9")
+    example = f"{flag} 80GB or 80e9" if flag == "--memory" else f"{flag} 300e12"
+    check(0 < value < 1e30, flag, text, "it is not a positive number, with or without a unit", example)
     return value
 
 

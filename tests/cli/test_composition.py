@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -170,6 +171,13 @@ def test_a_config_dir_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         Composer(name)
     assert (refusal.value.key, refusal.value.got) == ("--config-dir", name)
+
+
+def test_a_config_dir_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))  # root may read all
+    with pytest.raises(ConfigError) as refusal:
+        Composer(str(tmp_path))
+    assert (refusal.value.key, refusal.value.got) == ("--config-dir", str(tmp_path))
 
 
 def test_nothing_of_hydras_launcher_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ REFUSED = {
     "+precision=32": ["precision:", "without the +: precision=…"],
     "device=gpu": ["device: got 'gpu'", "did you mean cpu?"],
     "debug=nope": ["debug: got 'nope'", "overfit, smoke"],
+    "accumulation=0": ["accumulation: got '0'", "choose from: 1,"],
     "experiment=nope": ["experiment: got 'nope'", "no such option"],
     "ema=0.99": ["ema: got '0.99'", "no such option", "set its keys: ema.decay=…"],
     "optimizer=null": ["optimizer: got null", "nothing is chosen", "conf/optimizer/"],
@@ -52,7 +53,7 @@ REFUSED = {
     "workload=null": ["workload: got null", "nothing is chosen", "conf/workload/"],
     "precision=null": ["precision: got null", "nothing is chosen", "conf/precision/"],
     "~optimizer": ["optimizer: got null", "nothing is chosen"],
-    "~optimizer.lr": ["optimizer.lr: it has no value"],
+    "~optimizer.lr": ["optimizer.lr: it has no value", "give it one; see the comments in conf/optimizer/sgd.yaml"],
     "optimizer.lr=???": ["optimizer.lr: it has no value"],
     # Values: a few of each kind; tests/test_config.py has them all
     "optimizer.lr=abc": ["optimizer.lr: got 'abc'", "a number", "conf/optimizer/sgd.yaml"],
@@ -230,6 +231,17 @@ def test_a_mistake_in_an_option_file_is_refused_without_torch(content: str, tmp_
     assert leftovers(tmp_path) == {"mine"}
     for words in REFUSED_FILES[content]:
         assert words in told
+
+
+@pytest.mark.parametrize("content", ["", "seed: 3\n"])
+def test_an_experiment_that_sets_no_keys_of_the_run_is_refused(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine" / "experiment" / "odd.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    code, told = run_command("--config-dir=mine", "experiment=odd", cwd=tmp_path, kind="no-torch")
+    assert code == 2
+    assert told.startswith("experiment: ")
+    assert "# @package _global_" in told
 
 
 def test_a_folder_in_the_place_of_an_option_file_is_refused_by_its_name(tmp_path: Path) -> None:

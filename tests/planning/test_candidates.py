@@ -21,6 +21,11 @@ from runner.run import Run
 RESNET = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=64", "device=cpu")
 
 
+@pytest.fixture(autouse=True)
+def default_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
 def of(*typed: str, cores: int = 2) -> Candidates:
     def compose(more: Sequence[str]) -> Run:
         return built(*typed, *more)
@@ -48,6 +53,16 @@ def test_layouts_are_modes_processes_and_threads() -> None:
     }
     assert sum(text.startswith("parallel=pipeline parallel.processes=2 parallel.split_size=") for text in found) == 3
     assert len({*found}) == len(found)
+
+
+@pytest.mark.parametrize(("asked", "others"), [(None, [2, 1]), ("1", [4, 2]), ("2", [4, 1]), ("4,2", [2, 1])])
+def test_the_number_of_threads_that_a_run_has_anyway_is_not_tried(
+    asked: str | None, others: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    found = [text for text in layouts("model=convnet", "device=cpu", cores=4) if text.startswith("device.threads=")]
+    assert found == [f"device.threads={count}" for count in others]
 
 
 def test_a_mode_of_ones_own_is_tried_with_what_it_proposes(tmp_path: Path) -> None:

@@ -385,6 +385,8 @@ REFUSED = {
     "--devices 0": "--devices",
     "--devices many": "--devices",
     "--memory lots": "--memory",
+    "outputs/nope": "RUN: got 'outputs/nope'",
+    "outputs/nope-seed=1+lr=2": "RUN: got 'outputs/nope-seed=1+lr=2'",
     "--memory 0GB": "--memory",
     "--memory 80": "--memory",
     "--flops 1e12": "--bandwidth",
