@@ -124,7 +124,7 @@ def _read(directory: Path) -> dict[str, Any]:
         seal = manifest.pop("sha256")
         intact = seal == _seal(manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{path} is damaged: {reprlib.repr(error)}") from None
+        raise DamagedError(f"{path} is damaged: {type(error).__name__}: {str(error)[:200]}") from None
     if not intact:
         raise DamagedError(f"{path} is damaged: its content does not match its SHA-256")
     if manifest.get("schema") != SCHEMA:
