@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +19,7 @@ from runner.run import Result, Run, Session, config_hash
 from runner.storage import run_directory
 from runner.storage.durable_write import sync, write_json, write_text
 from runner.storage.manifest import CONFIG, DamagedError, saved_text, verified_manifest
-from runner.storage.regular_file import UnsafeFileError, read_regular
+from runner.storage.regular_file import UnsafeFileError, check_readable, read_regular
 from runner.storage.saved_config import UnreadableConfigError, parse_config
 from runner.storage.saved_run import checkpoints, directory_of, saved_config, saved_overrides
 from runner.system.provenance import environment
@@ -59,7 +60,7 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
             _check_newest(path, session)
         with ExitStack() as undo:
             if not _is_done(path, session):
-                _begin_session(path, session, overrides, undo)
+                _begin_session(path, session, overrides, undo, resumed=found is not None)
             begun = True
             try:
                 yield path
@@ -118,7 +119,7 @@ def _newest_is_valid(path: Path, steps: int) -> bool:
         return False
 
 
-def _begin_session(path: Path, session: Session, overrides: list[str], undo: ExitStack) -> None:
+def _begin_session(path: Path, session: Session, overrides: list[str], undo: ExitStack, resumed: bool) -> None:
     """Write the config, the overrides and the environment of this session to the run directory.
 
     The result file of the previous session is renamed, not deleted. If `resume` is the path of a checkpoint, all
@@ -130,32 +131,55 @@ def _begin_session(path: Path, session: Session, overrides: list[str], undo: Exi
         overrides: the overrides of this session. Overrides of earlier sessions stay in the file unless this session
             overrides the same key.
         undo: a stack to which callbacks are added that restore the previous files, in case this session is refused.
+        resumed: whether the run directory is that of an earlier session, which determines the words of the error.
 
     Raises:
-        ConfigError: with the key `output_root`, if a file cannot be written.
+        ConfigError: if a file cannot be written; with the key `resume` if `resumed` is True, otherwise `output_root`.
     """
     known = set(map(override_key, overrides))
     earlier = [text for text in saved_overrides(path) if override_key(text) not in known]
     try:
         for name in (run_directory.CONFIG, run_directory.OVERRIDES, run_directory.ENVIRONMENT):
-            if (path / name).exists():
-                content = read_regular(path / name, run_directory.LIMIT_BYTES)
-                undo.callback(write_text, path / name, content.decode(errors="replace"))
+            there = (path / name).exists()
+            content = read_regular(path / name, run_directory.LIMIT_BYTES) if there else None
+            undo.callback(_undone, path / name, partial(_restore, path / name, content))
         result = path / run_directory.RESULT
-        superseded = [(result, result.with_name(f"{result.name}.superseded"))] if result.exists() else []
-        superseded += [
-            (later, run_directory.free_name(later, "superseded")) for later in _later(_named_checkpoint(session))
-        ]
-        for current, aside in superseded:
+        superseded = [result] if result.exists() else []
+        superseded += _later(_named_checkpoint(session))
+        for current in superseded:
+            aside = run_directory.free_name(current, "superseded")
             os.replace(current, aside)
-            undo.callback(os.replace, aside, current)
+            undo.callback(_undone, current, partial(os.replace, aside, current))
         if superseded:  # before the config is written: a power loss must not leave it beside later checkpoints
-            sync(superseded[-1][0].parent)
+            sync(superseded[-1].parent)
         run_directory.write_config(path, session.run.config, redacted_values([*earlier, *overrides]))
         write_json(path / run_directory.ENVIRONMENT, environment())
     except OSError as error:
         why = f"{error.filename or path} cannot be written ({error.strerror})"
-        raise ConfigError("output_root", str(path), why, "make room, or output_root=DIR elsewhere") from None
+        key, remedy = "output_root", "make room, or output_root=DIR elsewhere"
+        if resumed:  # `output_root` would have no effect
+            key, remedy = "resume", "make room, or make the directory writable"
+        raise ConfigError(key, str(path), why, remedy) from None
+
+
+def _restore(path: Path, content: bytes | None) -> None:
+    """Restore the file `path` to its previous content if it has changed; None if there was no such file.
+
+    Raises:
+        OSError: if the file has changed and cannot be restored.
+    """
+    if content is None:
+        path.unlink(missing_ok=True)
+    elif not path.exists() or read_regular(path, run_directory.LIMIT_BYTES) != content:
+        write_text(path, content.decode(errors="replace"))
+
+
+def _undone(path: Path, restore: Callable[[], None]) -> None:
+    """Call `restore`. If that fails, log a warning that names `path`, because the refusal must still be reported."""
+    try:
+        restore()
+    except OSError as error:
+        log.warning("%s cannot be restored: %s", path, error)
 
 
 def _named_checkpoint(session: Session) -> Path | None:
@@ -295,8 +319,11 @@ def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | 
 
     Returns:
         The run directory and the open lock file; (None, None) if there is no such run.
+
+    Raises:
+        ConfigError: if `parent` cannot be read, or the run cannot be locked; or as in `_has_same_config`.
     """
-    for path in sorted(parent.glob("*"), reverse=True):
+    for path in reversed(run_directory.readable_entries(parent)):
         if run_directory.read_result(path).get("status") == "done" or not _has_same_config(path, session):
             continue
         lock = _locked(path)
@@ -314,11 +341,13 @@ def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]
     checkpoint in it.
 
     Raises:
-        ConfigError: if `path` exists and is not a run directory, or if the run is running, or its config cannot be read
-            although there are checkpoints.
+        ConfigError: if `path` exists and is not a run directory or cannot be read, or if the run is running, or its
+            config cannot be read although there are checkpoints.
     """
     if not os.path.lexists(path):
         return None, None
+    for each in (path, path / run_directory.CONFIG):
+        check_readable("--run-directory", each)
     check(_is_run(path), "--run-directory", str(path), "it exists, and is not a run directory", "name another one")
     lock = _locked_for_us(path)
     if _has_same_config(path, session):
@@ -350,17 +379,26 @@ def _has_same_config(path: Path, session: Session) -> bool:
     """Return whether the run in the directory `path` has the config of `session`; False if there is no run in it.
 
     Raises:
-        ConfigError: if the config cannot be read, although `path` has checkpoints: it may be the run to resume.
+        ConfigError: if the config cannot be read, although `path` has checkpoints, or may have some, because it cannot
+            be read: it may be the run to resume.
     """
     try:
         return config_hash(completed(saved_config(path).values)) == config_hash(completed(session.run.config))
     except UnreadableConfigError as error:
         why = f"whether {path} is the run to resume cannot be determined, because its config cannot be read ({error})"
         remedy = "resume=never starts a new run; resume=auto goes on without that directory once it is moved away"
-        check(not checkpoints(path), "resume", session.run.resume, why, remedy)
+        check(not _may_have_checkpoints(path), "resume", session.run.resume, why, remedy)
         if path.is_dir() and (path / run_directory.CONFIG).exists():
             log.warning("%s is skipped: %s", path, error)
         return False
+
+
+def _may_have_checkpoints(path: Path) -> bool:
+    """Return whether the run directory `path` has checkpoints, or cannot be read."""
+    try:
+        return bool(checkpoints(path))
+    except ConfigError:
+        return True
 
 
 # ---------------------------------------------------------------------------------------------------------------------

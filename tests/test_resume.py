@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import logging
@@ -21,6 +22,7 @@ from helpers.command import leftovers, run_command, succeed
 from helpers.compose import FAST, Trained, built, composed, prepared, train_in
 from helpers.events import curves
 from helpers.kills import assert_kills_change_nothing
+from helpers.permissions import mode
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.runs import assert_same, only_run, outcome, write_images
 from omegaconf import OmegaConf
@@ -486,6 +488,127 @@ def test_a_run_in_use_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
             assert (error.key, error.got) == ("resume", str(path))
             assert "another process" in error.why
     assert {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.name != ".lock"} == before
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("secret", ["", "test"])
+def test_a_new_run_in_an_unreadable_directory_is_refused(secret: str, resume: str, tmp_path: Path) -> None:
+    (tmp_path / secret).mkdir(exist_ok=True)
+    before = sorted(tmp_path.rglob("*"))
+    with mode(tmp_path / secret, 0):
+        error = refusal(tmp_path, f"resume={resume}")
+    assert (error.key, error.got) == ("output_root", str(tmp_path / "test"))
+    assert "Permission denied" in error.why
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_auto_stops_at_a_directory_that_cannot_be_read(tmp_path: Path) -> None:
+    """It may be that of the run, which would begin anew beside it."""
+    with mode(claim(tmp_path), 0) as ours:
+        error = refusal(tmp_path, "resume=auto")
+    assert (error.key, error.got) == ("resume", "auto")
+    assert str(ours) in error.why
+    assert "Permission denied" in error.why
+    assert list(ours.parent.iterdir()) == [ours]
+
+
+@pytest.mark.parametrize("bits", [0, 0o444])
+def test_a_named_directory_that_cannot_be_read_is_refused(bits: int, tmp_path: Path) -> None:
+    session = prepared(built(*FAST, "steps=4", "resume=auto"))
+    claim(tmp_path).rename(tmp_path / "test" / "here")
+    with mode(tmp_path / "test" / "here", bits), pytest.raises(ConfigError) as refused:
+        with claimed_directory(session, tmp_path / "test", "here", []):
+            raise AssertionError("it must not begin")
+    assert refused.value.key == "--run-directory"
+    assert "Permission denied" in refused.value.why
+
+
+def ended_early(cwd: Path) -> Path:
+    """A run that was stopped after step 3, with a checkpoint of each step."""
+    path = claim(cwd, "optimizer.lr=0.2")
+    write_result(path, "stopped", 3)
+    for step in (1, 2, 3):
+        make_checkpoint(path, run_directory.step_name(step))
+    return path
+
+
+def content_of(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+@pytest.mark.parametrize("missing", ["", "result.json", "config.yaml", "environment.json"])
+@pytest.mark.parametrize("protected", ["", "checkpoints"])
+def test_a_run_that_is_not_writable_is_refused_and_left_as_it_is(
+    protected: str, missing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = ended_early(tmp_path)
+    if missing == "config.yaml":
+        shutil.copy(path / missing, path / "checkpoints" / "step_00000001")
+    if missing:
+        (path / missing).unlink()
+    before = content_of(path)
+    with mode(path / protected, 0o555):
+        error = refusal(tmp_path, f"resume={path}/checkpoints/step_00000001", "optimizer.lr=0.3")
+    assert (error.key, error.got) == ("resume", str(path))
+    assert "Permission denied" in error.why
+    assert "output_root" not in error.remedy
+    assert content_of(path) == before
+    assert len(checkpoints(path)) == 3
+    assert not caplog.records, "everything was restored"
+
+
+@pytest.mark.parametrize("name", ["overrides.yaml", "config.yaml", "environment.json"])
+def test_a_file_that_cannot_be_written_is_refused_and_the_others_are_as_they_were(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, replace = ended_early(tmp_path), os.replace
+    before = content_of(path)
+
+    def replaced(source: Any, target: Any) -> None:
+        if Path(target).name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    error = refusal(tmp_path, f"resume={path}", "optimizer.lr=0.3")
+    assert error.key == "resume"
+    assert name in error.why
+    assert {file: data for file, data in content_of(path).items() if not file.endswith(".part")} == before
+
+
+def test_an_undo_that_fails_does_not_hide_the_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = ended_early(tmp_path)
+    session = prepared(built(*FAST, "steps=4", f"resume={path}", "optimizer.lr=0.3"))
+
+    def failing(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def refused_later() -> None:
+        with claimed_directory(session, tmp_path, None, []):
+            monkeypatch.setattr(runner.resume, "write_text", failing)
+            raise ConfigError("resume", str(path), "a rank refused it", "nothing")
+
+    with pytest.raises(ConfigError, match="a rank refused it"):
+        refused_later()
+    assert any(str(path / "config.yaml") in record.getMessage() for record in caplog.records)
+    assert run_directory.read_result(path)["status"] == "stopped", "what can be restored is"
+
+
+def test_the_result_of_every_session_is_kept(tmp_path: Path) -> None:
+    path = claim(tmp_path)
+    for steps in (1, 2, 3):
+        write_result(path, "stopped", steps)
+        session = prepared(built(*FAST, "steps=4", f"resume={path}"))
+        before = content_of(path)
+        with pytest.raises(ConfigError), claimed_directory(session, tmp_path, None, []):
+            raise ConfigError("resume", str(path), "a rank refused it", "nothing")
+        assert content_of(path) == before, "a refused session keeps them, too"
+        assert claim(tmp_path, f"resume={path}") == path
+    names = [f"result.json.superseded{number}" for number in ("", 2, 3)]
+    assert [json.loads((path / name).read_text())["steps"] for name in names] == [1, 2, 3]
+    assert not (path / "result.json").exists()
 
 
 def test_a_name_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

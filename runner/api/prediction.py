@@ -12,7 +12,7 @@ import torch
 from runner.config.errors import check
 from runner.data.class_folders import EXTENSIONS
 from runner.data.image_input import ImageInput
-from runner.storage.regular_file import walk
+from runner.storage.regular_file import check_readable, walk
 from runner.system.utf8 import printable
 
 _BATCH = 64
@@ -39,11 +39,13 @@ def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
     """Return `paths`, with each directory replaced by the sorted paths of the images at any depth in it.
 
     Raises:
-        ConfigError: with the key `FILES`, if `paths` is empty, a path does not exist, or a directory has no images.
+        ConfigError: with the key `FILES`, if `paths` is empty, a path does not exist, whether it exists cannot be found
+            out, a directory cannot be read, or a directory has no images.
     """
     found: list[str] = []
     for path in map(Path, paths):
         text, suffixes = printable(str(path)), " ".join(EXTENSIONS)
+        check_readable("FILES", path)
         check(path.exists(), "FILES", text, "there is no such file or directory", "name images, or a directory of them")
         if not path.is_dir():
             found.append(str(path))

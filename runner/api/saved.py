@@ -69,7 +69,11 @@ class SavedRun:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of the checkpoints, in increasing order."""
+        """The steps of the checkpoints, in increasing order.
+
+        Raises:
+            ConfigError: if the directory of the checkpoints cannot be read.
+        """
         return [int(path.name.removeprefix("step_")) for path in checkpoints(self.directory)]
 
     def checkpoint(self, choice: str | int = "best") -> Path:

@@ -22,7 +22,7 @@ from runner.planning.fitting import fitting_accumulation
 from runner.planning.trial import TrialError
 from runner.resume import completed
 from runner.run import Run, Session, build_run, config_hash
-from runner.storage.run_directory import read_result
+from runner.storage.run_directory import read_result, readable_entries
 from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import saved_config
 
@@ -141,12 +141,15 @@ def _to_continue(config: Mapping[str, Any], directory: Path | None) -> list[Path
     """Return the directories of the runs that a run with `config` may continue, newest first.
 
     The list is empty unless `resume=auto`, and contains only `directory` unless `directory` is None.
+
+    Raises:
+        ConfigError: with the key `output_root`, if the directory of the runs cannot be read.
     """
     if config["resume"] != "auto":
         return []
     if directory is not None:
         return [directory]
-    paths = sorted(Path(config["output_root"], config["name"]).glob("*"), reverse=True)
+    paths = reversed(readable_entries(Path(config["output_root"], config["name"])))
     return [path for path in paths if read_result(path).get("status") != "done"]
 
 

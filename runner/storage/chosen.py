@@ -34,7 +34,8 @@ def chosen_checkpoint(run: Path, choice: str | int) -> Path:
             at which a checkpoint was saved.
 
     Raises:
-        ConfigError: with the key `checkpoint`, if there is no such checkpoint, or as in `last_checkpoint`.
+        ConfigError: with the key `checkpoint`, if there is no such checkpoint or it cannot be read, or as in
+            `last_checkpoint`.
     """
     if choice == "last":
         return last_checkpoint(run)
@@ -45,7 +46,9 @@ def chosen_checkpoint(run: Path, choice: str | int) -> Path:
     is_step = str(choice).isdecimal() and len(str(choice)) < 20
     check(is_step, "checkpoint", choice, "it is not a step", remedy)
     path = run / "checkpoints" / step_name(int(choice))
-    check(path.is_dir(), "checkpoint", choice, f"there is no {path.name}", remedy)
+    with _errors_of(path):
+        there = path.is_dir()
+    check(there, "checkpoint", choice, f"there is no {path.name}", remedy)
     return path
 
 
@@ -54,7 +57,8 @@ def last_checkpoint(run: Path) -> Path:
 
     Raises:
         ConfigError: with the key `checkpoint`, if no checkpoint is intact; if the newest intact one cannot be read, or
-            was written by an incompatible version of this project or by something else; or if `checkpoints` is a link.
+            was written by an incompatible version of this project or by something else; or if `checkpoints` cannot be
+            read or is a link.
     """
     found = _checkpoints(run)
     for path in reversed(found):
@@ -72,14 +76,16 @@ def _checkpoints(run: Path) -> list[Path]:
     """Return the paths of the checkpoints of `run`, in the order of their steps.
 
     Raises:
-        ConfigError: with the key `checkpoint`, if their directory is a link, which could lead to the checkpoints of
-            another run.
+        ConfigError: with the key `checkpoint`, if their directory cannot be read, or is a link, which could lead to the
+            checkpoints of another run.
     """
     try:
         check_no_link(run / "checkpoints")
     except UnsafeFileError as error:
         remedy = "name the run directory that has the checkpoints"
         raise ConfigError("checkpoint", str(error.filename), str(error.strerror), remedy) from None
+    except OSError as error:
+        raise ConfigError("checkpoint", str(run), f"it cannot be read ({error.strerror})", _ANOTHER) from None
     return checkpoints(run)
 
 

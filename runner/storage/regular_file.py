@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
+from runner.config.errors import ConfigError
+
 MOST_LEVELS = 50
 """The maximum depth of nested directories from an untrusted source."""
 
@@ -78,6 +80,30 @@ def check_no_link(directory: Path) -> None:
         return
     if not stat.S_ISDIR(mode):
         raise _refusal(directory, mode, "a directory")
+
+
+def check_readable(key: str, path: Path) -> None:
+    """Check that it can be found out whether `path` exists and, if it is a directory, what is in it.
+
+    If a directory above `path` may not be searched, the methods `exists`, `is_file` and `is_dir` of a path raise an
+    error; after this check, they do not.
+
+    Args:
+        key: the key of the error.
+        path: a path that need not exist.
+
+    Raises:
+        ConfigError: with the key `key`, if a directory above `path` may not be searched, if `path` is a directory that
+            cannot be listed, or if the path is too long.
+    """
+    try:
+        if stat.S_ISDIR(os.stat(path).st_mode):
+            os.scandir(path).close()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a path with a null character
+        return
+    except OSError as error:
+        remedy = "make it and the directories above it readable, or name another"
+        raise ConfigError(key, str(path), f"it cannot be read ({error.strerror})", remedy) from None
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:

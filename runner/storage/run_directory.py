@@ -120,8 +120,11 @@ def _make(directory: Path) -> None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return `path`, or its nearest parent that exists."""
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    """Return `path`, or its nearest parent that exists. What is in a directory that cannot be searched does not count.
+
+    No error is raised for such a directory: if anything is created in it, that fails, and its error says why.
+    """
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
 
 
 def remove_empty(path: Path, end: Path) -> None:
@@ -214,8 +217,44 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def newest_step(directory: Path) -> int:
-    """Return the step of the newest checkpoint of the run at `directory`, damaged or not; 0 if there is none."""
-    return max((step_of(path) or 0 for path in (directory / "checkpoints").glob("step_*")), default=0)
+    """Return the step of the newest checkpoint of the run at `directory`, damaged or not.
+
+    The result is 0 if there is no checkpoint, or the directory of the checkpoints cannot be read.
+    """
+    try:
+        paths = entries(directory / "checkpoints")
+    except OSError:
+        return 0
+    return max((step_of(path) or 0 for path in paths), default=0)
+
+
+def entries(directory: Path) -> list[Path]:
+    """Return the paths of the entries of `directory`, sorted by name; an empty list if there is no such directory.
+
+    Unlike `Path.glob`, this function does not treat a directory that cannot be read as empty.
+
+    Raises:
+        OSError: if the directory cannot be read.
+    """
+    try:
+        return sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a path with a null character
+        return []
+
+
+def readable_entries(parent: Path) -> list[Path]:
+    """Return the paths of the entries of `parent`, the directory in which runs or sweeps are created, sorted by name.
+
+    If the directory does not exist, the list is empty.
+
+    Raises:
+        ConfigError: with the key `output_root`, if the directory cannot be read.
+    """
+    try:
+        return entries(parent)
+    except OSError as error:
+        why = f"its content cannot be listed ({error.strerror})"
+        raise ConfigError("output_root", str(parent), why, "choose another with output_root=DIR") from None
 
 
 def lock(directory: Path) -> IO[str] | None:

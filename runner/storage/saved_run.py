@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from runner.config.errors import ConfigError
 from runner.storage.regular_file import check_no_link, read_regular
-from runner.storage.run_directory import CONFIG, LIMIT_BYTES, OVERRIDES, step_of
+from runner.storage.run_directory import CONFIG, LIMIT_BYTES, OVERRIDES, entries, step_of
 from runner.storage.saved_config import UnreadableConfigError, is_sealed, parse_config, plain_values
 
 
@@ -42,8 +43,9 @@ def saved_config(source: Path) -> SavedConfig:
     Raises:
         UnreadableConfigError: if no config can be read.
     """
+    files, unlisted = _config_files(source)
     unreadable, unsealed = [], None
-    for file in _config_files(source):
+    for file in files:
         try:
             check_no_link(file.parent)
             check_no_link(file.parent.parent)
@@ -58,19 +60,32 @@ def saved_config(source: Path) -> SavedConfig:
         unreadable.append(f"{file.relative_to(directory_of(source))}: {reason}")
     if unsealed is not None:  # written by an earlier version; by this one, it may be the first half of a file
         return unsealed
-    raise UnreadableConfigError("; ".join(unreadable[:3]))
+    raise UnreadableConfigError("; ".join([*unreadable, *unlisted][:3]))
 
 
-def _config_files(source: Path) -> list[Path]:
+def _config_files(source: Path) -> tuple[list[Path], list[str]]:
+    """Return the files to read, in this order, and the reason why there may be more of them; usually no reason."""
     path = directory_of(source)
     if path != source:
-        return [source / CONFIG, path / CONFIG]
-    return [path / CONFIG, *(checkpoint / CONFIG for checkpoint in reversed(checkpoints(path)))]
+        return [source / CONFIG, path / CONFIG], []
+    try:
+        return [path / CONFIG, *(checkpoint / CONFIG for checkpoint in reversed(checkpoints(path)))], []
+    except ConfigError as error:
+        return [path / CONFIG], [f"checkpoints: {error.why}"]
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """Return the paths of all checkpoints of the run directory `path`, damaged or not, in the order of their steps."""
-    found = [each for each in (path / "checkpoints").glob("step_*") if step_of(each) is not None]
+    """Return the paths of all checkpoints of the run directory `path`, damaged or not, in the order of their steps.
+
+    Raises:
+        ConfigError: with the key `checkpoint`, if the directory of the checkpoints exists, or may exist, but cannot be
+            read.
+    """
+    try:
+        found = [each for each in entries(path / "checkpoints") if step_of(each) is not None]
+    except OSError as error:
+        why, remedy = f"it cannot be read ({error.strerror})", "make it readable, or name another run"
+        raise ConfigError("checkpoint", str(path / "checkpoints"), why, remedy) from None
     return sorted(found, key=lambda each: step_of(each) or 0)  # the names of steps have eight digits or more
 
 

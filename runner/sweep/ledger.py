@@ -89,8 +89,12 @@ class Ledger:
             remember_command(path, self._command)
 
     def _unfinished(self, root: Path) -> Path | None:
-        """Load the newest unfinished sweep in `root` with the same overrides, if any; return its directory or None."""
-        for path in sorted(root.glob("*"), reverse=True):
+        """Load the newest unfinished sweep in `root` with the same overrides, if any; return its directory or None.
+
+        Raises:
+            ConfigError: if `root` cannot be read, or the ledger of the sweep is damaged.
+        """
+        for path in reversed(run_directory.readable_entries(root)):
             found = read_ledger(path, self.typed)
             if found.get("typed") == self.typed and not found.get("complete"):
                 for number, entry in found["jobs"].items():

@@ -29,6 +29,7 @@ from runner.storage.checkpoint import EMA
 from runner.storage.chosen import NoBestError, best_checkpoint, last_checkpoint
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.manifest import SIGNATURE, DamagedError, untrusted, verified_manifest
+from runner.storage.regular_file import check_readable
 from runner.storage.run_directory import step_of
 from runner.storage.signature import saved_signature
 
@@ -100,12 +101,13 @@ def exported(source: Path, destination: Path, best: bool, module_prefix: bool) -
         module_prefix: whether --module-prefix was typed; refused, as a program has no names of parameters.
 
     Raises:
-        ConfigError: if a flag is refused, a package is missing, there is no such checkpoint, or its model cannot be
-            exported.
+        ConfigError: if a flag is refused, a package is missing, there is no such checkpoint, it cannot be read, or its
+            model cannot be exported.
     """
     from runner.tools.convert_program import check_exporter, export_program  # imported here: they need a run's modules
 
     check(not module_prefix, "--module-prefix", True, "a program has no names of parameters", "leave it out")
+    check_readable("SOURCE", source / "checkpoints")
     named = best and step_of(source) is not None
     check(not named, "--best", True, f"{source} is not a run directory", "name the run directory as SOURCE")
     check_exporter(destination)
@@ -140,11 +142,12 @@ def check_destination(path: Path, force: bool) -> None:
 
     Raises:
         ConfigError: if the suffix of `path` is not supported, if `path` is a directory, if its parent directory does
-            not exist or is a checkpoint, or if the file exists and `force` is False.
+            not exist, may not be searched or is a checkpoint, or if the file exists and `force` is False.
     """
     formats = "name a .safetensors file, a state dict as .pt or .pth, or a program as .pt2 or .onnx"
     why = f"its suffix must be one of {', '.join((*_WRITERS, *PROGRAMS))}"
     check(path.suffix in (*_WRITERS, *PROGRAMS), "DESTINATION", str(path), why, formats)
+    check_readable("DESTINATION", path)
     check(path.parent.is_dir(), "DESTINATION", str(path), "there is no such directory", f"mkdir -p {path.parent}")
     check(not path.is_dir(), "DESTINATION", str(path), "it is a directory", formats)
     elsewhere = "write it elsewhere: a checkpoint must not change"
@@ -161,10 +164,11 @@ def read(source: Path, best: bool = False) -> Weights:
             newest intact checkpoint.
 
     Raises:
-        ConfigError: if `source` does not exist, or has no weights or damaged weights; or if `best` is True, and
-            `source` is not a run directory or has no best checkpoint.
+        ConfigError: if `source` does not exist, cannot be read, or has no weights or damaged weights; or if `best` is
+            True, and `source` is not a run directory or has no best checkpoint.
     """
     others = "name a run directory, a checkpoint in one, or a file of weights"
+    check_readable("SOURCE", source / "checkpoints")
     check(source.exists(), "SOURCE", str(source), "there is no such file or directory", others)
     named = ""
     if source.name in (_CHECKPOINT_WEIGHTS, EMA) and (source.parent / MANIFEST).is_file():

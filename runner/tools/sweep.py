@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ABSENT, ConfigError, check, escaped
-from runner.storage.regular_file import read_regular
+from runner.storage.regular_file import check_readable, read_regular
 from runner.sweep.console import is_open_in, last_line
 from runner.sweep.ledger import CONSOLE, STUDY
 from runner.sweep.ledger_file import LEDGER, num_jobs, read_ledger
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = Path(options.path).expanduser()
     try:
         check(not unknown, " ".join(unknown), ABSENT, "there is no such option", "--help lists the options")
+        check_readable("PATH", path / LEDGER)
         check((path / LEDGER).is_file(), "PATH", str(path), f"it has no {LEDGER}", "name the directory of a sweep")
         if options.resume:
             return resume(path)

@@ -13,12 +13,14 @@ import torch
 from helpers.compose import FAST, built
 from helpers.events import curves
 from helpers.forged import reseal
+from helpers.permissions import mode
 from helpers.runs import write_images
 from PIL import Image
 from safetensors.torch import load_file
 
 import runner
 from runner.api import saved
+from runner.api.prediction import image_files
 from runner.data.image_input import ImageInput
 from runner.parallel.launch import processes
 from runner.storage.chosen import chosen_checkpoint
@@ -282,6 +284,15 @@ def test_nothing_to_predict_is_an_error(files: list[str]) -> None:
     with pytest.raises(runner.ConfigError) as error:
         run.predict(files)
     assert error.value.key == "FILES"
+
+
+@pytest.mark.parametrize("file", ["", "image.png"])
+def test_files_without_permission_are_an_error(file: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").mkdir()
+    with mode(tmp_path / "secret", 0) as secret, pytest.raises(runner.ConfigError) as error:
+        image_files([secret / file])
+    assert (error.value.key, error.value.got) == ("FILES", str(tmp_path / "secret" / file))
+    assert "Permission denied" in error.value.why
 
 
 def test_white_is_normalized_with_the_mean_and_the_standard_deviation() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.compose import FAST, composed, prepared
+from helpers.permissions import mode
 
 from runner.cli import chosen
 from runner.cli.composition import Job
@@ -150,6 +151,13 @@ def test_the_unfinished_run_of_a_config_is_found_by_its_choice(measured: Measure
     assert choose(*typed, "resume=auto", "seed=5").config["how"] == OTHER  # of which no run has begun
     (directory / run_directory.RESULT).write_text(json.dumps({"status": "done", "steps": 1_000_000}))
     assert choose(*typed, "resume=auto").config["how"] == OTHER
+
+
+def test_runs_that_cannot_be_listed_are_not_taken_for_none(measured: Measured, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "test").mkdir(parents=True)
+    with mode(tmp_path / "runs", 0), pytest.raises(ConfigError) as refusal:
+        choose(*LONG, f"output_root={tmp_path / 'runs'}", "resume=auto")
+    assert refusal.value.key == "output_root"
 
 
 @pytest.mark.parametrize("forged", ["seed=5", "hydra.searchpath=[/tmp]", "parallel=../x", "data.size='9'", 3])

@@ -96,7 +96,7 @@ MUTATIONS = [
     Mutation(
         "a superseded checkpoint is not synced before the new config is there",
         "runner/resume.py",
-        "            sync(superseded[-1][0].parent)\n",
+        "            sync(superseded[-1].parent)\n",
         "            pass\n",
         (POWER,),
     ),

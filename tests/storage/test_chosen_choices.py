@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from helpers.permissions import mode
 
 from runner.config.errors import ConfigError
 from runner.storage.chosen import chosen_checkpoint
@@ -30,3 +31,13 @@ def test_a_step_that_was_not_saved_is_refused_with_those_that_were(tmp_path: Pat
 @pytest.mark.parametrize("choice", [7, "newest"])
 def test_a_run_without_checkpoints_has_none_to_choose_from(choice: str | int, tmp_path: Path) -> None:
     assert "choose" not in refusal(tmp_path, choice).remedy
+
+
+@pytest.mark.parametrize("choice", ["best", "last", 7])
+def test_checkpoints_that_cannot_be_read_are_refused_with_the_reason(choice: str | int, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_00000007").mkdir(parents=True)
+    for path, bits in ((tmp_path, 0), (tmp_path / "checkpoints", 0), (tmp_path / "checkpoints", 0o444)):
+        with mode(path, bits), pytest.raises(ConfigError) as refused:
+            chosen_checkpoint(tmp_path, choice)
+        assert refused.value.key == "checkpoint"
+        assert "Permission denied" in refused.value.why

@@ -10,8 +10,17 @@ from pathlib import Path
 
 import pytest
 from helpers.deep import nested
+from helpers.permissions import mode
 
-from runner.storage.regular_file import UnsafeFileError, check_no_link, open_regular, read_regular, walk
+from runner.config.errors import ConfigError
+from runner.storage.regular_file import (
+    UnsafeFileError,
+    check_no_link,
+    check_readable,
+    open_regular,
+    read_regular,
+    walk,
+)
 
 
 def link(path: Path) -> None:
@@ -97,3 +106,19 @@ def test_walking_ends_below_fifty_levels(tmp_path: Path) -> None:
         assert [files for _, _, files in walk(tmp_path)] == [[]] * 50 + [["file"]]
     with nested(tmp_path):
         assert len(list(walk(tmp_path))) == 51
+
+
+def test_what_cannot_be_found_out_is_refused_by_key(tmp_path: Path) -> None:
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "file").touch()
+    paths = [tmp_path / "secret" / name for name in ("file", "absent", "absent/below")]
+    with mode(tmp_path / "secret", 0) as secret:
+        for path in (secret, *paths):
+            with pytest.raises(ConfigError) as refused:
+                check_readable("PATH", path)
+            assert (refused.value.key, refused.value.got) == ("PATH", str(path))
+            assert "Permission denied" in refused.value.why
+    with pytest.raises(ConfigError, match="name too long"):
+        check_readable("PATH", tmp_path / ("x" * 300))
+    for path in (tmp_path, tmp_path / "secret" / "file" / "below", tmp_path / "null\0", *paths):
+        check_readable("PATH", path)

@@ -20,6 +20,7 @@ import pytest
 from helpers.command import PATIENCE, ROOT, environment, run_command
 from helpers.compose import FAST
 from helpers.deep import nested
+from helpers.permissions import mode
 from helpers.storage_work import SECOND
 
 from runner.config.errors import ConfigError
@@ -108,6 +109,35 @@ def test_a_root_where_no_directory_can_be_made_is_refused_by_key(parent: str, tm
         directory.create(tmp_path / parent)
     assert refusal.value.key == "output_root"
     assert parent in str(refusal.value.got)
+
+
+def test_a_root_that_cannot_be_searched_is_refused_by_key_and_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "secret").mkdir()
+    with mode(tmp_path / "secret", 0) as secret:
+        for parent in (secret, secret / "outputs" / "a"):
+            assert directory.nearest_existing(parent) == secret
+            for attempt in (directory.create, directory.readable_entries):
+                with pytest.raises(ConfigError) as refusal:
+                    attempt(parent)
+                assert (refusal.value.key, refusal.value.got) == ("output_root", str(parent))
+                assert "Permission denied" in refusal.value.why
+    assert list(tmp_path.rglob("*")) == [tmp_path / "secret"]
+
+
+def test_entries_are_sorted_and_none_where_there_is_no_directory(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).touch()
+    assert directory.entries(tmp_path) == [tmp_path / "a", tmp_path / "b"]
+    for name in ("absent", "a", "a/below", "null\0"):
+        assert directory.entries(tmp_path / name) == []
+
+
+def test_no_step_is_the_newest_where_the_checkpoints_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
+    assert directory.newest_step(tmp_path) == 2
+    for path in (tmp_path, tmp_path / "checkpoints"):
+        with mode(path, 0):
+            assert directory.newest_step(tmp_path) == 0
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.permissions import mode
 
+from runner.config.errors import ConfigError
 from runner.storage.saved_config import UnreadableConfigError, config_text
 from runner.storage.saved_run import checkpoints, directory_of, saved_config, saved_overrides
 
@@ -97,6 +99,22 @@ def test_a_linked_folder_of_checkpoints_is_not_followed(run: Path) -> None:
     (run / "config.yaml").unlink()
     with pytest.raises(UnreadableConfigError):
         saved_config(run)
+
+
+@pytest.mark.parametrize("secret", ["", "checkpoints"])
+def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(secret: str, run: Path) -> None:
+    with mode(run / secret, 0):
+        with pytest.raises(ConfigError) as refused:
+            checkpoints(run)
+        assert (refused.value.key, refused.value.got) == ("checkpoint", str(run / "checkpoints"))
+        assert "Permission denied" in refused.value.why
+        if secret:
+            assert saved_config(run) == ({"lr": 30}, run / "config.yaml", []), "they are not needed"
+    if secret:
+        (run / "config.yaml").write_text("")
+    with mode(run / secret, 0), pytest.raises(UnreadableConfigError, match=r"checkpoints: .*Permission denied"):
+        saved_config(run)
+    assert saved_config(run).values == {"lr": 20 if secret else 30}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from helpers.command import Command, until
 from helpers.compose import FAST
 from helpers.disk_faults import DiskFault, failing
+from helpers.permissions import mode
 
 from runner.cli.sweep_jobs import MOST_JOBS
 from runner.config.errors import ConfigError
@@ -298,6 +299,20 @@ def test_a_sweep_that_cannot_begin_on_a_full_disk_leaves_nothing(
     assert failed()
     assert refusal.value.key == "output_root"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("secret", ["", "sweeps", "sweeps/a"])
+def test_a_sweep_in_an_unreadable_directory_is_refused(
+    secret: str, resume: str, opened: Opened, tmp_path: Path
+) -> None:
+    (tmp_path / secret).mkdir(parents=True, exist_ok=True)
+    before = sorted(tmp_path.rglob("*"))
+    with mode(tmp_path / secret, 0), pytest.raises(ConfigError) as refusal:
+        opened(["seed=1,2"], resume)
+    assert (refusal.value.key, refusal.value.got) == ("output_root", str(tmp_path / "sweeps" / "a"))
+    assert "Permission denied" in refusal.value.why
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_lock_file_on_a_full_disk_is_no_crash(

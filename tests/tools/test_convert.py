@@ -15,6 +15,7 @@ import torch
 from helpers.command import environment, run_command
 from helpers.compose import FAST, Trained, built
 from helpers.forged import ABSENT, changed, reseal, write
+from helpers.permissions import mode
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -368,6 +369,25 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
         told = refusal(capsys, tmp_path / source, out)
         assert told.startswith("SOURCE: got '")
         assert why in told
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pt2"])
+def test_paths_without_permission_are_refused_by_key(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    save_file({"a": torch.zeros(3)}, tmp_path / "in.safetensors")
+    run, out = tmp_path / "run", tmp_path / f"out{suffix}"
+    refused = [("", run, out, "SOURCE"), ("", run / "x", out, "SOURCE"), ("checkpoints", run, out, "SOURCE")]
+    inside = [("", tmp_path / "in.safetensors", run / f"{name}{suffix}", "DESTINATION") for name in ("a", "b/a")]
+    for secret, source, destination, key in refused + inside:
+        with mode(run / secret, 0):
+            assert converted(source, destination) == 2
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert told.err.startswith(f"{key}: got '")
+        assert "(Permission denied)" in told.err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["checkpoints", "in.safetensors", "run"]
 
 
 def test_best_is_of_a_run_directory_that_has_been_evaluated(

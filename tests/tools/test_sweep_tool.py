@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from helpers.command import leftovers, run_command, run_fresh, until
 from helpers.compose import FAST
+from helpers.permissions import mode
 
 from runner.sweep.ledger_file import read_ledger
 from runner.sweep.own_commands import remember_command
@@ -137,6 +138,17 @@ def test_what_cannot_be_done_is_refused(
     write(sweep, **changes)
     assert main([str(sweep), *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--follow"], ["--cancel"], ["--resume"]])
+def test_a_directory_that_cannot_be_read_is_refused(
+    arguments: list[str], sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mode(sweep, 0):
+        assert main([str(sweep), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("PATH: got ")
+    assert "(Permission denied)" in said
 
 
 def test_a_command_with_a_secret_has_to_be_typed(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
