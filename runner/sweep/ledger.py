@@ -15,7 +15,7 @@ from runner.storage import run_directory
 from runner.storage.durable_write import write_text
 from runner.storage.regular_file import UnsafeFileError, read_regular
 from runner.storage.run_directory import StorageError
-from runner.sweep.ledger_file import LEDGER, read_ledger
+from runner.sweep.ledger_reader import LEDGER, read_ledger
 from runner.sweep.own_commands import forget_command, remember_command
 from runner.system.secrets import redacted, redacted_values
 from runner.system.utf8 import printable
@@ -49,7 +49,7 @@ class Ledger:
     Attributes:
         path: the directory of the sweep.
         typed: the overrides that identify the sweep, sorted; those that may differ when it is resumed are left out.
-        jobs: the entry of each job that was started or refused, by number. `runner.sweep.ledger_file` lists its keys.
+        jobs: the entry of each job that was started or refused, by number. `runner.sweep.ledger_reader` lists its keys.
         num_jobs: the number of all jobs; 0 until the caller sets it.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runner.config.options import groups_in_defaults
 from runner.storage.run_directory import read_result
-from runner.sweep.ledger_file import read_ledger
+from runner.sweep.ledger_reader import read_ledger
 from runner.sweep.metric_direction import direction
 from runner.system.installed import is_installed
 from runner.system.utf8 import printable

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from runner.config.errors import check, did_you_mean
 from runner.storage.regular_file import walk
-from runner.sweep.ledger_file import LEDGER, read_ledger
+from runner.sweep.ledger_reader import LEDGER, read_ledger
 from runner.sweep.metric_direction import direction
 from runner.system.secrets import redacted
 from runner.system.utf8 import printable

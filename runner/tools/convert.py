@@ -104,7 +104,7 @@ def exported(source: Path, destination: Path, best: bool, module_prefix: bool) -
         ConfigError: if a flag is refused, a package is missing, there is no such checkpoint, it cannot be read, or its
             model cannot be exported.
     """
-    from runner.tools.convert_program import check_exporter, export_program  # imported here: they need a run's modules
+    from runner.tools.export_program import check_exporter, export_program  # imported here: they need a run's modules
 
     check(not module_prefix, "--module-prefix", True, "a program has no names of parameters", "leave it out")
     check_readable("SOURCE", source / "checkpoints")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from runner.sweep.ledger_file import read_ledger
+from runner.sweep.ledger_reader import read_ledger
 from runner.tools.saved_runs import MeasuredRun, common_metric, grouped, swept_keys
 from runner.tracking.spread import Spread
 

@@ -17,7 +17,7 @@ from runner.storage.regular_file import MOST_LEVELS, walk
 from runner.storage.run_directory import CONFIG
 from runner.sweep.engines import slurm
 from runner.sweep.ledger import CONSOLE, OPTIONS, STUDY
-from runner.sweep.ledger_file import LEDGER
+from runner.sweep.ledger_reader import LEDGER
 from runner.tools.run_states import is_locked
 from runner.tools.runs_list import is_run
 from runner.tools.saved_runs import REMOVED

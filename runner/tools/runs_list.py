@@ -15,7 +15,7 @@ from typing import Any
 from runner.config.errors import check, did_you_mean
 from runner.storage.regular_file import walk
 from runner.storage.run_directory import CONFIG, OVERRIDES, read_result
-from runner.sweep.ledger_file import LEDGER, num_jobs, read_ledger
+from runner.sweep.ledger_reader import LEDGER, num_jobs, read_ledger
 from runner.sweep.metric_direction import direction
 from runner.tools.plot_checks import is_finite
 from runner.tools.run_states import is_locked, state_of, steps_of

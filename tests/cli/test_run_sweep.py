@@ -15,7 +15,7 @@ from runner.cli.composition import Composer
 from runner.cli.plan_jobs import experiment_file
 from runner.storage.run_directory import read_result
 from runner.sweep.console import is_running
-from runner.sweep.ledger_file import read_ledger
+from runner.sweep.ledger_reader import read_ledger
 from runner.tools import sweep as sweep_tool
 
 pytest.importorskip("optuna")

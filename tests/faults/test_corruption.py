@@ -27,7 +27,7 @@ from runner.config.errors import ConfigError
 from runner.run import build_run
 from runner.storage.checkpoint import Checkpoint, load
 from runner.storage.saved_run import saved_config
-from runner.sweep.ledger_file import read_ledger
+from runner.sweep.ledger_reader import read_ledger
 from runner.tools.saved_runs import find_runs
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"

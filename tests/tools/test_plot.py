@@ -33,7 +33,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 from rich.console import Console
 
-from runner.sweep.ledger_file import LEDGER
+from runner.sweep.ledger_reader import LEDGER
 from runner.tools import plot, plot_pictures
 from runner.tools.output import one_line
 from runner.tools.plot_pictures import pictures

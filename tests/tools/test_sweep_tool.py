@@ -13,7 +13,7 @@ from helpers.command import leftovers, run_command, run_fresh, until
 from helpers.compose import FAST
 from helpers.permissions import mode
 
-from runner.sweep.ledger_file import read_ledger
+from runner.sweep.ledger_reader import read_ledger
 from runner.sweep.own_commands import remember_command
 from runner.tools.run_states import is_locked
 from runner.tools.sweep import lines, main

@@ -10,7 +10,7 @@ import torch
 from helpers.compose import FAST
 
 import runner
-from runner.tools import convert, convert_program
+from runner.tools import convert, export_program
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_an_onnx_model_computes_what_the_model_does(run: runner.SavedRun) -> Non
 def test_a_program_with_other_outputs_is_not_written(
     run: runner.SavedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(convert_program._EXPORTERS, ".pt2", lambda model, inputs, *_: model(inputs) * 1.001 + 0.001)
+    monkeypatch.setitem(export_program._EXPORTERS, ".pt2", lambda model, inputs, *_: model(inputs) * 1.001 + 0.001)
     assert convert.main([str(run.directory), "model.pt2"]) == 2
     assert "its outputs differ from those of the model by 0.00" in capsys.readouterr().err
     assert not Path("model.pt2").exists()
@@ -61,7 +61,7 @@ def test_what_cannot_be_exported_is_refused(
     run: runner.SavedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({}, "weights.pt")
-    monkeypatch.setattr(convert_program, "is_installed", lambda name: False)
+    monkeypatch.setattr(export_program, "is_installed", lambda name: False)
     for words, key in {
         ("weights.pt", "model.pt2"): "SOURCE",
         (str(run.checkpoint(2)), "model.pt2", "--best"): "--best",
