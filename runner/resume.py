@@ -52,7 +52,12 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
         remedy = "name a new one; resume=auto continues the run in it"
         check(not os.path.lexists(parent / name), "--run-directory", str(parent / name), "it exists", remedy)
     existing = run_directory.nearest_existing(parent)
-    path = found or run_directory.create(parent, name, overrides)
+    try:
+        path = found or run_directory.create(parent, name, overrides)
+    except ConfigError as error:
+        if name is None:
+            raise
+        raise ConfigError("--run-directory", str(parent / name), error.why, "name another one") from None
     begun = False
     try:
         lock = lock or _locked_new(path)

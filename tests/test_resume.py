@@ -512,6 +512,16 @@ def test_auto_stops_at_a_directory_that_cannot_be_read(tmp_path: Path) -> None:
     assert list(ours.parent.iterdir()) == [ours]
 
 
+def test_a_named_directory_that_cannot_be_created_is_refused_by_its_own_key(tmp_path: Path) -> None:
+    session = prepared(built(*FAST, "steps=4"))
+    (tmp_path / "ours").mkdir()
+    with mode(tmp_path / "ours", 0o555), pytest.raises(ConfigError) as refused:
+        with claimed_directory(session, tmp_path / "ours", "here", []):
+            raise AssertionError("it must not begin")
+    assert (refused.value.key, refused.value.got) == ("--run-directory", str(tmp_path / "ours" / "here"))
+    assert "Permission denied" in refused.value.why
+
+
 @pytest.mark.parametrize("bits", [0, 0o444])
 def test_a_named_directory_that_cannot_be_read_is_refused(bits: int, tmp_path: Path) -> None:
     session = prepared(built(*FAST, "steps=4", "resume=auto"))
