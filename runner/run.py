@@ -334,8 +334,6 @@ def build_run(config: Mapping[str, Any]) -> Run:
     """
     scalars = [name for name in option_fields(Run) if name not in CONFIG_GROUPS]
     known = [*scalars, *CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload"]
-    why = "the file of this experiment does not begin with `# @package _global_`"
-    check("experiment" not in config, "experiment", ABSENT, why, "make this its first line, as in conf/experiment")
     for key in config:
         if key not in known:
             raise ConfigError(key, ABSENT, "there is no such key;", did_you_mean(key, known))

@@ -66,9 +66,8 @@ class Composer:
             remedy = "name a directory with the structure of conf/"
             is_there = config_dir != "" and os.path.isdir(path)
             check(is_there, "--config-dir", config_dir, "there is no such directory", remedy)
-            check(
-                os.access(path, os.R_OK | os.X_OK), "--config-dir", config_dir, "it cannot be read", "make it readable"
-            )
+            can_be_read = os.access(path, os.R_OK | os.X_OK)
+            check(can_be_read, "--config-dir", config_dir, "it cannot be read", "make it readable")
             own = SearchPathQuery(provider="schema")
             search_path.prepend("command-line", f"{OptionFiles.scheme()}://{path}", anchor=own)
         self._loader = ConfigLoader(search_path)
@@ -231,12 +230,21 @@ def _set_log_level(config: DictConfig) -> None:
         logging.getLogger(None if name is True else name).setLevel(logging.DEBUG)
 
 
+_GLOBAL_GROUPS = {"debug", "experiment", "local"}
+"""Config groups whose files set keys of the whole config, instead of the options of a component."""
+
+
 def _job(config: DictConfig) -> Job:
     HydraConfig.instance().set_config(config)  # interpolations may refer to it
     overrides: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)["task"]  # pyright: ignore
     with read_write(config), open_dict(config):
         del config["hydra"]
         config.pop("sweep", None)  # how a sweep is run does not change what its jobs compute
+    for group in _GLOBAL_GROUPS & set(
+        config
+    ):  # without the line, Hydra puts the keys of the file under the group's name
+        why = "the file of this option does not begin with `# @package _global_`"
+        raise ConfigError(group, ABSENT, why, f"make this its first line, as in conf/{group}")
     return Job(resolved(config), overrides)
 
 

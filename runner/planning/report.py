@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from models.blocks import blocks_of
 from runner.model.base import without_memory
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.bubble_prediction import bubbles
-from runner.parallel.pipelining.partition import blocks_of, positions_of
+from runner.parallel.pipelining.partition import positions_of
 from runner.planning.costs import Machine
 from runner.planning.fake_step import RankPlan, trace_blocks
 from runner.planning.measure import Parts, step_seconds
