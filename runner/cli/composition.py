@@ -240,11 +240,10 @@ def _job(config: DictConfig) -> Job:
     with read_write(config), open_dict(config):
         del config["hydra"]
         config.pop("sweep", None)  # how a sweep is run does not change what its jobs compute
-    for group in _GLOBAL_GROUPS & set(
-        config
-    ):  # without the line, Hydra puts the keys of the file under the group's name
+    for group in sorted(_GLOBAL_GROUPS.intersection(config)):
+        # Hydra puts the keys of such a file under the group's name
         why = "the file of this option does not begin with `# @package _global_`"
-        raise ConfigError(group, ABSENT, why, f"make this its first line, as in conf/{group}")
+        raise ConfigError(group, ABSENT, why, "make this its first line, as in the files of conf/experiment")
     return Job(resolved(config), overrides)
 
 

@@ -148,7 +148,11 @@ def option(directory: Path, name: str, text: str) -> Path:
 
 def test_a_changed_added_or_removed_option_file_is_noticed(tmp_path: Path) -> None:
     def seed() -> int:
-        return Composer(str(tmp_path)).run([]).config["seed"]
+        return values()[0]
+
+    def values() -> tuple[int, int]:
+        config = Composer(str(tmp_path)).run([]).config
+        return config["seed"], config["batch_size"]
 
     assert seed() == 0
     path = option(tmp_path, "local/default", "# @package _global_\nseed: 3\n")
@@ -156,10 +160,10 @@ def test_a_changed_added_or_removed_option_file_is_noticed(tmp_path: Path) -> No
     path.write_text("# @package _global_\nseed: 4\n")
     assert seed() == 4
     path.write_text("# @package _global_\ndefaults: [/optimizer/adam@more, /local/other]\nseed: 5\n")
-    other = option(tmp_path, "local/other", "x: 1\n")
-    assert seed() == 5
-    other.write_text("# @package _global_\nseed: 6\n")
-    assert seed() == 5, "what a file inherits is overridden by what it says"
+    other = option(tmp_path, "local/other", "# @package _global_\nbatch_size: 7\n")
+    assert values() == (5, 7)
+    other.write_text("# @package _global_\nbatch_size: 8\nseed: 6\n")
+    assert values() == (5, 8), "what a file inherits is overridden by what it says"
     path.unlink()
     assert seed() == 0
 

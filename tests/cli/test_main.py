@@ -233,14 +233,16 @@ def test_a_mistake_in_an_option_file_is_refused_without_torch(content: str, tmp_
         assert words in told
 
 
-@pytest.mark.parametrize("content", ["", "seed: 3\n"])
-def test_an_experiment_that_sets_no_keys_of_the_run_is_refused(content: str, tmp_path: Path) -> None:
-    file = tmp_path / "mine" / "experiment" / "odd.yaml"
+@pytest.mark.parametrize(
+    ("group", "content"), [("experiment", ""), ("experiment", "seed: 3\n"), ("debug", "seed: 3\n")]
+)
+def test_an_option_file_without_its_package_line_is_refused(group: str, content: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine" / group / "odd.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(content)
-    code, told = run_command("--config-dir=mine", "experiment=odd", cwd=tmp_path, kind="no-torch")
+    code, told = run_command("--config-dir=mine", f"{group}=odd", cwd=tmp_path, kind="no-torch")
     assert code == 2
-    assert told.startswith("experiment: ")
+    assert told.startswith(f"{group}: ")
     assert "# @package _global_" in told
 
 
