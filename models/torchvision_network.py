@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchvision import models
 from torchvision.models.regnet import BlockParams
 
-from models.chains import with_blocks
+from models.torchvision_blocks import with_blocks
 
 _OURS = ("num_classes", "image_size", "init_weights", "aux_logits", "transform_input", "dropout_aux")
 """Arguments that are not options: they follow from the data, or concern initialization, pretraining or more outputs."""

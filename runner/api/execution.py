@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 
-from runner.api.caller import settings_kept
+from runner.api.caller_settings import settings_kept
 from runner.api.composing import Config, compose
-from runner.cli.chosen import with_choices
+from runner.cli.auto_options import with_choices
 from runner.cli.composition import Job
 from runner.cli.run_job import run_one
 from runner.run import CrashedError, Result, build_run

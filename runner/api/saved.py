@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from runner.api.caller import settings_kept
+from runner.api.caller_settings import settings_kept
 from runner.api.composing import Config, compose
 from runner.api.evaluation import evaluate_checkpoint
 from runner.api.prediction import Prediction, image_files, predict
@@ -19,7 +19,7 @@ from runner.data.image_input import ImageInput
 from runner.model.base import without_memory
 from runner.run import Run, build_run, check_used
 from runner.storage import checkpoint as stored
-from runner.storage.chosen import chosen_checkpoint
+from runner.storage.checkpoint_selection import chosen_checkpoint
 from runner.storage.manifest import DamagedError
 from runner.storage.run_directory import read_result, step_of
 from runner.storage.saved_config import UnreadableConfigError

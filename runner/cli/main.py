@@ -164,7 +164,7 @@ def run_single(
 
     run = build_run(job.config)
     if "auto" in (run.how, run.accumulation.steps):
-        from runner.cli.chosen import with_choices
+        from runner.cli.auto_options import with_choices
 
         job = with_choices(job, compose, directory, config_dir)
         run = build_run(job.config)

@@ -87,7 +87,7 @@ class Torchvision(NamedModel):
         return torchvision_network.names()
 
     def create(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        from models import chains, torchvision_network
+        from models import torchvision_blocks, torchvision_network
 
         given, known = self.options or {}, torchvision_network.options_of(self.name)
         for key, value in given.items():
@@ -100,7 +100,7 @@ class Torchvision(NamedModel):
             check(right, f"options.{key}", value, why, f"see {self.name} in torchvision's documentation")
         model = torchvision_network.create(self.name, shape, num_classes, given)
         if self.checkpoint_activations:
-            count = chains.checkpoint_activations(model)
+            count = torchvision_blocks.checkpoint_activations(model)
             why = f"{self.name} has no blocks whose activations could be recomputed"
             check(count > 0, "checkpoint_activations", True, why, "model.checkpoint_activations=false")
         return model

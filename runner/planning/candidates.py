@@ -24,7 +24,7 @@ from runner.parallel.compiling import BLOCKS, modules_of_blocks
 from runner.parallel.context import Context, Process, Tuning
 from runner.parallel.multiprocess import MultiProcess
 from runner.planning.fake_step import trace_blocks
-from runner.planning.session import first_process, layout_of, prepared
+from runner.planning.planned_session import first_process, layout_of, prepared
 from runner.precision import TF32, BFloat16
 from runner.run import Run
 from runner.system.cpu import usable_core_numbers

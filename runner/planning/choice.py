@@ -10,7 +10,7 @@ from runner.config.errors import ConfigError
 from runner.planning.candidates import RESULTS, Candidate, Candidates, Compose
 from runner.planning.device_memory import available_bytes, needed_bytes
 from runner.planning.fake_step import trace
-from runner.planning.session import first_process, prepared
+from runner.planning.planned_session import first_process, prepared
 from runner.planning.trial import Trial
 from runner.planning.tuning import Row, Search, as_plain
 from runner.run import Session

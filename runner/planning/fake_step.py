@@ -25,7 +25,7 @@ from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.pipelining.partition import first_inputs, profile_blocks
 from runner.planning.costs import Costs
 from runner.planning.memory_tracker import MemoryTracker
-from runner.planning.session import layout_of
+from runner.planning.planned_session import layout_of
 from runner.run import Session
 from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors

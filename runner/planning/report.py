@@ -14,7 +14,7 @@ from runner.parallel.pipelining.partition import positions_of
 from runner.planning.costs import Machine
 from runner.planning.fake_step import RankPlan, trace_blocks
 from runner.planning.measure import Parts, step_seconds
-from runner.planning.session import layout_of
+from runner.planning.planned_session import layout_of
 from runner.run import Session
 from runner.storage.saved_run import checkpoints
 from runner.system.memory import host_memory

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.parallel.pipelining.schedules import SCHEDULES
+from runner.planning.formatting import flops, milliseconds, significant, size
 from runner.planning.memory_tracker import KINDS
-from runner.planning.units import flops, milliseconds, significant, size
 
 _MOST_RANKS = 8
 """If there are more ranks than this, and all do the same work, they share a row."""

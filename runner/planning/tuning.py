@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from runner.planning.candidates import ALLOWED, RESULTS, Candidate, Overrides
+from runner.planning.formatting import milliseconds
 from runner.planning.trial import Burst, TooLateError, TrialError
-from runner.planning.units import milliseconds
 
 _BURST_SECONDS = 0.4
 """Seconds that a candidate trains in a round, if a single step does not take longer."""

@@ -16,7 +16,7 @@ from runner.storage.durable_write import write_text
 from runner.storage.regular_file import UnsafeFileError, read_regular
 from runner.storage.run_directory import StorageError
 from runner.sweep.ledger_reader import LEDGER, read_ledger
-from runner.sweep.own_commands import forget_command, remember_command
+from runner.sweep.unfinished_commands import forget_command, remember_command
 from runner.system.secrets import redacted, redacted_values
 from runner.system.utf8 import printable
 

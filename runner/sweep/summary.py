@@ -14,7 +14,7 @@ from runner.sweep.ledger_reader import read_ledger
 from runner.sweep.metric_direction import direction
 from runner.system.installed import is_installed
 from runner.system.utf8 import printable
-from runner.tracking.spread import Spread
+from runner.tracking.mean_std import Spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

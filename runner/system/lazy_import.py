@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from runner.system.garbage import collection_postponed
+from runner.system.garbage_collection import collection_postponed
 from runner.system.signals import exceptions_postponed
 
 

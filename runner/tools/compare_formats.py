@@ -19,7 +19,7 @@ from runner.system.utf8 import printable
 from runner.tools.compare_rows import BEST, LAST, RATE, STEPS, Comparison, Row
 from runner.tools.output import csv_row, one_line
 from runner.tools.plot_tables import format_value, plus_minus
-from runner.tracking.spread import Spread
+from runner.tracking.mean_std import Spread
 
 _FAILURE_TITLES: list[str] = ["run", "state", "step", "reason"]
 

@@ -26,7 +26,7 @@ from runner.tools.saved_runs import (
     grouped,
     swept_keys,
 )
-from runner.tracking.spread import Spread
+from runner.tracking.mean_std import Spread
 
 BEST, LAST, STEPS, SECONDS, RATE = "best", "last", "steps", "seconds", "samples_per_second"
 

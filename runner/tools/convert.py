@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from runner.config.errors import ConfigError, check
 from runner.model.weights import read_weights
 from runner.storage.checkpoint import EMA
-from runner.storage.chosen import NoBestError, best_checkpoint, last_checkpoint
+from runner.storage.checkpoint_selection import NoBestError, best_checkpoint, last_checkpoint
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.manifest import SIGNATURE, DamagedError, untrusted, verified_manifest
 from runner.storage.regular_file import check_readable

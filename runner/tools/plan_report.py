@@ -15,8 +15,8 @@ from runner.config.errors import ConfigError
 from runner.planning.costs import Machine
 from runner.planning.fake_step import trace
 from runner.planning.measure import measure
+from runner.planning.planned_session import prepared
 from runner.planning.report import measured, report_of
-from runner.planning.session import prepared
 from runner.run import Run, build_run, check_used
 from runner.tools.composed_run import compose_run, replaced
 from runner.tools.plan_remedies import changes

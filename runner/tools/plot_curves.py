@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runner.tools.plot_runs import Point, Study
+from runner.tracking.mean_std import Spread
 from runner.tracking.scalar_reader import scalars
-from runner.tracking.spread import Spread
 
 _MOST_RUNS = 120
 """The maximum number of runs whose event files are read. Reading one run takes a few milliseconds."""

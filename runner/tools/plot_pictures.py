@@ -16,7 +16,7 @@ from runner.tools.plot_runs import Point, Study
 from runner.tools.plot_split import SplitCurve, best_pipelines, is_pipeline, split_curves
 from runner.tools.plot_tables import format_value
 from runner.tracking.charts import COLORS, canvas, shown
-from runner.tracking.spread import Spread
+from runner.tracking.mean_std import Spread
 
 _MOST_BARS, _MOST_UPRIGHT, _LONGEST = 24, 8, 60
 

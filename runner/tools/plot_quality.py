@@ -17,7 +17,7 @@ from runner.tools.plot_runs import Point, Study
 from runner.tools.plot_tables import format_value
 from runner.tracking import charts
 from runner.tracking.charts import COLORS, is_number, shown
-from runner.tracking.spread import Spread
+from runner.tracking.mean_std import Spread
 
 _SECONDS = "seconds per step"
 _MOST_LINES, _MOST_NAMES, _MOST_ROWS, _MOST_PANELS, _MOST_CELLS = 6, 8, 20, 6, 16

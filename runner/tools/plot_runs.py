@@ -7,7 +7,7 @@ from typing import Any
 
 from runner.sweep.ledger_reader import read_ledger
 from runner.tools.saved_runs import MeasuredRun, common_metric, grouped, swept_keys
-from runner.tracking.spread import Spread
+from runner.tracking.mean_std import Spread
 
 
 @dataclass(frozen=True, eq=False)

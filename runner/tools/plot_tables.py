@@ -17,7 +17,7 @@ from runner.system.utf8 import printable
 from runner.tools.output import csv_row, one_line
 from runner.tools.plot_runs import Point, Study
 from runner.tools.saved_runs import REPEATS
-from runner.tracking.spread import Spread
+from runner.tracking.mean_std import Spread
 
 
 def render(study: Study) -> Group:

@@ -24,7 +24,7 @@ from runner.storage.regular_file import check_readable, read_regular
 from runner.sweep.console import is_open_in, last_line
 from runner.sweep.ledger import CONSOLE, STUDY
 from runner.sweep.ledger_reader import LEDGER, num_jobs, read_ledger
-from runner.sweep.own_commands import remembered_command
+from runner.sweep.unfinished_commands import remembered_command
 from runner.system.utf8 import printable
 from runner.tools.output import one_line
 from runner.tools.run_states import is_locked

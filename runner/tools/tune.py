@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,15 +36,19 @@ from runner.tools.composed_run import compose_run, overrides_of
 
 _SECONDS = 60.0
 
+_SAVING_SECONDS = 1.5
+"""The part of the budget that is kept for ending the last trials and for writing the files and the picture."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Tune the config of the command line, print the result, and return the exit code."""
+    began = time.perf_counter()
     try:
         options, overrides = parsed(arguments)
         from runner.planning.trial import TooLateError, TrialError  # imported here: torch is slow to import
 
         try:
-            report = tune(overrides, options.config_dir, options.budget, options.allow, quiet=options.json)
+            report = tune(overrides, options.config_dir, options.budget, options.allow, options.json, began)
         except TooLateError as error:
             why = f"{error.why}: that is too little time to measure the config as it is"
             raise ConfigError("--budget", options.budget, why, "type a larger one, or a smaller batch_size") from None
@@ -70,7 +75,7 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     """
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m runner.tools.tune", None, __doc__, None, [], form, allow_abbrev=False)
-    parser.add_argument("--budget", default=str(_SECONDS), help="seconds that it may take (default: 60)")
+    parser.add_argument("--budget", default=str(_SECONDS), help="seconds that the command may take (default: 60)")
     parser.add_argument("--allow", default="", help="rounding, 16bit, statistics, asynchronous; several with commas")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--config-dir", "-cd", help="a folder with options of your own, as for the command")
@@ -110,16 +115,18 @@ def tune(
     budget: float = _SECONDS,
     allowed: Sequence[str] = (),
     quiet: bool = False,
+    began: float | None = None,
 ) -> dict[str, Any]:
     """Find the fastest way to train a config, write the result to a new directory, and return it as plain values.
 
     Args:
         overrides: the overrides of the config.
         config_dir: a directory with options of your own; None to use only conf/.
-        budget: seconds that the search may take.
+        budget: seconds that all of it may take, including the start and the files.
         allowed: the kinds of results (see `permitted`) that the choice may have in addition to the same results up to
             rounding.
         quiet: do not print a line about each candidate that has been tried.
+        began: the value of `time.perf_counter()` from which the budget counts; None for that of the call.
 
     Returns:
         The dict of `measured_choice`, with the overrides as `typed`, with `config_dir`, `budget` and `allowed` as
@@ -129,7 +136,8 @@ def tune(
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
         TrialError: if the config as it is cannot be trained, or its first steps take longer than the budget.
     """
-    from runner.planning.choice import measured_choice
+    began = time.perf_counter() if began is None else began
+    from runner.planning.choice import measured_choice  # imported here, because importing torch takes time
     from runner.run import check_used
     from runner.tools.tune_files import write
 
@@ -142,7 +150,8 @@ def tune(
 
     run = compose(())
     check_used(run, overrides)
-    report = measured_choice(compose, overrides, budget, allowed, said, config_dir)
+    seconds = budget - _SAVING_SECONDS - (time.perf_counter() - began)
+    report = measured_choice(compose, overrides, seconds, allowed, said, config_dir)
     typed = {"typed": list(overrides), "config_dir": config_dir, "budget": budget, "allowed": list(allowed)}
     report = typed | report
     try:

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from runner.cli.plan_jobs import experiment_command
 from runner.config.overrides import override_key
+from runner.planning.formatting import significant, size
 from runner.planning.tuning import BUDGET_SPENT
-from runner.planning.units import significant, size
 from runner.system.installed import is_installed
 
 AS_IT_IS = "as it is"

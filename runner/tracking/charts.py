@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from runner.config.errors import escaped
 from runner.system.utf8 import printable
-from runner.tracking.spread import Spread
+from runner.tracking.mean_std import Spread
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]

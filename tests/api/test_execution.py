@@ -22,7 +22,7 @@ from helpers.runs import assert_bitwise, only_run, weights
 
 import runner
 from runner import training
-from runner.api.caller import settings_kept
+from runner.api.caller_settings import settings_kept
 from runner.system.forkserver import without_main_module
 
 WORDS = [*FAST, "steps=6", "eval_every=3"]

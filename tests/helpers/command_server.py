@@ -27,7 +27,7 @@ from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 from unittest import mock
 
-from runner.system.garbage import collection_postponed
+from runner.system.garbage_collection import collection_postponed
 
 FAULT_POINTS, STEP_GATE = "helpers.fault_points_installed", "helpers.step_gate"
 FROZEN, COMPOSED = "helpers.frozen", "helpers.composed"

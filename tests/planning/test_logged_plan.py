@@ -14,7 +14,7 @@ from helpers.runs import only_run
 
 from runner.cli import run_job
 from runner.planning import logged_plan
-from runner.planning.units import milliseconds, significant, size
+from runner.planning.formatting import milliseconds, significant, size
 
 
 def trained(cwd: Path, *arguments: str) -> Path:

@@ -30,7 +30,7 @@ import runner.storage.checkpoint
 import runner.storage.manifest
 from runner.config.errors import ConfigError
 from runner.storage.checkpoint import Checkpoint, Checkpoints
-from runner.storage.chosen import chosen_checkpoint
+from runner.storage.checkpoint_selection import chosen_checkpoint
 from runner.storage.manifest import CONFIG, saved_text
 from runner.storage.retention import delete_all
 from runner.storage.run_directory import StorageError

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from runner.config.errors import ConfigError
-from runner.storage import chosen
+from runner.storage import checkpoint_selection
 from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint import load as checkpoint_at
 from runner.tools import convert
@@ -124,7 +124,7 @@ def call_best(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         checkpoint.state["best"] = {"metric": "eval/accuracy", "value": 0.5, "step": step}
         return checkpoint
 
-    monkeypatch.setattr(chosen, "load", told)
+    monkeypatch.setattr(checkpoint_selection, "load", told)
 
 
 def test_a_checkpoint_means_itself_also_by_its_file(run: Trained, tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_checkpoints_elsewhere_are_not_taken_for_those_of_the_run(
     assert "it is a symbolic link, which is not followed\n" in told
     for choice in ("last", "best", 4):
         with pytest.raises(ConfigError, match="symbolic link") as refused:
-            chosen.chosen_checkpoint(run.directory, choice)
+            checkpoint_selection.chosen_checkpoint(run.directory, choice)
         assert refused.value.key == "checkpoint"
 
 

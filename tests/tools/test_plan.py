@@ -21,11 +21,11 @@ from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.planning.costs import Machine
 from runner.planning.fake_step import FakeCollectives, RankPlan, trace, trace_rank
+from runner.planning.formatting import flops
 from runner.planning.measure import Parts
 from runner.planning.memory_tracker import KINDS
+from runner.planning.planned_session import prepared
 from runner.planning.report_tables import tables
-from runner.planning.session import prepared
-from runner.planning.units import flops
 from runner.system.fake_tensors import fake_process_group
 from runner.tools import plan
 from runner.tools.plan_remedies import changes

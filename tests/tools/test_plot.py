@@ -43,7 +43,7 @@ from runner.tools.plot_tables import plus_minus, render, write_points, write_run
 from runner.tools.saved_runs import find_runs, labels_of
 from runner.tracking import charts
 from runner.tracking.event_file import EventFile, points
-from runner.tracking.spread import Spread
+from runner.tracking.mean_std import Spread
 
 BATCH = 120
 PIPELINE = {"_target_": "runner.parallel.pipeline.Pipeline", "split_size": 12, "num_micro_batches": None, "stages": 2}

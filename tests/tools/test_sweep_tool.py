@@ -14,7 +14,7 @@ from helpers.compose import FAST
 from helpers.permissions import mode
 
 from runner.sweep.ledger_reader import read_ledger
-from runner.sweep.own_commands import remember_command
+from runner.sweep.unfinished_commands import remember_command
 from runner.tools.run_states import is_locked
 from runner.tools.sweep import lines, main
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -184,17 +185,31 @@ def test_mistakes_are_refused(line: str, key: str, capsys: pytest.CaptureFixture
     assert key in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("budget", ["1", "60"])
 def test_a_budget_that_is_too_short_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    budget: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def late(candidate: object, seconds: float) -> None:
-        raise TooLateError("no step within 1 s")
+        raise TooLateError("no step within 50 s")
 
     monkeypatch.setattr(choice, "_start", late)
     monkeypatch.chdir(tmp_path)
-    assert tune.main([*SMALL, "--budget", "1"]) == REFUSED
+    assert tune.main([*SMALL, "--budget", budget]) == REFUSED
     assert "--budget" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_budget_includes_the_start_and_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    budgets = []
+
+    def found(_compose: object, _typed: object, seconds: float, *_: object) -> dict[str, Any]:
+        budgets.append(seconds)
+        return {"chosen": [], "rows": [row()], "noise": 0.01, "speedup": 1.0, "seconds": 1.0}
+
+    monkeypatch.setattr(choice, "measured_choice", found)
+    began = time.perf_counter() - 20
+    tune.tune([*SMALL, f"output_root={tmp_path}"], budget=60.0, began=began)
+    assert budgets[0] <= 40 - tune._SAVING_SECONDS
 
 
 @pytest.mark.parametrize("as_json", [True, False])

@@ -95,8 +95,8 @@ class Child:
                 self.code = STOPPED
                 return self.code
             os.write(console, first_line.encode())
-            tied = str(Path(__file__).with_name("tied.py"))
-            words = [sys.executable, "-I", "-S", tied, str(os.getpid()), sys.executable, *self.task.words]
+            script = str(Path(__file__).with_name("die_with_parent.py"))
+            words = [sys.executable, "-I", "-S", script, str(os.getpid()), sys.executable, *self.task.words]
             self._process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,

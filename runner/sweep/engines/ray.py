@@ -211,7 +211,7 @@ class RayPool(Pool):
         if begun:
             self._ray.wait(begun, num_returns=len(begun), timeout=_SECONDS_TO_KILL)
         for job in jobs:
-            self._ray.kill(job.actor)  # a command that still runs is killed by the kernel, see `tied`
+            self._ray.kill(job.actor)  # a command that still runs is killed by the kernel, see `die_with_parent`
         self._running.clear()
 
 

@@ -9,7 +9,7 @@ from runner.parallel.context import Process
 from runner.parallel.pipelining.micro_batches import divisors
 from runner.planning.device_memory import available_bytes, needed_bytes
 from runner.planning.fake_step import RankPlan, trace
-from runner.planning.session import prepared
+from runner.planning.planned_session import prepared
 from runner.planning.trial import Trial, TrialError
 from runner.run import Run, Session
 

@@ -8,7 +8,7 @@ import pytest
 from helpers.permissions import mode
 
 from runner.config.errors import ConfigError
-from runner.storage.chosen import chosen_checkpoint
+from runner.storage.checkpoint_selection import chosen_checkpoint
 
 
 def refusal(run: Path, choice: str | int) -> ConfigError:

@@ -11,8 +11,8 @@ from torch import nn
 
 from models import torchvision_network
 from models.blocks import blocks_of
-from models.chains import CHAINS, checkpoint_activations
 from models.frozen_batch_norm import FrozenBatchNorm
+from models.torchvision_blocks import CHAINS, checkpoint_activations
 
 SMALLEST = {
     "alexnet": 64,

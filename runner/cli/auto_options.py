@@ -16,9 +16,9 @@ from runner.cli.composition import Job
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import override_key
 from runner.parallel.launch.cluster import external_world_size
+from runner.planning.auto_accumulation import fitting_accumulation
 from runner.planning.choice import measured_choice
 from runner.planning.choice_cache import Choice, ChoiceCache, is_chosen_override, today
-from runner.planning.fitting import fitting_accumulation
 from runner.planning.trial import TrialError
 from runner.resume import completed
 from runner.run import Run, Session, build_run, config_hash

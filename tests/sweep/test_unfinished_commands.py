@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runner.sweep.ledger import Ledger
-from runner.sweep.own_commands import forget_command, remember_command, remembered_command
+from runner.sweep.unfinished_commands import forget_command, remember_command, remembered_command
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import torch
 from helpers.compose import FAST, built
 
 from runner.config.errors import ConfigError
+from runner.planning.auto_accumulation import fitting_accumulation
 from runner.planning.device_memory import needed_bytes
 from runner.planning.fake_step import trace
-from runner.planning.fitting import fitting_accumulation
-from runner.planning.session import prepared
+from runner.planning.planned_session import prepared
 from runner.planning.trial import Burst, TrialError
 from runner.run import Run
 from runner.system.torch_errors import is_out_of_memory

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.command import environment
 
-from runner.system.garbage import collection_postponed
+from runner.system.garbage_collection import collection_postponed
 
 
 @pytest.fixture(autouse=True)

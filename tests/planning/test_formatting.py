@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.planning.units import flops, milliseconds, significant, size
+from runner.planning.formatting import flops, milliseconds, significant, size
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Runs a command that the kernel of Linux kills as soon as its parent process ends: `python tied.py PID WORD …`.
+"""Runs a command that the kernel of Linux kills as soon as its parent process ends.
+
+`python die_with_parent.py PID WORD …`
 
 SLURM and Ray may kill the process that manages a job. The job must then end, too, because nothing would manage it
 anymore. This is a separate program, because a `preexec_fn`, which runs between fork and exec, may deadlock if the

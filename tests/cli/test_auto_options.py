@@ -11,7 +11,7 @@ import pytest
 from helpers.compose import FAST, composed, prepared
 from helpers.permissions import mode
 
-from runner.cli import chosen
+from runner.cli import auto_options
 from runner.cli.composition import Job
 from runner.config.errors import ConfigError
 from runner.planning.choice_cache import Choice, ChoiceCache
@@ -56,7 +56,7 @@ class Measured:
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found = Measured(0.01, DDP)
-    monkeypatch.setattr(chosen, "measured_choice", found)
+    monkeypatch.setattr(auto_options, "measured_choice", found)
     return found
 
 
@@ -64,7 +64,7 @@ def choose(*typed: str, auto: Sequence[str] = ("how=auto",), directory: Path | N
     def compose(words: Sequence[str]) -> Job:
         return Job(composed(*words), list(words))
 
-    return chosen.with_choices(compose([*typed, *auto]), compose, directory)
+    return auto_options.with_choices(compose([*typed, *auto]), compose, directory)
 
 
 def begun(job: Job, parent: Path) -> Path:
@@ -172,7 +172,7 @@ def test_a_run_directory_sets_only_what_a_choice_may_contain(
         return Job(composed(*words), list(words))
 
     directory = begun(Job(composed(*LONG, "seed=5") | {"how": [forged]}, []), tmp_path)
-    job = chosen.with_choices(compose([*LONG, "resume=auto", "how=auto"]), compose, directory)
+    job = auto_options.with_choices(compose([*LONG, "resume=auto", "how=auto"]), compose, directory)
     assert job.config == composed(*LONG, "resume=auto", *DDP) | {"how": DDP}
     assert forged not in seen
 
@@ -183,7 +183,7 @@ def test_a_run_that_is_continued_keeps_its_micro_batches(
 ) -> None:
     typed, auto = (*LONG, f"output_root={tmp_path / 'runs'}"), ("accumulation=auto", *how)
     fitting = [4]
-    monkeypatch.setattr(chosen, "fitting_accumulation", lambda compose, report: fitting[0])
+    monkeypatch.setattr(auto_options, "fitting_accumulation", lambda compose, report: fitting[0])
     first = choose(*typed, auto=auto)
     assert first.config["accumulation"]["steps"] == 4
     begun(first, tmp_path / "runs" / "test")
