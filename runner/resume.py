@@ -346,8 +346,8 @@ def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]
     checkpoint in it.
 
     Raises:
-        ConfigError: if `path` exists and is not a run directory or cannot be read, or if the run is running, or its
-            config cannot be read although there are checkpoints.
+        ConfigError: if `path` exists and is not a run directory, cannot be read or cannot be renamed, or if the run is
+            running, or its config cannot be read although there are checkpoints.
     """
     if not os.path.lexists(path):
         return None, None
@@ -359,7 +359,11 @@ def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]
         return path.resolve(), lock
     aside = run_directory.free_name(path, "superseded")
     with lock:  # a process that has just created the directory, and not locked it yet, must not begin in it
-        os.replace(path, aside)
+        try:
+            os.replace(path, aside)
+        except OSError as error:
+            why = f"the run in it has another config, and the directory cannot be renamed ({error.strerror})"
+            raise ConfigError("--run-directory", str(path), why, "name another one") from None
     if _has_begun(aside):
         log.warning("the run in %s has another config: it is now in %s", path, aside.name)
     else:

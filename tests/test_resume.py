@@ -533,6 +533,18 @@ def test_a_named_directory_that_cannot_be_read_is_refused(bits: int, tmp_path: P
     assert "Permission denied" in refused.value.why
 
 
+def test_a_named_directory_that_cannot_be_renamed_is_refused(tmp_path: Path) -> None:
+    session = prepared(built(*FAST, "steps=5", "seed=1", "resume=auto"))
+    path = claim(tmp_path).rename(tmp_path / "test" / "here")
+    before = content_of(path)
+    with mode(tmp_path / "test", 0o555), pytest.raises(ConfigError) as refused:
+        with claimed_directory(session, tmp_path / "test", "here", []):
+            raise AssertionError("it must not begin")
+    assert (refused.value.key, refused.value.got) == ("--run-directory", str(path))
+    assert "Permission denied" in refused.value.why
+    assert content_of(path) == before
+
+
 def ended_early(cwd: Path) -> Path:
     """A run that was stopped after step 3, with a checkpoint of each step."""
     path = claim(cwd, "optimizer.lr=0.2")

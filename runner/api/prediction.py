@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
-from runner.config.errors import check
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.data.class_folders import EXTENSIONS
 from runner.data.image_input import ImageInput
 from runner.storage.regular_file import check_readable, walk
@@ -50,11 +51,17 @@ def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
         if not path.is_dir():
             found.append(str(path))
             continue
-        images = [os.path.join(where, name) for where, _, names in walk(path) for name in names if _is_image(name)]
+        files = walk(path, onerror=_cannot_list)
+        images = [os.path.join(where, name) for where, _, names in files for name in names if _is_image(name)]
         check(bool(images), "FILES", text, "there are no images in this directory", f"name one with {suffixes}")
         found += sorted(images)
     check(bool(found), "FILES", list(paths), "there is nothing to predict", "name images, or a directory of them")
     return found
+
+
+def _cannot_list(error: OSError) -> NoReturn:
+    why = f"{printable(str(error.filename))} cannot be listed: {error.strerror}"
+    raise ConfigError("FILES", ABSENT, why, "make this directory readable, or name the others") from None
 
 
 def _is_image(name: str) -> bool:

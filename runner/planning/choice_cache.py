@@ -65,7 +65,7 @@ class ChoiceCache:
     ):
         root = root or cache_directory("choices")
         files = [] if config_dir is None else sorted(Path(config_dir).expanduser().glob("parallel/*.yaml"))
-        modes = {file.name: file.read_text(encoding="utf-8", errors="replace") for file in files}
+        modes = {file.name: _text(file) for file in files}
         values = redacted_values({key: value for key, value in config.items() if key not in _NOT_HOW_FAST})
         keys = sorted({override_key(text) for text in typed} - set(_NOT_HOW_FAST))
         text = json.dumps([values, keys, modes], sort_keys=True, default=str)
@@ -123,6 +123,14 @@ class ChoiceCache:
             yield
         finally:
             os.close(file)
+
+
+def _text(file: Path) -> str:
+    """Return the content of an option file; an empty string if it cannot be read, so that it cannot be chosen."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def is_chosen_override(text: object) -> bool:

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -138,13 +138,17 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def walk(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+def walk(top: Path, onerror: Callable[[OSError], object] | None = None) -> Iterator[tuple[str, list[str], list[str]]]:
     """Yield what `os.walk` yields, except directories that are more than `MOST_LEVELS` levels below `top`.
 
     The limit is needed because `os.walk` is recursive before Python 3.12, and fails on a thousand nested directories.
+
+    Args:
+        top: the directory at which the walk begins.
+        onerror: function that is called with the error if a directory cannot be listed; None to skip the directory.
     """
     levels = os.path.join(top, "").count(os.sep)
-    for folder, folders, files in os.walk(top):
+    for folder, folders, files in os.walk(top, onerror=onerror):
         if folder.count(os.sep) >= levels + MOST_LEVELS - 1:
             folders.clear()
         yield folder, folders, files

@@ -295,6 +295,17 @@ def test_files_without_permission_are_an_error(file: str, tmp_path: Path) -> Non
     assert "Permission denied" in error.value.why
 
 
+def test_a_directory_within_that_cannot_be_listed_is_an_error(tmp_path: Path) -> None:
+    """Its images would be missing from the predictions."""
+    (tmp_path / "images" / "secret").mkdir(parents=True)
+    (tmp_path / "images" / "image.png").touch()
+    with mode(tmp_path / "images" / "secret", 0) as secret, pytest.raises(runner.ConfigError) as error:
+        image_files([tmp_path / "images"])
+    assert error.value.key == "FILES"
+    assert str(secret) in error.value.why
+    assert image_files([tmp_path / "images"]) == [str(tmp_path / "images" / "image.png")]
+
+
 def test_white_is_normalized_with_the_mean_and_the_standard_deviation() -> None:
     values = {"shape": [3, 8, 8], "mean": [0.5] * 3, "std": [0.25] * 3, "centre": 1.0}
     inputs = ImageInput.from_dict(values)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 from helpers.compose import FAST, composed
+from helpers.permissions import mode
 
 from runner.planning import choice_cache
 from runner.planning.choice_cache import Choice, ChoiceCache, is_chosen_override
@@ -104,6 +105,21 @@ def test_a_damaged_or_forged_choice_is_ignored_and_said(content: Any, tmp_path: 
     choice, why = entry.read()
     assert choice is None
     assert "cached" in why
+
+
+def test_an_option_file_that_cannot_be_read_is_as_one_without_content(tmp_path: Path) -> None:
+    file = tmp_path / "parallel" / "own.yaml"
+    file.parent.mkdir()
+
+    def path() -> Path:
+        return ChoiceCache(composed(*FAST), (), str(tmp_path), tmp_path).path
+
+    file.touch()
+    empty = path()
+    file.write_text("x: 1\n")
+    assert path() != empty
+    with mode(file, 0):
+        assert path() == empty
 
 
 def test_a_cache_that_cannot_be_written_to_is_none(tmp_path: Path) -> None:
