@@ -36,6 +36,11 @@ bench: .venv/bench
 	@$(BIN)/python -m benchmarks.pipeline --precision bf16
 	@$(BIN)/python -m benchmarks.dqn
 	@$(BIN)/python -m benchmarks.sweep
+	@$(BIN)/python -m benchmarks.trackers
+	@$(BIN)/python -m benchmarks.saving
+	@$(BIN)/python -m benchmarks.plan memory
+	@$(BIN)/python -m benchmarks.plan time
+	@$(BIN)/python -m benchmarks.tune
 
 .venv/ready: pyproject.toml constraints.txt
 	@echo "setting up .venv: the versions in constraints.txt (about 5 GB with torch; a minute or two)"
