@@ -1,4 +1,7 @@
-"""The blocks that a network lists: modules in forward order, between which the network can be split into stages."""
+"""The blocks of a network: the modules that its method `blocks()` returns, in forward order.
+
+A pipeline can split the network into stages between any two blocks.
+"""
 
 from __future__ import annotations
 

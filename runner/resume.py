@@ -133,13 +133,15 @@ def _begin_session(path: Path, session: Session, overrides: list[str], undo: Exi
     Args:
         path: the run directory.
         session: the session that begins.
-        overrides: the overrides of this session. Overrides of earlier sessions stay in the file unless this session
-            overrides the same key.
-        undo: a stack to which callbacks are added that restore the previous files, in case this session is refused.
-        resumed: whether the run directory is that of an earlier session, which determines the words of the error.
+        overrides: the overrides of this session. The file of the overrides also keeps those of earlier sessions, except
+            for keys that this session overrides.
+        undo: an `ExitStack`, to which callbacks that restore the previous files are added. The caller calls them if
+            this session is refused.
+        resumed: whether an earlier session has used the run directory; only the error message depends on it.
 
     Raises:
-        ConfigError: if a file cannot be written; with the key `resume` if `resumed` is True, otherwise `output_root`.
+        ConfigError: if a file cannot be read, written or renamed; with the key `resume` if `resumed` is True, otherwise
+            `output_root`.
     """
     known = set(map(override_key, overrides))
     earlier = [text for text in saved_overrides(path) if override_key(text) not in known]

@@ -318,7 +318,7 @@ class Result:
         return {tag: value for tag, value in self.metrics.items() if tag.startswith("eval/")}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the result as plain values, for JSON."""
+        """Return the result as plain values, for JSON, without `directory` and `cause`."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
 
 

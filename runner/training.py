@@ -98,7 +98,8 @@ def prepare(session: Session, directory: Path, with_table: bool = False) -> Stat
 def initial_state(session: Session, directory: Path, with_table: bool = False) -> State:
     """Return the state of the run before its first step, with the model on its devices.
 
-    The weights are initialized from the seed alone; later random numbers also depend on the process.
+    The weights depend only on the seed of the session; later random numbers also depend on the process. This function
+    seeds torch's global generator, and resets the section timer and the peak of the memory.
 
     Args:
         session: the options and the process.

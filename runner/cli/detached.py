@@ -54,13 +54,13 @@ def start_detached(arguments: list[str]) -> int:
 
 
 class Background:
-    """The connection from a detached sweep to the command that started it.
+    """The pipe from a detached sweep to the process that started it.
 
     Args:
-        descriptor: the file descriptor of a pipe to that command, as text from the command line.
+        descriptor: the file descriptor of the pipe, as a string, because it is passed on the command line.
 
     Raises:
-        ConfigError: if `descriptor` is not a pipe.
+        ConfigError: if `descriptor` is not the file descriptor of an open pipe.
     """
 
     def __init__(self, descriptor: str):

@@ -82,7 +82,11 @@ class _Visited:
 
 
 def _listed(root: Path, holdout: float) -> Listing:
-    """List the training images and the held-out images, with notes about them for the log."""
+    """List the training images and the held-out images below `root`, for `cached`.
+
+    The values of the returned `Listing` are the training images, the held-out images and a list of notes for the log.
+    Paths are relative to `root`.
+    """
     visited = _Visited(root)
     train, held_out = _found(root, holdout, visited)
     values = [visited.relative(train), visited.relative(held_out), visited.notes]

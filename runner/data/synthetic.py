@@ -1,4 +1,4 @@
-"""Random images of any size and number of classes, for benchmarks."""
+"""Random images with labels, for benchmarks; their size and the number of classes are options."""
 
 from __future__ import annotations
 

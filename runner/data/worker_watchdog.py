@@ -47,10 +47,10 @@ class Watch:
         """Return the next batch.
 
         Args:
-            batches: the iterator of a DataLoader with the timeout `POLL`.
+            batches: the iterator of a DataLoader; if it has workers, its timeout must be `POLL`.
 
         Raises:
-            DataError: if a worker died, or no batch arrived in time.
+            DataError: if a worker died, or no batch arrived within `timeout` seconds; all workers were then killed.
             StopIteration: after the last batch.
             Exception: any other exception that `batches` raises.
         """

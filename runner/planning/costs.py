@@ -40,10 +40,12 @@ class Costs:
     """The costs of the operations of one process so far.
 
     Args:
-        operations: how many operations there were of each kind. A kind is the number of floating-point operations of
-            one operation, and the bytes of its arguments and results.
-        backward_flops: floating-point operations in backward passes, which include recomputed forward passes.
-        messages: by the name of the collective, the number of calls and the sum of the bytes of the whole tensors.
+        operations: the number of operations of each kind, except views and communication. A kind is a pair: the number
+            of floating-point operations of one operation, and the bytes of its arguments and results together.
+        backward_flops: floating-point operations in backward passes, including forward passes that are recomputed
+            there.
+        messages: a pair for each collective, and for `send`: the number of calls, and the sum of the bytes. The bytes
+            of a call are those of its input or its output, whichever is larger. Receives and barriers do not count.
     """
 
     operations: Counter[tuple[int, int]] = field(default_factory=Counter)

@@ -255,7 +255,7 @@ def _blocks(model: torch.nn.Module) -> list[str]:
 
 
 def _classify(tracker: MemoryTracker, state: State) -> None:
-    """Tell `tracker` which tensors are parameters, gradients and optimizer state (including averaged weights)."""
+    """Tell `tracker` which tensors are parameters or buffers, gradients, and optimizer state or averaged weights."""
     tracker.set_kind("parameters", [*state.model.parameters(), *state.model.buffers()])
     tracker.set_kind("gradients", [parameter.grad for parameter in state.model.parameters()])
     values = [value for of_parameter in state.optimizer.state.values() for value in of_parameter.values()]

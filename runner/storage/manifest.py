@@ -116,7 +116,13 @@ def _refusals(directory: Path) -> Iterator[None]:
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    """Read and return the manifest in `directory`, after checking its own hash, its schema and its values."""
+    """Return the manifest in `directory` without its own hash, after checking this hash, the schema and the values.
+
+    Raises:
+        DamagedError: if the manifest cannot be parsed, or does not match its hash.
+        ConfigError: if it has another schema, or an invalid value.
+        OSError: if it cannot be read (see `_refusals`).
+    """
     check_no_link(directory)
     path = directory / NAME
     try:

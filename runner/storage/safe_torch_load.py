@@ -82,7 +82,14 @@ def _checked(path: Path) -> bool:
 
 
 def _check_names(pickled: bytes) -> None:
-    """Check that a pickle refers only to classes and functions that tensors and plain values need."""
+    """Check that what a pickle names with the opcode `GLOBAL` is in `torch`, `collections` or `_HARMLESS`.
+
+    This is an additional check: `torch.load` with `weights_only` allows fewer names, and no other opcode that names
+    classes or functions.
+
+    Raises:
+        UnusualFileError: if the pickle names anything else, or a function in `_HARMFUL`.
+    """
     for name in _check_harmless(io.BytesIO(pickled)):
         module = name.partition(" ")[0]
         if not (module in ("torch", "collections") or module.startswith("torch.") or name in _HARMLESS):

@@ -21,7 +21,14 @@ from runner.tools.output import reader_may_leave
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
+    """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error.
+
+    Args:
+        arguments: the words of the command line; None for those of the process.
+
+    Raises:
+        SystemExit: for `--help`, or if argparse refuses the command line.
+    """
     options, unknown = _parser().parse_known_args(arguments)
     try:
         check(not unknown, " ".join(unknown), ABSENT, "there is no such option", "--help lists the options")

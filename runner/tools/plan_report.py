@@ -77,7 +77,7 @@ def plan(
 def _builder(source: Path | None, config_dir: str | None) -> Callable[[Sequence[str]], Run]:
     """Return a function that builds a run from overrides.
 
-    The overrides change the config of the run `source` or, if `source` is None, the default config.
+    The overrides change the config of the run in the directory `source` or, if `source` is None, the default config.
     """
     if source is None:
         return lambda overrides: compose_run(overrides, config_dir, "plan")

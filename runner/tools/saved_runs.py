@@ -171,10 +171,12 @@ def _options(group: str) -> dict[str, dict[str, Any]]:
 
 
 def swept_keys(runs: list[MeasuredRun]) -> list[str]:
-    """Return the config keys whose values differ among `runs`.
+    """Return the config keys whose values differ among `runs`, except
 
-    `REPEATS`, the keys that determine where a run is saved, and keys whose values follow from the option of their group
-    are left out. With `model=resnet18,resnet50`, for example, only `model` is returned: it determines `model.depth`.
+    - the keys in `REPEATS`, such as the seed;
+    - the keys in `_WRITTEN`, which determine where a run is saved;
+    - keys whose values follow from the option of their group. With `model=resnet18,resnet50`, for example, `model` is
+      returned, but `model.depth` is not.
     """
     swept: list[str] = []
     for key in dict.fromkeys(key for run in runs for key in run.labels):

@@ -60,10 +60,10 @@ class _File(logging.FileHandler):
 
 
 class LogFile:
-    """A context manager that writes this project's log messages to a file and to the console.
+    """A context manager that writes this project's log messages to a file and to the console, with credentials masked.
 
-    The file also gets all Python warnings. The console gets level INFO and above on rank 0, and only CRITICAL on other
-    ranks.
+    The file gets all levels, and also Python warnings, which are then not shown on the console. The console gets level
+    INFO and above on rank 0, and only CRITICAL on other ranks.
 
     Args:
         directory: the run directory; rank 0 writes the file `log.txt` in it, rank 1 the file `log_rank_1.txt`.

@@ -52,9 +52,11 @@ class LoggedPoints:
         write_text(path, "".join(self._earlier))
 
     def new(self, values: Mapping[str, T], step: int) -> dict[str, T]:
-        """Return those of `values`, by tag, that no earlier session has logged at `step`.
+        """Return the entries of `values`, a dict by tag, that the file does not contain for `step`.
 
-        A tag that was logged with another value counts as new, unless it is a measurement (see `_MEASURED`).
+        An entry that an earlier session logged with another value is returned, too, unless it is a measurement (see
+        `_MEASURED`). If the run is resumed from a checkpoint before the second-last one, all entries are returned,
+        because the file no longer contains them. The next call of `begin_interval` counts `step` as reached.
         """
         self._step = max(self._step, step)
         if not self._repeated:

@@ -55,8 +55,9 @@ class MetricBuffer:
         """Replace the content of the buffer with metric sums from a checkpoint.
 
         Args:
-            rows: the metric sums of each step or round, float32 [num_rows, num_metrics].
-            step: the step of the checkpoint.
+            rows: this rank's share of the metric sums of each step or round (see `Collectives.local_share`), float32
+                [num_rows, num_metrics].
+            step: the step of the checkpoint; `DivergedError` names it if a loss in `rows` is not finite.
         """
         self._rows, self._blocks, self._steps = [], [rows.to(self._zeros)], array("q", [step] * len(rows))
 
@@ -106,9 +107,9 @@ class MetricBuffer:
 
 
 class StepTimer:
-    """A timer of training steps, or of rounds where the processes divide the steps among themselves (see `Step`).
+    """A timer of training steps. If the processes divide the steps among themselves, it times rounds (see `Step`).
 
-    The time for logging, evaluation and saving checkpoints is not counted.
+    The time for logging, evaluation and saving checkpoints is counted only in `elapsed`.
 
     Args:
         device: the device that computes the steps.

@@ -33,15 +33,16 @@ _MOST_WAITING = 10_000
 
 @dataclass
 class RemoteTracker(Tracker, ABC):
-    """The base class of trackers whose package is called by a separate thread, so that training does not wait.
+    """The base class of trackers that call another package, such as wandb, in a separate thread.
 
-    The calls are made in order. After the first error, which is logged, the run goes on, and nothing more is tracked
-    except the end of the session. Calls that are still in the queue when the process is killed are lost. Animations are
-    not logged.
+    Training does not wait for the calls, which are made in order. After the first error, a warning is logged, the run
+    goes on, and nothing more is tracked except the end of the session. It is also an error if too many calls are
+    waiting, or if `close` has waited for `patience` seconds. Calls that are still in the queue when the process ends
+    are lost. Animations are not logged.
 
     Two files in the run directory are for resumed runs. The first contains the identifier of the run in the backend, so
-    that a resumed run continues it. The second contains the points that were logged since the second-last checkpoint,
-    so that a resumed run does not log these points again (see `LoggedPoints`).
+    that a resumed run continues it. The second contains the points that were logged since the checkpoint before the
+    last one, so that a resumed run does not log these points again (see `LoggedPoints`).
     """
 
     package: ClassVar[str]

@@ -110,7 +110,8 @@ def _loopback() -> str | None:
 def destroy_process_group() -> None:
     """Destroy the process group, if there is one.
 
-    If other ranks still use it, `abort_process_group` must be called instead, so that their collectives fail at once.
+    If other ranks still use it, call `abort_process_group` instead, so that their collectives do not wait for the
+    timeout.
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -51,7 +51,7 @@ class RankError(Exception):
     Args:
         rank: number of the rank.
         what: what happened to the rank, in one line.
-        trace: the traceback of the rank's exception; empty if there is none.
+        trace: the traceback of the rank's exception; empty if there was no exception, or if its message says enough.
         result: the run's result so far; None if rank 0 could not report it.
     """
 

@@ -22,12 +22,12 @@ def import_ray() -> Any:
 
 
 class RayTask:
-    """The actor of a job.
+    """The Ray actor that runs a job.
 
     Args:
         task: the task to run.
-        variables: the environment variables of the scheduler. They are set only if the machine of the job does not set
-            variables with the same names.
+        variables: the environment variables of the process that schedules the sweep. A variable that the actor's
+            process already has keeps its value.
     """
 
     def __init__(self, task: Task, variables: dict[str, str]):

@@ -209,7 +209,10 @@ class DQN(Workload):
                 yield unpack(rows.to(device))
 
     def _due(self, step: int) -> float:
-        """Return the number of environment steps that each process must have taken before optimizer step `step`."""
+        """Return how many environment steps each process must at least have taken before optimizer step `step`.
+
+        The number may be fractional. A small tolerance is subtracted, so that rounding does not cause another step.
+        """
         return (self.warm_up + step / self.replay_ratio - 1e-6) / self._count
 
     def _epsilon(self, env_steps: int) -> float:
