@@ -209,7 +209,7 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path, capsys: pytest.Captu
 def test_files_of_somebody_else_can_neither_control_the_terminal_nor_lead_elsewhere(
     sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outside = save_run(sweep.parent / "outside", "optimizer.lr=77", **evaluated(1.0, 1.0))
+    outside = save_run(sweep.parent / "outside", "optimizer.lr=0.73519", **evaluated(1.0, 1.0))
     (sweep / "link").symlink_to(outside)
     linked = save_run(sweep / "009-linked", "optimizer.lr=66")
     (linked / "result.json").symlink_to(outside / "result.json")
@@ -220,7 +220,7 @@ def test_files_of_somebody_else_can_neither_control_the_terminal_nor_lead_elsewh
         out = compared(capsys, sweep, *arguments)
         assert out.encode()
         assert not {"\x1b", "\x9b"} & set(out)
-        assert "77" not in out
+        assert "0.73519" not in out
     (failure,) = (f for f in Comparison([sweep]).failures if f.name == "009-linked")
     assert failure.state == "damaged"
     assert "\\|" in compared(capsys, sweep, "--markdown")
