@@ -107,7 +107,7 @@ def test_secrets_are_hidden_in_the_command_and_the_variables(monkeypatch: pytest
     told = provenance.environment()
     assert told["command"] == "runner 'data.root=https://ann:***@host/x' 'data.token=***' --auth-token *** lr=1"
     assert told["variables"]["CUDA_VISIBLE_DEVICES"] == "https://ann:***@host"
-    assert "s3" not in json.dumps(told)
+    assert "cret" not in json.dumps(told)
 
 
 def test_a_command_that_is_not_utf_8_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
