@@ -45,7 +45,7 @@ class ConfigLoader(ConfigLoaderImpl):
     def _load_configuration_impl(
         self, config_name: str | None, overrides: list[str], run_mode: RunMode, *rest: Any, **options: Any
     ) -> DictConfig:
-        overrides = list(_with_several_trackers(overrides))
+        overrides = list(with_several_trackers(overrides))
         parsed = OverridesParser.create().parse_overrides(overrides)
         values = [not self._is_option(override) for override in parsed]
         chosen = [text for text, is_value in zip(overrides, values, strict=True) if not is_value]
@@ -116,7 +116,7 @@ class ConfigLoader(ConfigLoaderImpl):
         return (config_name, run_mode, *chosen, JobRuntime.instance().get("name"), *sources, *registered, *files)
 
 
-def _with_several_trackers(overrides: Iterable[str]) -> Iterator[str]:
+def with_several_trackers(overrides: Iterable[str]) -> Iterator[str]:
     for text in overrides:
         if trackers := _TRACKERS.fullmatch(text):
             yield "tracking=several"

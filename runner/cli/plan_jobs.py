@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.cli.arguments import override_value
@@ -160,42 +157,6 @@ class GridJobs(JobSource):
     def next(self) -> PlannedJob | None:
         number, overrides = next(self._all, (-1, []))
         return None if number < 0 else self._planner.plan(number, overrides)
-
-
-def experiment_file(overrides: list[str], comment: str) -> str:
-    """Return the content of an option file for conf/experiment/ with the same effect as `overrides`.
-
-    Overrides that delete a key are left out, because a file cannot delete keys. For an override that deletes a config
-    group (`~GROUP`), the file sets the group to null.
-
-    Args:
-        overrides: the overrides of a job.
-        comment: the text of the comment at the top of the file, without `#`.
-    """
-    groups, values = [], OmegaConf.create()
-    for text in overrides:
-        key, value = override_key(text), text.partition("=")[2]
-        if key in groups_in_defaults():
-            groups.append(f"  - override /{key}: {'null' if text.startswith('~') else value}\n")
-        elif not text.startswith("~"):
-            values = OmegaConf.merge(values, OmegaConf.from_dotlist([text.lstrip("+")]))
-    defaults = f"defaults:\n{''.join(groups)}  - _self_\n" if groups else ""
-    return f"# @package _global_\n# {comment}\n{defaults}{OmegaConf.to_yaml(values) if values else ''}"
-
-
-def experiment_command(directory: str, name: str, config_dir: str | None) -> str:
-    """Return the command that trains an experiment.
-
-    Args:
-        directory: the directory that contains `experiment/NAME.yaml`.
-        name: the name of the experiment.
-        config_dir: the directory with the user's own options that the experiment may choose; None if there is none.
-    """
-    words = ["python", "-m", "runner", "--config-dir", directory]
-    if config_dir is not None:
-        own = json.dumps(f"file://{os.path.abspath(os.path.expanduser(config_dir))}", ensure_ascii=False)
-        words.append(f"hydra.searchpath=[{own}]")
-    return shlex.join([*words, f"experiment={name}"])
 
 
 def _has(config: Any, path: list[str]) -> bool:

@@ -9,8 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.cli.detached import Background
+from runner.cli.experiment_file import experiment_command, experiment_file
 from runner.cli.messages import WIDTH
-from runner.cli.plan_jobs import GridJobs, Planner, experiment_command, experiment_file
+from runner.cli.plan_jobs import GridJobs, Planner
 from runner.cli.sweep_jobs import SweepJobs
 from runner.config.errors import ABSENT, check
 from runner.config.options import groups_in_defaults
@@ -143,6 +144,7 @@ def _report_best(source: SearchJobs, path: Path, num_seeds: int, config_dir: str
     file = path / OPTIONS / "experiment" / "best.yaml"
     with suppress(OSError):  # the line above says it, too
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, experiment_file(overrides, f"The best of {source.num_trials} trials: {lines[0]}"))
+        comments = [f"The best of {source.num_trials} trials: {lines[0]}"]
+        write_text(file, experiment_file(overrides, comments, config_dir))
         lines.append(f"run: {experiment_command(str(path / OPTIONS), 'best', config_dir)}")
     print("\n".join(lines), flush=True)

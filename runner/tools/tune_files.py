@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-
-from runner.cli.plan_jobs import experiment_command
-from runner.config.options import option_files
-from runner.config.overrides import override_key
+from runner.cli.experiment_file import experiment_command, experiment_file
 from runner.storage import run_directory
 from runner.storage.durable_write import write_text
 from runner.system.cpu import cpu_model
@@ -44,36 +39,14 @@ def write(report: dict[str, Any], output_root: str) -> Path:
     write_text(directory / "tune.json", json.dumps(report, indent=2) + "\n")
     if not deleted_keys(report):
         (directory / "experiment").mkdir()
-        text = experiment([*report["typed"], *report["chosen"]], report["config_dir"])
+        config_dir = report["config_dir"]
+        command = experiment_command("DIRECTORY", EXPERIMENT, config_dir)
+        comments = [command, f"Measured by runner.tools.tune on {cpu_model()}."]
+        text = experiment_file([*report["typed"], *report["chosen"]], comments, config_dir)
         write_text(directory / "experiment" / f"{EXPERIMENT}.yaml", text)
     if is_installed("matplotlib"):
         picture(report).savefig(directory / PICTURE)
     return directory
-
-
-def experiment(overrides: Sequence[str], config_dir: str | None = None) -> str:
-    """Return the text of an option file for conf/experiment/ with the same effect as `overrides`.
-
-    Args:
-        overrides: overrides that delete no key.
-        config_dir: a directory with the user's own options, which the overrides may choose; None to use only conf/.
-    """
-    groups = option_files(*([Path(config_dir).expanduser()] if config_dir else []))
-    defaults: list[Any] = []
-    content: Any = OmegaConf.create()
-    for text in overrides:
-        key, value = override_key(text), text.partition("=")[2]
-        if key == "experiment":
-            defaults.insert(0, value)
-        elif key in groups:
-            defaults = [each for each in defaults if not isinstance(each, dict) or f"override /{key}" not in each]
-            defaults.append({f"override /{key}": value})
-        else:
-            OmegaConf.update(content, key, OmegaConf.from_dotlist([f"v={value}"])["v"])
-    head = f"# @package _global_\n# {experiment_command('DIRECTORY', EXPERIMENT, config_dir)}\n"
-    listed = OmegaConf.to_yaml(OmegaConf.create({"defaults": [*defaults, "_self_"]}))
-    values = OmegaConf.to_yaml(content) if content else ""
-    return f"{head}# Measured by runner.tools.tune on {cpu_model()}.\n{listed}{values}"
 
 
 def picture(report: dict[str, Any]) -> Figure:

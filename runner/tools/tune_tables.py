@@ -13,7 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.cli.plan_jobs import experiment_command
+from runner.cli.experiment_file import experiment_command
+from runner.config.options import groups_in_defaults
 from runner.config.overrides import override_key
 from runner.planning.formatting import significant, size
 from runner.planning.tuning import BUDGET_SPENT
@@ -110,8 +111,9 @@ def verdict(report: dict[str, Any]) -> list[str]:
 
 
 def deleted_keys(report: dict[str, Any]) -> list[str]:
-    """Return the keys that the typed overrides delete."""
-    return [override_key(text) for text in report["typed"] if text.startswith("~")]
+    """Return the keys that the typed overrides delete, except for config groups."""
+    deleted = [override_key(text) for text in report["typed"] if text.startswith("~")]
+    return [key for key in deleted if key not in groups_in_defaults()]
 
 
 def _table(title: str, titles: Sequence[str]) -> Table:

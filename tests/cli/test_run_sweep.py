@@ -7,12 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-import yaml
 from helpers.command import Command, glob, leftovers, run_command, until
 from helpers.compose import FAST
 
-from runner.cli.composition import Composer
-from runner.cli.plan_jobs import experiment_file
 from runner.storage.run_directory import read_result
 from runner.sweep.console import is_running
 from runner.sweep.ledger_reader import read_ledger
@@ -83,37 +80,6 @@ def test_a_metric_that_is_not_measured_stops_the_search(tmp_path: Path) -> None:
     assert "sweep.metric: got 'eval/los'" in told
     assert "did you mean eval/loss?" in told
     assert len(list(tmp_path.glob("outputs/sweeps/*/*/*/result.json"))) == 1
-
-
-def test_overrides_as_a_file() -> None:
-    overrides = ["optimizer=adamw", "precision='16'", "optimizer.lr=0.001", "+x=[1,2]", "name='a, b'", "seed=3"]
-    overrides += ["~model", "~data=digits", "~max_grad_norm"]
-    text = experiment_file(overrides, "the best")
-    assert text.startswith("# @package _global_\n# the best\ndefaults:\n")
-    assert yaml.safe_load(text) == {
-        "defaults": [
-            {"override /optimizer": "adamw"},
-            {"override /precision": "16"},
-            {"override /model": None},
-            {"override /data": None},
-            "_self_",
-        ],
-        "optimizer": {"lr": 0.001},
-        "x": [1, 2],
-        "name": "a, b",
-        "seed": 3,
-    }
-
-
-def test_a_group_without_an_option_is_so_in_the_file_too(tmp_path: Path) -> None:
-    overrides = ["workload=dqn", "~model", "~ema"]
-    file = tmp_path / "experiment" / "best.yaml"
-    file.parent.mkdir()
-    file.write_text(experiment_file(overrides, "the best"))
-    from_file = Composer(str(tmp_path)).run(["experiment=best"]).config
-    typed = Composer().run(overrides).config
-    assert from_file == typed
-    assert from_file.get("model") is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from runner.planning.tuning import BUDGET_SPENT
 from runner.system.exit_codes import CRASHED, DONE, REFUSED
 from runner.tools import tune, tune_files
 from runner.tools.composed_run import compose_run
-from runner.tools.tune_files import experiment, picture, write
+from runner.tools.tune_files import picture, write
 from runner.tools.tune_tables import cells, verdict
 
 SMALL = ("model=tiny", "data.size=8", "device=cpu", "device.threads=1", "parallel=single")
@@ -131,13 +131,6 @@ def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pyt
     assert (directory / "tune.json").exists()
     assert not (directory / "tune.png").exists()
     assert "pip install -e '.[plot]'" in verdict(report())[-1]
-
-
-def test_an_experiment_inherits_one_that_was_typed() -> None:
-    text = experiment(["experiment=ten_epochs", "data.size=8", "+x.y=[1,2]", "parallel=ddp", "parallel=fsdp"])
-    lines = text.splitlines()
-    assert lines[3:8] == ["defaults:", "- ten_epochs", "- override /parallel: fsdp", "- _self_", "data:"]
-    assert "  size: 8" in lines
 
 
 def test_the_picture_has_a_bar_for_each_measured_candidate() -> None:

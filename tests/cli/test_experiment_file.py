@@ -1,0 +1,77 @@
+"""Experiments that are written from overrides: composed, they are what the overrides are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from runner.cli.arguments import quoted
+from runner.cli.composition import Composer
+from runner.cli.experiment_file import experiment_file
+
+
+def written(overrides: list[str], directory: Path, config_dir: str | None = None) -> str:
+    """Write the experiment `best` to `directory`, and return its content."""
+    file = directory / "experiment" / "best.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(experiment_file(overrides, ["the best"], config_dir), encoding="utf-8")
+    return file.read_text(encoding="utf-8")
+
+
+def test_overrides_as_a_file() -> None:
+    overrides = ["optimizer=adamw", "precision='16'", "optimizer.lr=0.001", "+x=[1,2]", "name='a, b'", "seed=3"]
+    overrides += ["~model", "~data=digits", "~max_grad_norm", "optimizer=adam"]
+    text = experiment_file(overrides, ["the best", "of all"])
+    assert text.startswith("# @package _global_\n# the best\n# of all\ndefaults:\n")
+    assert yaml.safe_load(text) == {
+        "defaults": [
+            {"override /optimizer": "adam"},
+            {"override /precision": "16"},
+            {"override /model": None},
+            {"override /data": None},
+            "_self_",
+        ],
+        "optimizer": {"lr": 0.001},
+        "x": [1, 2],
+        "name": "a, b",
+        "seed": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["seed=4"],
+        ["++seed=4", "steps=null", "name="],
+        ["experiment=ten_epochs", "optimizer.lr=0.01"],
+        ["experiment=ten_epochs", "schedule=cosine"],
+        ["experiment=[ten_epochs,dqn_mountaincar]"],
+        ["debug=overfit", "schedule=cosine"],
+        ["experiment=ten_epochs", "debug=smoke", "seed=3"],
+        ["workload=dqn", "~model", "~ema"],
+        ["ema=null", "precision=16"],
+        ["tracking=[tensorboard,csv]"],
+        ["model=resnet18", "model.freeze=[stem]", "optimizer={lr: 0.3}"],
+        ["workload=dqn", "env.id=a/B-v1", "+env.options={a: 1, b: 'x'}"],
+        ["data=imagefolder", "data.root=/data/run #1", "name=007"],
+        ["data=imagefolder", "data.root=@images", "name=a: b"],
+    ],
+    ids=" ".join,
+)
+def test_an_experiment_is_composed_to_what_the_overrides_are(overrides: list[str], tmp_path: Path) -> None:
+    written(overrides, tmp_path)
+    typed = Composer().run([quoted(text, sweep=False) for text in overrides]).config
+    assert Composer(str(tmp_path)).run(["experiment=best"]).config == typed
+
+
+def test_groups_of_ones_own_are_chosen_in_the_experiment(tmp_path: Path) -> None:
+    file = tmp_path / "mine" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("a: 1\nb: 2\n")
+    overrides = ["+mine=mine", "mine.b=3"]
+    assert "- /mine: mine\n" in written(overrides, tmp_path, str(tmp_path))
+    typed = Composer(str(tmp_path)).run(overrides).config
+    assert Composer(str(tmp_path)).run(["experiment=best"]).config == typed
+    assert typed["mine"] == {"a": 1, "b": 3}
