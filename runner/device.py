@@ -111,7 +111,7 @@ class Device:
         if deterministic:
             # https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.set_num_threads(self.threads or _default_threads(device, num_data_workers))
+        torch.set_num_threads(self.threads or default_threads(device, num_data_workers))
         torch.backends.cudnn.benchmark = device.type == "cuda" and not deterministic
         _use_deterministic(deterministic)
         if device.type == "cuda":
@@ -127,8 +127,8 @@ class Device:
 _AVAILABLE = "device=auto chooses an available device; `python -m runner.tools.doctor` lists them"
 
 
-def _default_threads(device: torch.device, num_data_workers: int) -> int:
-    """Return the default number of CPU threads for an operation.
+def default_threads(device: torch.device, num_data_workers: int) -> int:
+    """Return the number of CPU threads for an operation if `device.threads` is null.
 
     On the CPU, one core is left to each data worker, up to half of the cores in total, because a thread that has to
     wait for a core holds up the other threads of its operation: beside a busy data worker, two threads on two cores can

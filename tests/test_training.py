@@ -24,6 +24,7 @@ from runner.run import Run, Session
 from runner.seeds import derive
 from runner.state import State, _is_finite
 from runner.storage.checkpoint import Checkpoints
+from runner.tracking.recorder import Recorder
 
 WILD = ("data.crop=0", "schedule=constant", "optimizer.lr=900", "batch_size=32", "steps=40")
 NAN, INF = float("nan"), float("inf")
@@ -225,6 +226,26 @@ def test_finite_tensors_are_told_from_others_even_if_their_sum_overflows(dtype: 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # result.json
+
+
+def test_points_are_dropped_only_if_the_checkpoint_after_them_is_complete(
+    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tracker drops the points up to the previous checkpoint at `flush`: a resumed run would log them again."""
+    write, flush, complete = Checkpoints._write, Recorder.flush, []
+
+    def slow(self: Checkpoints, *arguments: Any) -> None:
+        time.sleep(0.3)  # longer than a step
+        write(self, *arguments)
+
+    def spied(self: Recorder) -> None:
+        complete.append(sorted(path.name for path in self._directory.glob("checkpoints/step_*")))
+        flush(self)
+
+    monkeypatch.setattr(Checkpoints, "_write", slow)
+    monkeypatch.setattr(Recorder, "flush", spied)
+    trained("steps=3", "save_every=1", "keep=9")
+    assert complete[:3] == [[], ["step_00000001"], ["step_00000001", "step_00000002"]]
 
 
 def test_the_result_agrees_with_the_curves(trained: Callable[..., Trained]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from runner.config.errors import ConfigError
 from runner.config.options import option_files
 from runner.config.overrides import override_key
 from runner.config.schema import component_fields, option_fields
+from runner.device import default_threads
 from runner.model.base import without_memory
 from runner.parallel.base import Parallel
 from runner.parallel.compiling import BLOCKS, modules_of_blocks
@@ -178,8 +178,8 @@ class Candidates:
 
     def _threads(self) -> Iterator[Overrides]:
         """Yield overrides that give a single process on the CPU another number of threads than the default."""
-        asked = os.environ.get("OMP_NUM_THREADS", "")
-        default, count = int(asked) if asked.isdecimal() else self._cores, self._cores
+        default = default_threads(self.session.device, self.base.workload.num_data_workers)
+        count = self._cores
         while self._on_cpu and self._is_free("device.threads") and count:
             if count != default:
                 yield (f"device.threads={count}",)

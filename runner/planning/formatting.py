@@ -8,8 +8,10 @@ import math
 def significant(value: float, digits: int = 4) -> str:
     """Return `value` as text with `digits` significant digits, but never with fewer than all of its integer digits.
 
-    Zeros at the end of a fraction are left out. Examples: `12.35`, `1,234,567`, `0.0012`.
+    Zeros at the end of a fraction are left out. Examples: `12.35`, `1,234,567`, `0.0012`, `inf`.
     """
+    if not math.isfinite(value):
+        return str(value)
     power = math.floor(math.log10(abs(value))) if value else 0
     text = f"{value:,.{max(0, digits - 1 - power)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

@@ -86,16 +86,23 @@ def measured(session: Session, result: Mapping[str, Any], directory: Path) -> di
     """
     if not result.get("step_seconds"):
         return None
-    saved = checkpoints(directory)
-    files = saved[-1].iterdir() if saved else ()
     peak_of = {"cpu": "the process of rank 0", "cuda": "the tensors of its first device"}  # see `memory.usage`
     return {
         "seconds": result["step_seconds"]["median"],
         "samples_per_second": result.get("samples_per_second", 0.0),
         "peak_bytes": result.get("peak_memory_bytes", 0),
         "peak_of": peak_of.get(session.device.type, "its device"),
-        "checkpoint_bytes": sum(file.stat().st_size for file in files) or None,
+        "checkpoint_bytes": _newest_checkpoint_bytes(directory),
     }
+
+
+def _newest_checkpoint_bytes(directory: Path) -> int | None:
+    """Return the size of a run's newest checkpoint; None if there is none, or if it cannot be read."""
+    try:
+        saved = checkpoints(directory)
+        return sum(file.lstat().st_size for file in saved[-1].iterdir()) or None if saved else None
+    except OSError:
+        return None
 
 
 def _described(session: Session) -> dict[str, str]:

@@ -31,7 +31,7 @@ def _damages(labels: dict[str, Any], result: dict[str, Any]) -> Iterator[str]:
     times, metrics = result.get("step_seconds", {}), result.get("metrics", {})
     numbers = {f"step_seconds.{name}": number for name, number in times.items()}
     numbers |= {f"metrics.{tag}": number for tag, number in metrics.items()}
-    numbers |= {key: result[key] for key in ("peak_memory_bytes", "world_size") if key in result}
+    numbers |= {key: result[key] for key in ("peak_memory_bytes", "world_size", "samples_per_second") if key in result}
     for key, number in numbers.items():
         if not is_finite(number):
             yield f"{key} in its result.json is not a finite number, but {_shown(number)}"

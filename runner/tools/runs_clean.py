@@ -24,9 +24,12 @@ from runner.tools.saved_runs import REMOVED
 
 _SWEEP_FILES = (
     *(LEDGER, ".lock", STUDY, f"{CONSOLE}/*.txt", f"{OPTIONS}/experiment/best.yaml", f"{slurm.FOLDER}/*"),
-    "events.out.tfevents.*",
+    *(f".{LEDGER}.part", f"{OPTIONS}/experiment/.best.yaml.part", "events.out.tfevents.*"),
 )
-"""Patterns of the paths that a sweep writes below its directory, besides the directories of its runs."""
+"""Patterns of the paths that a sweep writes below its directory, besides the directories of its runs.
+
+The files `*.part` are what a sweep that was killed, or a full disk, leaves of a file that it began to write.
+"""
 
 
 class KeptError(Exception):

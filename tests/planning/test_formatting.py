@@ -6,10 +6,20 @@ import pytest
 
 from runner.planning.formatting import flops, milliseconds, significant, size
 
+INF = float("inf")
+
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (12.345, "12.35"), (12.0, "12"), (100, "100"), (15_230, "15,230"), (0.001234567, "0.001235")],
+    [
+        (0, "0"),
+        (12.345, "12.35"),
+        (12.0, "12"),
+        (100, "100"),
+        (15_230, "15,230"),
+        (0.001234567, "0.001235"),
+        (float("inf"), "inf"),
+    ],
 )
 def test_four_digits_are_written_without_an_exponent(value: float, text: str) -> None:
     assert significant(value) == text

@@ -428,6 +428,8 @@ def test_a_run_is_planned_from_its_directory(tmp_path: Path, capsys: pytest.Capt
     assert found["measured"]["seconds"] == result["step_seconds"]["median"]
     assert found["measured"]["samples_per_second"] == result["samples_per_second"]
     assert found["measured"]["peak_bytes"] == result["peak_memory_bytes"]
+    newest = max((run / "checkpoints").iterdir())
+    assert found["measured"]["checkpoint_bytes"] == sum(file.stat().st_size for file in newest.iterdir())
     rows = {title: rows for title, _, rows in tables(found)}["predicted and measured"]
     flop = sum(rank["forward_flops"] + rank["backward_flops"] for rank in found["ranks"])
     assert ["arithmetic of a step", flops(flop), f"{flops(flop / found['measured']['seconds'])}/s"] in rows
@@ -435,7 +437,11 @@ def test_a_run_is_planned_from_its_directory(tmp_path: Path, capsys: pytest.Capt
     assert changed["batch"]["batch_size"] == 64
     assert changed["measured"] is None, "it has not trained like this"
     assert changed["remedies"]
-    for median in ("soon", 0, None):  # somebody else may have written it
+    (newest / "link").symlink_to("nothing")  # somebody else may have written it
+    assert report(capsys, str(run))["measured"]["checkpoint_bytes"] > 0
+    newest.with_name("step_99999999").touch()
+    assert report(capsys, str(run))["measured"]["checkpoint_bytes"] is None
+    for median in ("soon", 0, None):
         (run / "result.json").write_text(json.dumps(result | {"step_seconds": {"median": median}}))
         assert report(capsys, str(run))["measured"] is None
 

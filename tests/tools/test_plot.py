@@ -275,6 +275,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "best.metric": (["eval/loss"], NO_RESULT),
     "world_size": ("2", "world_size in its result.json is not a finite number, but '2'"),
     "peak_memory_bytes": ([], "peak_memory_bytes in its result.json is not a finite number, but []"),
+    "samples_per_second": (math.inf, "samples_per_second in its result.json is not a finite number, but inf"),
 }
 """A key of a result -> a value of a wrong type, and why the run is excluded."""
 

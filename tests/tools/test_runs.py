@@ -224,7 +224,8 @@ def test_whole_sweeps_are_removed(outputs: Path) -> None:
 @pytest.mark.parametrize("arguments", [[], ["--sweeps"]])
 def test_all_that_a_sweep_writes_is_removed(arguments: list[str], outputs: Path) -> None:
     sweep = outputs / "sweeps" / "s" / "2026"
-    for name in ("study.log", "conf/experiment/best.yaml", "events.out.tfevents.1.0", "slurm/ends/ab_0"):
+    unfinished = (".sweep.json.part", "conf/experiment/.best.yaml.part")  # of a file that was not written to its end
+    for name in ("study.log", "conf/experiment/best.yaml", "events.out.tfevents.1.0", "slurm/ends/ab_0", *unfinished):
         (sweep / name).parent.mkdir(parents=True, exist_ok=True)
         (sweep / name).write_text("")
     assert runs.main([*arguments, "--clean", "--yes"]) == 0
