@@ -167,6 +167,7 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
             break
         if stopping and step.number < session.num_steps:
             state.checkpoints.wait()
+            state.out_of_time = session.collectives.from_rank_0(lambda: state.out_of_time)
             log.info("%s: saved after step %d", state.out_of_time or "asked to stop", step.number)
             return "stopped"
     state.checkpoints.wait()

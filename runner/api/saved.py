@@ -34,7 +34,7 @@ def load(directory: str | os.PathLike[str]) -> SavedRun:
     Raises:
         ConfigError: if there is no run whose config can be read, or `directory` is a checkpoint.
     """
-    return SavedRun(Path(directory).expanduser())
+    return SavedRun(Path(os.path.expanduser(directory)))
 
 
 class SavedRun:

@@ -212,7 +212,8 @@ class FileSamples(LabeledSamples):
                 indices, images, targets = self._readable(loaded)
                 if len(targets):
                     yield indices, images, targets
-            if start < stop and all(path in self.unreadable.files for path in self.paths[start:stop]):
+            # Other shards may have readable files.
+            if shard[1] == 1 and len(self) and all(path in self.unreadable.files for path in self.paths):
                 raise self._none_readable()
 
         mean, std = per_channel(self.mean, device), per_channel(self.std, device)

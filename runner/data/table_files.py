@@ -15,6 +15,7 @@ import torch
 
 from runner.config.errors import ConfigError, check, did_you_mean
 from runner.data.safe_file import read_regular_file
+from runner.storage.regular_file import check_readable
 from runner.storage.safe_torch_load import load_tensors
 
 SUFFIXES = (".csv", ".npz", ".pt")
@@ -193,9 +194,10 @@ def existing(path: str) -> Path:
     """Return `path` with the home directory in place of `~`.
 
     Raises:
-        ConfigError: with the key `file`, if there is no such file.
+        ConfigError: with the key `file`, if there is no such file, or its directory may not be searched.
     """
     file = Path(path).expanduser()
+    check_readable("file", file)
     why = f"there is no such file in {file.parent.absolute()}"
     check(file.is_file(), "file", path, why, "data.file=PATH, or data.file=null for samples of a known function")
     return file

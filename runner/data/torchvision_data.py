@@ -28,6 +28,7 @@ from runner.config.errors import ConfigError, check, check_choice, check_range
 from runner.data.auto_augment import POLICIES, Augment
 from runner.data.base import Data, Samples
 from runner.data.memory import TensorSamples
+from runner.storage.regular_file import check_readable
 
 _PATIENCE = 10
 """Number of seconds that a server may take to respond."""
@@ -116,6 +117,7 @@ class Downloadable(Data):
         return Path(self.root).expanduser() / self.folder / name
 
     def _missing(self) -> list[Path]:
+        check_readable("root", Path(self.root).expanduser() / self.folder / self._files()[0])
         return [self._path(name) for name in self._files() if not self._path(name).is_file()]
 
     def _download(self) -> None:

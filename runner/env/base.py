@@ -151,8 +151,8 @@ class Env:
         try:
             if module:
                 importlib.import_module(module)
-        except ImportError as error:
-            why = f"the module {module} cannot be imported: {error}"
+        except Exception as error:  # third-party modules may raise anything
+            why = f"the module {module} cannot be imported: {type(error).__name__}: {error}"
             raise ConfigError("id", self.id, why, "install what is missing, or correct the name") from None
         try:
             return gymnasium.spec(name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -65,7 +67,7 @@ class FSDP(MultiProcess):
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32),
             "offload_policy": CPUOffloadPolicy() if self.offload and device.type != "cpu" else OffloadPolicy(),
         }
-        for block in modules_of_blocks(model):
+        for block in _without_tied_weights(modules_of_blocks(model)):
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
         # By default, FSDP does not reshard the root's own parameters, because the backward pass needs them first.
         fully_shard(model, reshard_after_forward=False, **options)
@@ -94,6 +96,12 @@ class FSDP(MultiProcess):
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
         average_buffers(model, self._context.collectives)
         return super().full_state(model, optimizer)
+
+
+def _without_tied_weights(blocks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the blocks that share no parameter with another block. FSDP shards shared parameters with the root's."""
+    counts = Counter(id(parameter) for block in blocks for parameter in block.parameters())
+    return [block for block in blocks if all(counts[id(parameter)] == 1 for parameter in block.parameters())]
 
 
 def inputs_to_channels_last(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -31,7 +31,8 @@ _TABLE = {
     '"name": value, as in JSON': rf"""(?i:{_NAME})["'] ?: ?(?=["'\d]){_VALUE}""",
     "a line of YAML": rf"(?im:^ *(?:- )?[\w.]{{0,100}}?{_NAME}: )(?!got )(?P<secret>[^\n]+)",
     "the same with a quoted name": (
-        rf"""(?im:^ *(?:- )?(?P<mark>["'])[\w.]{{0,100}}?{_NAME}(?P=mark): )(?!["'\d])(?P<secret>[^\n]+)"""
+        rf"""(?im:^ *(?:- )?(?P<mark>["'])[\w.]{{0,100}}?{_NAME}(?P=mark): )"""
+        r"""(?!["'\d{\[])(?P<secret>[^\n]+?)(?m:(?=,?$))"""  # JSON has a comma at the end of the line
     ),
     "{name: value}, as in an override": rf"""(?i:[{{,] ?["']?[\w.]{{0,100}}?{_NAME}["']?): ?{_VALUE}""",
     "the message of a config error": rf"(?i:{_NAME}: got ){_VALUE}",

@@ -8,6 +8,7 @@ not done follow in a second table, which says why.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = _parser().parse_known_args(arguments)
     try:
         check(not unknown, " ".join(unknown), ABSENT, "there is no such option", "--help lists the options")
-        paths = [Path(path).expanduser() for path in options.paths]
+        paths = [Path(os.path.expanduser(path)) for path in options.paths]
         for path in paths:
             remedy = "name a run directory, a sweep, or a directory with some below it"
             check(path.is_dir(), "PATH", str(path), "there is no such directory", remedy)

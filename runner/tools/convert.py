@@ -74,13 +74,13 @@ class Weights(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
     options = _parser().parse_args(arguments)
-    destination = Path(options.destination).expanduser()
+    destination = Path(os.path.expanduser(options.destination))
     try:
         check_destination(destination, options.force)
         if destination.suffix in PROGRAMS:
-            print(exported(Path(options.source).expanduser(), destination, options.best, options.module_prefix))
+            print(exported(Path(os.path.expanduser(options.source)), destination, options.best, options.module_prefix))
             return 0
-        weights = read(Path(options.source).expanduser(), options.best)
+        weights = read(Path(os.path.expanduser(options.source)), options.best)
         write(weights.tensors, destination, PREFIX if options.module_prefix else "", weights.signature)
     except ConfigError as error:
         print(error, file=sys.stderr)

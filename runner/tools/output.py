@@ -80,7 +80,7 @@ def check_writable(flag: str, value: str | None, suffix: str = "") -> None:
     """
     if value is None:
         return
-    path = Path(value).expanduser()
+    path = Path(os.path.expanduser(value))
     check(not path.is_dir(), flag, value, "it is a directory", "name a file")
     usual = not os.path.lexists(path) or (path.is_file() and not path.is_symlink())
     check(usual, flag, value, "it is a link, a pipe or a device, in whose place the file would be put", "name a file")
@@ -102,7 +102,7 @@ def write_or_refuse(flag: str, value: str | None, write: Callable[[Path], object
     """
     if value is not None:
         try:
-            write(Path(value).expanduser())
+            write(Path(os.path.expanduser(value)))
         except OSError as error:
             why = f"it cannot be written: {error.strerror}"
             raise ConfigError(flag, value, why, "make room, or write it elsewhere") from None

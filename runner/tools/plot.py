@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        paths = [Path(path).expanduser() for path in options.paths]
-        plot(paths, Path(options.out).expanduser() if options.out else _common(paths) / "plots")
+        paths = [Path(os.path.expanduser(path)) for path in options.paths]
+        plot(paths, Path(os.path.expanduser(options.out)) if options.out else _common(paths) / "plots")
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     has been printed to standard error.
     """
     options, unknown = _parser().parse_known_args(arguments)
-    root = Path(options.path).expanduser()
+    root = Path(os.path.expanduser(options.path))
     try:
         check(not unknown, " ".join(unknown), ABSENT, "there is no such option", "--help lists the options")
         check(root.is_dir(), "PATH", str(root), "there is no such directory", "name a directory with runs below it")

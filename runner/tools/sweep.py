@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     job has failed (see `follow`). With `--resume`, it is the exit code of the sweep.
     """
     options, unknown = _parser().parse_known_args(arguments)
-    path = Path(options.path).expanduser()
+    path = Path(os.path.expanduser(options.path))
     try:
         check(not unknown, " ".join(unknown), ABSENT, "there is no such option", "--help lists the options")
         check_readable("PATH", path / LEDGER)

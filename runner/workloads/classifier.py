@@ -11,7 +11,7 @@ import torch
 
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError, check, check_range, errors_under
-from runner.data.base import Batch, LabeledSamples, Samples
+from runner.data.base import Batch, DataError, LabeledSamples, Samples
 from runner.data.mixing import Mixing
 from runner.tracking.image_grids import class_shares, confusion_matrix, grid
 from runner.tracking.metrics import MetricSums
@@ -172,6 +172,8 @@ class Classifier(DataWorkload[LabeledSamples]):
 
     def summarize(self, sums: MetricSums) -> dict[str, float]:
         count = int(sums["count"])
+        if not count:
+            raise DataError("the held-out images", "none of them can be read", "check that they are images")
         means = {"loss": float(sums["loss"]) / count, "accuracy": int(sums["correct"]) / count}
         return means | ({"top5_accuracy": int(sums["top5"]) / count} if self.top5 else {})
 

@@ -250,6 +250,12 @@ def test_where_none_can_be_read_the_run_ends(how):
         list(itertools.islice(batches, 3))
 
 
+def test_a_shard_without_a_readable_file_is_empty():
+    samples = made_up(damaged=tuple(range(10)))
+    assert [list(samples.in_order(8, (shard, 2), CPU)) for shard in (0, 0)] == [[], []]
+    assert sum(len(batch.targets) for batch in samples.in_order(8, (1, 2), CPU)) == 10
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_real_file_that_is_cut_short(photos, tmp_path, workers):
     bad = tmp_path / "cut.jpg"

@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 import torchvision
+from helpers.permissions import mode
 
 from runner.config.errors import ConfigError
 from runner.data import torchvision_data
@@ -208,6 +209,14 @@ def test_a_damaged_idx_file_is_named(tmp_path, name, content):
     with pytest.raises(ConfigError, match=f"{name} is damaged") as refused:
         Mnist(root=str(tmp_path)).load()
     assert "delete it" in refused.value.remedy
+
+
+@pytest.mark.parametrize("folder", ["", "MNIST", "MNIST/raw"])
+def test_a_directory_that_may_not_be_searched_is_refused(tmp_path, folder):
+    write_mnist(tmp_path)
+    with mode(tmp_path / folder, 0), pytest.raises(ConfigError, match="Permission denied") as refused:
+        Mnist(root=str(tmp_path)).load()
+    assert refused.value.key == "root"
 
 
 @pytest.mark.parametrize(

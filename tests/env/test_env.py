@@ -226,11 +226,15 @@ def test_an_environment_whose_process_cannot_reset_it_is_refused(monkeypatch: py
     assert "raised OSError: no license" in refusal.value.why
 
 
-def test_a_module_that_cannot_be_imported_is_named() -> None:
+@pytest.mark.parametrize(
+    ("module", "why"), [("not_installed", "No module named 'not_installed'"), (".relative", "TypeError: "), ("..", "")]
+)
+def test_a_module_that_cannot_be_imported_is_named(module: str, why: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        prepared("not_installed:Game-v0")
-    assert (refusal.value.key, refusal.value.got) == ("id", "not_installed:Game-v0")
-    assert "No module named 'not_installed'" in refusal.value.why
+        prepared(f"{module}:Game-v0")
+    assert (refusal.value.key, refusal.value.got) == ("id", f"{module}:Game-v0")
+    assert f"the module {module} cannot be imported: " in refusal.value.why
+    assert why in refusal.value.why
 
 
 class Counting(Broken):

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.convnet import ConvNet
 from models.resnet import ResNet
 from runner.parallel.compiling import modules_of_blocks
+from runner.parallel.full_state import full_tensor
 from runner.state import State
-from runner.training import prepare
+from runner.training import prepare, train_step
 
 SHAPES = {
     "conv1.conv.weight": (16, 1, 3, 3),
@@ -132,3 +133,38 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, arguments=(), options=None):
         self.names.append(str(operation))
         return operation(*arguments, **(options or {}))
+
+
+class Tied(torch.nn.Module):
+    """A network whose second block has the weights of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (torch.nn.Linear(64, size) for size in (64, 64, 10))
+        self.second.weight = self.first.weight
+
+    def blocks(self) -> list[tuple[str, torch.nn.Module]]:
+        return [("first", self.first), ("second", self.second), ("head", self.head)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1))))))
+
+
+def test_tied_weights_stay_tied(config: dict[str, Any], ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    alone = weights_of_tied(composed(*FAST, *COMMON), tmp_path)
+    assert alone.keys() == {"first.weight", "first.bias", "second.bias", "head.weight", "head.bias"}
+    for weights in ranks(2).do(weights_of_tied, config, tmp_path):
+        for name, weight in alone.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def weights_of_tied(config: dict[str, Any], directory: Path) -> dict[str, torch.Tensor]:
+    """In a rank: the parameters of the network with tied weights after three steps."""
+    with connected(config) as session:
+        session.run.workload.build_model = Tied
+        state = prepare(session, directory)
+        batches = session.run.workload.batches(state.model, session.plan, 0, session.device)
+        for step in session.plan.steps(0, 3):
+            train_step(state, batches, step, log_due=False)
+        assert state.model.first.weight is state.model.second.weight
+        return {name: full_tensor(parameter.detach()).clone() for name, parameter in state.model.named_parameters()}

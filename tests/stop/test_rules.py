@@ -13,7 +13,7 @@ from helpers.command import run_command
 from helpers.compose import FAST, Trained, built, composed, prepared, train_in
 from helpers.events import curves
 from helpers.rank_work import stop_at
-from helpers.ranks import Ranks
+from helpers.ranks import Ranks, train
 from helpers.runs import assert_same, only_run, outcome
 
 from runner.config.errors import ConfigError
@@ -212,6 +212,12 @@ def test_time_that_is_up_while_a_stopped_run_is_saved_did_not_stop_it(
 def test_the_time_is_that_of_rank_0(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     result = ranks(2).train(composed(*FAST, *STEPS, "steps=4", "parallel=ddp"), tmp_path, no_time_on_other_ranks)
     assert (result.status, result.steps) == ("done", 4)
+
+
+def test_every_rank_returns_the_rule_of_rank_0(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    results = ranks(2).do(train, composed(*FAST, *STEPS, "parallel=ddp", "stop.max_time=1e-9"), tmp_path)
+    assert [result.status for result in results] == ["stopped"] * 2
+    assert [result.stopped_by for result in results] == ["stop.max_time: 1e-09 s have passed"] * 2
 
 
 def no_time_on_other_ranks(session: Session) -> None:

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 import runner.workloads.classifier
 from runner.batching import Plan
 from runner.config.errors import ConfigError
+from runner.data.base import DataError
 from runner.workloads.classifier import Classifier, _of_each_class
 
 CPU = torch.device("cpu")
@@ -84,6 +85,12 @@ def test_shards_of_an_evaluation_add_up_to_the_whole(count: int, size: int) -> N
     confusion = torch.zeros(10, 10, dtype=torch.int64)
     confusion.index_put_((held_out.targets, predicted), torch.tensor(1), accumulate=True)
     assert torch.equal(sums["confusion"].view(10, 10), confusion)
+
+
+def test_an_evaluation_without_a_sample_is_an_error() -> None:
+    workload = classifier()
+    with pytest.raises(DataError, match="none of them can be read"):
+        workload.summarize({name: torch.zeros(1) for name in ("loss", "correct", "top5", "count")})
 
 
 def test_several_models_vote_by_their_mean_probability() -> None:
