@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from runner.config.overrides import override_key
 from runner.config.schema import load_class, option_fields
 from runner.run import Result, Run, Session, config_hash
 from runner.storage import run_directory
-from runner.storage.durable_write import sync, write_json, write_text
+from runner.storage.durable_write import sync, write_bytes, write_json
 from runner.storage.manifest import CONFIG, DamagedError, saved_text, verified_manifest
 from runner.storage.regular_file import UnsafeFileError, check_readable, read_regular
 from runner.storage.saved_config import UnreadableConfigError, parse_config
@@ -161,6 +161,9 @@ def _begin_session(path: Path, session: Session, overrides: list[str], undo: Exi
             sync(superseded[-1].parent)
         run_directory.write_config(path, session.run.config, redacted_values([*earlier, *overrides]))
         write_json(path / run_directory.ENVIRONMENT, environment())
+    except UnsafeFileError as error:
+        remedy = "move it away, or resume a copy of the run without it"
+        raise ConfigError("resume", str(error.filename or path), str(error.strerror), remedy) from None
     except OSError as error:
         why = f"{error.filename or path} cannot be written ({error.strerror})"
         key, remedy = "output_root", "make room, or output_root=DIR elsewhere"
@@ -178,7 +181,7 @@ def _restore(path: Path, content: bytes | None) -> None:
     if content is None:
         path.unlink(missing_ok=True)
     elif not path.exists() or read_regular(path, run_directory.LIMIT_BYTES) != content:
-        write_text(path, content.decode(errors="replace"))
+        write_bytes(path, content)
 
 
 def _undone(path: Path, restore: Callable[[], None]) -> None:
@@ -227,7 +230,9 @@ def _locked_new(path: Path) -> IO[str]:
     try:
         lock = run_directory.lock(path)
     except OSError as error:
-        why = f"{error.filename or path} cannot be written ({error.strerror})"
+        with suppress(OSError):  # of a file system without locks; nobody else can have locked it
+            (path / ".lock").unlink()
+        why = f"{error.filename or path} cannot be written or locked ({error.strerror})"
         raise ConfigError("output_root", str(path), why, "make room, or output_root=DIR elsewhere") from None
     why, remedy = "another process is running in it", "wait for it, or name another one"
     check(lock is not None, "--run-directory", str(path), why, remedy)
@@ -331,6 +336,8 @@ def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | 
         ConfigError: if `parent` cannot be read, or the run cannot be locked; or as in `_has_same_config`.
     """
     for path in reversed(run_directory.readable_entries(parent)):
+        if path.is_symlink():  # such as `latest`; the run itself is in this directory, or belongs to another one
+            continue
         if run_directory.read_result(path).get("status") == "done" or not _has_same_config(path, session):
             continue
         lock = _locked(path)
@@ -359,14 +366,16 @@ def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]
     lock = _locked_for_us(path)
     if _has_same_config(path, session):
         return path.resolve(), lock
+    begun = _has_begun(path)
     aside = run_directory.free_name(path, "superseded")
     with lock:  # a process that has just created the directory, and not locked it yet, must not begin in it
         try:
             os.replace(path, aside)
         except OSError as error:
-            why = f"the run in it has another config, and the directory cannot be renamed ({error.strerror})"
+            why = "the run in it has another config, and it" if begun else "it contains no run, and"
+            why = f"{why} cannot be renamed ({error.strerror})"
             raise ConfigError("--run-directory", str(path), why, "name another one") from None
-    if _has_begun(aside):
+    if begun:
         log.warning("the run in %s has another config: it is now in %s", path, aside.name)
     else:
         shutil.rmtree(aside)
@@ -394,13 +403,17 @@ def _has_same_config(path: Path, session: Session) -> bool:
             be read: it may be the run to resume.
     """
     try:
-        return config_hash(completed(saved_config(path).values)) == config_hash(completed(session.run.config))
+        saved = saved_config(path).values
     except UnreadableConfigError as error:
         why = f"whether {path} is the run to resume cannot be determined, because its config cannot be read ({error})"
         remedy = "resume=never starts a new run; resume=auto goes on without that directory once it is moved away"
         check(not _may_have_checkpoints(path), "resume", session.run.resume, why, remedy)
         if path.is_dir() and (path / run_directory.CONFIG).exists():
             log.warning("%s is skipped: %s", path, error)
+        return False
+    try:
+        return config_hash(completed(saved)) == config_hash(completed(session.run.config))
+    except ConfigError:  # it names a class that cannot be loaded, for example of a package that has been removed
         return False
 
 
@@ -445,7 +458,7 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
             for name in names
             if then.get(name) != today.get(name)
         ]
-    then, today = (config.get("optimizer", {}).get("_target_") for config in (saved, now))
+    then, today = (_essential(config.get("optimizer")).get("_target_") for config in (saved, now))
     if then != today:
         differences.append(f"optimizer: {then} then, {today} now")
     why, remedy = f"another run: {'; '.join(differences[:5])}", "take these back, or start a new run, without resume"

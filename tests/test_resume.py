@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import json
 import logging
@@ -284,6 +285,15 @@ def test_options_of_how_may_change(change: str) -> None:
     check_resumable(composed(*FAST), composed(*FAST, change), "PATH")
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", None, []])
+def test_an_optimizer_that_is_no_component_is_refused(optimizer: Any) -> None:
+    """Somebody else may have written the saved config."""
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(composed(*FAST) | {"optimizer": optimizer}, composed(*FAST), "PATH")
+    assert (caught.value.key, caught.value.got) == ("resume", "PATH")
+    assert "optimizer: None then, runner.optimizer.SGD now" in caught.value.why
+
+
 def test_a_config_survives_its_file(tmp_path: Path) -> None:
     config = composed(*FAST, "optimizer=adam", "optimizer.eps=1e-12", "max_grad_norm=1e4", "name=on")
     run_directory.write_config(tmp_path, config, [])
@@ -357,6 +367,21 @@ def test_auto_survives_broken_files_of_another_run(content: dict[str, bytes], tm
     (tmp_path / "test" / "9999-file").touch()
     os.mkfifo(tmp_path / "test" / "9999-pipe")
     assert claim(tmp_path, "resume=auto") == ours
+
+
+def test_auto_skips_a_run_of_a_package_that_has_been_removed(tmp_path: Path) -> None:
+    path = claim(tmp_path)
+    config = saved_config(path).values
+    run_directory.write_config(path, config | {"optimizer": {"_target_": "removed_package.optimizers.Own"}}, [])
+    assert claim(tmp_path, "resume=auto") != path
+
+
+def test_auto_does_not_follow_links(tmp_path: Path) -> None:
+    """Such as a link `latest`, whose run is beside it."""
+    path = claim(tmp_path)
+    (path.parent / "latest").symlink_to(path.name)
+    assert claim(tmp_path, "resume=auto") == path
+    assert claim(tmp_path, "resume=auto", "optimizer.lr=0.3") != path
 
 
 def test_auto_stops_at_checkpoints_whose_config_cannot_be_read(tmp_path: Path) -> None:
@@ -533,6 +558,27 @@ def test_a_named_directory_that_cannot_be_read_is_refused(bits: int, tmp_path: P
     assert "Permission denied" in refused.value.why
 
 
+def test_without_locks_no_directory_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    error = refusal(tmp_path)
+    assert error.key == "output_root"
+    assert "No locks available" in error.why
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_named_directory_without_a_run_that_cannot_be_replaced_is_refused(tmp_path: Path) -> None:
+    session = prepared(built(*FAST, "steps=5", "resume=auto"))
+    (tmp_path / "test" / "here").mkdir(parents=True)
+    with mode(tmp_path / "test", 0o555), pytest.raises(ConfigError) as refused:
+        with claimed_directory(session, tmp_path / "test", "here", []):
+            raise AssertionError("it must not begin")
+    assert refused.value.key == "--run-directory"
+    assert refused.value.why.startswith("it contains no run, and cannot be renamed")
+
+
 def test_a_named_directory_that_cannot_be_renamed_is_refused(tmp_path: Path) -> None:
     session = prepared(built(*FAST, "steps=5", "seed=1", "resume=auto"))
     path = claim(tmp_path).rename(tmp_path / "test" / "here")
@@ -598,6 +644,31 @@ def test_a_file_that_cannot_be_written_is_refused_and_the_others_are_as_they_wer
     assert {file: data for file, data in content_of(path).items() if not file.endswith(".part")} == before
 
 
+def test_bytes_that_are_no_text_are_restored(tmp_path: Path) -> None:
+    path = ended_early(tmp_path)
+    (path / "overrides.yaml").write_bytes(b"\xff\xfe")
+    before = content_of(path)
+    session = prepared(built(*FAST, "steps=4", f"resume={path}", "optimizer.lr=0.3"))
+
+    def refused_later() -> None:
+        with claimed_directory(session, tmp_path, None, []):
+            assert content_of(path) != before
+            raise ConfigError("resume", str(path), "a rank refused it", "nothing")
+
+    with pytest.raises(ConfigError, match="a rank refused it"):
+        refused_later()
+    assert content_of(path) == before
+
+
+def test_a_file_that_is_too_large_to_be_restored_is_refused(tmp_path: Path) -> None:
+    path = ended_early(tmp_path)
+    (path / "overrides.yaml").write_bytes(b"#" * (run_directory.LIMIT_BYTES + 1))
+    error = refusal(tmp_path, f"resume={path}", "optimizer.lr=0.3")
+    assert (error.key, error.got) == ("resume", str(path / "overrides.yaml"))
+    assert "bytes" in error.why
+    assert "room" not in error.remedy
+
+
 def test_an_undo_that_fails_does_not_hide_the_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -609,7 +680,7 @@ def test_an_undo_that_fails_does_not_hide_the_refusal(
 
     def refused_later() -> None:
         with claimed_directory(session, tmp_path, None, []):
-            monkeypatch.setattr(runner.resume, "write_text", failing)
+            monkeypatch.setattr(runner.resume, "write_bytes", failing)
             raise ConfigError("resume", str(path), "a rank refused it", "nothing")
 
     with pytest.raises(ConfigError, match="a rank refused it"):

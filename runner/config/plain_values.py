@@ -9,9 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-_VARIABLE = re.compile(r"\$\{oc\.env:(?:[^{}]|\$\{oc\.env:[^{}]*\})*\}")
-"""A pattern for a reference to an environment variable, whose default may be a reference to another one."""
-_BRACES = re.compile(r"\$\{|[{}]")
+_BRACES = re.compile(r"\$\{(?P<variable>\s*oc\.env\s*:)?|[{}]")
+"""A pattern for a brace; the group `variable` is the beginning of a reference to an environment variable."""
 _MARK = secrets.token_hex(8)
 """A random text, which no config contains. It replaces the `$` of references that OmegaConf must not resolve."""
 _NEEDED = ("name", "output_root", "resume")
@@ -29,30 +28,31 @@ def resolved(config: DictConfig) -> dict[str, Any]:
         OmegaConfBaseException: if an interpolation cannot be resolved.
     """
     raw: Any = OmegaConf.to_container(config, resolve=False)
-    if "${oc.env:" not in str(raw):
+    if "oc.env" not in str(raw):
         return OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportReturnType]
     raw = {key: value if key in _NEEDED else _mapped(_marked, value) for key, value in raw.items()}
     return _mapped(_unmarked, OmegaConf.to_container(OmegaConf.create(raw), resolve=True))
 
 
 def _marked(text: str) -> str:
-    """Return `text`, with a mark in each reference to an environment variable outside other interpolations."""
+    """Return `text`, with a mark in each reference to an environment variable outside other interpolations.
 
-    def mark(match: re.Match[str]) -> str:
-        return match[0] if _is_inside(text[: match.start()]) else match[0].replace("$", _MARK)
+    The default of such a reference may contain other references to environment variables, which are marked, too.
+    """
+    kept: list[bool] = []
+    """For each open brace, whether it does not begin an interpolation that is resolved."""
 
-    return _VARIABLE.sub(mark, text)
+    def mark(brace: re.Match[str]) -> str:
+        if brace[0] == "}":
+            if kept:
+                kept.pop()
+            return brace[0]
+        is_marked = brace["variable"] is not None and all(kept)
+        if brace[0] != "{" or kept:  # otherwise, it is a brace of the text
+            kept.append(is_marked or brace[0] == "{")
+        return brace[0].replace("$", _MARK) if is_marked else brace[0]
 
-
-def _is_inside(before: str) -> bool:
-    """Return whether the text after `before` is inside an interpolation that begins in `before`."""
-    depth = 0
-    for brace in _BRACES.findall(before):
-        if brace == "}":
-            depth = max(0, depth - 1)
-        elif brace == "${" or depth:
-            depth += 1
-    return depth > 0
+    return _BRACES.sub(mark, text)
 
 
 def _unmarked(text: str) -> str:

@@ -8,7 +8,16 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` as UTF-8 to a temporary file, flush it to disk, rename it to `path`, and flush the directory.
+    """Write `text` to `path` as UTF-8, in the same way as `write_bytes`.
+
+    Raises:
+        OSError: as in `write_bytes`.
+    """
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write `content` to a temporary file, flush it to disk, rename it to `path`, and flush the directory.
 
     Raises:
         OSError: if the file cannot be written. `path` then keeps its previous content, unless only the directory could
@@ -16,8 +25,8 @@ def write_text(path: Path, text: str) -> None:
     """
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
-    with part.open("x", encoding="utf-8") as file:  # never through a link that has that name
-        file.write(text)
+    with part.open("xb") as file:  # never through a link that has that name
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)

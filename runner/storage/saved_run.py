@@ -55,7 +55,7 @@ def saved_config(source: Path) -> SavedConfig:
                 return SavedConfig(values, file, unreadable)
             unsealed = unsealed or SavedConfig(values, file, [*unreadable])
             reason: object = "it has no SHA-256"
-        except (OSError, UnreadableConfigError) as error:
+        except (OSError, ValueError, UnreadableConfigError) as error:  # ValueError: a path with a null character
             reason = error.strerror if isinstance(error, OSError) else error
         unreadable.append(f"{file.relative_to(directory_of(source))}: {reason}")
     if unsealed is not None:  # written by an earlier version; by this one, it may be the first half of a file

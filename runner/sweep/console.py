@@ -23,11 +23,19 @@ def is_open_in(pid: int, path: Path) -> bool:
     A process that has opened the file by another name does not count, because somebody may have made `path` a link to a
     file of another sweep.
     """
+    name = os.path.realpath(path)
     try:
-        name, files = os.path.realpath(path), Path(f"/proc/{pid}/fd")
-        opened = [file for file in files.iterdir() if os.readlink(file) == name]
-        return any(os.path.samefile(file, path) for file in opened)
+        files = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
+        return False
+    return any(_leads_to(file, name, path) for file in files)
+
+
+def _leads_to(file: Path, name: str, path: Path) -> bool:
+    """Return whether the link `file` has the target `name`, and leads to the file `path`."""
+    try:
+        return os.readlink(file) == name and os.path.samefile(file, path)
+    except OSError:  # the process has closed the file in the meantime
         return False
 
 

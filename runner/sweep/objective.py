@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,14 +33,21 @@ class Objective(NamedTuple):
         """
         measured = {str(tag): value for tag, value in result.get("metrics", {}).items()}
         if self.best and result.get("best", {}).get("metric") == self.tag:
-            return float(result["best"]["value"])
+            return self._number(result["best"].get("value"))
         if self.tag in measured:
-            return float(measured[self.tag])
+            return self._number(measured[self.tag])
         if not measured:
             remedy = "see result.json in the run directories of the jobs"
             raise ConfigError("sweep.metric", self.tag, "the jobs measure no metrics", remedy)
         why = f"the jobs do not measure it, but {', '.join(sorted(measured))};"
         raise ConfigError("sweep.metric", self.tag, why, did_you_mean(self.tag, measured))
+
+    def _number(self, value: object) -> float:
+        try:
+            return float(value) if isinstance(value, int | float) else float("")
+        except (ValueError, OverflowError):
+            why = f"its value in the result of a job is not a number, but {reprlib.repr(value)}"
+            raise ConfigError("sweep.metric", self.tag, why, "remove the directory of this job") from None
 
     def is_better(self, one: float, other: float) -> bool:
         """Return whether the value `one` is better than `other`."""
@@ -73,9 +82,12 @@ class Curve:
         return [self._values[step] for step in sorted(self._values)]
 
     def _new_events(self, path: Path) -> Iterator[Any]:
+        """Yield the events that were written to `path` since the last call, up to the first one that cannot be read."""
+        from google.protobuf.message import DecodeError
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-        if path not in self._files:
-            with open_regular(path):
-                self._files[path] = EventFileLoader(str(path))
-        yield from self._files[path].Load()
+        with suppress(OSError, DecodeError):  # a link, a directory, or a damaged file
+            if path not in self._files:
+                with open_regular(path):
+                    self._files[path] = EventFileLoader(str(path))
+            yield from self._files[path].Load()

@@ -17,6 +17,7 @@ from runner.sweep.console import last_line, message
 from runner.sweep.display import Display
 from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
 from runner.sweep.ledger import SETTLED, Ledger
+from runner.sweep.ledger_reader import is_plain_name
 from runner.system.exit_codes import CRASHED, DIVERGED, DONE, INTERRUPTED, REFUSED, STOPPED
 from runner.system.signals import StopRequest
 from runner.system.utf8 import printable
@@ -150,6 +151,9 @@ class Scheduler:
                     self._end(ended)
             self._prune()
             self.display.refresh()
+        for number, ended in self._earlier.items():
+            if ended is not None:
+                self._record_earlier(number, ended)
         if self._error is not None:
             raise self._error
         return [self._codes[number] for number in sorted(self._codes)]
@@ -177,6 +181,9 @@ class Scheduler:
                 job = Job(number, [], self.ledger.console(number), Demand())
                 if self.pool.adopt(job, Started(entry.get("slot", ""), entry.get("pid", 0))):
                     self._earlier[number] = None
+        if count := len(self._earlier):
+            what = "job of an earlier command still runs" if count == 1 else "jobs of an earlier command still run"
+            self.display.line(f"{count} {what}")
 
     def _has_earlier(self) -> bool:
         """Return whether a job of an earlier command runs that the source has not returned yet."""
@@ -254,9 +261,7 @@ class Scheduler:
     def _end(self, ended: Ended) -> None:
         """Record the end of a job. If the job crashed and has retries left, queue it again instead."""
         job = self._running.pop(ended.number)
-        code = ended.code
-        if code is None:  # a job of an earlier command, or a lost one: its result says how it ended, if it did
-            code = _CODES.get(read_result(job.directory).get("status", ""))
+        code = _exit_code(ended, job.directory)
         text = "" if code in STATES else how_it_died(ended)
         code = code if code in STATES else CRASHED
         if code == CRASHED and not self._stopping and self._attempts[job.number] <= self.options.retries:
@@ -268,6 +273,22 @@ class Scheduler:
         self._record(job, code, error=text, seconds=round(time.time() - started, 3))
         if code in (CRASHED, REFUSED) and self.options.on_failure == "stop":
             self.stop(f"{self.display.title(job)} failed, and sweep.on_failure=stop")
+
+    def _record_earlier(self, number: int, ended: Ended) -> None:
+        """Record how a job of an earlier command ended that the source has not returned before the sweep was stopped.
+
+        The source is told about it when a later command resumes the sweep.
+        """
+        entry = self.ledger.jobs[number]
+        name = entry.get("directory", "")
+        code = _exit_code(ended, self.ledger.path / name if is_plain_name(name) else None)
+        code = code if code in STATES else CRASHED
+        self._codes[number] = code
+        error = "" if code in SETTLED else last_line(self.ledger.console(number))
+        try:
+            self.ledger.update(number, state=STATES[code], code=code, error=error)
+        except StorageError as failure:
+            self._fail(failure)
 
     def _record(self, job: PlannedJob, code: int, error: str, **more: Any) -> None:
         console = self.ledger.console(job.number)
@@ -301,6 +322,16 @@ class Scheduler:
         if self._error is None:
             self._error = error
             self.stop(str(error).splitlines()[0].rstrip(";:"))
+
+
+def _exit_code(ended: Ended, directory: Path | None) -> int | None:
+    """Return the exit code of a job; None if it is not known.
+
+    If the job is lost, or is that of an earlier command, the result in its run directory says how it ended, if it did.
+    """
+    if ended.code is not None or directory is None:
+        return ended.code
+    return _CODES.get(read_result(directory).get("status", ""))
 
 
 def how_it_died(ended: Ended) -> str:

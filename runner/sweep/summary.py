@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runner.config.options import groups_in_defaults
 from runner.storage.run_directory import read_result
-from runner.sweep.ledger_reader import read_ledger
+from runner.sweep.ledger_reader import is_plain_name, read_ledger
 from runner.sweep.metric_direction import direction
 from runner.system.installed import is_installed
 from runner.system.utf8 import printable
@@ -64,7 +64,7 @@ class _Sweep:
         results = [
             _Job(int(number), path / entry["directory"], typed[number], read_result(path / entry["directory"]))
             for number, entry in entries
-            if _is_name(entry.get("directory", ""))
+            if is_plain_name(entry.get("directory", ""))
         ]
         self.done = [job for job in results if job.result.get("status") == "done"]
         best = Counter(str(job.result["best"]["metric"]) for job in self.done if job.result.get("best"))
@@ -140,11 +140,6 @@ def _typed(overrides: list[Any]) -> dict[str, str]:
     """Return a dictionary that maps the key of each override to its value, as typed."""
     pairs = (str(text).lstrip("+").partition("=") for text in overrides)
     return {key: value for key, equals, value in pairs if equals}
-
-
-def _is_name(directory: str) -> bool:
-    """Return whether `directory` is a plain name, not a path. It is from a ledger, which anybody may have written."""
-    return directory not in ("", ".", "..") and "/" not in directory and "\0" not in directory
 
 
 def _best(job: _Job, metric: str) -> float | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from runner.sweep.console import is_open_in, is_running, message
 
@@ -35,6 +38,23 @@ def test_which_process_has_opened_a_file(tmp_path: Path) -> None:
         for process in (own, other):
             process.communicate(b"\n")
     assert not is_open_in(own.pid, path)
+
+
+def test_a_file_that_the_process_closes_meanwhile_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "other").open("w"), (tmp_path / "console").open("w"):
+
+        def closed(path: Path) -> str:
+            target = readlink(path)
+            if target.endswith("other"):
+                raise FileNotFoundError
+            return target
+
+        readlink = os.readlink
+        monkeypatch.setattr(os, "readlink", closed)
+        assert is_open_in(os.getpid(), tmp_path / "console")
+        assert not is_open_in(os.getpid(), tmp_path / "other")
 
 
 def test_a_linked_directory_of_consoles_is_not_read(tmp_path: Path) -> None:

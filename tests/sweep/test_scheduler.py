@@ -245,15 +245,34 @@ def test_a_job_that_was_left_running_keeps_its_slot_whatever_its_number(ledger: 
     assert states(ledger) == ["done"] * 4
 
 
-def test_a_job_that_was_left_running_is_stopped_with_the_sweep(ledger: Ledger) -> None:
+def test_a_job_that_was_left_running_is_stopped_with_the_sweep(
+    ledger: Ledger, capsys: pytest.CaptureFixture[str]
+) -> None:
     ledger.update(2, config_hash="hash 2", state="running", pid=0, started=0.0, tries=1, slot="a slot")
     pool, stop = FakePool({}, slots=1), StopRequest()
     pool.alive = {2}
     stop.received = "SIGTERM"
     source = Jobs(ledger.path, 4)
-    assert Scheduler(source, pool, ledger, Local(), Display(4, ["seed"])).run(stop) == []
-    assert (pool.stopped, pool.running, source.num_yielded) == ({2}, [], 0)
-    assert states(ledger) == ["running"], "the next command continues it"
+    assert Scheduler(source, pool, ledger, Local(), Display(4, ["seed"])).run(stop) == [75]
+    assert (pool.stopped, pool.running, source.num_yielded, source.told) == ({2}, [], 0, [])
+    assert "1 job of an earlier command still runs\n" in capsys.readouterr().err
+    [entry] = read_ledger(ledger.path)["jobs"].values()
+    assert (entry["state"], entry["code"], entry["config_hash"]) == ("stopped", 75, "hash 2"), "it will be continued"
+
+
+@pytest.mark.parametrize("name", ["002", "../002", ""])
+def test_the_result_of_a_job_that_was_left_running_is_read_in_the_sweep_only(name: str, ledger: Ledger) -> None:
+    """If its exit code is not known."""
+    ledger.update(2, config_hash="hash 2", state="running", pid=0, started=0.0, tries=1, directory=name)
+    for directory in (ledger.path / "002", ledger.path.parent / "002"):
+        directory.mkdir()
+        (directory / "result.json").write_text(json.dumps({"status": "done", "steps": 3}))
+    pool, stop = FakePool({2: [None]}, slots=1), StopRequest()
+    pool.alive, pool.on_wait = {2}, lambda: pool.stopped.clear()
+    stop.received = "SIGTERM"
+    code = 0 if name == "002" else 1
+    assert Scheduler(Jobs(ledger.path, 4), pool, ledger, Local(), Display(4, ["seed"])).run(stop) == [code]
+    assert states(ledger) == ["done" if name == "002" else "crashed"]
 
 
 def test_a_stopped_sweep_does_not_wait_for_a_job_that_it_cannot_stop(ledger: Ledger) -> None:
