@@ -115,8 +115,9 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
         result.error = str(failure)
     except CrashedError as crash:
         result, error = crash.result, crash.__cause__
-    except Exception as early:  # before the first step
-        result, error = Result("crashed", config_hash=known, error=f"{type(early).__name__}: {early}"), early
+    except Exception as early:  # before the first step of this session, or after its last one
+        steps = run_directory.newest_step(directory)
+        result, error = Result("crashed", steps, config_hash=known, error=f"{type(early).__name__}: {early}"), early
     print(printable(redacted(trace)), end="", file=sys.stderr)  # of another process; this one's trace is in the log
     log.debug("crashed", exc_info=error)
     log.error("%s", result.error)

@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from gymnasium.wrappers import FlattenObservation
 
 from runner.env import environment_state
@@ -106,8 +106,20 @@ class Vector:
     def __enter__(self) -> Vector:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.envs.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the environments. After an error, do not wait for their processes: one that died never answers."""
+        failed = isinstance(self.envs, AsyncVectorEnv) and kind not in (None, GeneratorExit)
+        try:
+            self.envs.close(**({"terminate": True} if failed else {}))
+        except (OSError, EOFError):  # from the connection to a process that died
+            if not isinstance(self.envs, AsyncVectorEnv):
+                raise
+            for process in self.envs.processes:
+                process.kill()
+                process.join()
+            self.envs.closed = True
+            if not failed:
+                raise
 
     def reset(self, seed: int | Sequence[int]) -> None:
         """Reset all environments.

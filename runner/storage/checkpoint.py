@@ -337,6 +337,8 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
 def _loaded(file: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
     try:
         content = read(file)
+    except MemoryError:
+        raise
     except Exception as error:  # content that no run wrote raises anything from EOFError to UnicodeDecodeError
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise untrusted(file.parent, f"the hashes are correct, but the content of {file.name} is not: {why}") from None

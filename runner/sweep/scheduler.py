@@ -115,6 +115,8 @@ class Scheduler:
         self._running: dict[int, PlannedJob] = {}
         self._earlier: dict[int, Ended | None] = {}
         """The jobs of an earlier command that the source has not returned yet, and how each ended; None: it runs."""
+        self._outdated: set[int] = set()
+        """The jobs in `_earlier` that were asked to stop because they have another config than the source's job."""
         self._pruned: set[int] = set()
         self._attempts: Counter[int] = Counter()
         self._codes: dict[int, int] = {}
@@ -220,7 +222,13 @@ class Scheduler:
         return count
 
     def _next(self) -> PlannedJob | None:
-        return self._waiting.popleft() if self._waiting else self.source.next()
+        if self._waiting:
+            return self._waiting.popleft()
+        try:
+            return self.source.next()
+        except OSError as error:  # a search records its trials in a file
+            self._fail(_storage_error(error, self.ledger.path))
+            return None
 
     def _started(self, job: PlannedJob) -> bool:
         """Start `job` unless it has already ended or is running; return False if the pool has no room for it."""
@@ -235,6 +243,14 @@ class Scheduler:
             return True
         entry, console = self.ledger.jobs.get(job.number, {}), self.ledger.console(job.number)
         command = Job(job.number, job.arguments, console, job.demand)
+        if job.number in self._earlier and entry.get("config_hash") != job.config_hash:
+            if self._earlier[job.number] is None:  # it trains with another config: an option file was edited
+                if job.number not in self._outdated:
+                    self._outdated.add(job.number)
+                    self.display.line(f"{self.display.title(job)} runs with another config: it saves and stops first")
+                    self._ask_to_stop([job.number])
+                return False
+            del self._earlier[job.number]
         if job.number in self._earlier:
             ended = self._earlier.pop(job.number)
             self._running[job.number] = job
@@ -306,6 +322,8 @@ class Scheduler:
             self.source.tell(number, code, result)
         except ConfigError as error:
             self._fail(error)
+        except OSError as error:  # a search records its trials in a file
+            self._fail(_storage_error(error, self.ledger.path))
 
     def _update(self, job: PlannedJob, **changes: Any) -> None:
         """Update the entry of `job` in the ledger. If the ledger cannot be written, stop the sweep.
@@ -322,6 +340,10 @@ class Scheduler:
         if self._error is None:
             self._error = error
             self.stop(str(error).splitlines()[0].rstrip(";:"))
+
+
+def _storage_error(error: OSError, path: Path) -> StorageError:
+    return error if isinstance(error, StorageError) else StorageError(error.filename or path, str(error.strerror))
 
 
 def _exit_code(ended: Ended, directory: Path | None) -> int | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from runner.config.errors import ABSENT, ConfigError, check
+from runner.storage.regular_file import check_readable
 from runner.tools.compare_formats import as_csv, as_json, markdown, terminal
 from runner.tools.compare_rows import Comparison
 from runner.tools.output import reader_may_leave
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         paths = [Path(os.path.expanduser(path)) for path in options.paths]
         for path in paths:
             remedy = "name a run directory, a sweep, or a directory with some below it"
+            check_readable("PATH", path)
             check(path.is_dir(), "PATH", str(path), "there is no such directory", remedy)
         comparison = Comparison(paths, options.metric, options.sort)
     except ConfigError as error:

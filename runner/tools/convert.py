@@ -15,7 +15,7 @@ import shlex
 import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -258,7 +258,8 @@ def write(tensors: Tensors, path: Path, prefix: str = "", signature: Mapping[str
             "DESTINATION", str(path), why, "make room, or write it elsewhere; .pt takes any tensor"
         ) from None
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # the same error again
+            part.unlink()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.config.errors import ConfigError, check, escaped
+from runner.storage.regular_file import check_readable
 from runner.system.utf8 import printable
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def check_writable(flag: str, value: str | None, suffix: str = "") -> None:
     if value is None:
         return
     path = Path(os.path.expanduser(value))
+    check_readable(flag, path)
     check(not path.is_dir(), flag, value, "it is a directory", "name a file")
     usual = not os.path.lexists(path) or (path.is_file() and not path.is_symlink())
     check(usual, flag, value, "it is a link, a pipe or a device, in whose place the file would be put", "name a file")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from runner.config.errors import ABSENT, ConfigError, check
-from runner.storage.regular_file import check_no_link
+from runner.storage.regular_file import check_no_link, check_readable
 from runner.storage.run_directory import StorageError
 from runner.system.installed import is_installed
 from runner.system.utf8 import printable
@@ -64,6 +64,7 @@ def plot(paths: list[Path], out: Path) -> None:
     """
     remedy = "name the directory of a sweep, outputs/sweeps/NAME/…"
     for path in paths:
+        check_readable("PATH", path)
         check(path.is_dir(), "PATH", str(path), "there is no such directory", remedy)
     installed = is_installed("matplotlib")
     why = "it is not installed, and draws the figures"

@@ -84,12 +84,12 @@ def _best_first(study: Study) -> list[Point]:
     return sorted(quality, key=lambda point: quality[point].mean, reverse=_larger_is_better(study, metric))
 
 
-def _runs(study: Study, point: Point) -> list[float]:
-    """Return the metric of the study (see `_quality`) for each run of a point."""
-    if _quality(study)[0] == _SECONDS:
+def _runs(metric: str, point: Point) -> list[float]:
+    """Return `metric`, as `_quality` returns it, for each run of a point."""
+    if metric == _SECONDS:
         return [run.seconds for run in point.runs]
     metrics = [run.result.get("metrics", {}) for run in point.runs]
-    return [values[study.metric] for values in metrics if study.metric in values]
+    return [values[metric] for values in metrics if metric in values]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,8 @@ def _over_one_key(study: Study, caption: str, key: str, other: str | None) -> Fi
     metric, quality = _quality(study)
     panels = {metric: quality} | {_SECONDS: {point: point.seconds for point in study.points}}
     values, groups = _values(study, key), _values(study, other) if other is not None else [None]
-    texts = [f"{shown(other, 40)}={shown(group)}" if other is not None else "" for group in groups]
+    texts = charts.distinct(f"{shown(other, 40)}={shown(group)}" if other is not None else "" for group in groups)
+    names = charts.distinct(map(shown, values))
     is_line = all(map(is_number, values))
     width = 5.4 if is_line else max(4.2, 1.0 + 0.55 * len(values) * len(groups))
     title = f"{metric} over {key}" if metric != _SECONDS else f"Over {key}"
@@ -191,7 +192,8 @@ def _over_one_key(study: Study, caption: str, key: str, other: str | None) -> Fi
                 )
             charts.scale_x(each, values)
         else:
-            charts.bars(each, {text: [(shown(x), s) for x, s in pairs] for text, pairs in lines.items()})
+            bars = {text: [(names[values.index(x)], s) for x, s in pairs] for text, pairs in lines.items()}
+            charts.bars(each, bars)
         if name != _SECONDS and is_line:
             charts.scale_y(each, [spread.mean for spread in spreads.values()])
         if name == _SECONDS:
@@ -233,7 +235,7 @@ def _ranking(study: Study, caption: str) -> Figure:
     height = sum(0.16 + 0.14 * (1 + text.count("\n")) for text in labels) + 0.9
     count = f"The best {len(points)} of {len(quality)} settings" if len(points) < len(quality) else "All settings"
     figure, (axes,) = charts.canvas(f"{count} by {metric}", caption, (8.5, height))
-    charts.ranking(axes, [(text, quality[p], _runs(study, p)) for text, p in zip(labels, points, strict=True)])
+    charts.ranking(axes, [(text, quality[p], _runs(metric, p)) for text, p in zip(labels, points, strict=True)])
     axes.tick_params(axis="y", labelsize=8)
     axes.set_xlabel(shown(metric, 40))
     return figure
@@ -246,10 +248,9 @@ def _over_each_key(study: Study, caption: str, keys: list[str]) -> Figure:
     title = f"{metric} over each key, for all values of the others"
     figure, panels = charts.canvas(title, caption, (4.2, 3.4), len(keys), across)
     for axes, key in zip(panels, keys, strict=True):
-        points = sorted(
-            (p for p in quality if key in p.values), key=lambda p: _values(study, key).index(_value(p, key))
-        )
-        charts.over_values(axes, [(_value(point, key), number) for point in points for number in _runs(study, point)])
+        order = _values(study, key)
+        points = sorted((p for p in quality if key in p.values), key=lambda p: order.index(_value(p, key)))
+        charts.over_values(axes, [(_value(point, key), number) for point in points for number in _runs(metric, point)])
         charts.scale_y(axes, [spread.mean for spread in quality.values()])
         axes.set_xlabel(shown(key, 40))
         axes.set_ylabel(shown(metric, 40))

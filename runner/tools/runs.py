@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.config.errors import ABSENT, ConfigError, check, escaped
+from runner.storage.regular_file import check_readable
 from runner.system.utf8 import printable
 from runner.tools.output import one_line, reader_may_leave
 from runner.tools.run_states import STATES
@@ -25,6 +26,7 @@ from runner.tools.runs_list import (
     Entry,
     Filter,
     age,
+    changed,
     comparison,
     duration,
     listed_runs,
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     root = Path(os.path.expanduser(options.path))
     try:
         check(not unknown, " ".join(unknown), ABSENT, "there is no such option", "--help lists the options")
+        check_readable("PATH", root)
         check(root.is_dir(), "PATH", str(root), "there is no such directory", "name a directory with runs below it")
         wanted = _filter(options)
         answered = options.yes or sys.stdin.isatty()
@@ -78,9 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--older", metavar="AGE", help="only those last written to at least this long ago: 12h, 7d, 4w")
     parser.add_argument("--newer", metavar="AGE", help="only those last written to at most this long ago")
     parser.add_argument("--name", metavar="TEXT", default="", help="only those whose path contains TEXT")
-    parser.add_argument(
-        "--best", metavar="'>X'", default="", help="only those whose best evaluation is >, >=, < or <= X"
-    )
+    parser.add_argument("--best", metavar="'>X'", help="only those whose best evaluation is >, >=, < or <= X")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     parser.add_argument("--clean", action="store_true", help="remove what is listed, after a question")
     parser.add_argument("--yes", action="store_true", help="with --clean: do not ask")
@@ -94,7 +95,7 @@ def _filter(options: argparse.Namespace) -> Filter:
         ConfigError: if an option has an invalid value.
     """
     known = SWEEP_STATES if options.sweeps else (*STATES, REMAINS)
-    if options.best:
+    if options.best is not None:
         comparison("--best", options.best)
     check(options.clean or not options.yes, "--yes", ABSENT, "it answers the question of --clean", "add --clean")
     return Filter(
@@ -102,7 +103,7 @@ def _filter(options: argparse.Namespace) -> Filter:
         None if options.older is None else duration("--older", options.older),
         None if options.newer is None else duration("--newer", options.newer),
         options.name,
-        options.best,
+        options.best or "",
     )
 
 
@@ -127,6 +128,8 @@ def clean(root: Path, entries: list[Entry], yes: bool) -> int:
         path = entry.path.absolute()
         end = path.parent if entry.path == root else root.absolute()
         try:
+            if entry.jobs is None and changed(entry.path) != entry.changed:  # while the question was asked
+                raise KeptError("it has changed since it was listed")
             (remove_run if entry.jobs is None else remove_sweep)(path, end)
             removed.append(entry)
         except (KeptError, OSError) as error:

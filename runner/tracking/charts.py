@@ -9,6 +9,7 @@ import itertools
 import math
 import statistics
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,18 @@ def shown(value: object, longest: int = _LONGEST_NAME) -> str:
     return without_formulas(text)
 
 
+def distinct(texts: Iterable[str]) -> list[str]:
+    """Return `texts`, with a number after each text that occurred before, such as `text (2)`.
+
+    Values that differ may be equal once they are shortened.
+    """
+    counts, found = Counter[str](), []
+    for text in texts:
+        counts[text] += 1
+        found.append(text if counts[text] == 1 else f"{text} ({counts[text]})")
+    return found
+
+
 def without_formulas(text: str) -> str:
     """Return `text` with dollar signs escaped, because matplotlib would read them as the beginning of a formula.
 
@@ -122,7 +135,8 @@ def is_geometric(values: Iterable[float]) -> bool:
 
 def _unevenness(values: Sequence[float]) -> float:
     gaps = [after - before for before, after in itertools.pairwise(values)]
-    return statistics.pstdev(gaps) / statistics.fmean(gaps)
+    mean = statistics.fmean(gaps)
+    return statistics.pstdev(gaps) / mean if mean else math.inf  # the logarithms of large values may be equal
 
 
 def scale_x(axes: Axes, values: Iterable[float]) -> None:
@@ -224,19 +238,17 @@ def over_values(axes: Axes, measured: Sequence[tuple[Any, float]]) -> None:
         axes: the axes to draw on.
         measured: pairs (value of the key, measurement).
     """
-    values = [value for value, _ in measured]
-    names = list(dict.fromkeys(map(shown, values)))
-    if all(is_number(value) for value in values):
-        places = {value: float(value) for value in values}
-    else:
-        places = {value: float(names.index(shown(value))) for value in dict.fromkeys(values)}
+    values = list(dict.fromkeys(value for value, _ in measured))
+    names = distinct(map(shown, values))
+    is_line = all(map(is_number, values))
+    places = {value: float(value) if is_line else float(index) for index, value in enumerate(values)}
     groups: dict[float, list[float]] = {}
     for value, number in measured:
         groups.setdefault(places[value], []).append(number)
     for x, numbers in groups.items():
         axes.plot([x] * len(numbers), numbers, "o", ms=4, color="#999999", alpha=0.6, mew=0, zorder=2)
     x, spreads = list(groups), [Spread.of(numbers) for numbers in groups.values()]
-    if all(is_number(value) for value in values):
+    if is_line:
         order = sorted(range(len(x)), key=x.__getitem__)
         if max(map(len, groups.values())) > 1 or len(x) <= _MOST_TICKS:  # a line through single values is noise
             line(axes, [x[i] for i in order], [spreads[i] for i in order], COLORS[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ class MLflow(RemoteTracker):
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(1000 * time.time())
-        self._client.log_batch(self._run, [Metric(tag, value, now, step) for tag, value in values.items()])
+        self._client.log_batch(self._run, [Metric(_name(tag), value, now, step) for tag, value in values.items()])
 
     def log_images(self, images: dict[str, torch.Tensor], step: int) -> None:
         for tag, pixels in images.items():
@@ -79,8 +80,13 @@ class MLflow(RemoteTracker):
     def log_config(self, config: dict[str, float | str | bool]) -> None:
         known = self._client.get_run(self._run).data.params  # they cannot be changed, and a resumed run logs them again
         for key, value in config.items():
-            if key not in known:
-                self._client.log_param(self._run, key, str(value)[:_LONGEST])
+            if _name(key) not in known:
+                self._client.log_param(self._run, _name(key), str(value)[:_LONGEST])
 
     def finish(self, done: bool) -> None:
         self._client.set_terminated(self._run, "FINISHED" if done else "KILLED")
+
+
+def _name(key: str) -> str:
+    """Return `key` with `_` in place of characters that MLflow does not allow, such as the `*` of a pattern."""
+    return re.sub(r"[^/\w.\- ]", "_", key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -154,6 +155,39 @@ class Broken(gymnasium.Env):
             raise ZeroDivisionError("no gravity")
         seen = np.full(2, np.nan if here and self.wrong == "sees" else 0, np.float32)
         return seen, float("inf") if here and self.wrong == "pays" else 1.0, self.now == 5, False, {}
+
+
+class Dying(Broken):
+    """Its process dies in its second step if its seed is odd."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        self.dies = bool(seed and seed % 2)
+        return super().reset(seed=seed)
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        if self.dies and self.now == 1:
+            os._exit(1)
+        return super().step(action)
+
+
+@pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting:UserWarning")
+@pytest.mark.parametrize("first_seed", [0, 1])
+def test_an_environment_whose_process_dies_ends_the_others(first_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gymnasium's own end, the run would wait for ever for an answer that it has already received."""
+    env = prepared(registered(monkeypatch, Dying), num_envs=3, vectorization="async")
+    processes = []
+
+    def run_it() -> None:
+        with env.vector(3) as vector:
+            processes.extend(vector.envs.processes)  # pyright: ignore[reportAttributeAccessIssue]
+            vector.reset(first_seed)
+            for _ in range(2):
+                vector.step(np.zeros(3, np.int64))
+
+    with pytest.raises(EnvironmentBrokenError, match="Dying-v0 raised"):
+        run_it()
+    assert len(processes) == 3
+    assert not any(process.is_alive() for process in processes)
 
 
 class Huge(Broken):

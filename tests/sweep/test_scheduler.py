@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
@@ -258,6 +259,36 @@ def test_a_job_that_was_left_running_is_stopped_with_the_sweep(
     assert "1 job of an earlier command still runs\n" in capsys.readouterr().err
     [entry] = read_ledger(ledger.path)["jobs"].values()
     assert (entry["state"], entry["code"], entry["config_hash"]) == ("stopped", 75, "hash 2"), "it will be continued"
+
+
+def test_a_job_that_was_left_running_with_another_config_runs_again(
+    ledger: Ledger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An option file was edited after its scheduler was killed."""
+    ledger.update(1, config_hash="hash of another config", state="running", pid=0, started=0.0, tries=1)
+    pool = FakePool({}, slots=2)
+    pool.alive = {1}
+    assert scheduled(ledger, Jobs(ledger.path, 3), pool) == [0, 0, 0]
+    assert pool.started == [0, 1, 2]
+    assert states(ledger) == ["done"] * 3
+    assert read_ledger(ledger.path)["jobs"]["1"]["config_hash"] == "hash 1"
+    assert capsys.readouterr().err.count("runs with another config: it saves and stops first") == 1
+
+
+@pytest.mark.parametrize("where", ["next", "tell"])
+def test_a_study_that_cannot_be_written_stops_the_sweep(where: str, ledger: Ledger) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "study.log")
+
+    jobs, pool = Jobs(ledger.path, 4), FakePool({}, slots=2)
+    if where == "tell":
+        jobs.tell = full  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        jobs.on_next = lambda: full() if jobs.num_yielded == 2 else None
+    with pytest.raises(StorageError, match=r"study\.log cannot be written: No space left"):
+        scheduled(ledger, jobs, pool)
+    assert pool.running == []
+    assert pool.stopped
 
 
 @pytest.mark.parametrize("name", ["002", "../002", ""])

@@ -230,6 +230,7 @@ def test_files_of_somebody_else_can_neither_control_the_terminal_nor_lead_elsewh
     ("arguments", "why"),
     [
         (["absent"], "PATH: got 'absent': there is no such directory\n  name a run directory"),
+        (["x" * 300], "PATH: got 'xxx"),
         (["~nobody-of-this-name/x"], "PATH: got '~nobody-of-this-name/x': there is no such directory"),
         (["empty"], "PATH: got 'empty': it contains no run\n  name a run directory"),
         (

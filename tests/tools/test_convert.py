@@ -461,3 +461,11 @@ def test_it_runs_as_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         convert.main(["--help"])
     assert ended.value.code == 0
     assert "--module-prefix" in capsys.readouterr().out
+
+
+def test_a_name_that_is_too_long_with_that_of_the_unfinished_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / f"{'x' * 245}.pt"
+    with pytest.raises(ConfigError) as refused:
+        convert.write({"w": torch.ones(2)}, path)
+    assert refused.value.key == "DESTINATION"
+    assert "File name too long" in refused.value.why

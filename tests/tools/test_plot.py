@@ -617,7 +617,7 @@ def test_a_sweep_over_numbers_is_a_line_with_a_band_the_metric_first(sweep: Swee
     [
         ((1, 2, 4, 8), True), ((0.01, 0.02, 0.05, 0.1), True), ((0.0, 1e-4, 1e-3), True), ((32, 64, 128), True),
         ((1, 2, 3, 4), False), ((0.1, 0.2), False), ((1, 10), True), ((-1, 1, 10), False), ((5,), False),
-        ((0, 1), False), ((10, 20, 30), False), ((0.8, 0.9, 0.99), False),
+        ((0, 1), False), ((10, 20, 30), False), ((10**16, 10**16 + 2, 10**16 + 4), False), ((0.8, 0.9, 0.99), False),
     ],
 )  # fmt: skip
 def test_values_whose_ratios_are_alike_are_drawn_on_a_logarithmic_axis(

@@ -146,6 +146,8 @@ def test_options_of_hydra_and_links_are_no_runs(outputs: Path, capsys: pytest.Ca
         (["--older", "soon"], "--older: got 'soon': it is not a duration\n  a number and s, m, h, d or w"),
         (["--newer", "-1d"], "--newer: got '-1d'"),
         (["--best", "0.9"], "--best: got '0.9': it is not a comparison with a number\n"),
+        (["--best", "", "--clean", "--yes"], "--best: got '': it is not a comparison with a number\n"),
+        (["x" * 300], "PATH: got 'xxx"),
         (["--yes"], "--yes: it answers the question of --clean\n"),
         (["--clear"], "--clear: there is no such option\n"),
         (["--clean"], "--clean: there is no terminal on which to ask"),
@@ -201,6 +203,20 @@ def test_it_asks_on_a_terminal(
     assert (outputs / "classifier").exists() == (not removed)
     assert ("nothing was removed" in err) == (not removed)
     assert len(runs_in(outputs)) == (3 if removed else 5)
+
+
+def test_a_run_that_changes_while_it_asks_is_kept(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Slow(Terminal):
+        def readline(self, *_: Any) -> str:
+            (outputs / "classifier" / "killed" / "result.json").write_text('{"status": "done", "steps": 3}')
+            return super().readline()
+
+    monkeypatch.setattr("sys.stdin", Slow("y\n"))
+    assert runs.main(["--clean", "--name", "classifier"]) == 1
+    assert "killed was not removed: it has changed since it was listed" in capsys.readouterr().err
+    assert [path.name for path in (outputs / "classifier").iterdir()] == ["killed"]
 
 
 def test_the_files_of_a_sweep_go_with_its_last_run(outputs: Path) -> None:

@@ -463,6 +463,24 @@ def test_runs_that_start_together_create_one_experiment(tmp_path: Path, monkeypa
         MLflow(uri, "refused").start(tmp_path / "000-seed=0", "")
 
 
+def test_mlflow_gets_names_that_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+    entities: Any = ModuleType("mlflow.entities")
+    entities.Metric = lambda key, *_: key
+    monkeypatch.setitem(sys.modules, "mlflow", ModuleType("mlflow"))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    tracker = MLflow("file:x")
+    tracker._run = "run"
+    tracker._client = SimpleNamespace(
+        log_batch=lambda run, metrics: logged.extend(metrics),
+        get_run=lambda run: SimpleNamespace(data=SimpleNamespace(params={"model.depth": "18"})),
+        log_param=lambda run, key, value: logged.append(f"{key}={value}"),
+    )
+    tracker.log_scalars({"train/loss": 1.0, "lr/*.bias": 0.1}, 1)
+    tracker.log_config({"model.depth": 18, "optimizer.groups.*.bias.lr": 0.1, "a b-c": 2})
+    assert logged == ["train/loss", "lr/_.bias", "optimizer.groups._.bias.lr=0.1", "a b-c=2"]
+
+
 def test_trackio_has_a_run_for_each_directory_and_resumes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     package: Any = ModuleType("trackio")

@@ -134,6 +134,9 @@ class Slurm(ClusterEngine):
         except UnsafeFileError as error:
             why = f"{error.filename}: {error.strerror}"
             raise ConfigError("resume", "auto", why, "resume=never starts another sweep") from None
+        for file in (path / FOLDER).glob("*_log.*"):
+            why = f"{file} is a symbolic link, and SLURM would append what a job prints to its target"
+            check(not file.is_symlink(), "resume", "auto", why, "resume=never starts another sweep")
         import submitit  # noqa: F401  # imported here: an optional dependency
 
         logging.getLogger("submitit").setLevel(logging.CRITICAL)  # what matters is reported here

@@ -259,6 +259,16 @@ def test_a_cluster_that_does_not_answer_is_refused(cluster: FakeSlurm) -> None:
         pass
 
 
+def test_links_in_the_directory_of_the_logs_are_refused(cluster: FakeSlurm) -> None:
+    """SLURM would append what the jobs print to their targets."""
+    Path("elsewhere").touch()
+    Path("slurm").mkdir()
+    Path("slurm/102_0_0_log.out").symlink_to("../elsewhere")
+    with pytest.raises(ConfigError, match=r"102_0_0_log\.out") as refused, Slurm().connect(1, Path.cwd()):
+        pass
+    assert refused.value.key == "resume"
+
+
 def test_it_asks_rarely_however_many_jobs_there_are(cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "_ASK_SECONDS", (60.0, 60.0))
     cluster.hold()
