@@ -612,6 +612,16 @@ def test_a_sweep_over_numbers_is_a_line_with_a_band_the_metric_first(sweep: Swee
     assert time.get_ylim()[0] == 0
 
 
+def test_values_that_are_equal_once_they_are_shortened_are_drawn_apart() -> None:
+    _, (axes,) = charts.canvas("title", "caption", (4, 3))
+    widths = [f"[64, 64, 128, 128, 256, 256, 512, {last}]" for last in (512, 1024)]
+    charts.over_values(axes, [(widths[0], 0.9), (widths[1], 0.1), (widths[0], 0.8)])
+    first, second = [label.get_text() for label in axes.get_xticklabels()]
+    assert second == f"{first} (2)"
+    dots = [(set(line.get_xdata()), list(line.get_ydata())) for line in axes.lines if line.get_marker() == "o"]
+    assert dots == [({0.0}, [0.9, 0.8]), ({1.0}, [0.1])]
+
+
 @pytest.mark.parametrize(
     ("values", "geometric"),
     [
