@@ -21,7 +21,7 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def block_indices(model: nn.Module) -> dict[str, int]:
-    """Return the index of the block that holds each parameter, by the name of the parameter.
+    """Return a dict from the name of each parameter to the index of the block that holds the parameter.
 
     A parameter that is part of no block belongs to the first block. If the network lists no blocks, the dict is empty.
     """

@@ -43,7 +43,10 @@ def recomputable(forward: Forward) -> Forward:
 
 
 def make_recomputable(module: nn.Module) -> None:
-    """Let the backward pass repeat the forward pass of `module`; its class becomes a subclass of the same name."""
+    """Let the backward pass repeat the forward pass of `module`.
+
+    The class of `module` is replaced in place by a subclass with the same name.
+    """
     cls = type(module)
     changed = {"forward": recomputable(cls.forward), "checkpoint_activations": True}
     module.__class__ = type(cls.__name__, (cls,), changed)
@@ -65,11 +68,12 @@ class Block(nn.Sequential):
 
 
 class _FrozenStatistics:
-    """A context manager in which batch normalization layers of `block` update temporary buffers, not their own.
+    """A context manager in which batch normalization layers of `block` do not update their running statistics.
 
-    Two simpler ways fail: `track_running_stats=False` would change which tensors are saved for the backward pass, and
-    a momentum of zero would turn infinities into NaN and still count the batch. The context manager is a class, not a
-    generator function, because a retained graph enters it more than once.
+    The layers update temporary buffers instead. Two simpler ways fail: `track_running_stats=False` would change which
+    tensors are saved for the backward pass, and a momentum of zero would turn infinities into NaN and still count the
+    batch. The context manager is a class, not a generator function, because each backward pass through a retained graph
+    enters it again.
     """
 
     def __init__(self, block: nn.Module):

@@ -1,6 +1,6 @@
 """torchvision's classification networks as chains of blocks, between which they can be split into stages.
 
-A chain is listed for each class of network whose forward pass calls its layers one after another. Parameter names,
+`CHAINS` lists the classes of networks whose forward pass calls their layers one after another. Parameter names,
 initialization and the forward pass of the whole network are torchvision's own.
 """
 
@@ -63,9 +63,11 @@ def _vit(vit: models.VisionTransformer) -> Layers:
 
 
 def _children(*names: str, **functions: nn.Module) -> Callable[[nn.Module], Layers]:
-    """Return a function that lists the layers `names` of a network: modules in `functions`, or else its submodules.
+    """Return a function that lists the layers `names` of a network, in this order.
 
-    The modules in `functions` have no parameters; they stand for functions that the network's forward pass calls.
+    A name stands for the module that `functions` has under this name, or else for the submodule of the network with
+    this name. The modules in `functions` have no parameters; they replace functions that the network's forward pass
+    calls.
     """
     return lambda network: [(name, functions.get(name) or network.get_submodule(name)) for name in names]
 
@@ -126,8 +128,9 @@ def blocks_of_chain(network: nn.Module) -> Layers:
 def with_blocks(network: nn.Module) -> nn.Module:
     """Give `network` the method `blocks()` if its class is in `CHAINS`, and return `network`.
 
-    The class of the network is replaced in place by a subclass with the same name, forward pass and parameters, as
-    `fully_shard` does. The subclass cannot be built directly, because torchvision's builder functions take no class.
+    As in `fully_shard`, the class of the network is replaced in place by a subclass with the same name. The forward
+    pass and the parameters stay the same. The subclass cannot be built directly, because torchvision's builder
+    functions take no class.
     """
     cls = type(network)
     if cls in CHAINS:

@@ -25,7 +25,7 @@ def names() -> list[str]:
 
 
 def options_of(name: str) -> dict[str, type]:
-    """Return the type (int, float or bool) of each option of the network `name`, by the name of the option."""
+    """Return a dict from each option of the network `name` to the type of its values: int, float or bool."""
     parameters = inspect.signature(_class_of(name).__init__).parameters.items()
     plain = {key: each.annotation for key, each in parameters if each.annotation in (int, float, bool)}
     return {key: kind for key, kind in plain.items() if key not in _OURS}
@@ -66,7 +66,10 @@ def _class_of(name: str) -> type[nn.Module]:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function`, which reads tensors that it creates, so that these have values even under `FakeTensorMode`."""
+    """Wrap `function` so that the tensors it creates are on the CPU and have values, even under `FakeTensorMode`.
+
+    The function needs the values of these tensors.
+    """
 
     def call(*arguments: Any, **options: Any) -> Any:
         with torch.device("cpu"), _disable_current_modes():  # FakeTensorMode

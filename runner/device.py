@@ -24,8 +24,8 @@ class Device:
         indices: the indices of the CUDA devices that a parallel mode with several devices may use; empty for all
             visible devices.
         threads: the number of CPU threads that each process uses for an operation (`torch.set_num_threads`); null for
-            torch's default or, if there are several processes, for an equal share of the cores. If the device is the
-            CPU, one core is then left to each data worker, up to half of the cores in total, unless the environment
+            torch's default or, if there are several processes, for an equal share of the cores. On a CPU device,
+            null also leaves one core to each data worker, up to half of the cores in total, unless the environment
             variable OMP_NUM_THREADS is set.
     """
 
@@ -145,7 +145,7 @@ def oversubscription(device: torch.device, num_data_workers: int) -> str:
     """Return a warning if the run has more busy threads on this machine than there are cores; otherwise, return "".
 
     Args:
-        device: the device of this process. If it is an accelerator, only one thread of each process counts.
+        device: the device of this process. If it is an accelerator, only one compute thread per process counts.
         num_data_workers: number of data worker processes of each process.
     """
     processes, cores = local_world_size(), len(usable_core_numbers())

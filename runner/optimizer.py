@@ -95,7 +95,7 @@ class Optimizer(ABC):
     def parameter_groups(self, model: torch.nn.Module) -> list[ParameterGroup]:
         """Return the groups of the trainable parameters of `model`, before a parallel mode splits it.
 
-        The first group has the base learning rate, even if no parameter is left for it.
+        The first group is always the group of the base learning rate, which may have no parameters.
 
         Raises:
             ConfigError: if a pattern matches no trainable parameter, or only parameters that match an earlier pattern,
@@ -162,7 +162,7 @@ class Optimizer(ABC):
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return the current learning rates by TensorBoard tag: `lr`, and `lr/NAME` for groups with rates of their own."""
+    """Return a dict from TensorBoard tag to learning rate: `lr`, and `lr/NAME` for groups with rates of their own."""
     rates: dict[str, float] = {}
     for group in optimizer.param_groups:
         name = group.get("name", "")
@@ -171,7 +171,7 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters of `model` that require gradients, which excludes those of a frozen target network."""
+    """Return the parameters of `model` that require gradients; a frozen target network in it has no such parameters."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -249,7 +249,8 @@ class AdamW(Adam):
 class NAdam(Adam):
     """Adam with Nesterov momentum (Dozat, 2016; `torch.optim.NAdam`).
 
-    torch has no fused kernel for it: with `fused`, each operation is one kernel for many parameters (`foreach`).
+    torch has no fused kernel for NAdam. `fused` selects torch's `foreach` implementation instead, in which each
+    operation is one kernel for many parameters.
 
     Args:
         momentum_decay: how fast the momentum rises to `beta1` at the beginning of the run.
@@ -280,7 +281,8 @@ class NAdam(Adam):
 class RMSprop(Optimizer):
     """RMSprop (Tieleman and Hinton, 2012; `torch.optim.RMSprop`), by default without momentum.
 
-    torch has no fused kernel for it: with `fused`, each operation is one kernel for many parameters (`foreach`).
+    torch has no fused kernel for RMSprop. `fused` selects torch's `foreach` implementation instead, in which each
+    operation is one kernel for many parameters.
 
     Args:
         alpha: decay rate of the running average of the squared gradient.
@@ -366,7 +368,7 @@ def _joined_class() -> Any:
     """Return the class `Joined`. It is defined in a function, because its base class would load torch on import."""
 
     class Joined(torch.optim.Optimizer):
-        """An optimizer made of several optimizers of different parameters, with one list of groups and one state."""
+        """Several optimizers of different parameters as one optimizer, which has one list of groups and one state."""
 
         def __init__(self, *parts: torch.optim.Optimizer):
             for number, part in enumerate(parts):

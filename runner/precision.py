@@ -274,7 +274,10 @@ def _record_event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Set the gradients to None, without the bookkeeping of `zero_grad` (2 % of the time of a small network's step)."""
+    """Set the gradients to None.
+
+    The bookkeeping of `zero_grad`, which this function avoids, takes 2 % of the time of a small network's step.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None

@@ -140,8 +140,8 @@ def _begin_session(path: Path, session: Session, overrides: list[str], undo: Exi
         resumed: whether an earlier session has used the run directory; only the error message depends on it.
 
     Raises:
-        ConfigError: if a file cannot be read, written or renamed; with the key `resume` if `resumed` is True, otherwise
-            `output_root`.
+        ConfigError: if a file cannot be read, written or renamed. The error names the key `resume` if `resumed` is True
+            or a file is unsafe to read, such as a link; otherwise the key `output_root`.
     """
     known = set(map(override_key, overrides))
     earlier = [text for text in saved_overrides(path) if override_key(text) not in known]
@@ -173,7 +173,9 @@ def _begin_session(path: Path, session: Session, overrides: list[str], undo: Exi
 
 
 def _restore(path: Path, content: bytes | None) -> None:
-    """Restore the file `path` to its previous content if it has changed; None if there was no such file.
+    """Restore the file `path` to its previous `content` if it has changed.
+
+    If `content` is None, there was no such file, and the file is deleted.
 
     Raises:
         OSError: if the file has changed and cannot be restored.
@@ -399,8 +401,8 @@ def _has_same_config(path: Path, session: Session) -> bool:
     """Return whether the run in the directory `path` has the config of `session`; False if there is no run in it.
 
     Raises:
-        ConfigError: if the config cannot be read, although `path` has checkpoints, or may have some, because it cannot
-            be read: it may be the run to resume.
+        ConfigError: if the config cannot be read, but the directory has checkpoints or cannot be read either, so that
+            its run may be the one to resume.
     """
     try:
         saved = saved_config(path).values
@@ -441,13 +443,14 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
 
     Args:
         saved: the config of the run to resume.
-        now: the config of the session that resumes the run, without credentials (see `redacted_values`), like `saved`.
+        now: the config of the session that resumes the run. Neither config contains credentials (see
+            `redacted_values`).
         source: path of the run directory or the checkpoint, for the error message.
 
     Raises:
         ConfigError: if the seed, the batch size or the type of the optimizer differs; or if an option of the workload,
-            the model, the data or the environment differs, and this component's `may_change_on_resume` does not list
-            the option. The error lists the first five differences.
+            the model, the data or the environment differs, unless `may_change_on_resume` of that component lists the
+            option. The error lists the first five differences.
     """
     saved, now, differences = completed(saved), completed(now), []
     for key in _ESSENTIAL:

@@ -76,5 +76,5 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift `x` right, filling with zero bits; `>>` on int64 is an arithmetic shift, which copies the sign bit."""
+    """Shift `x` right, filling with zero bits. (On int64, `>>` alone would fill with copies of the sign bit.)"""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -73,7 +73,7 @@ class State:
 
     @property
     def last_step(self) -> int:
-        """The step after which the run ends: the current step if a rule of `stop` is met, else `session.num_steps`."""
+        """The last step of the run: `session.num_steps`, or the current step if `patience` or `target` is met."""
         return self.step if self.stopping.reason else self.session.num_steps
 
     def resume(self) -> None:
@@ -170,7 +170,7 @@ class State:
         self.checkpoints.save(Checkpoint(self.step, tensors, shared, local, ema=ema), self.best.get("step"))
 
     def flush_metrics(self) -> dict[str, float]:
-        """Return the mean training metrics since the last log, by tag, and empty the buffer.
+        """Return a dict from the tag of each training metric to its mean since the last log, and empty the buffer.
 
         Raises:
             DivergedError: if a loss is not finite.
@@ -183,7 +183,10 @@ class State:
         return {f"train/{name}": float(value) for name, value in zip(names, means, strict=True)}
 
     def record_evaluation(self, metrics: dict[str, float]) -> bool:
-        """Record the `metrics` of an evaluation, by tag, and return whether the evaluation is the best so far.
+        """Record an evaluation, and return whether it is the best so far.
+
+        Args:
+            metrics: a dict from the tag of each evaluation metric to its value.
 
         Raises:
             DivergedError: if a metric is not finite.
@@ -258,12 +261,19 @@ def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dic
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all elements are finite. A finite sum shows this in a fifth of the time of a check of each."""
+    """Return whether all elements are finite.
+
+    The sum is computed first, because this takes a fifth of the time of checking each element: if the sum is finite, so
+    are all elements.
+    """
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the states of torch's default random number generators (used by dropout, for example), by device type."""
+    """Return a dict from device type to the state of torch's default random number generator on such a device.
+
+    Dropout, for example, uses these generators.
+    """
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)

@@ -229,7 +229,7 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
 
 
 def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
-    """Evaluate the model on the held-out data, log the metrics, and return whether they are the best so far.
+    """Evaluate the model on the held-out data, log the metrics, and return whether the model is the best so far.
 
     Raises:
         DivergedError: if a metric is not finite.
@@ -266,7 +266,7 @@ def introduce(state: State, recorder: Recorder) -> None:
 
 
 def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
-    """Save this process's batch of `step`, where the run diverged, in `directory`, if the workload can load it anew."""
+    """Save this process's batch of `step`, at which the run diverged, to `directory` if the workload can reload it."""
     batch = session.run.workload.diverged_batch(session.plan, step, session.device)
     if batch is not None:
         path = directory / f"diverged_step_{step:08d}_rank_{session.rank}.pt"

@@ -17,10 +17,10 @@ from runner.system.forkserver import server_stopped
 def settings_kept() -> Iterator[None]:
     """A context in which a run may change global settings, which are restored at its end.
 
-    The restored settings are torch's random states, current CUDA device, number of threads and defaults, environment
-    variables, and settings of logging. The fork server is stopped at the end, unless it was running before. Inside the
-    context, torch has its original default dtype and device, gradients are enabled, and autocast is disabled, so that
-    the caller's choices do not affect the run.
+    The restored settings are the environment variables, the settings of logging, and the following settings of torch:
+    random states, current CUDA device, number of threads, and defaults such as the default dtype. The fork
+    server is stopped at the end, unless it was running before. Inside the context, torch has its original default dtype
+    and device, gradients are enabled, and autocast is disabled, so that the caller's choices do not affect the run.
     """
     with ExitStack() as restored:
         of_torch = (_cuda_device, _random_state, _torch_defaults, _autocast_disabled)

@@ -75,10 +75,12 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str]
 
 
 def check_list_of_texts(overrides: Any) -> None:
-    """Check that `overrides` is a list or tuple of strings, and not a single string, whose letters would be overrides.
+    """Check that `overrides` is a list or tuple of strings.
+
+    A single string is refused, because each of its letters would be taken for an override.
 
     Raises:
-        ConfigError: if it is anything else.
+        ConfigError: if `overrides` is anything else.
     """
     is_list = not isinstance(overrides, str) and isinstance(overrides, Sequence)
     check(

@@ -24,7 +24,7 @@ class Evaluation(NamedTuple):
     """An evaluation of a checkpoint.
 
     Args:
-        metrics: the metrics by TensorBoard tag.
+        metrics: a dict from TensorBoard tags to the values of the metrics.
         description: what was evaluated, such as {"data": "Digits, 1,438 training and 359 held-out samples …"}.
     """
 
@@ -35,8 +35,8 @@ class Evaluation(NamedTuple):
 def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> Evaluation:
     """Evaluate `checkpoint`. Nothing is written to its run.
 
-    With the mode, the device and the precision of the run, the metrics equal, to the last bit, those that the run
-    computed at the step of the checkpoint.
+    With the parallel mode, the device and the precision of the run, the metrics equal, to the last bit, those that
+    the run computed at the step of the checkpoint.
 
     Args:
         checkpoint: the path of a checkpoint in a run directory.

@@ -1,4 +1,4 @@
-"""The classes that a trained model predicts for image files, which are read as the evaluation of its run reads them."""
+"""Predicts the classes of image files with a trained model. The files are read as in the evaluation of its run."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
     """Return `paths`, with each directory replaced by the sorted paths of the images at any depth in it.
 
     Raises:
-        ConfigError: with the key `FILES`, if `paths` is empty, a path does not exist, whether it exists cannot be found
-            out, a directory cannot be read, or a directory has no images.
+        ConfigError: with the key `FILES`, if `paths` is empty, a path does not exist or cannot be accessed, a directory
+            cannot be read, or a directory has no images.
     """
     found: list[str] = []
     for path in map(Path, paths):

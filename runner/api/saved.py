@@ -88,7 +88,10 @@ class SavedRun:
         return chosen_checkpoint(self.directory, choice)
 
     def curves(self) -> dict[str, dict[int, float]]:
-        """Return the values of the scalars in TensorBoard, by tag and step; empty if there are no event files."""
+        """Return the scalars in TensorBoard: for each tag, a dict from steps to values.
+
+        The result is empty if there are no event files.
+        """
         return scalars(self.directory)
 
     def metrics(self) -> list[dict[str, float]]:
@@ -157,7 +160,9 @@ class SavedRun:
         return model.eval()
 
     def on_one_device(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> Run:
-        """Return the run of a checkpoint's config with `parallel=single device=cpu`, not yet prepared.
+        """Return a run with the config of a checkpoint, changed to `parallel=single device=cpu tracking=none`.
+
+        The run is not yet prepared: its method `prepare` has not been called.
 
         Args:
             choice: as in `checkpoint`.
@@ -190,7 +195,7 @@ class SavedRun:
         return self.signature("last").get("classes", [])
 
     def evaluate(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> dict[str, float]:
-        """Return the metrics of an evaluation of a checkpoint, by TensorBoard tag.
+        """Evaluate a checkpoint, and return a dict from TensorBoard tags to the values of the metrics.
 
         On the device of the run and without overrides, the metrics equal, to the last bit, those that the run computed
         at the step of the checkpoint.
@@ -244,8 +249,8 @@ class SavedRun:
     def _step(self, choice: str | int) -> int:
         """Return the step of a checkpoint, which identifies the checkpoint even while the run writes new ones.
 
-        With `best` or `last`, another checkpoint could be found later, and finding it takes longer, because the newest
-        checkpoint is read.
+        `best` and `last` may mean another checkpoint later. It also takes longer to find the checkpoint that they mean,
+        because the newest checkpoint is read.
         """
         return int(self.checkpoint(choice).name.removeprefix("step_"))
 

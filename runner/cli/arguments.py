@@ -125,7 +125,7 @@ def quoted(argument: str, sweep: bool) -> str:
     contain characters that Hydra would reject; a `~` at its beginning is expanded. `GROUP=null` becomes `~GROUP`.
 
     Args:
-        argument: the override; an argument of any other form is returned unchanged.
+        argument: the override; an argument that is not of the form `KEY=VALUE` is returned unchanged.
         sweep: whether the override belongs to a sweep, where commas separate several values.
 
     Raises:
@@ -148,7 +148,7 @@ def quoted(argument: str, sweep: bool) -> str:
 
 
 def _text(key: str, value: str) -> str:
-    """Return `value`, quoted if Hydra's grammar would misread or reject it. `key` is not a config group."""
+    """Return `value`, quoted if Hydra's grammar would misread or reject it. `key` must not be a config group."""
     if key in _PATHS:
         value = _checked_path(key, value)
     is_text = key in _TEXTS and (_is_literal(value) or not re.fullmatch(r"[\w./${}:-]*", value))

@@ -1,4 +1,7 @@
-"""Options that are chosen before a run begins: `accumulation=auto` by memory, `how=auto` by speed."""
+"""Options that are chosen before a run begins.
+
+`accumulation=auto` is chosen so that the run fits into memory, and `how=auto` so that it is fast.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def with_choices(job: Job, compose: Compose, directory: Path | None = None, conf
     Args:
         job: the composed config, and the overrides from which it was composed.
         compose: function that composes the config from its overrides.
-        directory: the run directory that `--run-directory` names, as it does for the jobs of a sweep; otherwise None.
+        directory: the value of `--run-directory`, with which a sweep starts its jobs; None if the flag is absent.
         config_dir: a directory with the user's own options, for example of `parallel`; None if there is none.
 
     Raises:
@@ -110,12 +113,12 @@ def _continued(job: Job, keys: Collection[str], compose: Compose, directory: Pat
     """Return `job` with the choices of the run that it continues; None if there is no such run.
 
     The run is the one in `directory` or, if `directory` is None, the newest unfinished run that fits. A run fits if it
-    has the config that `job` gets with the choices saved in the run. A run directory may come from somebody else: only
-    overrides that a choice may contain are taken from it.
+    has the config that `job` gets with the choices saved in the run. Because a run directory may come from somebody
+    else, only overrides that a choice may contain are taken from it.
 
     Args:
         job: the composed config, and the overrides from which it was composed.
-        keys: the options to choose, `accumulation`, `how` or both.
+        keys: the options to choose: `accumulation`, `how`, or both.
         compose: function that composes the config from its overrides.
         directory: the run directory that `--run-directory` names; otherwise None.
     """
@@ -140,7 +143,7 @@ def _continued(job: Job, keys: Collection[str], compose: Compose, directory: Pat
 def _to_continue(config: Mapping[str, Any], directory: Path | None) -> list[Path]:
     """Return the directories of the runs that a run with `config` may continue, newest first.
 
-    The list is empty unless `resume=auto`, and contains only `directory` unless `directory` is None.
+    The list is empty if `resume` is not `auto`. Otherwise, if `directory` is given, the list contains only `directory`.
 
     Raises:
         ConfigError: with the key `output_root`, if the directory of the runs cannot be read.

@@ -187,9 +187,9 @@ class Composer:
     def _explained(self, error: Exception, overrides: list[str], mode: RunMode) -> Exception:
         """Return an error that names the override that caused `error`, if there is such an override.
 
-        This is the override without which the config can be composed. If there are several mistakes, it is the first
-        override that leads to the same error. If no override is found, or if `config_error` can translate `error`
-        directly, return `error` itself.
+        The config can be composed without this override. If several mistakes prevent this, the first override that
+        leads to the same error is named. If no override is found, or if `config_error` can translate `error` directly,
+        return `error` itself.
         """
         if config_error(error) is not None:
             return error
@@ -249,13 +249,13 @@ def _job(config: DictConfig) -> Job:
 
 @cache
 def _hydra_without_options() -> dict[str, Any]:
-    """Return the values of the config node `hydra`, by dotted key, in a config without any option of this project."""
+    """Return the config node `hydra` of a config without options of this project: a dict from dotted keys to values."""
     loader = ConfigLoaderImpl(create_config_search_path(None))
     return _flat(loader.load_configuration(None, [], RunMode.RUN).hydra)
 
 
 def _flat(node: DictConfig) -> dict[str, Any]:
-    """Return all values in `node`, at any depth, by dotted key."""
+    """Return a dict from dotted keys to the values in `node`, at any depth."""
     found: dict[str, Any] = {}
 
     def add(value: Any, key: str) -> None:

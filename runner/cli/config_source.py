@@ -69,7 +69,10 @@ class OptionFiles(FileConfigSource):
         return super().is_config(config_path)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the names of options for shell completion, except files that are only inherited (`_processes`)."""
+        """Return the names of options for shell completion.
+
+        Files that options only inherit from, such as `_processes`, are left out.
+        """
         return [name for name in super().list(config_path, results_filter) if not name.startswith("_")]
 
     def _path(self, config_path: str) -> Path:

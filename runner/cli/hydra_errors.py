@@ -75,11 +75,11 @@ def _no_such_key(error: Exception) -> ConfigError | None:
 
 
 def _other_key(key: str, chosen: Collection[str]) -> str:
-    """Return a remedy for the unknown key `key`: a similar key, the option that has this key, or all keys.
+    """Return a remedy for the unknown key `key`: a similar key, another option that has `key`, or all valid keys.
 
     Args:
         key: the unknown key.
-        chosen: the keys of the option that is chosen; empty if they are not known.
+        chosen: the keys of the option that the config chooses; empty if they are not known.
     """
     group, _, name = key.partition(".")
     if group == "hydra":

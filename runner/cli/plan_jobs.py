@@ -63,7 +63,10 @@ class Planner:
 
     @property
     def best(self) -> tuple[str, str]:
-        """The metric that selects the workload's best checkpoint, without `eval/`, and its goal, `min` or `max`."""
+        """A pair (metric, goal) by which the workload selects its best checkpoint.
+
+        The metric is named without the prefix `eval/`; the goal is `min` or `max`.
+        """
         with errors_under("workload"):
             return load_class((self.config.get("workload") or {}).get("_target_"), Workload).best
 

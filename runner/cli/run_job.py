@@ -41,9 +41,9 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
     Args:
         run: the run.
         overrides: the overrides that are already applied to the run's config; they are saved in the run directory.
-        directory: the run directory that `--run-directory` names, as it does for the jobs of a sweep. With
-            `resume=auto`, a run that is already in this directory is resumed if it has the same config. None: a new
-            directory, or the directory that `resume` names.
+        directory: the value of `--run-directory`, with which a sweep starts its jobs. With `resume=auto`, a run that is
+            already in this directory is resumed if it has the same config. If None, the run uses a new directory, or
+            the directory that `resume` names.
         report: function that rank 0 calls once the result is written.
 
     Raises:
@@ -141,7 +141,7 @@ def write_result(session: Session, directory: Path, result: Result) -> None:
 
 
 def print_summary(session: Session, directory: Path, result: Result) -> None:
-    """Print the summary of a run. This function is a `Report`."""
+    """Print the summary of a run. This function can be passed to `run_one` as `report`."""
     with suppress(BrokenPipeError):
         print(summary(session, directory, result), flush=True)
 

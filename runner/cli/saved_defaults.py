@@ -124,9 +124,9 @@ def _store(config: dict[str, Any], overridden: set[str]) -> None:
 
 
 def _default(entry: Any, chosen: dict[str, str | None]) -> Any:
-    """Return `entry` of the root config's defaults list, with the option that `chosen` has for its group.
+    """Return `entry`, an entry of the root config's defaults list, with the option that `chosen` has for its group.
 
-    An optional group gets no option. A group that is not in `chosen` keeps its option.
+    An optional group gets the option None. A group that is not in `chosen` keeps its option.
     """
     if isinstance(entry, str):
         return entry

@@ -37,7 +37,7 @@ class SweepJobs:
 
     Attributes:
         engine: the options of the sweep itself.
-        dimensions: the keys of the jobs, and the values that they take.
+        dimensions: the keys that the jobs set, each with its values; paired keys form one dimension.
         common: the overrides of `output_root` and `resume`, which are the same for all jobs.
 
     Raises:

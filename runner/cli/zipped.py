@@ -17,9 +17,10 @@ _EXAMPLE = "pairs=zip(optimizer=[sgd,adam],optimizer.lr=[0.1,0.001])"
 
 
 def parse_zip(word: str) -> tuple[str, list[str]] | None:
-    """Return the name of the pairs in `NAME=zip(…)`, and one override with several values for each paired key.
+    """Parse an override of the form `NAME=zip(…)`; return None for other overrides.
 
-    For example, `pairs=zip(a=[1,2],b=choice(3,4))` gives `pairs` and `a=1,2`, `b=3,4`. Return None for other overrides.
+    The result is a tuple of the name and a list with one override for each paired key, which has all values of the key.
+    For example, `pairs=zip(a=[1,2],b=choice(3,4))` gives `("pairs", ["a=1,2", "b=3,4"])`.
 
     Raises:
         ConfigError: if fewer than two keys are paired, a key is paired twice, or a value is not a list.

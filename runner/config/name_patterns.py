@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def names_to_match(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Return the names that patterns can match, by parameter name.
+    """Return a dict from the name of each parameter to the names that a pattern for this parameter can match.
 
     These are the name of the parameter's block, if the network lists blocks, the names of the modules that contain the
     parameter, and the name of the parameter itself.
@@ -48,9 +48,9 @@ def matching(
     Args:
         key: the config key of the pattern, for the error message.
         pattern: the pattern.
-        names: the names that the pattern can match, by parameter name; a part of the result of `names_to_match`.
-        others: the rest of the result of `names_to_match`. A pattern that matches only these names is an error.
-        why_not: the reason why such a pattern is an error, for the error message.
+        names: the result of `names_to_match`, or only its items for the parameters that the pattern may match.
+        others: the remaining items of the result of `names_to_match`. A pattern that matches only these is an error.
+        why_not: the reason why a pattern that matches only `others` is an error, for the error message.
 
     Raises:
         ConfigError: if the pattern matches no parameter in `names`; the error suggests similar names.

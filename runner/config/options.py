@@ -16,12 +16,12 @@ CONF = next(path for path in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if pa
 
 
 def groups() -> dict[str, list[str]]:
-    """Return the names of the options of each config group."""
+    """Return a dict from each config group to the names of its options."""
     return {group: list(files) for group, files in option_files().items()}
 
 
 def option_files(*more: Path) -> dict[str, dict[str, Path]]:
-    """Return the option files by group and name, from conf/ and the directories `more`.
+    """Return the option files in conf/ and the directories `more`: for each group, a dict from option names to paths.
 
     A file in `more` replaces a file with the same group and name in conf/. Files whose names begin with `_` are left
     out: they are not options, but hold the keys that several options inherit.
@@ -54,7 +54,10 @@ def option_keys(group: str, option: str) -> list[str]:
 
 
 def description(option: Path) -> str:
-    """Return the first comment line in an option file, except for directives and example commands; empty if none."""
+    """Return the first comment line in an option file that is neither a directive nor an example command.
+
+    If there is none, return an empty string.
+    """
     comments = [line[1:].strip() for line in option.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     sentences = [line for line in comments if not line.startswith(("python -m", "@package"))]
     return sentences[0] if sentences else ""

@@ -1,4 +1,4 @@
-"""The parts of an override, `KEY=VALUE`, as it is typed."""
+"""Finds the key of an override that is typed on the command line as `KEY=VALUE`."""
 
 from __future__ import annotations
 

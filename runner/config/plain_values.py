@@ -20,9 +20,12 @@ _NEEDED = ("name", "output_root", "resume")
 def resolved(config: DictConfig) -> dict[str, Any]:
     """Return `config` as plain values, with all interpolations resolved except references to environment variables.
 
-    The text `${oc.env:NAME}` is kept until a component is built. It is also written to the files of a run instead of
-    the value, because environment variables may hold passwords and tokens. In `name`, `output_root` and `resume`, such
-    references are resolved, too. So are references inside another interpolation: `${oc.decode:${oc.env:NAME}}`.
+    A reference is kept as the text `${oc.env:NAME}` until a component is built. The files of a run contain this text
+    instead of the value, because environment variables may hold passwords and tokens. Two kinds of references are
+    resolved nevertheless:
+
+    - references in the values of `name`, `output_root` and `resume`;
+    - references inside another interpolation, as in `${oc.decode:${oc.env:NAME}}`.
 
     Raises:
         OmegaConfBaseException: if an interpolation cannot be resolved.
@@ -35,9 +38,9 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 
 
 def _marked(text: str) -> str:
-    """Return `text`, with a mark in each reference to an environment variable outside other interpolations.
+    """Return `text`, with a mark in each reference to an environment variable that must not be resolved.
 
-    The default of such a reference may contain other references to environment variables, which are marked, too.
+    A reference inside another interpolation is not marked, unless it is in the default of a marked reference.
     """
     kept: list[bool] = []
     """For each open brace, whether it does not begin an interpolation that is resolved."""

@@ -83,7 +83,7 @@ def option_fields(cls: type) -> list[str]:
 
 @cache
 def field_types(cls: type) -> Mapping[str, Any]:
-    """Return the types of the fields of the component class `cls` by name.
+    """Return the type of each field of the component class `cls`, by field name.
 
     `typing.get_type_hints` is not used, because it would evaluate all annotations, including annotations that only a
     type checker can resolve.
@@ -148,7 +148,7 @@ def load_class(target: object, base: type[Component]) -> type[Component]:
 
 
 def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of all options of `cls` by name, from `node` or the defaults, converted to the declared types.
+    """Return a dict of the option values of `cls`, from `node` or the defaults, converted to the declared types.
 
     Raises:
         ConfigError: for an unknown key, a value of a wrong type, a missing value, or a reference to an environment
@@ -164,7 +164,7 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
 def checked_schema(cls: type, node: Mapping[str, Any]) -> DictConfig:
     """Return an OmegaConf schema of the options of `cls`, with the values in `node`.
 
-    Options that are not in `node` have their default, or no value.
+    An option that is not in `node` has its default; an option without a default is marked as missing (`???`).
 
     Raises:
         ConfigError: for an unknown key, or a value of a wrong type.

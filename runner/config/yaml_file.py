@@ -1,6 +1,7 @@
 """Reads the YAML files of a config.
 
-These files may contain only plain values, and no number that would mean something else on the command line.
+These files may contain only plain values. A number that the command line would read differently is an error: for
+example 010, which is 8 in YAML.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is fast,
 
 
 class _Loader(_Parser):
-    """A loader that resolves plain scalars like OmegaConf: `1e3` is a float, which PyYAML would read as a string."""
+    """A loader that reads unquoted values as OmegaConf does: `1e3` is a float, not a string as in PyYAML."""
 
 
 _Loader.add_implicit_resolver(_FLOAT, re.compile(r"[-+]?[0-9_]+[eE][-+]?[0-9]+"), None)

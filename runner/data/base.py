@@ -107,7 +107,7 @@ class Samples(ABC):
 
 
 class LabeledSamples(Samples):
-    """Images with a class each, for classification."""
+    """Images for classification, each with a class index as its target."""
 
     num_classes: int
     class_names: list[str]
@@ -115,9 +115,10 @@ class LabeledSamples(Samples):
     """(channels, height, width) of one input."""
 
     def labels(self) -> torch.Tensor:
-        """Return the class index of every sample, int64 [n] on the CPU. Unreadable files may or may not be included.
+        """Return the class index of every sample, int64 [n] on the CPU.
 
-        By default, all samples are loaded; a data set that knows the class indices overrides this method.
+        Whether samples that cannot be read are included depends on the data set. By default, all samples are loaded; a
+        data set that knows the class indices overrides this method.
         """
         import torch
 
@@ -147,7 +148,7 @@ class LabeledSamples(Samples):
         """
 
     def image_input(self) -> dict[str, Any] | None:
-        """Return the fields of the `ImageInput` that converts image files to inputs; None if no `ImageInput` can."""
+        """Return a dict with the fields of the `ImageInput` that reads image files as inputs; None if there is none."""
         return None
 
 

@@ -31,8 +31,8 @@ def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
     """Return the training images and the held-out images below `root`.
 
     Args:
-        root: a directory that contains either the directories `train` and one of `HELD_OUT`, each with one directory
-            per class, or the class directories themselves.
+        root: a directory with one of two layouts. Either it contains two directories, `train` and one of `HELD_OUT`,
+            both with one directory per class. Or it contains the class directories themselves.
         holdout: fraction of the images of each class to hold out; used only if `root` contains the class directories.
 
     Raises:
@@ -164,7 +164,7 @@ def _folders(path: Path, visited: _Visited) -> list[str]:
 
 
 def _images(path: Path, others: Counter[str], visited: _Visited) -> list[str]:
-    """Return the images below `path`; add the numbers of other files to `others`, by extension or as `hidden`."""
+    """Return the images below `path`. Count the other files in `others`, by extension; hidden files as `hidden`."""
     images: list[str] = []
     seen = {str(parent) for parent in Path(os.path.realpath(path)).parents}  # they hold images of other classes
     for where, folders, names in os.walk(path, followlinks=True, onerror=_cannot_read):

@@ -1,8 +1,8 @@
 """A cache of the listings of a data set's directories, so that not every run has to list tens of thousands of files.
 
 A cached listing is used only if it is certain that the directories have not changed. Adding, removing or renaming an
-entry changes the modification time and the change time of its directory; programs can set the former, but not the
-latter (`st_ctime`). Therefore, a listing is cached
+entry changes the modification time and the change time of its directory. Programs can set the modification time, but
+not the change time (`st_ctime`). Therefore, a listing is cached
 
 - with the times, inode and device of every directory, taken before the directory was listed: a change since then, even
   while the directory was being listed, makes the listing invalid;

@@ -73,7 +73,7 @@ class Fetch:
         read: function that reads one sample.
         shape: (channels, height, width) of one image.
         seed: seed of the augmentation, which also depends on the epoch and the index of a sample.
-        augment: transforms of training images in addition to those of `read`.
+        augment: further transforms of training images, applied to the images that `read` returns.
     """
 
     read: Reader
@@ -95,7 +95,7 @@ class Fetch:
         return Loaded(job, images, torch.tensor(job.targets), failures)
 
     def _draws(self, job: Job) -> list[Any]:
-        """Return, for each sample, the random numbers for its augmentation; None if there is no augmentation.
+        """Return a list with one item per sample: the random numbers for its augmentation; None for no augmentation.
 
         The random numbers are hashes of (seed, epoch, sample index), and are therefore the same in every process.
         """
@@ -142,9 +142,9 @@ class FileSamples(LabeledSamples):
         workers: the processes that load batches.
         pin_memory: whether to load batches into page-locked memory; None to do so only for CUDA devices.
         unreadable: record of the files that cannot be read; may be shared with another `FileSamples`.
-        augment: transforms of training images in addition to those of `read`.
+        augment: further transforms of training images, applied to the images that `read` returns.
         centre: side of the central square that `read` resizes without augmentation, as a fraction of the image's
-            shorter side; None if `read` does not read images in this way, so that `image_input` returns None.
+            shorter side. None if `read` does not do this; `image_input` then returns None, too.
     """
 
     def __init__(

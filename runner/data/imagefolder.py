@@ -41,8 +41,8 @@ class ImageFolder(Data):
         std: standard deviation of red, green and blue, for pixels in [0, 1]; the inputs are divided by it.
         on_error: if a file cannot be read, `raise` an error or `skip` the file with a warning.
         workers: number of data loading processes of each rank; 0 to load data in the process of the rank itself. null
-            chooses one less than the number of CPU cores per rank or, without an accelerator, about a quarter of the
-            cores; in both cases at most eight.
+            chooses a number of at most eight: with an accelerator, one less than the rank's share of the CPU cores;
+            without an accelerator, about a quarter of this share.
         prefetch: number of batches that each worker loads in advance.
         timeout: number of seconds to wait for a batch before the run ends with an error.
         pin_memory: whether to load batches into page-locked memory, from which copies to CUDA devices are asynchronous;

@@ -25,11 +25,11 @@ class Mixing:
     depend on how the batch is divided.
 
     Args:
-        mixup: parameter α of the distribution Beta(α, α) of the proportion of two blended images (Zhang et al., mixup,
-            2018); 0 for no blending.
-        cutmix: parameter α of the distribution Beta(α, α) of the area of a rectangle that is replaced, as a fraction of
-            the image (Yun et al., CutMix, 2019); 0 for no rectangles. If `mixup` and `cutmix` are both positive, each
-            batch is mixed in one of the two ways, with probability 1/2.
+        mixup: α of mixup, which blends two images in a proportion drawn from Beta(α, α) (Zhang et al., mixup, 2018); 0
+            for no mixup.
+        cutmix: α of CutMix, which replaces a rectangle by the same part of the other image; the area of the rectangle,
+            as a fraction of the image, is drawn from Beta(α, α) (Yun et al., CutMix, 2019); 0 for no CutMix. If
+            `mixup` and `cutmix` are both positive, each batch is mixed in one of the two ways, with probability 1/2.
     """
 
     mixup: float = 0.0
@@ -85,9 +85,10 @@ class Mixing:
 
 
 def _rectangle(height: int, width: int, share: float, draws: random.Random) -> tuple[int, int, int, int]:
-    """Return (top, bottom, left, right) of a random rectangle with the fraction 1 − `share` of the image's area.
+    """Return (top, bottom, left, right) of a random rectangle whose area is 1 − `share` times the image's area.
 
-    The center is drawn uniformly, and the aspect ratio is that of the image. The edges of the image cut the rectangle.
+    The center is drawn uniformly, and the rectangle has the aspect ratio of the image. A part of the rectangle that
+    lies outside the image is cut off.
     """
     half = 0.5 * math.sqrt(1 - share)
     y, x = draws.randrange(height), draws.randrange(width)

@@ -19,7 +19,7 @@ def to_device(batches: Generator[Tensors], device: torch.device, cuda: Any = Non
     are synchronous.
 
     Args:
-        batches: tuples of tensors on the CPU. Only copies from page-locked memory do not block the host.
+        batches: tuples of tensors on the CPU. Copies block the host unless the tensors are in page-locked memory.
         device: device to copy the batches to.
         cuda: object that replaces `torch.cuda` in tests; None for `torch.cuda` itself.
     """

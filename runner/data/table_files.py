@@ -169,7 +169,7 @@ def _check_unpacked(path: Path, content: bytes) -> None:
     """Check that the archive `content` is not far larger after decompression.
 
     A small archive could fill the memory, because zeros are compressed to about a thousandth of their size. The sizes
-    that the archive states can be relied on: of an entry that has more bytes, the rest is not read.
+    that the archive states can be relied on: if an entry has more bytes than stated, the rest is not read.
     """
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         entries = archive.infolist()

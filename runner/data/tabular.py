@@ -111,8 +111,9 @@ class TableSamples(ArraySamples, RegressionSamples):
 def friedman(count: int) -> Table:
     """Return `count` samples of y = 10 sin(π x₁ x₂) + 20 (x₃ − 1/2)² + 10 x₄ + 5 x₅ + ε, with ε ~ N(0, 1).
 
-    The inputs are x₁ to x₁₀, uniform in [0, 1]; the last five have no influence. The variance of y is about 24.8, so
-    that an R² of 0.96 is the most that can be learned. Friedman (1991), section 4.3.
+    The inputs are x₁ to x₁₀, uniform in [0, 1]; the last five have no influence. The variance of y is about 24.8.
+    The noise ε, which cannot be predicted, has a variance of 1, so that an R² of 0.96 is the most that a model can
+    reach. Friedman (1991), section 4.3.
     """
     generator = torch.Generator().manual_seed(derive(0, "friedman"))
     x = torch.rand(count, 10, generator=generator, dtype=torch.float64)

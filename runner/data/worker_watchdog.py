@@ -50,7 +50,8 @@ class Watch:
             batches: the iterator of a DataLoader; if it has workers, its timeout must be `POLL`.
 
         Raises:
-            DataError: if a worker died, or no batch arrived within `timeout` seconds; all workers were then killed.
+            DataError: if a worker died, or no batch arrived within `timeout` seconds; in both cases, all workers
+                have been killed.
             StopIteration: after the last batch.
             Exception: any other exception that `batches` raises.
         """

@@ -28,11 +28,14 @@ class Average:
         yield
 
     def full_tensors(self, collect: CollectState) -> dict[str, torch.Tensor]:
-        """Return the tensors of the model with the averaged weights, by name; empty if there is no average.
+        """Return a dict of the full tensors of the model by name, in which averages replace the trained parameters.
+
+        The result is empty if there is no average, and on ranks other than 0.
 
         Args:
-            collect: function that returns the full tensors of the model by name, and the state of an optimizer by
-                parameter name; called on every rank. Both are empty except on rank 0.
+            collect: function that is called with an optimizer on every rank, and returns a pair of dicts: the full
+                tensors of the model by name, and the state of the optimizer by parameter name. Both dicts are empty
+                except on rank 0.
         """
         return {}
 
@@ -49,7 +52,7 @@ class Average:
         """Return the part of this rank's average that `full_tensors` does not include.
 
         Args:
-            state_of: function that returns this part of the state of an optimizer.
+            state_of: function that returns the part of an optimizer's state that its full state does not include.
         """
         return {}
 
@@ -58,5 +61,5 @@ class Average:
 
         Args:
             state: the state; empty if the checkpoint has none.
-            load: function that loads this part of the state of an optimizer.
+            load: function that loads into an optimizer what `state_of` in `local_state` returned.
         """

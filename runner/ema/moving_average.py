@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class MovingAverage(Average):
     """The exponential moving average of the trainable parameters of a model.
 
-    The first update copies the parameters; each later one computes `decay · average + (1 − decay) · parameter`.
+    The first update copies the parameters; each later update computes `decay · average + (1 − decay) · parameter`.
 
     Args:
         model: the model, as the parallel mode has placed it.
@@ -87,7 +87,7 @@ class _Averages(torch.optim.Optimizer):
 
 @torch.no_grad()
 def _copy(values: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Copy each value to the parameter that is its key, in place, as parallel modes hold views of parameters."""
+    """Copy each value to the parameter that is its key: in place, because parallel modes hold views of parameters."""
     for parameter, value in values.items():
         _local(parameter).copy_(_local(value))
 

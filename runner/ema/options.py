@@ -1,4 +1,4 @@
-"""The options of the average of the weights, which is evaluated instead of the weights, and saved beside them."""
+"""The options of the average of the weights. Evaluations use the average; checkpoints hold it beside the weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Ema:
         check_range(self, "decay", above=0, below=1)
 
     def build(self, model: torch.nn.Module) -> Average:
-        """Return the average for `model`, as the parallel mode has placed it; one without effect if `decay` is None."""
+        """Return the average for `model`, which the parallel mode has placed.
+
+        If `decay` is None, the returned average has no effect.
+        """
         if self.decay is None:
             return Average()
         from runner.ema.moving_average import MovingAverage  # imported here, because it imports torch

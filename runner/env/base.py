@@ -48,7 +48,7 @@ class Env:
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Check the options from the saved config of a run, which must not decide which modules are imported.
+        """Check saved options, so that the config of a saved run cannot decide which modules are imported.
 
         Args:
             values: the saved options that the command line does not override.
@@ -71,8 +71,9 @@ class Env:
         without a limit), `frames_per_second` (of videos of the environment) and `shared_rng` (see `Vector`).
 
         Raises:
-            ConfigError: if the environment does not exist, cannot be created, or has spaces that are not supported, or
-                if the processes of `vectorization=async` cannot be started, or an environment in them cannot be reset.
+            ConfigError: if the environment does not exist, cannot be created, or has spaces that are not supported;
+                with `vectorization=async`, also if `num_envs` is too large, if the processes cannot be started, or if
+                an environment cannot be reset in its process.
         """
         # imported here: these import gymnasium and numpy
         from runner.env.spaces import shape_and_actions
@@ -122,13 +123,13 @@ class Env:
             raise ConfigError("num_envs", num_envs, why, "reduce it, or env.vectorization=sync") from None
 
     def cannot_be_drawn(self, render_mode: str, otherwise: str) -> tuple[str, str] | None:
-        """Return why this environment cannot be rendered, and the remedy; None if it can be rendered.
+        """Return (reason, remedy) if this environment cannot be rendered; None if it can be rendered.
 
         Called after `prepare`.
 
         Args:
             render_mode: `rgb_array` or `human`.
-            otherwise: the remedy if the environment does not support `render_mode`.
+            otherwise: the remedy to return if the environment does not support `render_mode`.
         """
         if render_mode not in self._render_modes:
             return f"{self.id} does not support render_mode={render_mode}", otherwise

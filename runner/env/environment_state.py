@@ -57,7 +57,7 @@ def _layers(env: Any) -> list[Any]:
 def _attributes(layer: Any) -> dict[str, Any]:
     """Return the attributes of `layer` that have plain values, and the state of its random number generator.
 
-    Other attributes, such as spaces and functions, do not change.
+    Other attributes, such as spaces and functions, are left out, because they do not change.
     """
     kept = {name: plain(value) for name, value in vars(layer).items() if _is_plain(value)}
     generator = vars(layer).get("_np_random")

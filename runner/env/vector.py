@@ -53,8 +53,8 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
     Args:
         spec: the entry in gymnasium's registry.
         num_envs: number of environments.
-        vectorization: `sync`, `async`, or `auto` for the vectorized implementation of the environment, if it has one
-            that resets environments in the same way and whose observations are arrays; otherwise `sync`.
+        vectorization: `sync`, `async` or `auto`. `auto` chooses the environment's vectorized implementation, if there
+            is one whose observations are arrays and which resets environments as described above; otherwise `sync`.
         options: keyword arguments of the environment.
     """
     if vectorization == "auto" and spec.vector_entry_point is not None:
@@ -73,13 +73,13 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
 
 
 def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
-    """Make this process exit on SIGTERM and ignore Ctrl-C, if it was started for `env`; return `env`.
+    """Make this process exit on SIGTERM and ignore Ctrl-C, unless it is the process of the run; return `env`.
 
     The process of an environment is forked from the run and inherits signal handlers that only record a signal.
 
     Args:
         env: the environment.
-        parent: the process ID of the run, whose own signal handlers are kept.
+        parent: the process ID of the run. In that process, the signal handlers are kept.
     """
     if os.getpid() != parent:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -107,7 +107,7 @@ class Vector:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the environments. After an error, do not wait for their processes: one that died never answers."""
+        """Close the environments. After an error, do not wait for their processes: a dead process never answers."""
         failed = isinstance(self.envs, AsyncVectorEnv) and kind not in (None, GeneratorExit)
         try:
             self.envs.close(**({"terminate": True} if failed else {}))
@@ -140,7 +140,9 @@ class Vector:
         self._observe(observations, np.zeros(self.num_envs))
 
     def step(self, actions: np.ndarray) -> Steps:
-        """Take one step in each environment. An environment whose episode has ended is reset; its action is ignored.
+        """Take one step in each environment.
+
+        If the previous step ended the episode of an environment, the environment is reset, and its action is ignored.
 
         Args:
             actions: the index of each environment's action, int64 [num_envs]; 0 is the first action of the space.
@@ -192,7 +194,8 @@ class Vector:
     def bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the lower and the upper bounds of an observation, each a float64 array of the observation's shape.
 
-        None if observations are not arrays, a bound is infinite, or a lower bound is not less than its upper bound.
+        The result is None if observations are not arrays, if a bound is infinite, or if a lower bound is not less than
+        its upper bound.
         """
         space = self.envs.single_observation_space
         if not isinstance(space, gymnasium.spaces.Box):

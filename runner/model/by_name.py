@@ -77,7 +77,7 @@ class NamedModel(Model):
 class Torchvision(NamedModel):
     """A classification network of torchvision (`models.torchvision_network`).
 
-    The number of classes and of input channels, and the image size of vision transformers, are those of the data.
+    The numbers of classes and input channels, and the image size of vision transformers, are taken from the data.
     Networks with auxiliary classifiers (googlenet, inception_v3) are built without them.
     """
 
@@ -114,7 +114,7 @@ _TAKEN = ("num_classes", "in_chans", "device", "dtype", "checkpoint_path", "cach
 class Timm(NamedModel):
     """A classification network of timm, PyTorch Image Models (https://huggingface.co/docs/timm), with random weights.
 
-    The number of classes and of input channels are those of the data; `options` are arguments of `timm.create_model`.
+    The numbers of classes and input channels are taken from the data; `options` are arguments of `timm.create_model`.
     """
 
     name: str = "resnet18"

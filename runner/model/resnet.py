@@ -16,8 +16,8 @@ class ResNet(Model):
 
     Args:
         depth: number of layers: 18, 34, 50, 101 or 152.
-        stem: the first layers: `imagenet`, or `cifar`, which keeps the size of its inputs and suits images of about
-            32×32 pixels.
+        stem: the first layers: `imagenet` or `cifar`. `imagenet` downsamples the images by 4; `cifar` keeps their size,
+            which suits images of about 32×32 pixels.
         norm: `batch` for batch normalization, or `group` for group normalization. Group normalization is computed per
             sample, so that the results do not depend on how a batch is split.
     """

@@ -36,13 +36,14 @@ class Row(NamedTuple):
 def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> str:
     """Return the table of a network for the log. To find the outputs, the network is called with an input of zeros.
 
-    The weights and buffers of the network do not change. The network itself is called, because a copy on the meta
-    device would need operators that import sympy, which takes as long as the rest of the start of a small run.
+    The weights and buffers of the network do not change. The network itself is called instead of a copy on the
+    meta device, because operators on the meta device import sympy, and this import would double the time that a small
+    run takes to start.
 
     Args:
         model: the network, before it is placed on its devices.
         shape: shape of one input; None if it is not known. In this case, or if the network cannot process such an
-            input, the table has no outputs and floating-point operations.
+            input, the table lacks the columns for outputs and floating-point operations.
     """
     if shape is not None:
         with suppress(Exception):  # whatever is wrong with the network, training says it better
@@ -57,7 +58,7 @@ def parameter_rows(model: torch.nn.Module) -> list[Row]:
 
 
 def rows_of(model: torch.nn.Module, shape: tuple[int, ...]) -> list[Row]:
-    """Return a row for each block of `model`, or for each child if it lists no blocks, and a row for the whole network.
+    """Return a row for each block of `model` (each child if `model` lists no blocks), and a row for the whole network.
 
     Args:
         model: the network, on any device. Its weights, buffers and training mode do not change.
@@ -119,7 +120,7 @@ def _unchanged(model: torch.nn.Module) -> Iterator[None]:
 
 
 def formatted(rows: Iterable[Row]) -> str:
-    """Return `rows` as aligned text, one line each, below a line of headings; without columns that are empty."""
+    """Return `rows` as aligned text, one line per row, below a line of headings. Empty columns are left out."""
     cells: list[tuple[str, ...]] = [("block", "type", "output", "parameters", "trained", "FLOPs")]
     for row in rows:
         shape = "" if row.output is None else "×".join(map(str, row.output))
@@ -138,7 +139,7 @@ def _parts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def _children(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return the children of `model`; in place of a `ModuleList`, which has no forward pass, the modules in it."""
+    """Return (name, module) of each child of `model`; a `ModuleList`, which has no forward pass, gives its modules."""
     found = []
     for name, child in model.named_children():
         inside = child.named_children() if isinstance(child, torch.nn.ModuleList) else []

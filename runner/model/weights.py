@@ -20,7 +20,7 @@ SAVE_WEIGHTS = "save only the weights: torch.save(model.state_dict(), 'weights.p
 def read_weights(path: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a weights file by name, on the CPU.
 
-    If all names begin with prefixes that wrappers add, these are removed: `module.` (DataParallel and
+    If all names begin with prefixes that wrappers add, these prefixes are removed: `module.` (DataParallel and
     DistributedDataParallel) and `_orig_mod.` (torch.compile).
 
     Args:

@@ -180,7 +180,7 @@ class Parallel:
         """Evaluate the model, which the caller has put into evaluation mode, on the held-out data.
 
         Returns:
-            The metrics by name, and the metric sums over all ranks, from which the metrics were computed.
+            A pair of dicts by metric name: the metrics, and the sums over all ranks from which they were computed.
         """
         context = self._context
         with torch.inference_mode(), context.precision.autocast():
@@ -189,17 +189,20 @@ class Parallel:
         return context.workload.summarize(sums), sums
 
     def scalars(self) -> dict[str, float]:
-        """Return the mode's own measurements since the last call, by TensorBoard tag; called on every rank."""
+        """Return the mode's own measurements since the last call: a dict from TensorBoard tag to value.
+
+        Called on every rank.
+        """
         return {}
 
     def images(self, directory: Path) -> dict[str, torch.Tensor]:
-        """Return images that show a step in this mode, by TensorBoard tag; called on rank 0.
+        """Return images that show a step in this mode; called on rank 0.
 
         Args:
             directory: the run directory, to which the mode may write files.
 
         Returns:
-            A dict of RGB images, uint8 [3, height, width].
+            A dict from TensorBoard tag to RGB image, uint8 [3, height, width].
         """
         return {}
 
@@ -209,8 +212,8 @@ class Parallel:
         All modes share this format.
 
         Returns:
-            The model's tensors by name, and the optimizer state by parameter name: `{"layer.weight":
-            {"momentum_buffer": tensor, …}, …}`. Both are empty except on rank 0, which saves them.
+            A pair of dicts: the model's tensors by name, and the optimizer state by parameter name, such as
+            `{"layer.weight": {"momentum_buffer": tensor, …}, …}`. Both are empty except on rank 0, which saves them.
         """
         return full_state.collect(model, optimizer, keep=self._context.rank == 0)
 

@@ -31,7 +31,7 @@ class Collectives:
     """Seconds that a rank waits for the others."""
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
-        """Return the sum of each tensor over all ranks, by name.
+        """Return a dict with the sum over all ranks of each tensor in the dict `sums`.
 
         Metrics are passed as sums and counts, so that the means are exact even if the ranks have unequal shards.
         """

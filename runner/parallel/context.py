@@ -69,9 +69,9 @@ class Context:
         channels_last: whether convolutions use the NHWC memory format.
         compile: true to compile the model as a whole with `torch.compile`; `blocks` to compile each of its blocks;
             false to compile nothing.
-        time_block: function that returns the seconds of a block's forward and backward pass, from which modes that
-            split a network choose the stages. `runner.tools.plan`, which executes nothing, passes a function that
-            estimates the seconds.
+        time_block: function that returns how many seconds the forward and backward pass of a block take. Modes that
+            split a network into stages choose the stages from these times. `runner.tools.plan`, which executes
+            nothing, passes a function that estimates the times.
     """
 
     process: Process
@@ -113,8 +113,9 @@ class Tuning:
         samples: number of samples of one forward and backward pass through the network, over all processes.
         normalizes: whether the network has batch normalization.
         typed: names of the mode's options that the user has typed. The values of these options are kept.
-        block_costs: function of a number of samples that returns the cost of a forward and backward pass of each block
-            of the network, in any unit; None if the network cannot be divided into blocks.
+        block_costs: function that takes a number of samples and returns a sequence with one cost for each block of the
+            network: the cost of the block's forward and backward pass, in any unit. None if the network cannot be
+            divided into blocks.
     """
 
     world_size: int

@@ -99,7 +99,10 @@ class FSDP(MultiProcess):
 
 
 def _without_tied_weights(blocks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the blocks that share no parameter with another block. FSDP shards shared parameters with the root's."""
+    """Return the blocks that share no parameter with another block.
+
+    The parameters of all other blocks are sharded together with the root module's own parameters.
+    """
     counts = Counter(id(parameter) for block in blocks for parameter in block.parameters())
     return [block for block in blocks if all(counts[id(parameter)] == 1 for parameter in block.parameters())]
 

@@ -23,7 +23,7 @@ TensorDict = dict[str, "torch.Tensor"]
 def collect(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, keep: bool
 ) -> tuple[TensorDict, dict[str, dict[str, Any]]]:
-    """Return copies of the model's tensors, and of the optimizer state by parameter name, on the CPU.
+    """Return two dicts of copies on the CPU: the model's tensors by name, and the optimizer state by parameter name.
 
     This function must be called on every rank that holds a shard of the model.
 
@@ -102,10 +102,10 @@ def load_optimizer(
 
 
 def _state_of_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, TensorSpec | type | None]:
-    """Return the form of the state that `optimizer` keeps for each parameter of `group` after a step, by key.
+    """Return a dict from each key of the state that `optimizer` keeps for a parameter of `group` to the value's form.
 
-    A form is None for a tensor shaped like the parameter, a spec for any other tensor, or the type of any other value.
-    torch does not document the forms, so a copy of the optimizer makes a step with a test parameter.
+    The form is None for a tensor shaped like the parameter, a spec for any other tensor, and the type for any other
+    value. torch does not document the forms, so a copy of the optimizer makes a step with a test parameter.
     """
     parameter = torch.nn.Parameter(torch.zeros(_PROBE))
     parameter.grad = torch.zeros(_PROBE)
@@ -144,7 +144,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full `tensor` sharded in the same way as `like`, or unchanged if `like` is not sharded."""
+    """Shard `tensor`, a full tensor, in the same way as `like`; return it unchanged if `like` is not sharded."""
     if not hasattr(like, "device_mesh"):
         return tensor
     from torch.distributed.tensor import distribute_tensor

@@ -54,7 +54,10 @@ class SharedState(NamedTuple):
 
 
 class SharedMemoryCollectives(ProcessGroup):
-    """Collectives that decide through shared memory when workers stop, as an all-reduce in every step would block."""
+    """Collectives that decide through shared memory when the workers stop.
+
+    The all-reduce that `ProcessGroup` makes in every step for this decision would make the workers wait for each other.
+    """
 
     def __init__(self, timeout: float, shared_state: SharedState):
         super().__init__(timeout)

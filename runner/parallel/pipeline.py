@@ -108,7 +108,10 @@ class Pipeline(Partition, MultiProcess):
         return SCHEDULES if self.engine == "processes" else SCHEDULES[:1]
 
     def alternatives(self, tuning: Tuning) -> Iterator[dict[str, Any]]:
-        """Yield, for some numbers of micro-batches, `split_size` and the schedule with the smallest predicted bubble.
+        """Yield dicts of options, one for each of some numbers of micro-batches.
+
+        Each dict has the key `split_size`. It also has the key `schedule` if the user has not typed the schedule, and a
+        schedule other than the current one has the smallest predicted bubble (idle share).
 
         Yield only `{}` if the user has typed the number or size of the micro-batches, or the network cannot be divided
         into blocks.

@@ -36,7 +36,8 @@ def fitting_accumulation(
     Args:
         compose: function that returns the run with a number of micro-batches; it may raise ConfigError.
         report: function that is called with a line about each attempt.
-        available: function that returns the memory in bytes for all processes of the run, given one of them.
+        available: function that returns the memory in bytes that all processes of the run together may use, given any
+            of these processes.
         start: function that starts a trial, with the arguments of `Trial`.
 
     Raises:

@@ -125,7 +125,7 @@ class Candidates:
         return Candidate(overrides, run, self._results(run, context, overrides))
 
     def _results(self, run: Run, context: Context, overrides: Overrides) -> str:
-        """Return how training `run` instead of the base affects the results, a key of `RESULTS`."""
+        """Return a key of `RESULTS`: how the results of `run` differ from those of the run as it is."""
         before = self.session.context
         if context.layout.non_equivalence_reason != before.layout.non_equivalence_reason:
             return ASYNCHRONOUS if context.plan.steps_per_round > 1 else OTHER
@@ -169,7 +169,7 @@ class Candidates:
             yield from self._processes(())
 
     def _modes(self) -> Iterator[str]:
-        """Yield the names of the modes that may be faster than a single device, the user's own included."""
+        """Yield the names of the parallel modes, also user-defined ones, that may be faster than a single device."""
         more = [] if self.config_dir is None else [Path(self.config_dir).expanduser()]
         for name in option_files(*more)["parallel"]:
             run = _composed(self.compose, (f"parallel={name}",))
@@ -306,10 +306,12 @@ def _data(run: Run) -> Any:
 
 
 def _normalized_together(run: Run, context: Context) -> Any:
-    """Return a list of groups for each rank: the positions of samples that batch normalization normalizes together.
+    """Return the groups of samples that batch normalization normalizes together, as a list of lists of groups.
 
-    The groups of a rank are in the order in which they update the running statistics. Ranks with the same groups are
-    listed once; if statistics are synchronized, there is one list, with the groups of all ranks joined.
+    A group is the positions of its samples in the batch: a range (start, stop), or a tuple of ranges. Each inner list
+    has the groups of one rank, in the order in which they update the running statistics. Ranks with the same groups
+    share an inner list. If the statistics are synchronized, there is only one inner list; each of its groups joins one
+    group of every rank.
     """
     synchronized = run.parallel.synchronizes_batch_norm
     parts = run.parallel.num_microbatches(context)

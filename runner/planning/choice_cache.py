@@ -126,7 +126,7 @@ class ChoiceCache:
 
 
 def _text(file: Path) -> str:
-    """Return the content of an option file; an empty string if it cannot be read, so that it cannot be chosen."""
+    """Return the content of an option file; an empty string if the file cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

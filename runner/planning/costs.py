@@ -40,12 +40,13 @@ class Costs:
     """The costs of the operations of one process so far.
 
     Args:
-        operations: the number of operations of each kind, except views and communication. A kind is a pair: the number
-            of floating-point operations of one operation, and the bytes of its arguments and results together.
+        operations: a counter of the operations, except views and communication, by cost. The cost of an operation is a
+            pair: its floating-point operations, and the bytes of its arguments and results together.
         backward_flops: floating-point operations in backward passes, including forward passes that are recomputed
             there.
-        messages: a pair for each collective, and for `send`: the number of calls, and the sum of the bytes. The bytes
-            of a call are those of its input or its output, whichever is larger. Receives and barriers do not count.
+        messages: a dict from the name of each collective, or `send`, to a pair: the number of calls, and the sum of
+            their bytes. The bytes of a call are the size of its input or its output, whichever is larger. Receives and
+            barriers do not count.
     """
 
     operations: Counter[tuple[int, int]] = field(default_factory=Counter)

@@ -45,7 +45,8 @@ class RankPlan(NamedTuple):
         kept: memory of tensors in bytes, by kind, between two steps.
         placed: the largest memory of tensors in bytes before the first step, while the model is created and placed.
         costs: operations and messages of the step.
-        saved: the bytes that each tensor of the model adds to a checkpoint, including its optimizer state, by name.
+        saved: a dict from the name of each tensor of the model to the bytes that the tensor and its optimizer state add
+            to a checkpoint.
         blocks: names of the blocks of the network that are on this rank; empty if the network has no blocks.
         normalizes: whether the network has batch normalization.
     """
@@ -199,7 +200,7 @@ def _planned(workload: Workload, tracker: MemoryTracker) -> Workload:
 
 
 def _planned_samples(samples: Samples) -> Samples:
-    """Return a copy of `samples` whose batches have no values. Only the copy may come to hold fake tensors."""
+    """Return a copy of `samples` whose batches have no values; `samples` itself does not change."""
     copied = copy.copy(samples)
     batches = copied.batches
     copied.batches = lambda micros, seed, device: copied.fake_batches(micros, device) or batches(micros, seed, device)
@@ -235,9 +236,10 @@ def _trace(session: Session, directory: Path, tracker: MemoryTracker) -> RankPla
 
 
 def _saved(state: State) -> dict[str, int]:
-    """Return the bytes that each tensor of the model adds to a checkpoint, including its optimizer state, by name.
+    """Return a dict from the name of each tensor of the model to the bytes that this tensor adds to a checkpoint.
 
-    With a moving average, the checkpoint has the tensors of the model a second time, with the averaged weights.
+    The bytes include the optimizer state of the tensor. With a moving average, the checkpoint has the tensors of the
+    model a second time, with the averaged weights.
     """
     of_parameter = state.optimizer.state
     models = 2 if state.average.tensors() else 1

@@ -6,7 +6,7 @@ import math
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """Return `value` as text with `digits` significant digits, but never with fewer than all of its integer digits.
+    """Return `value` as text rounded to `digits` significant digits, but never more coarsely than to an integer.
 
     Zeros at the end of a fraction are left out. Examples: `12.35`, `1,234,567`, `0.0012`, `inf`.
     """

@@ -43,10 +43,15 @@ class Parts:
     """Measured times of the parts of a step in seconds, the means over all ranks.
 
     Args:
-        values: `pass`, a forward and backward pass; `update`, an optimizer step for the whole model; `batch`, the time
-            to make a batch; `reduce`, an all-reduce of all gradients; `gather` and `reduce_scatter`, the all-gathers
-            and reduce-scatters of fsdp for all blocks; `blocks`, a dict with the list of the times of all blocks of a
-            pipeline for each measured number of samples, as text. Parts that the mode does not have are missing.
+        values: a dict with the following keys, except those of parts that the parallel mode does not have:
+
+            - `pass`: the time of a forward and backward pass;
+            - `update`: the time of an optimizer step for the whole model;
+            - `batch`: the time to make a batch;
+            - `reduce`: the time of an all-reduce of all gradients;
+            - `gather` and `reduce_scatter`: the times of fsdp's all-gathers and reduce-scatters for all blocks;
+            - `blocks`: a dict from each measured number of samples, as a string such as `"32"`, to the list of the
+              times of a pipeline's blocks.
     """
 
     def __init__(self, values: dict[str, Any]):
@@ -151,7 +156,7 @@ def measured_sizes(samples: int, stages: int, own: int) -> list[int]:
     Args:
         samples: number of samples in one pass through the pipeline.
         stages: number of stages.
-        own: number of samples per micro-batch with the config of the run, which is one of those returned.
+        own: number of samples per micro-batch with the config of the run; the returned list includes this number.
     """
     possible = divisors(samples)
     wanted = [samples / (stages * count) for count in _MICRO_BATCHES_PER_STAGE]
@@ -226,9 +231,9 @@ def step_seconds(session: Session, parts: Parts, computed: float | None = None, 
     Args:
         session: the prepared run.
         parts: the measured times.
-        computed: the time in seconds in which a pipeline computes all forward and backward passes of one accumulated
-            micro-batch; None if each process computes whole passes.
-        update_share: the share of the parameters that the process of a pipeline with most parameters has.
+        computed: for a pipeline, the seconds that all forward and backward passes of one accumulated micro-batch take;
+            None for other modes.
+        update_share: for a pipeline, the largest share of the parameters that one process has.
     """
     values, plan = parts.values, session.plan
     if computed is not None:

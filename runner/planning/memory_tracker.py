@@ -32,8 +32,8 @@ class MemoryTracker(TorchDispatchMode):
     an allocator keeps for later, are additional.
 
     Args:
-        fake_mode: the fake mode whose tensors are counted. The fake tensors of other modes, which torch creates to find
-            out shapes, are not.
+        fake_mode: the fake mode whose tensors are counted. Torch creates fake tensors of other modes to find out
+            shapes; these are not counted.
         workspace: function that returns the bytes that an operation allocates for itself and releases at its end, given
             the operation and its arguments.
     """

@@ -40,8 +40,8 @@ def report_of(
         A dict with these keys:
 
         - `run`: descriptions of the workload, the parallel mode and the precision;
-        - `batch`: `batch_size`, its divisors `data_shards`, `accumulation` and `pipeline_micro_batches`, and their
-          quotient `samples_per_pass`;
+        - `batch`: `batch_size`, `data_shards`, `accumulation` and `pipeline_micro_batches`; and `samples_per_pass`, the
+          batch size divided by the product of the other three;
         - `length`: `steps`, `samples`, `steps_per_epoch` and `epochs`; the last two are None without epochs;
         - `ranks`: a dict for each rank: `rank`, `blocks`, `samples` (the start and stop of its samples in a batch), the
           memory in bytes (`peak_bytes` and `placed_bytes`; `peak` and `kept` by kind), `forward_flops`,
@@ -216,7 +216,7 @@ def _checkpoint(session: Session, ranks: Sequence[RankPlan]) -> dict[str, int]:
 
 
 def _host(session: Session, ranks: Sequence[RankPlan]) -> dict[str, int]:
-    """Return the memory of tensors on this machine's CPU, all processes together, and what is available, in bytes."""
+    """Return how many bytes of host memory the tensors of all processes together need, and how many are available."""
     machine = host_memory()
     limits = [machine[key] for key in ("available_bytes", "limit_bytes")]
     on_cpu = session.device.type == "cpu"

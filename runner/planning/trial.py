@@ -39,7 +39,7 @@ class TrialError(Exception):
 
     Args:
         why: the reason in one line.
-        refused: whether the config is refused, so that a run of it would be refused too.
+        refused: whether the config is refused, so that a run with this config would be refused too.
         out_of_memory: whether a step needed more memory than there is.
     """
 
@@ -132,7 +132,7 @@ class Trial:
         """End all processes of the trial.
 
         Args:
-            kill: whether to kill them, instead of waiting until they have ended by themselves.
+            kill: whether to kill them at once; if False, they first have some seconds to end by themselves.
         """
         if not kill:
             with contextlib.suppress(OSError):
@@ -196,7 +196,10 @@ def _reason(error: BaseException) -> TrialError:
 
 
 def _train_rank(config: dict[str, Any], directory: Path, connection: Connection, process: Process) -> Result:
-    """Train one iteration, then as many as each message to rank 0 over `connection` asks for, until one asks for 0."""
+    """Train one iteration; then train as many as each message to rank 0 asks for, until a message asks for 0.
+
+    Rank 0 receives these messages over `connection`, and sends the fields of a `Burst` after each training.
+    """
     run = build_run(config)
     session = run.prepare(process)
     with session.settings():

@@ -73,7 +73,7 @@ class Row:
         reason: why it was not measured; empty if it was.
         startup_seconds: seconds until its first step was done; it includes the compilation of the model.
         memory_bytes: sum of the peak memory of its processes.
-        bursts: seconds per optimizer step, by the number of the round.
+        bursts: a dict from the number of each round to the seconds per optimizer step in this round.
         is_much_slower: whether it was dropped after its first burst, because it was much slower than the best one.
         trial: its trial; None if it has not been started, or has ended.
         burst_length: number of iterations of the training loop in a burst.
@@ -178,14 +178,14 @@ class Search:
 
         Args:
             default: the run as it is.
-            groups: functions that return candidates, given the overrides of the fastest candidate so far. Each function
-                but the last has only the first half of the time that is left to start trials, so that there is time for
-                the later ones.
+            groups: functions that return candidates, given the overrides of the fastest candidate so far. Of
+                the time that is left to start trials, the last function has all, and each other function has half, so
+                that there is time for the functions after it.
             budget_for: function that returns the seconds for all candidates except the default, given the row of the
                 default; 0 to measure none of them. If the function returns None, the budget is for all candidates.
 
         Raises:
-            TrialError: if the default cannot train or fails later, because all others are compared with it.
+            TrialError: if the default, with which all others are compared, cannot train or fails later.
         """
         try:
             self._try(default)
@@ -368,7 +368,10 @@ class Search:
             self._round_of(live)
 
     def _fastest(self) -> Row:
-        """Return the fastest row; if others cannot be told apart from it, the default or the quickest to start."""
+        """Return the fastest row, or a row that cannot be told apart from it.
+
+        Among such rows, the default is preferred, then the row with the shortest startup.
+        """
         best, *others = self._live()
         equal = [best, *(row for row in others if not ratio(row, best).is_clear)]
         if self.default in equal or not ratio(best, self.default).is_clear:

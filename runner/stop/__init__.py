@@ -1,1 +1,1 @@
-"""When a run ends before its last step."""
+"""The rules that end a run before its last step."""

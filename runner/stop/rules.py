@@ -1,4 +1,4 @@
-"""When a run ends before its last step: after an evaluation, or when its time is up."""
+"""The rules that end a run before its last step, either after an evaluation or when its time is up."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class Stop:
         """Check that evaluations measure `metric`, if it is set, and that some take place before the end of the run.
 
         Args:
-            directions: whether the `min` or the `max` of each evaluation metric of the workload is best, by name.
+            directions: a dict from the name of each evaluation metric of the workload to `min` if smaller values are
+                better, or `max` if larger values are better.
             eval_every: number of steps between evaluations; 0 if there is only one, at the end.
 
         Raises:
@@ -111,7 +112,7 @@ class Stopping:
 
     Args:
         options: the rules.
-        direction: whether the `min` or the `max` of the metric is best.
+        direction: `min` if smaller values of the metric are better, `max` if larger values are better.
         from_rank_0: see `Stop.build`.
     """
 
@@ -121,7 +122,12 @@ class Stopping:
         self._evaluations: _Evaluations | None = None
 
     def evaluated(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take into account the evaluation after `step`, whose metrics are given by tag; called on every rank."""
+        """Take into account the evaluation after `step`; called on every rank.
+
+        Args:
+            metrics: the value of each metric of the evaluation, with the tag as key.
+            step: the step after which the evaluation took place.
+        """
         metric, seen = self._options.metric, self._evaluations
         if metric is None:
             return
@@ -155,10 +161,14 @@ class Stopping:
         return {} if self._evaluations is None else asdict(self._evaluations)
 
     def load_state_dict(self, state: dict[str, Any], last_step: int) -> None:
-        """Restore `state`, which `state_dict` returned after `last_step`, unless `state` is for another metric.
+        """Restore `state`, unless it was saved with another `metric`.
+
+        Args:
+            state: what `state_dict` returned.
+            last_step: the step after which `state_dict` was called.
 
         Raises:
-            UnexpectedContentError: if `state` does not have the form of such a state.
+            UnexpectedContentError: if `state` does not have the form that `state_dict` returns.
         """
         if not state:
             return

@@ -1,16 +1,23 @@
 """Crash-safe checkpoints, which do not depend on the parallel mode.
 
-`checkpoints/step_00000100/` contains `model.safetensors` (full tensors by parameter or buffer name), `ema.safetensors`
-(the same with averaged weights, if there is an average), `state.pt` (the optimizer state, the loss scaling, the metric
-sums since the last log, the best evaluation and other state that all ranks share), `rank_0.pt` and so on (the state
-that differs between ranks), `config.yaml` (the config of the run, so that a checkpoint can be resumed without the rest
-of the run directory), `model.json` (the shape of the model's inputs and the names of the classes or targets, if the
-workload has a signature), and `manifest.json` with the SHA-256 of these files and of itself. All files are written to a
-temporary directory and synced to disk; renaming the directory commits the checkpoint. After that,
-`checkpoints/index.json` is written, and old checkpoints are deleted.
+The directory of a checkpoint, for example `checkpoints/step_00000100/`, contains these files:
 
-A thread of each rank does this while the training goes on. The threads use no collectives, which would get mixed up
-with those of the training: rank 0 waits until the files of the other ranks are in the temporary directory.
+- `model.safetensors`: the full tensors of the model, by parameter or buffer name;
+- `ema.safetensors`: the same with averaged weights, if the run averages them;
+- `state.pt`: the state that all ranks share, such as the optimizer state, the loss scaling, the metric sums since the
+  last log and the best evaluation;
+- `rank_0.pt` and so on: the state that differs between ranks;
+- `config.yaml`: the config of the run, so that a checkpoint can be resumed without the rest of the run directory;
+- `model.json`, if the workload has a signature: the shape of the model's inputs, and the names of the classes or
+  targets;
+- `manifest.json`: the SHA-256 of the other files and of the manifest itself.
+
+All files are written to a temporary directory and synced to disk; renaming the directory commits the checkpoint. After
+that, `checkpoints/index.json` is written, and old checkpoints are deleted.
+
+A thread of each rank writes the files while the training goes on. The threads use no collectives, because these would
+get mixed up with the collectives of the training. Instead, rank 0 waits until the files of the other ranks are in the
+temporary directory.
 
 A checkpoint may come from somebody else, and then correct hashes do not make it safe. So links, pipes and devices are
 not opened, a pickle cannot run code or claim more memory than its file takes, and `content_checks.py` checks what was
@@ -86,11 +93,12 @@ class Checkpoints:
             newest one is kept until the run is done.
         rank: the rank of this process.
         world_size: the number of ranks, all of which must call `save`.
-        barrier: waits for all ranks.
+        barrier: function that returns once all ranks have called it.
         timeout: seconds that rank 0 waits for the files of the other ranks, once its own are written.
         config_hash: hash of the config, for the manifest.
         config: the text of the config, which is written to each checkpoint; empty to write no config.
-        signature: the text of `model.json`: what a program has to know to use the model; empty to write no such file.
+        signature: the text of `model.json`, which says what a program has to know to use the model; empty to write no
+            such file.
     """
 
     def __init__(

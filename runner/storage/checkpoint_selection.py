@@ -1,6 +1,7 @@
 """The checkpoint of a run that a user means by `best`, `last` or a step. Nothing is renamed or deleted.
 
-`checkpoints/index.json` is not read: the checkpoints say the same, and their hashes are verified.
+`checkpoints/index.json` is not read, because the checkpoints contain the same information, and their hashes are
+verified.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def check_like(value: Any, like: Any, where: str) -> None:
 def check_plain(content: Any, where: str) -> None:
     """Check that `content` consists of plain values and tensors, and can be examined in a short time.
 
-    The second check is needed because a small file can contain values that would take any amount of time to examine:
+    The time has to be checked because a small file can contain values that would take any amount of time to examine:
     lists that contain the same list many times, or a tensor whose elements share memory.
 
     Args:
@@ -83,8 +83,8 @@ def check_plain(content: Any, where: str) -> None:
         where: the name of the content in the error message.
 
     Raises:
-        UnexpectedContentError: if `content` contains any other object, an integer of 2**256 or more, a tensor whose
-            elements share memory, or more or deeper nested values than any run saves.
+        UnexpectedContentError: if `content` contains any other object, an integer of 2**256 or more, or a tensor whose
+            elements share memory; or if it has more values, or deeper nesting, than any run saves.
     """
     remaining, count = [(content, 0)], 0
     while remaining:

@@ -51,8 +51,8 @@ def verified_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest in `directory`, after verifying the hashes of the files that it lists.
 
     Returns:
-        A dict: `schema`, `files` (the SHA-256 of each file, by its name), `step`, `world_size` and the other facts of
-        `manifest_of`.
+        A dict with the keys `schema`, `files` (a dict from file name to SHA-256), `step`, `world_size` and any others
+        that were passed to `manifest_of`.
 
     Raises:
         DamagedError: if the manifest or a file is missing, or does not match its hash.
@@ -154,7 +154,7 @@ def _check(manifest: dict[str, Any], directory: Path) -> None:
 
 
 def _is_entry(entry: tuple[str, Any]) -> bool:
-    """Return whether an entry of `files` consists of a file name without a directory, and a string for the SHA-256."""
+    """Return whether `entry`, an item of the dict `files`, is a file name without a directory, and a string."""
     name, sha256 = entry
     return bool(re.fullmatch(r"\w[\w.-]*", name, re.ASCII)) and isinstance(sha256, str)
 

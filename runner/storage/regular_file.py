@@ -58,7 +58,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 @contextmanager
 def utf8_path(path: Path) -> Iterator[Path]:
-    """Yield a path to the file `path` that is valid UTF-8, because some libraries accept only such paths."""
+    """Yield a path that is valid UTF-8 and leads to the file `path`; some libraries accept no other paths."""
     try:
         str(path).encode()
     except UnicodeEncodeError:  # only Linux has such names
@@ -83,10 +83,10 @@ def check_no_link(directory: Path) -> None:
 
 
 def check_readable(key: str, path: Path) -> None:
-    """Check that it can be found out whether `path` exists and, if it is a directory, what is in it.
+    """Check that permissions allow this process to see whether `path` exists and, if it is a directory, to list it.
 
-    If a directory above `path` may not be searched, the methods `exists`, `is_file` and `is_dir` of a path raise an
-    error; after this check, they do not.
+    Call this before `path.exists()`, `path.is_file()` or `path.is_dir()`, which raise an error if a directory above
+    `path` may not be searched.
 
     Args:
         key: the key of the error.

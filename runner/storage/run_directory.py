@@ -120,9 +120,10 @@ def _make(directory: Path) -> None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return `path`, or its nearest parent that exists. What is in a directory that cannot be searched does not count.
+    """Return `path` if it exists, else its nearest parent that exists.
 
-    No error is raised for such a directory: if anything is created in it, that fails, and its error says why.
+    A path inside a directory that this process may not search is treated as if it did not exist. No error is raised
+    here, because creating something in such a directory fails anyway, with an error that says why.
     """
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
 

@@ -37,9 +37,9 @@ def load_tensors(path: Path) -> Any:
     file.
 
     Raises:
-        UnusualFileError: if the file is a zip archive whose entries are compressed or overlap, or contain objects other
-            than tensors and plain values; if it calls a function that can allocate any amount of memory; or if the
-            tensors are far larger than the file.
+        UnusualFileError: if the file is a zip archive with entries that are compressed, overlap, or contain objects
+            other than tensors and plain values; if a pickle in the file calls a function that can allocate any amount
+            of memory; or if the tensors are far larger than the file.
         OSError: if the file cannot be read.
         Exception: any exception that torch, `zipfile` or `pickletools` raises for other content.
     """

@@ -19,7 +19,7 @@ class SavedConfig(NamedTuple):
     Args:
         values: the config as plain values.
         file: the path of the file.
-        unreadable: for each file that was tried before this file, the reason why it was rejected.
+        unreadable: for each file that was tried before and rejected, a text with its path and the reason.
     """
 
     values: dict[str, Any]
@@ -64,7 +64,10 @@ def saved_config(source: Path) -> SavedConfig:
 
 
 def _config_files(source: Path) -> tuple[list[Path], list[str]]:
-    """Return the files to read, in this order, and the reason why there may be more of them; usually no reason."""
+    """Return the config files to try, in this order, and a list with an error message.
+
+    The list is empty unless the checkpoints of the run cannot be listed, so that their config files are missing.
+    """
     path = directory_of(source)
     if path != source:
         return [source / CONFIG, path / CONFIG], []

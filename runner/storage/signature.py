@@ -64,7 +64,7 @@ def _are_names(value: Any) -> bool:
 
 
 def _is_scale(scale: Any, targets: Any, inputs: Any) -> bool:
-    """Return whether `scale` has a mean and a standard deviation for each target and, if any, for each input value."""
+    """Return whether `scale` has the means and standard deviations of all targets and of all or none of the inputs."""
     if not _are_names(targets) or not isinstance(scale, dict):
         return False
     lengths = {"targets": len(targets), "inputs": math.prod(inputs)}

@@ -32,7 +32,7 @@ def is_open_in(pid: int, path: Path) -> bool:
 
 
 def _leads_to(file: Path, name: str, path: Path) -> bool:
-    """Return whether the link `file` has the target `name`, and leads to the file `path`."""
+    """Return whether the symbolic link `file` has the target `name` and leads to the same file as `path`."""
     try:
         return os.readlink(file) == name and os.path.samefile(file, path)
     except OSError:  # the process has closed the file in the meantime

@@ -48,8 +48,10 @@ class Ledger:
 
     Attributes:
         path: the directory of the sweep.
-        typed: the overrides that identify the sweep, sorted; those that may differ when it is resumed are left out.
-        jobs: the entry of each job that was started or refused, by number. `runner.sweep.ledger_reader` lists its keys.
+        typed: the overrides that identify the sweep, sorted, without overrides that may differ when it is
+            resumed, such as `resume=auto`.
+        jobs: maps the number of each job that was started, or refused before it could start, to the job's entry, a
+            dictionary whose keys `runner.sweep.ledger_reader` lists.
         num_jobs: the number of all jobs; 0 until the caller sets it.
 
     Raises:
@@ -103,7 +105,10 @@ class Ledger:
         return None
 
     def settled(self, number: int, config_hash: str) -> int | None:
-        """Return the exit code of job `number` if it is done or diverged and has this `config_hash`; None otherwise."""
+        """Return the exit code of job `number`; None unless the job is done or has diverged.
+
+        The result is also None if the hash of the job's config is not `config_hash`.
+        """
         entry = self.jobs.get(number, {})
         is_settled = entry.get("config_hash") == config_hash and entry.get("code") in SETTLED
         return entry["code"] if is_settled else None

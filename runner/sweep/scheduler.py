@@ -177,7 +177,7 @@ class Scheduler:
         self._ask_to_stop(running)
 
     def _take_over(self) -> None:
-        """Let the pool take over the jobs that an earlier command has started, before others take their place."""
+        """Let the pool take over the jobs that an earlier command has started, before it starts new jobs."""
         for number, entry in self.ledger.jobs.items():
             if entry.get("state") == "running":
                 job = Job(number, [], self.ledger.console(number), Demand())
@@ -188,7 +188,7 @@ class Scheduler:
             self.display.line(f"{count} {what}")
 
     def _has_earlier(self) -> bool:
-        """Return whether a job of an earlier command runs that the source has not returned yet."""
+        """Return whether an earlier command has started a running job that the source has not yet returned."""
         return None in self._earlier.values()
 
     def _ask_to_stop(self, numbers: list[int]) -> None:
@@ -291,9 +291,10 @@ class Scheduler:
             self.stop(f"{self.display.title(job)} failed, and sweep.on_failure=stop")
 
     def _record_earlier(self, number: int, ended: Ended) -> None:
-        """Record how a job of an earlier command ended that the source has not returned before the sweep was stopped.
+        """Record in the ledger how job `number` of an earlier command ended.
 
-        The source is told about it when a later command resumes the sweep.
+        This sweep was stopped before the source returned the job. The source is told how the job ended when a later
+        command resumes the sweep.
         """
         entry = self.ledger.jobs[number]
         name = entry.get("directory", "")
@@ -349,7 +350,8 @@ def _storage_error(error: OSError, path: Path) -> StorageError:
 def _exit_code(ended: Ended, directory: Path | None) -> int | None:
     """Return the exit code of a job; None if it is not known.
 
-    If the job is lost, or is that of an earlier command, the result in its run directory says how it ended, if it did.
+    If the job is lost, or an earlier command has started it, the exit code is derived from the result in the job's run
+    directory, if there is one.
     """
     if ended.code is not None or directory is None:
         return ended.code
@@ -357,7 +359,7 @@ def _exit_code(ended: Ended, directory: Path | None) -> int | None:
 
 
 def how_it_died(ended: Ended) -> str:
-    """Describe how a job ended whose exit code is unknown or not in `STATES`, for example `was killed by SIGKILL`."""
+    """Describe the end of a job whose exit code is unknown or not in `STATES`: `was killed by SIGKILL`, for example."""
     if ended.code is None:
         return f"was lost{f': {ended.reason}' if ended.reason else ''}"
     if ended.code < 0:

@@ -116,7 +116,7 @@ class SearchJobs(JobSource):
         space: the combinations that the search may try.
         options: the options of the sweep.
         objective: the metric by which trials are compared.
-        plan: a function that returns the planned job for a number and overrides.
+        plan: a function `plan(number, overrides)` that returns the planned job with this number and these overrides.
         seed: the seed of the first job of each trial; each further job of the trial has the next higher seed. None: a
             trial has one job, whose seed the search does not set.
         ledger: the ledger of the sweep.
@@ -300,7 +300,10 @@ class SearchJobs(JobSource):
             self._study.tell(trial.optuna, state=TrialState.PRUNED)
 
     def _all_curves(self) -> dict[int, list[float]]:
-        """Return the curve of each trial that has evaluations, averaged over the jobs of the trial, by trial number."""
+        """Return a dictionary that maps the number of each trial to its curve, averaged over the jobs of the trial.
+
+        Trials without evaluations are left out.
+        """
         by_trial: dict[int, list[list[float]]] = {}
         running = {number: curve.read() for number, curve in self._curves.items()}
         for number, values in {**self._final, **running}.items():

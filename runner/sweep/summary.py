@@ -78,7 +78,7 @@ class _Sweep:
         return sorted(self.measured, key=lambda pair: -pair[1] if self.goal == "max" else pair[1])
 
     def over(self, key: str) -> list[tuple[Any, float]]:
-        """Return, for each job, its value of `key` and its best value of the metric.
+        """Return a pair for each job that has both: its value of `key`, and its best value of the metric.
 
         The pairs are in the order in which the user typed the values of `key`.
         """
@@ -153,7 +153,10 @@ def _best(job: _Job, metric: str) -> float | None:
 
 
 def _value(key: str, typed: str) -> float | str | bool | None:
-    """Convert the typed value of `key` to a float, bool or None if possible. Options (`precision=16`) stay text."""
+    """Convert the typed value of `key` to a float, bool or None if possible.
+
+    The name of a config group's option stays text, such as `16` in `precision=16`.
+    """
     if key.partition("@")[0] in groups_in_defaults() or typed[:1] in ("'", '"'):
         return printable(typed.strip("'\""))
     words = {"null": None, "true": True, "false": False}
@@ -167,7 +170,7 @@ def _value(key: str, typed: str) -> float | str | bool | None:
 
 
 def _hparams(sweep: _Sweep) -> dict[str, list[float | str | bool]]:
-    """Return the values of each swept key, except null.
+    """Return a dictionary that maps each swept key to the list of its values, without null.
 
     In the HPARAMS tab, null would turn a column of numbers into a column of text.
     """

@@ -17,7 +17,7 @@ def cgroup_limits(controller: str, *names: str) -> Iterator[list[str]]:
 
     Args:
         controller: the controller whose limits are read, `cpu` or `memory`.
-        names: the names of the files that contain the limits. A control group without any of these files is skipped.
+        names: the names of the files that contain the limits. A control group that has none of these files is skipped.
 
     Yields:
         For each control group, the words in its files, in the order of `names`.

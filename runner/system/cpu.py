@@ -21,11 +21,15 @@ def cpu() -> dict[str, Any]:
     """Return the CPU's model, core counts and instruction sets.
 
     Returns:
-        `model`, or the architecture if the system does not report the model; `physical_cores` and `logical_cores`, each
-        None if the system does not report it; `allowed_cores` (see the function); `quota_cores`, the CPU quota of the
-        control groups, None if there is no quota; `threads`, torch's number of threads; `capability`, the instruction
-        set that torch uses; and `features`, the list of instruction sets in `FEATURES` that the CPU has, as far as
-        /proc/cpuinfo lists them.
+        A dictionary with these keys:
+
+        - `model`: the name of the CPU, or its architecture if the system does not report the name.
+        - `physical_cores` and `logical_cores`: the numbers of cores; None if the system does not report them.
+        - `allowed_cores`: the result of `allowed_cores()`.
+        - `quota_cores`: the CPU quota of the control groups, in cores; None if there is no quota.
+        - `threads`: torch's number of threads.
+        - `capability`: the instruction set that torch uses.
+        - `features`: the instruction sets in `FEATURES` that the CPU has, as far as /proc/cpuinfo lists them.
     """
     import psutil  # imported here, because only the environment report needs it
 
@@ -52,7 +56,10 @@ def cpu_model() -> str:
 
 
 def allowed_cores() -> int:
-    """Return the number of logical cores in this process's affinity mask; on macOS, which has none, of all cores."""
+    """Return the number of logical cores in this process's affinity mask.
+
+    On macOS, which has no affinity masks, return the number of all logical cores.
+    """
     return len(_affinity())
 
 

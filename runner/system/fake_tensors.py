@@ -125,7 +125,7 @@ def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
 def _apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
     """Do what `torch.nn.Module._apply` does, but replace tensors of the module instead of swapping their contents.
 
-    Fake tensors cannot be swapped, because the mode holds weak references to them.
+    Fake tensors cannot be swapped, because `FakeTensorMode` holds weak references to them.
     """
     for child in module.children() if recurse else ():
         child._apply(function)

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 def collection_postponed() -> Iterator[None]:
     """A context for slow imports, in which no garbage is collected: importing torch takes a fifth less time.
 
-    Objects that exist at its end are excluded from later collections, too: a full collection takes a tenth of a second
-    less, and forked children do not copy the memory of these objects, to which a collection would write.
+    Objects that exist at the end of the context are excluded from later collections, too: a full collection takes a
+    tenth of a second less, and forked children do not copy the memory of these objects, to which a collection would
+    write.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -2,8 +2,8 @@
 
 torch's compiler is also loaded only at its first use (see `runner.system.torch_private`).
 
-The slow import of torch is https://github.com/pytorch/pytorch/issues/97106. This file becomes unnecessary if the import
-becomes fast, or with the `lazy import` statement of Python 3.15 (PEP 810).
+https://github.com/pytorch/pytorch/issues/97106 is about the slow import of torch. This file becomes unnecessary if the
+import becomes fast, or with the `lazy import` statement of Python 3.15 (PEP 810).
 """
 
 from __future__ import annotations

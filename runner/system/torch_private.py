@@ -70,7 +70,7 @@ def split_compiled_ddp(split: bool) -> None:
 
     Splitting fails with buckets of less than 1 MiB, or if the network contains an autograd function, as synchronized
     batch normalization does (`DDPOptimizer` in torch/_dynamo/backends/distributed.py). The setting applies to the whole
-    process. https://github.com/pytorch/pytorch/issues/137481
+    process. See https://github.com/pytorch/pytorch/issues/137481
     """
     import torch._dynamo
 
@@ -79,7 +79,7 @@ def split_compiled_ddp(split: bool) -> None:
 
 
 def has_fast_bfloat16() -> bool:
-    """Return whether oneDNN computes in bfloat16 on this CPU, which takes AVX-512 or a newer instruction set.
+    """Return whether oneDNN computes in bfloat16 on this CPU, which requires AVX-512 or a newer instruction set.
 
     Without oneDNN, torch has only slow bfloat16 kernels: a step of ResNet50 took minutes. No torch issue about a public
     function is known.

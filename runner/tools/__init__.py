@@ -1,4 +1,7 @@
-"""Command-line tools: `python -m runner.tools.NAME`. torch is loaded when it is used, so most show `--help` at once."""
+"""Command-line tools: `python -m runner.tools.NAME`.
+
+torch is loaded when it is used, so most of the tools show `--help` at once.
+"""
 
 from runner.system.lazy_import import import_lazily
 

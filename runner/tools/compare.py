@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error.
 
     Args:
-        arguments: the words of the command line; None for those of the process.
+        arguments: the words of the command line after the program's name; None: read them from `sys.argv`.
 
     Raises:
         SystemExit: for `--help`, or if argparse refuses the command line.

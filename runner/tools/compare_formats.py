@@ -87,7 +87,7 @@ def _tables(comparison: Comparison) -> list[tuple[list[str], list[list[str]], st
 
 
 def _count(row: Row) -> str:
-    """Return the number of runs and, if some of them have the same seed, the number of seeds: `3 (2 seeds)`."""
+    """Return the number of runs and, if some of them have the same seed, the number of seeds, such as `3 (2 seeds)`."""
     runs, seeds = len(row.runs), row.seeds
     return str(runs) if seeds == runs else f"{runs} ({seeds} {'seed' if seeds == 1 else 'seeds'})"
 
@@ -140,10 +140,14 @@ def as_json(comparison: Comparison) -> str:
     """Return the comparison as JSON text, with all numbers unrounded.
 
     Returns:
-        A JSON object with the keys `keys`, `metric` and `direction` (see `Comparison`), `rows` and `failures`. A row
-        has `values`, the numbers of `runs` and `seeds`, the `directories` of the runs and, for each measure, its `mean`
-        and `std`, or null if the row does not have this measure. A failure has the fields of `Failure`, with the name
-        under `run`. Numbers that are not finite are null.
+        The text of a JSON object, in which numbers that are not finite are null. It has these keys:
+
+        - `keys`, `metric` and `direction`: the attributes of `Comparison` with these names.
+        - `rows`: a list with an object for each row. Its keys are `values`; `runs` and `seeds`, which are counts;
+          `directories`, the run directories; and the name of each measure. The value of a measure is an object with
+          the keys `mean` and `std`, or null if the row does not have this measure.
+        - `failures`: a list with an object for each failure. Its keys are the fields of `Failure`, but `name` is
+          called `run`.
     """
     content = {
         "keys": comparison.keys,

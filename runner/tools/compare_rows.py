@@ -1,4 +1,4 @@
-"""A comparison of saved runs: a row for each combination of their options, and a failure for each run not done."""
+"""A comparison of saved runs: a row for each combination of options, and a failure for each run that is not done."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Row:
         values: the values of the keys that differ among all runs. Keys that the runs of this row do not have are left
             out.
         runs: the runs of this row.
-        measures: for each measure (`best`, `last`, `steps`, `seconds`, `samples_per_second`), the numbers of those runs
-            that have this measure. Measures that no run has are left out.
+        measures: maps each measure (`best`, `last`, `steps`, `seconds`, `samples_per_second`) to a list with one number
+            for each run that has this measure. Measures that no run of this row has are left out.
     """
 
     values: dict[str, Any]
@@ -189,7 +189,10 @@ def find_sweeps(paths: Iterable[Path]) -> list[Path]:
 
 
 def _measures(result: dict[str, Any], metric: str) -> dict[str, float]:
-    """Return the numbers in the result of a run by measure. Numbers that are missing or not finite are left out."""
+    """Return a dictionary that maps each measure to its number in the result of a run.
+
+    Measures whose number is missing or not finite are left out.
+    """
     best = result.get("best", {})
     numbers = {
         BEST: best["value"] if best.get("metric") == metric else None,

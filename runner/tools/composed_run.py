@@ -26,7 +26,7 @@ def overrides_of(
         instead_of_resume: what to type instead of `resume=RUN`, for the error message.
 
     Raises:
-        ConfigError: for an unknown flag, a word that is not a valid override, and a value of `resume` other than `auto`
+        ConfigError: for an unknown flag, a word that is not a valid override, or a value of `resume` other than `auto`
             and `never`.
     """
     check_no_flags(words, f"it takes {flags} and overrides")
@@ -55,10 +55,10 @@ def compose_run(overrides: Sequence[str], config_dir: str | None = None, name: s
 
 
 def replaced(overrides: Sequence[str], *others: str) -> list[str]:
-    """Return `overrides` without those that set the same config groups or keys as `others`, followed by `others`.
+    """Return `overrides` and `others` as one list, in which `others` replace overrides of the same groups and keys.
 
-    For example, `parallel=single` in `others` removes `parallel=pipeline` and `parallel.stages=4` from `overrides`.
-    Keys with a dot in `others`, such as `parallel.stages=2`, remove nothing.
+    For example, `parallel=single` in `others` removes `parallel=pipeline` and `parallel.stages=4` from `overrides`. An
+    item of `others` whose key contains a dot, such as `parallel.stages=2`, removes nothing.
     """
     groups = {text.partition("=")[0] for text in others}
     kept = [text for text in overrides if re.split(r"[=.@]", text.lstrip("+~"))[0] not in groups]

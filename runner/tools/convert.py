@@ -184,7 +184,7 @@ def read(source: Path, best: bool = False) -> Weights:
 
 
 def _chosen(run: Path, best: bool) -> Path:
-    """Return the path of the best or the newest intact checkpoint of `run`, with errors in the words of this tool."""
+    """Return the path of the best or the newest intact checkpoint of `run`; errors name --best or SOURCE."""
     try:
         return best_checkpoint(run) if best else last_checkpoint(run)
     except NoBestError as error:
@@ -195,9 +195,10 @@ def _chosen(run: Path, best: bool) -> Path:
 
 
 def _read_checkpoint(path: Path, named: str = "") -> Weights:
-    """Read the weights in the file `named` of a checkpoint; if `named` is empty, read the weights that were evaluated.
+    """Read weights from the checkpoint at `path`.
 
-    The weights that were evaluated are averages if the run averages its weights.
+    The argument `named` is the name of the file in the checkpoint. If it is empty, the weights that an evaluation uses
+    are read: the averaged weights if the checkpoint has them, otherwise the weights of the model.
     """
     with _errors_as_source(path):
         manifest = verified_manifest(path)
@@ -210,7 +211,7 @@ def _read_checkpoint(path: Path, named: str = "") -> Weights:
 
 @contextmanager
 def _errors_as_source(checkpoint: Path) -> Iterator[None]:
-    """Convert errors raised while `checkpoint` is read into config errors with the key SOURCE."""
+    """Raise a `ConfigError` with the key SOURCE if the body of the context cannot read `checkpoint`."""
     why = ""
     try:
         yield

@@ -48,10 +48,13 @@ def gather() -> dict[str, Any]:
     """Return a report on this machine as plain values.
 
     Returns:
-        The dict of `environment`, with more details of each CUDA device and four more keys: `driver`, the version of
-        the driver or None; `backends`, whether each is available or, for cuDNN, its version; `precisions`, what each
-        precision does on each kind of device; and `parallel`, what each parallel mode does. The list `findings`
-        contains errors, warnings and recommendations.
+        The dict that `environment` returns, with more details of each CUDA device, with recommendations added to the
+        errors and warnings in `findings`, and with four more keys:
+
+        - `driver`: the version of the driver; None if it is not known;
+        - `backends`: for each backend, whether it is available; for cuDNN, its version instead;
+        - `precisions`: what each precision does on each kind of device;
+        - `parallel`: what each parallel mode does.
     """
     report = environment()
     devices, findings = report["devices"], report["findings"]

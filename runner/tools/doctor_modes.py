@@ -27,7 +27,7 @@ def speed_of_modes(names: Sequence[str], kind: str, budget: float = BUDGET_SECON
     """Train a small and a larger network for some seconds in each mode that may be faster than a single device.
 
     Args:
-        names: the options of `parallel=`.
+        names: the parallel modes to choose from, as options of `parallel=`.
         kind: the kind of device that `device=auto` chooses: `cpu`, `cuda` or `mps`.
         budget: seconds for each network, over all modes.
 

@@ -58,8 +58,11 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     """Return the flags and the overrides.
 
     Returns:
-        The values of the flags, with sizes and speeds as numbers, and the overrides. The first value has two more
-        attributes: `run`, the path RUN or None, and `machine`, the flops, the bandwidth and the link, or None.
+        A pair of the flags and the overrides. In the flags, sizes and speeds are numbers, and there are two more
+        attributes:
+
+        - `run`: the path RUN; None if it was not typed;
+        - `machine`: a list of the values of `--flops`, `--bandwidth` and `--link`; None without these flags.
 
     Raises:
         ConfigError: for an unknown flag, a word that is not a valid override, a value that is out of range, or flags

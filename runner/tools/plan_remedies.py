@@ -17,8 +17,9 @@ class Change(NamedTuple):
     Args:
         overrides: the overrides to add.
         costs: what the change costs, in words.
-        results: how it changes the results apart from the order of sums, such as `16 bits`; empty if it does not.
-        divides_batches: whether a pass has fewer samples than before.
+        results: the effect on the results, such as `16 bits`; empty if there is none, apart from the order of sums and
+            the effect of `divides_batches`.
+        divides_batches: whether each forward pass has fewer samples than before, which affects batch normalization.
     """
 
     overrides: tuple[str, ...]

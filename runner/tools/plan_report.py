@@ -48,9 +48,9 @@ def plan(
         source: the directory of a run whose config the overrides change; None to compose the config from conf/.
 
     Returns:
-        The dict of `report_of`. If `memory` is given, the values of `memory_bytes` and `fits` are set and, if the run
-        does not fit, also `remedies` (see the function). With `source` and no overrides, `measured` has the
-        measurements of the saved run.
+        The dict that `report_of` returns. If `memory` is given, the keys `memory_bytes` and `fits` are set; if the run
+        does not fit, `remedies` is the list that the function `remedies` returns. With `source` and no overrides,
+        `measured` has the measurements of the saved run.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused, or `source` has no run.
@@ -98,9 +98,12 @@ def remedies(
         memory: memory of each device in bytes.
 
     Returns:
-        A list with a dict for each change that was tried. The dict has the fields of a `Change`, but in `results` all
-        effects on the results, and two more keys: `peak_bytes`, the memory of the rank that needs most, and `fits`.
-        Changes that are refused or that the config contains already are left out.
+        A list with a dict for each change that was tried. Changes that are refused or that the config contains already
+        are left out. Each dict has the fields of a `Change` as keys, where `results` describes all effects on the
+        results, and two more keys:
+
+        - `peak_bytes`: the memory of the rank that needs most;
+        - `fits`: whether the run now fits.
     """
     found: list[dict[str, Any]] = []
     for change in changes(num_devices):

@@ -21,7 +21,7 @@ class LearningCurve:
     Args:
         point: the setting, as a point of a `Study`.
         steps: the optimizer steps, in ascending order.
-        spreads: the mean and the standard deviation over the repeats at each step.
+        spreads: for each step, the mean and the standard deviation of the metric over the repeats.
     """
 
     point: Point
@@ -49,7 +49,7 @@ def learning_curves(study: Study) -> tuple[str, list[LearningCurve]]:
 
 
 def _first_points(study: Study) -> list[Point]:
-    """Return the first points of a study, as many as have at most `_MOST_RUNS` runs in total."""
+    """Return the first points of a study: as many as possible, but with at most `_MOST_RUNS` runs in total."""
     points, count = [], 0
     for point in study.points:
         count += len(point.runs)

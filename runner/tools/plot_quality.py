@@ -45,7 +45,10 @@ def figures(study: Study, caption: str) -> dict[str, Figure]:
 
 
 def curves(study: Study, caption: str) -> dict[str, Figure]:
-    """Return a dict with a figure of the learning curves of `study` under `curves`; an empty dict without curves."""
+    """Return a dict with the key `curves`: a figure of the learning curves of `study`.
+
+    The dict is empty if there are no learning curves.
+    """
     tag, found = learning_curves(study)
     return {"curves": _curves(study, caption, tag, found)} if found else {}
 
@@ -67,7 +70,10 @@ def _values(study: Study, key: str) -> list[Any]:
 
 
 def _quality(study: Study) -> tuple[str, dict[Point, Spread]]:
-    """Return the name of the study's metric, and its spread at each point; without a metric, use seconds per step."""
+    """Return the name of the study's metric, and a dict with the spread of the metric at each point that has it.
+
+    If no point has the metric, the seconds per step take its place.
+    """
     finals = {point: point.final for point in study.points}
     measured = {point: final for point, final in finals.items() if final is not None}
     return (study.metric, measured) if measured else (_SECONDS, {point: point.seconds for point in study.points})
@@ -85,7 +91,7 @@ def _best_first(study: Study) -> list[Point]:
 
 
 def _runs(metric: str, point: Point) -> list[float]:
-    """Return `metric`, as `_quality` returns it, for each run of a point."""
+    """Return the values of `metric`, a name that `_quality` returns, for the runs of a point that have this metric."""
     if metric == _SECONDS:
         return [run.seconds for run in point.runs]
     metrics = [run.result.get("metrics", {}) for run in point.runs]

@@ -15,7 +15,7 @@ class Point:
     """The repeats of one measurement: runs that differ only in their seed.
 
     Args:
-        values: the value of each swept key that the runs have.
+        values: the values of the swept keys; a key that the configs of these runs do not have is left out.
         runs: the runs, one for each repeat.
         metric: the tag of the metric (see `Study`).
     """

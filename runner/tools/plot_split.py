@@ -16,7 +16,8 @@ class SplitCurve:
 
     Args:
         label: the values that distinguish this pipeline from other pipelines.
-        points: pairs (`split_size`, point), sorted by `split_size`, the number of samples in a micro-batch.
+        points: pairs (`split_size`, point), sorted by `split_size`. A split size is the number of samples in a
+            micro-batch.
         batch_size: number of samples that are split into micro-batches.
         stages: number of stages.
     """
@@ -84,7 +85,10 @@ def _pipeline_batch_size(point: Point) -> int:
 
 
 def _stages(point: Point) -> int:
-    """Return the number of stages in the config or, if the config has no such number, of processes, but at least 2."""
+    """Return the number of stages that the config gives.
+
+    If the config gives none, return the number of processes, but at least 2.
+    """
     run = point.runs[0]
     stages = run.labels.get("parallel.stages")
     return stages if isinstance(stages, int) else max(2, run.result.get("world_size", 2))

@@ -23,7 +23,7 @@ from runner.tracking.mean_std import Spread
 def render(study: Study) -> Group:
     """Render a table of the points, with mean ± standard deviation over their repeats.
 
-    Lists of the runs that are excluded and of the sweeps that are not complete follow.
+    Below the table, the runs that are excluded and the sweeps that are not complete are listed.
     """
     table = Table(box=SIMPLE_HEAD)
     for title in (*study.keys, "runs", *_cells(study, study.points[0])) if study.points else ():

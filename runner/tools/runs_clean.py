@@ -122,7 +122,7 @@ def _remove(path: Path) -> None:
 def _move_deepest(top: Path, to: Path) -> None:
     """Move what is more than `MOST_LEVELS` levels below `top` to the directory `to`.
 
-    `shutil.rmtree` is recursive, and fails on a thousand nested directories.
+    This is necessary because `shutil.rmtree` is recursive, and fails on a thousand nested directories.
     """
     levels = os.path.join(top, "").count(os.sep)
     for folder, folders, _ in os.walk(top):

@@ -206,7 +206,7 @@ def _best(result: Mapping[str, Any]) -> tuple[str, float | None]:
 
 
 def changed(path: Path) -> float:
-    """Return the time of the last change to an entry of the run directory `path`, in seconds since the epoch."""
+    """Return the time of the last change to a file or folder directly in `path`, in seconds since the epoch."""
     newest = 0.0
     with os.scandir(path) as entries:
         for entry in entries:

@@ -42,7 +42,8 @@ class MeasuredRun:
         labels: the values in the run's config by dotted key (`model.depth`), and the chosen options by config group
             (`model`).
         result: the content of `result.json`; empty if the file does not exist or is damaged. If the config cannot be
-            read, or a number in the config or the result is not valid, it contains only a `status` that says so.
+            read, or a number in the config or the result is not valid, `result` has only the key `status`, a text that
+            says so.
         machine: a short description of the machine on which the run was trained.
     """
 
@@ -81,8 +82,8 @@ def find_runs(paths: Iterable[Path]) -> Iterator[MeasuredRun]:
     """Yield the runs at and below the directories `paths`, down to 50 levels below them, each run once.
 
     Links to directories are not followed, and runs that are being removed are left out. A run that is unfinished or
-    cannot be read is yielded too, and its `failure` says so. So is a run without a `config.yaml`, whose config is read
-    from its checkpoints.
+    cannot be read is yielded too, and its `failure` says so. If a run has checkpoints but no `config.yaml`, its config
+    is read from the checkpoints.
     """
     seen = set()
     for path in paths:
@@ -136,9 +137,10 @@ def labels_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _option(group: str, node: dict[str, Any]) -> str:
-    """Return the name of the option of `group` that is most similar to `node` and has the same class.
+    """Return the name of the option of the config group `group` that is most similar to `node`.
 
-    If no option has this class, return the name of the module of the class.
+    `node` is the content of this group in a config. Only options with the same `_target_` are compared. If there are
+    none, return the name of the module of `_target_`.
     """
     target = str(node.get("_target_"))
     candidates = [(name, values) for name, values in _options(group).items() if values.get("_target_") == target]
@@ -148,7 +150,10 @@ def _option(group: str, node: dict[str, Any]) -> str:
 
 
 def _own_options(directory: Path, labels: dict[str, Any]) -> dict[str, str]:
-    """Return the options that the user typed and that are not in conf/ but in the user's `--config-dir`, by group."""
+    """Return a dict from config group to the option that the user typed, for options that are not in conf/.
+
+    Such options are in the user's `--config-dir`.
+    """
     try:
         overrides = read_regular(directory / OVERRIDES, LIMIT_BYTES).decode()
     except (OSError, ValueError):

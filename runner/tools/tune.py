@@ -16,8 +16,7 @@ The choice is printed as overrides, and written as an experiment to a directory 
 measurements and, if matplotlib is installed, a picture.
 
 Exit codes: 0: tuned, even if nothing is faster than the config as it is. 1: the config crashed, or the result cannot
-be saved. 2: the config is
-refused, or the budget is too small.
+be saved. 2: the config is refused, or the budget is too small.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def _seconds(text: str) -> float:
 
 
 def permitted(text: str) -> list[str]:
-    """Return the kinds of results, keys of `candidates.RESULTS`, that the value `text` of `--allow` names.
+    """Return the changes of the results that `text`, the value of `--allow`, permits, as keys of `candidates.RESULTS`.
 
     Raises:
         ConfigError: for a name that is not known.
@@ -123,14 +122,18 @@ def tune(
         overrides: the overrides of the config.
         config_dir: a directory with options of your own; None to use only conf/.
         budget: seconds that all of it may take, including the start and the files.
-        allowed: the kinds of results (see `permitted`) that the choice may have in addition to the same results up to
-            rounding.
+        allowed: the changes of the results that are permitted (see `permitted`). Without them, the results stay the
+            same up to the rounding of sums in another order.
         quiet: do not print a line about each candidate that has been tried.
-        began: the value of `time.perf_counter()` from which the budget counts; None for that of the call.
+        began: the value of `time.perf_counter()` from which the budget counts; None to count from the call.
 
     Returns:
-        The dict of `measured_choice`, with the overrides as `typed`, with `config_dir`, `budget` and `allowed` as
-        passed, and with the path of the new directory as `directory`; None if it cannot be written, which is printed.
+        The dict that `measured_choice` returns, with these keys added:
+
+        - `typed`: the argument `overrides`;
+        - `config_dir`, `budget` and `allowed`: the arguments of these names;
+        - `directory`: the path of the new directory; None, with a message on standard error, if the result cannot be
+          saved.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused.

@@ -53,7 +53,12 @@ def _measured(report: dict[str, Any]) -> Table:
 
 
 def cells(row: dict[str, Any], report: dict[str, Any]) -> list[str]:
-    """Return the cells of a measured candidate, the dict `row` of `report`, in the table of candidates."""
+    """Return one row of the table of candidates as texts.
+
+    Args:
+        row: a dict in `report["rows"]` that describes a measured candidate.
+        report: the result of `runner.tools.tune.tune`.
+    """
     low, high = row["spread"]
     mark = "→ " if row["overrides"] == report["chosen"] else ""
     steps = row["break_even_steps"]

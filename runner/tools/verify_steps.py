@@ -64,8 +64,8 @@ class Steps:
 def first_steps(runs: Sequence[Run]) -> list[Steps]:
     """Train the first steps of all runs in the same processes, and return their records in the order of `runs`.
 
-    The runs must differ only in their precision. A run in float64 is left out if the device does not support float64;
-    if there is no other run, it is refused.
+    The runs must differ only in their precision. If the device does not support float64, a run in float64 is left out
+    or, if there is no other run, refused.
 
     Raises:
         ConfigError: if a run is refused, or a single device cannot compute the same results.
@@ -263,8 +263,8 @@ class Recorder:
         """Return the sorted losses of the samples of all ranks, float64 [batch_size], under `step 1`, `step 2`, ….
 
         Every rank must call this. The losses are sorted because a mode may process the samples of a batch in any order.
-        Ranks with the same shard of the data either are stages of one network or compute the same losses. Of these
-        ranks, only the first rank that has losses is used. Without recorded losses, the result is empty.
+        Ranks with the same shard of the data either are stages of one network or compute the same losses. Therefore,
+        only the first rank with losses is used for each shard. Without recorded losses, the result is an empty dict.
         """
         own = [torch.stack(losses).tolist() for losses in self._losses if losses]
         shards: dict[Any, list[list[float]]] = {}

@@ -93,7 +93,7 @@ def shown(value: object, longest: int = _LONGEST_NAME) -> str:
 def distinct(texts: Iterable[str]) -> list[str]:
     """Return `texts`, with a number after each text that occurred before, such as `text (2)`.
 
-    Values that differ may be equal once they are shortened.
+    The numbers are needed because values that differ may be equal once they are shortened.
     """
     counts, found = Counter[str](), []
     for text in texts:
@@ -140,7 +140,7 @@ def _unevenness(values: Sequence[float]) -> float:
 
 
 def scale_x(axes: Axes, values: Iterable[float]) -> None:
-    """Choose a linear or logarithmic x-axis for `values`. If they are few and far enough apart, each gets a tick."""
+    """Choose a linear or logarithmic x-axis for `values`. Each gets a tick unless they are too many or too close."""
     ordered = sorted(set(values))
     if is_geometric(ordered):
         if ordered[0] > 0:
@@ -157,7 +157,7 @@ def scale_x(axes: Axes, values: Iterable[float]) -> None:
 
 
 def scale_y(axes: Axes, values: Iterable[float]) -> None:
-    """Choose a logarithmic y-axis if all finite `values` are positive and the largest over 100 times the smallest."""
+    """Choose a logarithmic y-axis if all finite `values` are positive and span a factor of over 100."""
     finite = [value for value in values if math.isfinite(value)]
     if finite and min(finite) > 0 and max(finite) / min(finite) > 100:
         axes.set_yscale("log")
@@ -181,7 +181,7 @@ def bars(axes: Axes, groups: dict[str, list[tuple[str, Spread]]], values: bool =
 
     Args:
         axes: the axes to draw on.
-        groups: a list of pairs (name, spread) for each group, by the label of the group in the legend. A group may lack
+        groups: a dict from the label of each group in the legend to a list of pairs (name, spread). A group may lack
             some of the names.
         values: whether to write the mean above each bar.
     """
@@ -217,7 +217,7 @@ def ranking(axes: Axes, entries: Sequence[tuple[str, Spread, Sequence[float]]]) 
 
     Args:
         axes: the axes to draw on.
-        entries: the label, the spread and the single measurements of each row.
+        entries: a tuple (label, spread, single measurements) for each row.
     """
     for y, (_, spread, measured) in enumerate(entries):
         axes.plot(measured, [y] * len(measured), "o", ms=4, color="#bbbbbb", mew=0, zorder=2)

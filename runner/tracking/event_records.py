@@ -68,8 +68,9 @@ def crc32cs(records: Sequence[bytes]) -> list[int]:
 def _checksums(records: Sequence[bytes]) -> list[int]:
     """Return the CRC-32C checksum of each record. Every record must have at least 4 bytes.
 
-    The register of a checksum depends linearly on the data. So the register of every byte is computed on its own, and
-    then the registers are combined: those of two neighboring bytes, then those of two neighboring pairs, and so on.
+    The register, the 32 bits of state in the computation of a checksum, depends linearly on the data. So a register is
+    computed for every byte on its own. Then the registers of two neighboring bytes are combined, then the registers of
+    two neighboring pairs, and so on.
     """
     longest = max(map(len, records))
     padded = b"".join(record.rjust(longest, b"\0") for record in records)  # leading zeros have no effect
@@ -93,10 +94,10 @@ def _after_zeros(registers: Any, level: int) -> Any:
 
 @cache
 def _tables(level: int) -> Any:
-    """Return the values of all registers with one nonzero byte, after 2**level further bytes of zero.
+    """Return what each register with at most one nonzero byte becomes after 2**level further bytes of zero.
 
     Returns:
-        uint32 [4, 256]: by the position and the value of the nonzero byte.
+        uint32 [4, 256], indexed by the position and the value of that byte.
     """
     if level > 0:
         return _after_zeros(_tables(level - 1), level - 1)

@@ -56,7 +56,7 @@ class LoggedPoints:
 
         An entry that an earlier session logged with another value is returned, too, unless it is a measurement (see
         `_MEASURED`). If the run is resumed from a checkpoint before the second-last one, all entries are returned,
-        because the file no longer contains them. The next call of `begin_interval` counts `step` as reached.
+        because the file no longer contains them. This call also tells `begin_interval` that `step` is reached.
         """
         self._step = max(self._step, step)
         if not self._repeated:
@@ -71,10 +71,11 @@ class LoggedPoints:
             file.writelines(lines)
 
     def begin_interval(self) -> None:
-        """Drop the points up to the previous call, which no resumed run repeats; called before each checkpoint.
+        """Drop the points of the steps up to the previous call. This must be called before each checkpoint.
 
-        The checkpoint of the previous call is complete by now. The points after it are kept, also those of earlier
-        sessions that this session has not reached yet, because it may be killed before it does.
+        No resumed run repeats these steps, because the checkpoint that followed the previous call is complete by now.
+        The points of later steps are kept. They include points of earlier sessions for steps that this session has not
+        reached yet, because this session may be killed before it reaches them.
         """
         self._earlier = [line for line in self._earlier if _step_of(line) > self._boundary]
         write_text(self._path, "".join([*self._earlier, *self._added]))

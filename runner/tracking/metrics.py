@@ -37,7 +37,7 @@ class MetricBuffer:
 
     The sums stay on the device until a log or a checkpoint is due, so that other steps do not wait for the device. The
     buffer keeps separate sums for each step, so that `peek` can find the step whose loss is not finite. The sums of
-    many steps are combined into one tensor. This takes a few bytes per step; one tensor per step would take a kilobyte.
+    many steps are stacked into one tensor. This takes a few bytes per step; one tensor per step would take a kilobyte.
 
     Args:
         zeros: float32 zeros [num_metrics] on the device; they stand for the sums of a step without micro-batches. The
@@ -74,7 +74,7 @@ class MetricBuffer:
             self._combine()
 
     def _combine(self) -> None:
-        """Combine the rows of the latest steps into one tensor."""
+        """Stack the rows of the latest steps into one tensor."""
         self._blocks.append(torch.stack(self._rows))
         self._rows = []
 
@@ -85,8 +85,9 @@ class MetricBuffer:
             all_reduce: a function that sums tensors over the ranks.
 
         Raises:
-            DivergedError: if a loss is not finite; the error names the first step with such a loss. If this is a round
-                of steps, the loss may be another process's, but the error names the step of this process.
+            DivergedError: if a loss is not finite; the error names the first step with such a loss. If the processes
+                divide the steps among themselves, the loss may belong to another process's step in the same round; the
+                error names the step of this process.
         """
         if self._rows:
             self._combine()
@@ -146,8 +147,11 @@ class StepTimer:
             samples_per_round: number of samples in a step or round, over all ranks.
 
         Returns:
-            By tag: `time/samples_per_second`; `time/step_seconds`, the duration of a step or round; and
-            `time/data_share`, the fraction of time spent waiting for data.
+            A dict with three tags:
+
+            - `time/samples_per_second`;
+            - `time/step_seconds`: the duration of a step or round;
+            - `time/data_share`: the fraction of time spent waiting for data.
         """
         recent, data = self.seconds[self._logged :], timer.spent("data")
         seconds, data_share = sum(recent), (data - self._data) / sum(recent)

@@ -88,5 +88,5 @@ class MLflow(RemoteTracker):
 
 
 def _name(key: str) -> str:
-    """Return `key` with `_` in place of characters that MLflow does not allow, such as the `*` of a pattern."""
+    """Return `key` with `_` in place of characters that MLflow does not allow, such as `*`."""
     return re.sub(r"[^/\w.\- ]", "_", key)

@@ -49,7 +49,7 @@ class Recorder:
         self._tracker.images(images, step)
 
     def texts(self, texts: dict[str, str]) -> None:
-        """Log preformatted texts by tag, without secrets, for the first step of the session."""
+        """Log preformatted texts by tag, with secrets masked, at the first step of the session."""
         self._tracker.texts({tag: printable(redacted(text)) for tag, text in texts.items()}, self._first_step)
 
     def hyperparameters(self, config: dict[str, Any]) -> None:
@@ -72,10 +72,10 @@ _LOCATION_KEYS = ("name", "output_root", "resume")
 
 
 def typed_values(overrides: Iterable[str], config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that the user overrode, by key, without secrets and keys that determine where a run is saved.
+    """Return the values that the user overrode, by key.
 
-    The value of a config group is the option name that the user typed, as text (`cosine`, `16`). All other values are
-    taken from `config`, with their types.
+    Secrets are left out, and so are keys that determine where a run is saved. The value of a config group is the option
+    name that the user typed, as text (`cosine`, `16`). All other values are taken from `config`, with their types.
 
     Args:
         overrides: the overrides of a run, as typed.
@@ -100,7 +100,7 @@ def _shown(values: dict[str, Any]) -> dict[str, float | str | bool]:
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values in a nested config by dotted key. Lists become text.
+    """Return the values in a nested config as a flat dict with dotted keys. Lists become text.
 
     A component, that is, a nested config with a `_target_`, also gets a value under its own key: the name of its class,
     without the module.

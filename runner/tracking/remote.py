@@ -55,13 +55,13 @@ class RemoteTracker(Tracker, ABC):
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Check the options from the saved config of a run, which must not decide where data is sent.
+        """Check the tracker's options in the saved config of a run: they must not decide where data is sent.
 
         Args:
             values: the saved options that the command line does not override.
 
         Returns:
-            The options to change, with their new values: always empty.
+            A dict of options to change, with their new values; always empty, because this method only checks.
 
         Raises:
             ConfigError: if an option in `destinations` does not have its default value.

@@ -32,7 +32,7 @@ _MOST_POINTS = 2_000_000
 
 
 def scalars(directory: Path, tags: Container[str] | None = None) -> dict[str, dict[int, float]]:
-    """Return the values of a run's scalars by tag and step, in the order of the steps.
+    """Return the scalars of a run: for each tag, a dict from steps to values, in the order of the steps.
 
     If a resumed session repeats steps of an earlier session, the values of the resumed session are returned. Values
     that are not finite, or whose absolute value is 1e30 or more, are left out. The event files may be damaged or

@@ -68,9 +68,9 @@ class Workload(ABC):
         return None
 
     def eval_metrics(self) -> dict[str, str]:
-        """Return the evaluation metrics by which a run may end early, and for each whether its `min` or `max` is best.
+        """Return the evaluation metrics by which a run may end early, as a dict from names to `min` or `max`.
 
-        Called after `prepare`.
+        `min` means that smaller values are better, `max` that larger values are better. Called after `prepare`.
         """
         return dict([self.best])
 

@@ -29,7 +29,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         data: the data set.
         eval_batch_size: number of samples per process in each forward pass of an evaluation; it affects only speed and
             memory use.
-        overfit_batches: train repeatedly on this many batches, the first of the run; 0 to train on all of the data.
+        overfit_batches: train repeatedly on just the first `overfit_batches` batches of the run; 0 to use all data.
     """
 
     model: Model

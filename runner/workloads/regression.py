@@ -137,6 +137,6 @@ class Regression(DataWorkload[RegressionSamples]):
 
 
 def _comparable(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs and targets in float32, or in float64 if the outputs are, as 16 bits are too few for a loss."""
+    """Return both tensors in float32, because 16 bits are too few for a loss; in float64 if the outputs are float64."""
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     return outputs.to(dtype), targets.to(dtype)

@@ -1,4 +1,4 @@
-"""The measurement of the time that a block of a network takes; from these times, the stages are chosen."""
+"""The measurement of the time that a block of a network takes; stages are chosen from the times of all blocks."""
 
 from __future__ import annotations
 

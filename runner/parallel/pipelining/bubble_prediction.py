@@ -34,7 +34,7 @@ def bubbles(
         schedules: names of the schedules; with `engine=streams` only `gpipe`.
         num_workers: number of processes or, with `engine=streams`, of stages.
         samples: number of samples in one pass through the pipeline.
-        times: function that returns the time of each block for a number of samples, in any unit.
+        times: function that takes a number of samples and returns a sequence with the time of each block, in any unit.
         num_stages: number of stages; None for one stage per worker, or two with `interleaved_1f1b`.
         cuts: index of the first block of every stage except the first; None for stages of about the same time.
 

@@ -28,7 +28,10 @@ def defer(model: torch.nn.Module) -> None:
 
 
 def update(model: torch.nn.Module) -> None:
-    """Update the running statistics in `model` with those of a batch; called after the batch's last micro-batch."""
+    """Update the running statistics in `model` with the statistics of a whole batch.
+
+    Called after the last micro-batch of the batch.
+    """
     for module in model.modules():
         # Stages of other processes have no statistics in this one.
         if isinstance(module, DeferredBatchNorm) and module.running_mean is not None:
@@ -36,7 +39,7 @@ def update(model: torch.nn.Module) -> None:
 
 
 class DeferredBatchNorm(BatchNormOfAnyDim):
-    """Batch normalization of inputs [n, channels, …] whose running statistics change only when `update` is called.
+    """Batch normalization that changes its running statistics only in `update`; for inputs [n, channels, …].
 
     Between updates, the buffers collect the statistics of all micro-batches: the number of values per channel, their
     mean, and the sum of their squared deviations from the mean.

@@ -142,10 +142,10 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
 
 
 def balanced(seconds: Sequence[float], count: int) -> list[int]:
-    """Return the partition into `count` stages whose slowest stage takes the least time.
+    """Return the partition into `count` stages that minimizes the time of the slowest stage.
 
     A pipeline is only as fast as its slowest stage. The partition is found by dynamic programming over (blocks,
-    stages). No other partition has a faster slowest stage; among equally good partitions, even stages are preferred.
+    stages). Among partitions with the same slowest time, one with stages of similar times is preferred.
 
     Args:
         seconds: time of each block in seconds.

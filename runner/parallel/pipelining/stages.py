@@ -78,7 +78,7 @@ class StageModule(nn.Module):
 
 
 class _FromSent(torch.autograd.Function):
-    """Conversion of received activations to the format of the blocks, and of their gradient to the sent format."""
+    """Conversion of received activations to the format of the blocks; the backward pass converts the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, permuted: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

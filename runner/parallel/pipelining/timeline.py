@@ -98,7 +98,7 @@ class Bubble(NamedTuple):
     Args:
         seconds: time from the start of the first computation to the end of the last one.
         busy: seconds of computation of each worker.
-        least: a lower bound on the seconds that any schedule needs with stages as slow as these.
+        least: a lower bound on the seconds that a step takes under any schedule, given the same stage times.
         theory: the idle fraction if all stages took the same time: (p − 1) / (v·m + p − 1) for p workers with v stages
             each and m micro-batches (Huang et al., 2019, section 2.3, for v = 1).
     """
@@ -115,14 +115,14 @@ class Bubble(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """A lower bound on the idle fraction under any schedule with stages as slow as these."""
+        """A lower bound on the idle fraction under any schedule, given the same stage times."""
         return self._idle(self.least)
 
     def _idle(self, seconds: float) -> float:
         return max(0.0, 1 - sum(self.busy) / (len(self.busy) * seconds)) if seconds else 0.0
 
     def scalars(self) -> dict[str, float]:
-        """Return the scalars to log, by TensorBoard tag: idle fractions, and each worker's busy and idle seconds."""
+        """Return a dict from TensorBoard tag to scalar: idle fractions, and each worker's busy and idle seconds."""
         shares = {
             "pipeline/bubble": self.share,
             "pipeline/bubble_theory": self.theory,

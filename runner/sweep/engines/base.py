@@ -142,8 +142,8 @@ class Engine(ABC):
             without a search.
         trials: the number of combinations that a search tries.
         seeds: the number of seeds with which a search runs each combination; the search compares the mean over seeds.
-        metric: the TensorBoard tag of the metric that a search compares; None: the best value of the metric by which
-            the workload selects its best checkpoint.
+        metric: the TensorBoard tag of the metric whose last value a search compares. None: the search compares the best
+            value of the metric by which the workload selects its best checkpoint.
         goal: `min` if smaller values of `metric` are better, `max` if larger values are better. None: the workload
             determines the goal; this works only for the metric by which the workload selects its best checkpoint.
         prune: how a search chooses unpromising jobs and stops them: `median` or `halving`; None: no job is stopped.

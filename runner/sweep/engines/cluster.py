@@ -10,7 +10,7 @@ from runner.sweep.engines.base import Demand, Engine
 
 
 class Resources(NamedTuple):
-    """The number of CPU cores and GPUs to request for a job, and of CPU threads of each process of the job."""
+    """The numbers of cores and GPUs to request for a job, and the number of CPU threads of each of its processes."""
 
     cores: int
     gpus: int

@@ -177,7 +177,9 @@ class LocalPool(Pool):
         return min(self._num_cores, demand.processes * (demand.threads or self._threads))
 
     def _free_gpus(self, idle: list[str], count: int) -> list[str] | None:
-        """Return `count` GPUs that are not in use by other users; None if there are fewer, now or a few seconds ago.
+        """Return `count` of the `idle` GPUs that no other user uses; None if there are fewer.
+
+        After a check that found too few, the result is None for a few seconds without another check.
 
         Args:
             idle: the GPUs that no job of this sweep uses.

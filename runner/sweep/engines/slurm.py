@@ -426,7 +426,7 @@ class SlurmPool(Pool):
                 self._end(number, None, f"SLURM says {state}" if state else "SLURM no longer knows the job")
 
     def _listed(self) -> dict[str, str]:
-        """Return the SLURM job IDs of the waiting and running jobs of this sweep, by handle.
+        """Return a dict from handle to SLURM job ID, with all waiting and running jobs of this sweep.
 
         Raises:
             SlurmError: if squeue fails, or its output cannot be parsed.
@@ -469,7 +469,7 @@ class SlurmPool(Pool):
 
 
 def _states(ids: list[str]) -> dict[str, str]:
-    """Return the final state of each job that sacct reports as ended, by SLURM job ID."""
+    """Return a dict from SLURM job ID to final state, with each of the jobs `ids` that sacct reports as ended."""
     from submitit.slurm.slurm import SlurmInfoWatcher  # imported here: an optional dependency
 
     if not ids:

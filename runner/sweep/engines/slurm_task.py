@@ -1,6 +1,7 @@
 """The task that submitit runs on a cluster node for a job: it starts the job's command, and handles SLURM's signals.
 
-At the top, this module imports no third-party packages, because the process of the task does not need torch.
+No third-party package is imported at the top of this module, so that the process of the task does not load torch,
+which it does not need.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ Almost all clusters set KillWait and GraceTime, after which SLURM kills a job, t
 
 class SlurmTask:
     """A task that saves a checkpoint and is requeued when SLURM needs its node or its time limit is reached.
+
+    The task handles these signals:
 
     - SIGUSR2, which submitit handles: the time limit is reached, or the job is preempted. The job saves a checkpoint,
       and is requeued.

@@ -23,7 +23,7 @@ def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], devi
 
     The environments' seeds are independent of the run's seed, so that all runs are evaluated from the same initial
     states. Each environment plays exactly one episode, because counting the episodes that end first would favor short
-    episodes. Without a limit of the environment, an episode is cut off after 10,000 steps.
+    episodes. If the length of episodes is not limited, they are cut off after 10,000 steps.
 
     Args:
         env: the options of the environment.

@@ -64,9 +64,9 @@ class DQN(Workload):
         epsilon_fraction: fraction of `env_steps` during which the fraction of random actions changes linearly from
             `epsilon_start` to `epsilon_final`.
         epsilon_repeat: the largest number of steps for which a random action is repeated (temporally extended ε-greedy
-            exploration; Dabney et al., 2021). The number n of steps is drawn with a probability proportional to n⁻²; 1
-            for no repetition. With a larger value, ε is the probability that a repetition begins, so that the fraction
-            of random actions is larger than ε.
+            exploration; Dabney et al., 2021); 1 for no repetition. The number n of steps is drawn with a probability
+            proportional to n⁻². If `epsilon_repeat` is larger than 1, ε is the probability that a repetition begins, so
+            that the fraction of random actions is larger than ε.
         normalize: scale observations to [-1, 1] by the bounds of the observation space; without finite bounds, to a
             mean of 0 and a standard deviation of 1 under random actions. The scaling does not change during the
             training, so that stored transitions stay valid.
