@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -67,7 +66,7 @@ class FSDP(MultiProcess):
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32),
             "offload_policy": CPUOffloadPolicy() if self.offload and device.type != "cpu" else OffloadPolicy(),
         }
-        for block in _without_tied_weights(modules_of_blocks(model)):
+        for block in _without_tied_weights(model):
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
         # By default, FSDP does not reshard the root's own parameters, because the backward pass needs them first.
         fully_shard(model, reshard_after_forward=False, **options)
@@ -98,13 +97,18 @@ class FSDP(MultiProcess):
         return super().full_state(model, optimizer)
 
 
-def _without_tied_weights(blocks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the blocks that share no parameter with another block.
+def _without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the blocks of `model` that share no parameter with another part of the model.
 
-    The parameters of all other blocks are sharded together with the root module's own parameters.
+    FSDP shards the parameters of the other blocks together with those of the root, so that they stay tied.
     """
-    counts = Counter(id(parameter) for block in blocks for parameter in block.parameters())
-    return [block for block in blocks if all(counts[id(parameter)] == 1 for parameter in block.parameters())]
+    everywhere = _counts(model)
+    return [block for block in modules_of_blocks(model) if _counts(block).items() <= everywhere.items()]
+
+
+def _counts(module: torch.nn.Module) -> dict[int, int]:
+    """Return how many names each parameter of `module` has in it, by the identity of the parameter."""
+    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def inputs_to_channels_last(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models.blocks import blocks_of
+from runner.config.errors import ConfigError
 from runner.model.base import without_memory
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.bubble_prediction import bubbles
@@ -101,7 +102,7 @@ def _newest_checkpoint_bytes(directory: Path) -> int | None:
     try:
         saved = checkpoints(directory)
         return sum(file.lstat().st_size for file in saved[-1].iterdir()) or None if saved else None
-    except OSError:
+    except (OSError, ConfigError):
         return None
 
 

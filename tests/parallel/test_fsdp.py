@@ -150,18 +150,28 @@ class Tied(torch.nn.Module):
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1))))))
 
 
-def test_tied_weights_stay_tied(config: dict[str, Any], ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    alone = weights_of_tied(composed(*FAST, *COMMON), tmp_path)
+class TiedOutside(Tied):
+    """The second layer is not in any block."""
+
+    def blocks(self) -> list[tuple[str, torch.nn.Module]]:
+        return [("first", self.first), ("head", self.head)]
+
+
+@pytest.mark.parametrize("network", [Tied, TiedOutside])
+def test_tied_weights_stay_tied(
+    network: type[Tied], config: dict[str, Any], ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    alone = weights_of_tied(composed(*FAST, *COMMON), tmp_path, network)
     assert alone.keys() == {"first.weight", "first.bias", "second.bias", "head.weight", "head.bias"}
-    for weights in ranks(2).do(weights_of_tied, config, tmp_path):
+    for weights in ranks(2).do(weights_of_tied, config, tmp_path, network):
         for name, weight in alone.items():
             torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
 
 
-def weights_of_tied(config: dict[str, Any], directory: Path) -> dict[str, torch.Tensor]:
+def weights_of_tied(config: dict[str, Any], directory: Path, network: type[Tied]) -> dict[str, torch.Tensor]:
     """In a rank: the parameters of the network with tied weights after three steps."""
     with connected(config) as session:
-        session.run.workload.build_model = Tied
+        session.run.workload.build_model = network
         state = prepare(session, directory)
         batches = session.run.workload.batches(state.model, session.plan, 0, session.device)
         for step in session.plan.steps(0, 3):
