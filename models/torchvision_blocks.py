@@ -141,7 +141,7 @@ def with_blocks(network: nn.Module) -> nn.Module:
 def checkpoint_activations(network: nn.Module) -> int:
     """Let the backward pass recompute the activations of the blocks of `network` that have submodules.
 
-    Groups of layers, which `blocks()` creates in each call, are not changed.
+    Blocks that `blocks()` makes of several layers are not changed: each call makes them anew.
 
     Returns:
         The number of blocks that recompute their activations; 0 if there are none, or `network` has no `blocks()`.

@@ -323,8 +323,8 @@ class Muon(AdamW):
     Matrices are parameters with two dimensions: the weights of linear layers, but not those of convolutions. Updates of
     matrices are scaled to the size of AdamW's updates (Liu et al., Muon is Scalable for LLM Training, 2025), so that
     Muon and AdamW share one learning rate and one weight decay. Muon orthogonalizes its updates in bfloat16, which has
-    8 significant bits: where the gradients of two parallel modes differ by float32 rounding, the updates may differ by
-    bfloat16 rounding. `fused` applies only to AdamW.
+    8 significant bits. If a run is trained with another parallel mode, so that its gradients differ by float32
+    rounding, its updates may therefore differ by bfloat16 rounding, which is larger. `fused` applies only to AdamW.
 
     Args:
         momentum: momentum factor for matrices.

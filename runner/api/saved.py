@@ -214,9 +214,9 @@ class SavedRun:
     def predict(
         self, files: Sequence[str | os.PathLike[str]] | str | os.PathLike[str], choice: str | int = "best"
     ) -> list[Prediction]:
-        """Return a prediction for each image, which is read as the evaluation of the run reads images.
+        """Return a prediction for each image. The images are read in the same way as in the run's evaluation.
 
-        The prediction for an image that cannot be read has an `error`.
+        If an image cannot be read, its prediction has an `error`.
 
         Args:
             files: paths of images, and of directories with images at any depth.

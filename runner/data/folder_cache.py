@@ -44,8 +44,8 @@ class Listing(NamedTuple):
 
     Args:
         values: the listing, as plain values for JSON.
-        directories: the path of every directory, with its `stamp` from before it was listed; None if the listing must
-            not be cached.
+        directories: the `stamp` of each directory, taken before the directory was listed, by the path of the directory;
+            None if the listing must not be cached.
         num_files: number of files in the directories.
     """
 

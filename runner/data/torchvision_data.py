@@ -86,7 +86,7 @@ class Downloadable(Data):
         """Return new values for saved options, so that the config of a saved run cannot start a download.
 
         Args:
-            values: the saved options of the data set that the command line does not override.
+            values: the options of the data set in the saved config, without those that the command line overrides.
 
         Returns:
             The options to change, with their new values: `download` becomes False.

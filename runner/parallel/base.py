@@ -96,7 +96,7 @@ class Parallel:
         """
 
     def num_microbatches(self, context: Context) -> int:
-        """Return the number of parts into which the mode itself splits each micro-batch of `context.plan`."""
+        """Return how many smaller micro-batches the mode makes from each micro-batch of `context.plan`."""
         return 1
 
     def place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:

@@ -3,7 +3,8 @@
 The search is a successive halving (Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter
 optimization", 2016). Every candidate trains in processes of its own and waits while others train. In each round, all
 remaining candidates train for a fraction of a second, one after another, so that a change of the machine's speed
-affects all of them. Two candidates are compared by their times in the same rounds, if they have any in common.
+affects all of them. Two candidates are compared by their times in the rounds in which both trained; if there are none,
+by the medians of all their times.
 """
 
 from __future__ import annotations

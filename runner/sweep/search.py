@@ -1,6 +1,6 @@
 """A search, which chooses the combinations of values that a sweep tries, one after another.
 
-Optuna chooses them, except in a grid, and stores their results in a study.
+Optuna chooses the combinations, except in a grid search, and always stores their results in a study.
 
 A trial is one combination of values, with one job for each seed. The ledger records the state of each job. The study,
 which is the file `study.log` next to the ledger, records the values and the result of each trial. A trial is complete

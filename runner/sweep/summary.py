@@ -143,9 +143,9 @@ def _typed(overrides: list[Any]) -> dict[str, str]:
 
 
 def _best(job: _Job, metric: str) -> float | None:
-    """Return the best value of `metric` in a job; None if the job did not measure it, or the value is not finite.
+    """Return the best value of `metric` in a job, or the last value if another metric selects its best checkpoint.
 
-    If another metric selects the best checkpoint of the job, return the last value.
+    Return None if the job did not measure `metric`, or the value is not finite.
     """
     best = job.result.get("best", {})
     value = best["value"] if best.get("metric") == metric else job.result.get("metrics", {}).get(metric)

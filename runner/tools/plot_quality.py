@@ -248,7 +248,7 @@ def _ranking(study: Study, caption: str) -> Figure:
 
 
 def _over_each_key(study: Study, caption: str, keys: list[str]) -> Figure:
-    """Draw a panel for each of `keys`, with the metric of all runs over this key, regardless of the other keys."""
+    """Draw a panel for each of `keys`: the metric of every run against this key, whatever its other keys are."""
     metric, quality = _quality(study)
     across = 2 if len(keys) == 4 else 3
     title = f"{metric} over each key, for all values of the others"
