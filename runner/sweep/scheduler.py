@@ -344,7 +344,7 @@ class Scheduler:
 
 
 def _storage_error(error: OSError, path: Path) -> StorageError:
-    return error if isinstance(error, StorageError) else StorageError(error.filename or path, str(error.strerror))
+    return StorageError(error.filename or path, str(error.strerror))
 
 
 def _exit_code(ended: Ended, directory: Path | None) -> int | None:

@@ -79,9 +79,9 @@ class MLflow(RemoteTracker):
 
     def log_config(self, config: dict[str, float | str | bool]) -> None:
         known = self._client.get_run(self._run).data.params  # they cannot be changed, and a resumed run logs them again
-        for key, value in config.items():
-            if _name(key) not in known:
-                self._client.log_param(self._run, _name(key), str(value)[:_LONGEST])
+        for key, value in {_name(key): value for key, value in config.items()}.items():
+            if key not in known:
+                self._client.log_param(self._run, key, str(value)[:_LONGEST])
 
     def finish(self, done: bool) -> None:
         self._client.set_terminated(self._run, "FINISHED" if done else "KILLED")

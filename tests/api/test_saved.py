@@ -277,6 +277,11 @@ def test_gray_images_are_read_for_a_model_of_gray_inputs() -> None:
     assert one.probability == other.probability
 
 
+def test_a_path_that_cannot_exist_is_no_run() -> None:
+    with pytest.raises(runner.ConfigError):
+        runner.load("a\0b")
+
+
 @pytest.mark.parametrize("files", [[], ["nowhere.png"], ["empty"]])
 def test_nothing_to_predict_is_an_error(files: list[str]) -> None:
     Path("empty").mkdir()

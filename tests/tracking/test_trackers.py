@@ -477,7 +477,9 @@ def test_mlflow_gets_names_that_it_allows(monkeypatch: pytest.MonkeyPatch) -> No
         log_param=lambda run, key, value: logged.append(f"{key}={value}"),
     )
     tracker.log_scalars({"train/loss": 1.0, "lr/*.bias": 0.1}, 1)
-    tracker.log_config({"model.depth": 18, "optimizer.groups.*.bias.lr": 0.1, "a b-c": 2})
+    tracker.log_config(
+        {"model.depth": 18, "optimizer.groups.?.bias.lr": 0.2, "optimizer.groups.*.bias.lr": 0.1, "a b-c": 2}
+    )
     assert logged == ["train/loss", "lr/_.bias", "optimizer.groups._.bias.lr=0.1", "a b-c=2"]
 
 
