@@ -142,7 +142,6 @@ class State:
             StorageError: if the previous checkpoint, or the directory of this one, could not be written.
         """
         run, collectives, device = self.session.run, self.session.collectives, self.session.device
-        self.checkpoints.wait()  # first, so that there is only one copy of the state at a time
         rows = self.metric_buffer.peek(collectives.all_reduce)
         collect = partial(run.parallel.full_state, self.model)
         tensors, optimizer_state = collect(self.optimizer)

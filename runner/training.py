@@ -157,7 +157,9 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
         stopping = session.collectives.any_rank(bool(stop.received or state.out_of_time))
         if save_due or is_best or stopping or state.stopping.reason:
             with timer.section("checkpoint"):
-                state.checkpoints.wait()  # `flush` drops the points before the previous one, which must be complete
+                # The previous checkpoint must be complete: `flush` drops the points before it, and its copy of the
+                # state takes memory.
+                state.checkpoints.wait()
                 recorder.flush()  # a run resumed from this checkpoint does not log earlier steps again
                 state.save()
         state.checkpoints.check()  # they are written in the background

@@ -149,6 +149,20 @@ def test_a_crash_is_raised_with_its_cause_and_the_result(monkeypatch: pytest.Mon
     assert json.loads((result.directory / "result.json").read_text())["status"] == "crashed"
 
 
+def test_a_resumed_run_that_crashes_before_its_first_step_keeps_the_steps_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = runner.train(WORDS).directory
+
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr(training, "prepare", fail)
+    with pytest.raises(runner.CrashedError, match="ZeroDivisionError: on purpose") as crash:
+        runner.train([f"resume={directory}", "steps=12"])
+    assert (crash.value.result.status, crash.value.result.steps) == ("crashed", 6)
+
+
 def test_a_run_that_diverged_has_a_result() -> None:
     result = runner.train([*WORDS, "schedule=constant", "optimizer.lr=900", "batch_size=32", "steps=40"])
     assert (result.status, result.exit_code) == ("diverged", 3)

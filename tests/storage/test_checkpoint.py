@@ -284,6 +284,17 @@ def test_a_file_without_read_permission_is_not_damage(two: Checkpoints, monkeypa
     assert two.steps() == [1, 2], "nothing was set aside"
 
 
+@pytest.mark.parametrize("read", ["_tensors", "_plain"])
+def test_too_little_memory_is_not_damage(two: Checkpoints, monkeypatch: pytest.MonkeyPatch, read: str) -> None:
+    def too_large(_: Path) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(runner.storage.checkpoint, read, too_large)
+    with pytest.raises(MemoryError):
+        two.latest()
+    assert two.steps() == [1, 2], "nothing was set aside"
+
+
 def resealed(path: Path, **changes: Any) -> None:
     """Change a checkpoint's manifest so that all hashes are right."""
     manifest = json.loads((path / "manifest.json").read_text()) | changes
