@@ -70,10 +70,10 @@ class Block(nn.Sequential):
 class _FrozenStatistics:
     """A context manager in which batch normalization layers of `block` do not update their running statistics.
 
-    The layers update temporary buffers instead. Two simpler ways fail: `track_running_stats=False` would change which
-    tensors are saved for the backward pass, and a momentum of zero would turn infinities into NaN and still count the
-    batch. The context manager is a class, not a generator function, because each backward pass through a retained graph
-    enters it again.
+    The layers update temporary buffers instead. Two simpler ways fail. `track_running_stats=False` would change which
+    tensors are saved for the backward pass. A momentum of zero would still increase `num_batches_tracked`, and would
+    make running statistics NaN if those of the batch are infinite (0·∞). The context manager is a class, not a
+    generator function, because each backward pass through a retained graph enters it again.
     """
 
     def __init__(self, block: nn.Module):

@@ -65,9 +65,8 @@ def _vit(vit: models.VisionTransformer) -> Layers:
 def _children(*names: str, **functions: nn.Module) -> Callable[[nn.Module], Layers]:
     """Return a function that lists the layers `names` of a network, in this order.
 
-    A name stands for the module that `functions` has under this name, or else for the submodule of the network with
-    this name. The modules in `functions` have no parameters; they replace functions that the network's forward pass
-    calls.
+    A name that is a key of `functions` stands for the module there, and any other name for a submodule of the network.
+    The modules in `functions` have no parameters; they replace functions that the network's forward pass calls.
     """
     return lambda network: [(name, functions.get(name) or network.get_submodule(name)) for name in names]
 
@@ -141,7 +140,7 @@ def with_blocks(network: nn.Module) -> nn.Module:
 def checkpoint_activations(network: nn.Module) -> int:
     """Let the backward pass recompute the activations of the blocks of `network` that have submodules.
 
-    Blocks that `blocks()` makes of several layers are not changed: each call makes them anew.
+    Blocks that `blocks()` creates from several layers are left out, because each call creates new ones.
 
     Returns:
         The number of blocks that recompute their activations; 0 if there are none, or `network` has no `blocks()`.
@@ -173,11 +172,10 @@ def _flattened(layers: Layers) -> Iterator[tuple[str, nn.Module]]:
 def _grouped(layers: Iterable[tuple[str, nn.Module]]) -> Iterator[Layers]:
     """Yield groups of layers that stay together, in forward order.
 
-    A convolution or a linear layer begins a group, which also has the normalization, activation and pooling that follow
-    it. A module that has submodules begins a group, too. Simple layers that follow such a module join the next
-    convolution or linear layer. If another module with submodules, or the end, comes first, they join the module that
-    they follow. In the networks of `CHAINS`, no group begins with an in-place activation, which would overwrite the
-    inputs of a stage.
+    Each convolution, linear layer and module with submodules has a group of its own. Simple layers (normalization,
+    activation, pooling) are in the group of the layer before them, with one exception: between a module with submodules
+    and a convolution or linear layer, they are in the group of the convolution or linear layer. In the networks of
+    `CHAINS`, no group begins with an in-place activation, which would overwrite the inputs of a stage.
     """
     group: Layers = []
     waiting: Layers = []  # simple layers after a module with submodules: the next layer decides on their group

@@ -16,7 +16,7 @@ from torchvision.models.regnet import BlockParams
 from models.torchvision_blocks import with_blocks
 
 _OURS = ("num_classes", "image_size", "init_weights", "aux_logits", "transform_input", "dropout_aux")
-"""Arguments that are not options: they follow from the data, or concern initialization, pretraining or more outputs."""
+"""Arguments that are not options: set by the data, or about initialization, pretraining or auxiliary outputs."""
 
 
 def names() -> list[str]:

@@ -129,14 +129,13 @@ class Plan:
         """The number of optimizer steps in one iteration of the training loop.
 
         This number is 1 if all processes work on the same step, each on a part of its batch. If each process computes
-        whole steps by itself (see `step_shard`), every process computes one step per iteration; the number of steps is
-        then the number of these processes.
+        whole steps by itself (see `step_shard`), it is the number of these processes: each computes one step.
         """
         return self.step_shard[1]
 
     @property
     def samples_per_round(self) -> int:
-        """The number of samples in a full round, an iteration of the training loop, over all processes."""
+        """The number of samples of all processes in a full round (one iteration of the training loop)."""
         return self.batch_size * self.steps_per_round
 
     def describe(self) -> str:

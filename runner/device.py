@@ -25,8 +25,8 @@ class Device:
             visible devices.
         threads: the number of CPU threads that each process uses for an operation (`torch.set_num_threads`); null for
             torch's default or, if there are several processes, for an equal share of the cores. On a CPU device,
-            null also leaves one core to each data worker, up to half of the cores in total, unless the environment
-            variable OMP_NUM_THREADS is set.
+            null also leaves one core to each data worker, but at most half of the cores (rounded up) to all of them. It
+            leaves none if the environment variable OMP_NUM_THREADS is set.
     """
 
     kind: str = "auto"
@@ -130,9 +130,9 @@ _AVAILABLE = "device=auto chooses an available device; `python -m runner.tools.d
 def default_threads(device: torch.device, num_data_workers: int) -> int:
     """Return the number of CPU threads for an operation if `device.threads` is null.
 
-    On the CPU, one core is left to each data worker, up to half of the cores in total, because a thread that has to
-    wait for a core holds up the other threads of its operation: beside a busy data worker, two threads on two cores can
-    take several times as long as one thread.
+    On the CPU, one core is left to each data worker, but at most half of the cores (rounded up) to all of them. A
+    thread that has to wait for a core holds up the other threads of its operation: beside a busy data worker, two
+    threads on two cores can take several times as long as one thread.
     """
     threads = torch.get_num_threads()
     if device.type != "cpu" or not num_data_workers or "OMP_NUM_THREADS" in os.environ:

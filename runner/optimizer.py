@@ -44,9 +44,9 @@ class Optimizer(ABC):
         groups: a dict from a pattern of parameter names (see `runner.config.name_patterns`) to the `lr`, the
             `weight_decay`, or both, of the parameters that match the pattern: `{head: {lr: 0.1}}`. If a parameter
             matches several patterns, only the first of these patterns applies. Null for no patterns.
-        layer_decay: ratio of the learning rate of each block of the network to that of the next block (Clark et al.,
-            ELECTRA, 2020): the last block has the rate `lr`, the first block `lr·layer_decay^(num_blocks - 1)`. An `lr`
-            in `groups` replaces this rate.
+        layer_decay: each block of the network has `layer_decay` times the learning rate of the next block (Clark et
+            al., ELECTRA, 2020): the last block has the rate `lr`, the first block `lr·layer_decay^(num_blocks - 1)`. An
+            `lr` in `groups` replaces this rate.
         decay_norms: whether `weight_decay` also applies to parameters with at most one dimension: all biases, and the
             weights of normalization layers. A `weight_decay` in `groups` applies to these parameters in any case.
     """
@@ -93,9 +93,9 @@ class Optimizer(ABC):
         """
 
     def parameter_groups(self, model: torch.nn.Module) -> list[ParameterGroup]:
-        """Return the groups of the trainable parameters of `model`, before a parallel mode splits it.
+        """Return the groups of the trainable parameters of `model`, which must be the whole model.
 
-        The first group is always the group of the base learning rate, which may have no parameters.
+        The first group is always the group of the base learning rate. This group may have no parameters.
 
         Raises:
             ConfigError: if a pattern matches no trainable parameter, or only parameters that match an earlier pattern,
@@ -145,7 +145,7 @@ class Optimizer(ABC):
         return found
 
     def _torch_groups(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None) -> list[dict[str, Any]]:
-        """Return the argument `params` of an optimizer of torch: the parameters of each group that are in `model`."""
+        """Return the groups to pass to a torch optimizer, each with only its parameters that are in `model`."""
         own = dict(model.named_parameters())
         return [
             {
@@ -171,7 +171,7 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters of `model` that require gradients; a frozen target network in it has no such parameters."""
+    """Return the parameters of `model` that require gradients; the parameters of a frozen target network do not."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -323,8 +323,8 @@ class Muon(AdamW):
     Matrices are parameters with two dimensions: the weights of linear layers, but not those of convolutions. Updates of
     matrices are scaled to the size of AdamW's updates (Liu et al., Muon is Scalable for LLM Training, 2025), so that
     Muon and AdamW share one learning rate and one weight decay. Muon orthogonalizes its updates in bfloat16, which has
-    8 significant bits. If a run is trained with another parallel mode, so that its gradients differ by float32
-    rounding, its updates may therefore differ by bfloat16 rounding, which is larger. `fused` applies only to AdamW.
+    8 significant bits. Between two parallel modes, gradients differ by float32 rounding; Muon's updates may therefore
+    differ by bfloat16 rounding, which is larger. `fused` applies only to AdamW.
 
     Args:
         momentum: momentum factor for matrices.
@@ -368,7 +368,7 @@ def _joined_class() -> Any:
     """Return the class `Joined`. It is defined in a function, because its base class would load torch on import."""
 
     class Joined(torch.optim.Optimizer):
-        """Several optimizers of different parameters as one optimizer, which has one list of groups and one state."""
+        """An optimizer made of several optimizers of different parameters, with one list of groups and one state."""
 
         def __init__(self, *parts: torch.optim.Optimizer):
             for number, part in enumerate(parts):

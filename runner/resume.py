@@ -113,7 +113,7 @@ def _has_same_rules(path: Path, session: Session) -> bool:
 
 
 def _newest_is_valid(path: Path, steps: int) -> bool:
-    """Return whether the newest checkpoint in the run directory `path` is intact, and was saved after step `steps`.
+    """Return whether the newest checkpoint in the run directory `path` is intact, and is that of step `steps`.
 
     If the result is False, the run is resumed from an earlier checkpoint and repeats its last steps.
     """
@@ -187,7 +187,7 @@ def _restore(path: Path, content: bytes | None) -> None:
 
 
 def _undone(path: Path, restore: Callable[[], None]) -> None:
-    """Call `restore`. If that fails, log a warning that names `path`, because the refusal must still be reported."""
+    """Call `restore`. If it fails, only log a warning, so that the user still sees why the session was refused."""
     try:
         restore()
     except OSError as error:
@@ -335,7 +335,7 @@ def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | 
         The run directory and the open lock file; (None, None) if there is no such run.
 
     Raises:
-        ConfigError: if `parent` cannot be read, or the run cannot be locked; or as in `_has_same_config`.
+        ConfigError: if `parent` cannot be read, the run cannot be locked, or `_has_same_config` raises an error.
     """
     for path in reversed(run_directory.readable_entries(parent)):
         if path.is_symlink():  # such as `latest`; the run itself is in this directory, or belongs to another one
@@ -357,8 +357,8 @@ def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]
     checkpoint in it.
 
     Raises:
-        ConfigError: if `path` exists and is not a run directory, cannot be read or cannot be renamed, or if the run is
-            running, or its config cannot be read although there are checkpoints.
+        ConfigError: if `path` exists and is not a run directory; if it cannot be read or renamed; if the run in it is
+            running; or if the run has checkpoints, but its config cannot be read.
     """
     if not os.path.lexists(path):
         return None, None
@@ -401,8 +401,8 @@ def _has_same_config(path: Path, session: Session) -> bool:
     """Return whether the run in the directory `path` has the config of `session`; False if there is no run in it.
 
     Raises:
-        ConfigError: if the config cannot be read, but the directory has checkpoints or cannot be read either, so that
-            its run may be the one to resume.
+        ConfigError: if the config cannot be read, and the directory has checkpoints or cannot be read either. The run
+            in it may then be the one to resume.
     """
     try:
         saved = saved_config(path).values

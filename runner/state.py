@@ -24,7 +24,7 @@ from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quan
 log = logging.getLogger(__name__)
 
 _OPTIONAL: dict[str, Any] = {"stop": {}}
-"""Parts of the state shared by all ranks that a checkpoint omits if they are empty, with their empty values."""
+"""A dict from name to empty value of those parts of the shared state that a checkpoint omits if they are empty."""
 
 
 class State:
@@ -73,7 +73,7 @@ class State:
 
     @property
     def last_step(self) -> int:
-        """The last step of the run: `session.num_steps`, or the current step if `patience` or `target` is met."""
+        """The last step of the run: the current step if the rule `patience` or `target` ends it, else `num_steps`."""
         return self.step if self.stopping.reason else self.session.num_steps
 
     def resume(self) -> None:

@@ -180,13 +180,13 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
     """Run one optimizer step: the forward and backward passes of its micro-batches, and the update.
 
     The metric sums and the gradient norm stay on the device until a log is due, so that the host does not wait for
-    them. Only with loss scaling does the host wait, for the end of the previous step.
+    them. With loss scaling, however, the host waits for the end of the previous step.
 
     Args:
         state: the training state, which is updated.
         batches: yields the micro-batches of this process.
         step: the step, or the round of steps.
-        log_due: whether the step is logged, so that the gradient norm is needed.
+        log_due: whether the step is logged; the gradient norm is then computed.
 
     Returns:
         The gradient norm before clipping, a scalar on the device; None if it was not computed, because the step is not
@@ -221,13 +221,12 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     state.metrics |= means
     progress.metrics(means)
     log.debug("step %d: %s", step, in_words(means))
-    recorder.scalars(means, step)
-    recorder.scalars({"train/gradient_norm": norm} | learning_rates(state.optimizer), step)
-    recorder.scalars(run.precision.scalars() | run.workload.scalars() | run.parallel.scalars(), step)
+    points = means | {"train/gradient_norm": norm} | learning_rates(state.optimizer)
+    points |= run.precision.scalars() | run.workload.scalars() | run.parallel.scalars()
     if state.session.steps_per_epoch:
-        recorder.scalars({"epoch": step / state.session.steps_per_epoch}, step)
-    rates = state.step_timer.rates(state.session.plan.samples_per_round)
-    recorder.scalars(rates | memory.usage(state.session.device), step)
+        points["epoch"] = step / state.session.steps_per_epoch
+    points |= state.step_timer.rates(state.session.plan.samples_per_round) | memory.usage(state.session.device)
+    recorder.scalars(points, step)  # at once, as each call is a record on the disk, and a request to a remote tracker
 
 
 def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:

@@ -249,8 +249,8 @@ class SavedRun:
     def _step(self, choice: str | int) -> int:
         """Return the step of a checkpoint, which identifies the checkpoint even while the run writes new ones.
 
-        `best` and `last` may mean another checkpoint later. It also takes longer to find the checkpoint that they mean,
-        because the newest checkpoint is read.
+        In contrast, `best` and `last` may mean another checkpoint later. It is also faster to find a checkpoint by its
+        step: for `best` and `last`, the newest checkpoint is read.
         """
         return int(self.checkpoint(choice).name.removeprefix("step_"))
 

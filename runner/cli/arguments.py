@@ -29,7 +29,7 @@ RUN_DIRECTORY = "--run-directory"
 """The flag that sets the run directory. The scheduler of a sweep passes this flag to the jobs."""
 _FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd", RUN_DIRECTORY)
 DETACHED = "--detached"
-"""The flag with the file descriptor of a pipe to the command that started this sweep in the background."""
+"""The flag whose value is the file descriptor of a pipe to the command that started this sweep in the background."""
 
 _OTHER_ROOT = "the root config is always conf/config.yaml;", "--config-dir=DIR adds a directory of your own options"
 _REFUSED_FLAGS = {

@@ -30,7 +30,7 @@ from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import saved_config
 
 _FIRST_SECONDS = 300.0
-"""Seconds that the first steps of the run may take, before other ways to train it are measured."""
+"""Seconds that the first steps of the run may take. If they take longer, no other ways to train it are measured."""
 
 _LEAST_SECONDS = 600.0
 """The length of a run in seconds below which measuring is not worthwhile."""
@@ -73,7 +73,7 @@ def with_choices(job: Job, compose: Compose, directory: Path | None = None, conf
 
 
 def with_fitting_accumulation(job: Job, compose: Compose) -> Job:
-    """Return `job` with a number of micro-batches in place of `accumulation=auto`, so that it fits into memory.
+    """Return `job` with `accumulation=auto` replaced by a number of micro-batches with which the run fits into memory.
 
     The number is found by `fitting_accumulation`. The arguments and the errors are those of `with_choices`.
     """
@@ -87,7 +87,7 @@ def with_fitting_accumulation(job: Job, compose: Compose) -> Job:
 
 
 def with_choice(job: Job, compose: Compose, config_dir: str | None = None) -> Job:
-    """Return `job` with the overrides that are chosen for it on this machine in place of `how=auto`.
+    """Return `job` with `how=auto` replaced by the overrides that are chosen for the config on this machine.
 
     The option `how` of the returned config is the list of these overrides. If no choice for this config is in the
     cache, ways to train it are measured, unless the run is short.
@@ -112,9 +112,9 @@ def _without(overrides: Iterable[str], keys: Collection[str]) -> list[str]:
 def _continued(job: Job, keys: Collection[str], compose: Compose, directory: Path | None) -> Job | None:
     """Return `job` with the choices of the run that it continues; None if there is no such run.
 
-    The run is the one in `directory` or, if `directory` is None, the newest unfinished run that fits. A run fits if it
-    has the config that `job` gets with the choices saved in the run. Because a run directory may come from somebody
-    else, only overrides that a choice may contain are taken from it.
+    The run is the one in `directory` or, if `directory` is None, the newest unfinished run that fits. A run fits if
+    `job`, with the choices of this run, has the same config as the run. A run whose choices contain an override that
+    cannot be part of a choice is not continued, because its directory may come from somebody else.
 
     Args:
         job: the composed config, and the overrides from which it was composed.

@@ -187,9 +187,9 @@ class Composer:
     def _explained(self, error: Exception, overrides: list[str], mode: RunMode) -> Exception:
         """Return an error that names the override that caused `error`, if there is such an override.
 
-        The config can be composed without this override. If several mistakes prevent this, the first override that
-        leads to the same error is named. If no override is found, or if `config_error` can translate `error` directly,
-        return `error` itself.
+        This is the first override without which the config can be composed. If there is none, because there are several
+        mistakes, it is the first override that leads to the same error together with those before it. If no override is
+        found, or if `config_error` can translate `error` directly, return `error` itself.
         """
         if config_error(error) is not None:
             return error

@@ -26,10 +26,10 @@ from omegaconf import DictConfig
 from runner.cli.config_source import OptionFiles
 
 _MAX_KEPT, _MAX_ENTRIES = 64, 2000
-"""The maximum number of configs that are kept, 25 kB each, and of directory entries that are checked for a config."""
+"""The maximum number of configs that are kept, 25 kB each; the number of directory entries above which none is kept."""
 
 _kept: dict[tuple[Any, ...], tuple[DictConfig, bool]] = {}
-"""The composed config and the value of `OptionFiles.sets_hydra` for its files, by result of `ConfigLoader._key`."""
+"""For each result of `ConfigLoader._key`: the composed config, and the `OptionFiles.sets_hydra` of its files."""
 
 
 _TRACKERS = re.compile(r"tracking=(\[.*\])")

@@ -29,9 +29,9 @@ class OptionFiles(FileConfigSource):
         return "conf"
 
     is_constant: ClassVar[bool] = True
-    """Whether all defaults lists that were read are free of references, which Hydra resolves while it composes.
+    """Whether the defaults lists that were read contain no references, which Hydra resolves while it composes.
 
-    For example, the option that `model: ${oc.env:MODEL}` chooses depends on more than the option files.
+    For example, with `model: ${oc.env:MODEL}`, an environment variable determines which option is chosen.
     """
 
     def load_config(self, config_path: str) -> ConfigResult:

@@ -64,7 +64,7 @@ _BY_KEY = {
     r"model=resnet(34|101|152)": "model=resnet50 model.depth={}",
     r"model=(.+\d.*|.+_.+|alexnet|googlenet)": "a network of torchvision: model=torchvision model.name={}",
 }
-"""Maps a pattern of GROUP=OPTION to what to type instead: the option does not exist, but a key has such a value."""
+"""For each pattern of a `GROUP=OPTION` that does not exist: what to type instead, because a key takes such a value."""
 
 
 def _no_such_key(error: Exception) -> ConfigError | None:

@@ -30,7 +30,7 @@ REFUSALS = (ConfigError, HydraException, OmegaConfBaseException)
 
 
 class _Base(NamedTuple):
-    """The properties that are the same for all jobs with the same config groups and devices."""
+    """What is computed only once for all jobs with the same config groups and devices, from the first of these jobs."""
 
     config_hash: str
     demand: Demand
@@ -115,7 +115,7 @@ class Planner:
         raise first
 
     def _base(self, number: int, overrides: list[str]) -> _Base | str:
-        """Return the properties that a job shares with similar jobs, or an error message if its config cannot run."""
+        """Return the `_Base` of a job, or an error message if the config cannot run."""
         key = _shared(overrides)
         if key not in self._bases:
             try:

@@ -82,7 +82,7 @@ def nothing_left(result: Result) -> Result:
 
 
 def is_worth_planning(directory: Path, result: Result) -> bool:
-    """Return whether to log the plan of a run: if the run is done, took at least a minute, and logged to TensorBoard.
+    """Return whether to log the plan of a run: only if it is done, took at least a minute, and logged to TensorBoard.
 
     The plan describes the memory and the costs of the run. It takes 2 s, which is too long for a shorter run. Under
     torchrun or SLURM, no plan is logged, because planning initializes a default process group, and the default process
@@ -128,7 +128,7 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
 def write_result(session: Session, directory: Path, result: Result) -> None:
     """Write `result.json` to the run directory `directory`; if the run is done and `keep=0`, delete all checkpoints.
 
-    If this fails, print why, and change `result` to a crashed run.
+    If this fails, print why, and set the status of `result` to `crashed` and its error to the reason.
     """
     try:
         write_json(directory / run_directory.RESULT, result.as_dict())

@@ -57,7 +57,7 @@ def register_saved(source: Path, arguments: Iterable[str]) -> str:
 
 
 def _plain(value: Any, key: str, overridden: set[str]) -> Any:
-    """Return the saved value of `key`, with None in place of each overridden option.
+    """Return `value`, the saved value of `key`, with None in place of the value of each overridden key.
 
     Raises:
         ConfigError: if a string is a reference (`${…}`), a missing value (`???`) or a hidden credential (`***`). The

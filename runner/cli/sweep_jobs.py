@@ -85,8 +85,7 @@ class SweepJobs:
     def samples(self) -> Iterator[list[str]]:
         """Yield the overrides of one job for each combination of options of config groups.
 
-        The combinations are sampled in this way because the options decide which other keys exist in the config. All
-        other keys have their first value.
+        All other keys have their first value. Options are combined because they decide which other keys exist.
         """
         groups = groups_in_defaults()
         few = [
@@ -181,7 +180,7 @@ def _count(override: Override) -> int:
 
 
 def _words(override: Override) -> list[list[str]]:
-    """Return `override` as one override for each of its values: `lr=1,2` becomes `[["lr=1"], ["lr=2"]]`."""
+    """Return one override for each value of `override`, each in its own list: `lr=1,2` gives `[["lr=1"], ["lr=2"]]`."""
     key = override.get_key_element()
     if override.is_sweep_override():
         return [[f"{key}={value}"] for value in override.sweep_string_iterator()]

@@ -40,10 +40,10 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 def _marked(text: str) -> str:
     """Return `text`, with a mark in each reference to an environment variable that must not be resolved.
 
-    A reference inside another interpolation is not marked, unless it is in the default of a marked reference.
+    A reference in the default of a marked reference is marked, too. A reference inside any other interpolation is not.
     """
     kept: list[bool] = []
-    """For each open brace, whether it does not begin an interpolation that is resolved."""
+    """An item per open brace: False if it begins an interpolation that is resolved, otherwise True."""
 
     def mark(brace: re.Match[str]) -> str:
         if brace[0] == "}":

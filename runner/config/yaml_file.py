@@ -73,7 +73,7 @@ _Loader.add_implicit_resolver(_FLOAT, re.compile(r"[-+]?[0-9_]+[eE][-+]?[0-9]+")
 
 
 def _check(node: yaml.Node, key: str, file: str, above: tuple[yaml.Node, ...]) -> None:
-    """Check `node` and all nodes below it.
+    """Check that `node` and all nodes below it are plain values.
 
     Args:
         node: the node.

@@ -148,7 +148,7 @@ class LabeledSamples(Samples):
         """
 
     def image_input(self) -> dict[str, Any] | None:
-        """Return a dict with the fields of the `ImageInput` that reads image files as inputs; None if there is none."""
+        """Return a dict with the fields of the `ImageInput` for this data; None if files cannot be read as inputs."""
         return None
 
 

@@ -164,7 +164,7 @@ def _folders(path: Path, visited: _Visited) -> list[str]:
 
 
 def _images(path: Path, others: Counter[str], visited: _Visited) -> list[str]:
-    """Return the images below `path`. Count the other files in `others`, by extension; hidden files as `hidden`."""
+    """Return the images below `path`. Add the numbers of other files to `others`, by extension or as `hidden`."""
     images: list[str] = []
     seen = {str(parent) for parent in Path(os.path.realpath(path)).parents}  # they hold images of other classes
     for where, folders, names in os.walk(path, followlinks=True, onerror=_cannot_read):

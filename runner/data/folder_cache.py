@@ -31,7 +31,7 @@ from runner.system.user_cache import cache_directory
 
 _QUIET = 10.0
 _LEAST_FILES = 2_000
-"""Fewer files are listed faster than a cached listing is checked."""
+"""The minimum number of files for a listing to be cached. Listing fewer is faster than checking a cached listing."""
 
 _FORMAT = 1
 """The version of the listings, to be increased when the code lists other files, or returns them in another form."""
@@ -44,8 +44,8 @@ class Listing(NamedTuple):
 
     Args:
         values: the listing, as plain values for JSON.
-        directories: the `stamp` of each directory, taken before the directory was listed, by the path of the directory;
-            None if the listing must not be cached.
+        directories: a dict from the path of each directory to its `stamp`, taken before the directory was listed; None
+            if the listing must not be cached.
         num_files: number of files in the directories.
     """
 

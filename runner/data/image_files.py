@@ -143,8 +143,8 @@ class FileSamples(LabeledSamples):
         pin_memory: whether to load batches into page-locked memory; None to do so only for CUDA devices.
         unreadable: record of the files that cannot be read; may be shared with another `FileSamples`.
         augment: further transforms of training images, applied to the images that `read` returns.
-        centre: side of the central square that `read` resizes without augmentation, as a fraction of the image's
-            shorter side. None if `read` does not do this; `image_input` then returns None, too.
+        centre: side of the central square to which `read` crops images in evaluations, as a fraction of the image's
+            shorter side. None if `read` does not crop in this way; `image_input` then returns None, too.
     """
 
     def __init__(

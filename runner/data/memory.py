@@ -97,7 +97,7 @@ class TensorSamples(ArraySamples, LabeledSamples):
 
 
 def _pixels(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """Return normalized images as uint8, clamped to the range of pixels."""
+    """Undo the normalization of `images`, and return them as uint8, clamped to the range of pixels."""
     return ((images * std + mean).clamp(0, 1) * 255).round().to(torch.uint8)
 
 

@@ -23,7 +23,7 @@ SUFFIXES = (".csv", ".npz", ".pt")
 _MOST_BYTES = 4 << 30
 """The maximum number of bytes of a file, of its content after decompression, and of its arrays in float32."""
 _MOST_TIMES = 100
-"""How many times larger than a compressed file its arrays may be."""
+"""The maximum size of a file's content after decompression, as a multiple of the size of the file."""
 _MOST_COLUMNS = 100_000
 """The maximum number of columns of a CSV file."""
 _LARGEST = (2 - 2**-23) * 2.0**127

@@ -21,7 +21,7 @@ _CAUSES = {
     9: (", perhaps because memory ran out", "reduce data.workers or data.prefetch; "),
     7: (", most likely because shared memory ran out", "enlarge /dev/shm (docker run --shm-size=8g); "),
 }
-"""For signals 9 (SIGKILL) and 7 (SIGBUS): why the operating system probably sent it to a worker, and a remedy."""
+"""(likely cause, remedy) by the number of the signal that killed a worker: 9 is SIGKILL, 7 is SIGBUS."""
 
 
 class Watch:

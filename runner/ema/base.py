@@ -52,7 +52,8 @@ class Average:
         """Return the part of this rank's average that `full_tensors` does not include.
 
         Args:
-            state_of: function that returns the part of an optimizer's state that its full state does not include.
+            state_of: function that is called with an optimizer, and returns the part of this rank's state that the
+                function `collect` does not return (see `full_tensors`).
         """
         return {}
 
@@ -61,5 +62,5 @@ class Average:
 
         Args:
             state: the state; empty if the checkpoint has none.
-            load: function that loads into an optimizer what `state_of` in `local_state` returned.
+            load: function that loads into an optimizer the state that `state_of` returned (see `local_state`).
         """

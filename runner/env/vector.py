@@ -53,8 +53,9 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
     Args:
         spec: the entry in gymnasium's registry.
         num_envs: number of environments.
-        vectorization: `sync`, `async` or `auto`. `auto` chooses the environment's vectorized implementation, if there
-            is one whose observations are arrays and which resets environments as described above; otherwise `sync`.
+        vectorization: `sync`, `async` or `auto`. `auto` chooses the environment's vectorized implementation if there is
+            one, its observations are arrays, and it resets an environment in the step after an episode; otherwise
+            `sync`.
         options: keyword arguments of the environment.
     """
     if vectorization == "auto" and spec.vector_entry_point is not None:

@@ -107,7 +107,10 @@ class Torchvision(NamedModel):
 
 
 _TAKEN = ("num_classes", "in_chans", "device", "dtype", "checkpoint_path", "cache_dir")
-"""Arguments of timm's networks that are refused, as all `pretrained…` are: they are set elsewhere or name files."""
+"""Arguments of timm's networks that are refused, because they are set elsewhere or name files.
+
+All arguments whose names begin with `pretrained` are refused, too.
+"""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Tables of a network: the parameters of its blocks, and their outputs and floating-point operations."""
+"""Tables of a network: the parameters, the output and the floating-point operations of each block."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> str:
 
 
 def parameter_rows(model: torch.nn.Module) -> list[Row]:
-    """Return the rows of `rows_of` for a network on any device, without outputs and floating-point operations."""
+    """Return the same rows as `rows_of`, but without outputs and floating-point operations; `model` is not called."""
     rows = [Row(name, _kind(part), None, *_counts(part), None) for name, part in _parts(model)]
     return [*rows, Row("total", type(model).__name__, None, *_counts(model), None)]
 
@@ -139,7 +139,7 @@ def _parts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def _children(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return (name, module) of each child of `model`; a `ModuleList`, which has no forward pass, gives its modules."""
+    """Return (name, module) of each child of `model`. A `ModuleList` has no forward pass: its modules replace it."""
     found = []
     for name, child in model.named_children():
         inside = child.named_children() if isinstance(child, torch.nn.ModuleList) else []

@@ -58,7 +58,7 @@ class Parallel:
         return False
 
     def alternatives(self, tuning: Tuning) -> Iterator[dict[str, Any]]:
-        """Yield dicts of option values, by name, that `tune` tries with this mode; `{}` changes no option."""
+        """Yield the options that `tune` tries with this mode, as dicts from name to value; `{}` changes no option."""
         yield {}
 
     def launcher(self, choice: Device) -> Launcher:

@@ -38,7 +38,7 @@ class Collectives:
         return sums
 
     def local_share(self, total: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of `total`. An all-reduce of the shares of all ranks gives `total`."""
+        """Return the tensor that this rank has to pass to `all_reduce` so that the result is `total`."""
         return total
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
@@ -85,8 +85,8 @@ class Collectives:
         """On rank 0, return the tensors of all ranks by name; on other ranks, return an empty dict.
 
         Args:
-            tensors: this rank's tensors, on the CPU, or plain values, by name. If several ranks use the same name, the
-                value of the lowest rank is returned.
+            tensors: a dict from name to a tensor on the CPU, or to a plain value. If several ranks use the same name,
+                the value of the lowest rank is returned.
         """
         return tensors
 

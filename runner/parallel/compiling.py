@@ -17,13 +17,13 @@ BLOCKS = "blocks"
 """The value of `compile` that compiles each block on its own."""
 
 _VARIANTS = 8
-"""How often one block may be compiled again: for training and evaluation, and for batches of another size."""
+"""How many times one block may be compiled: for training and evaluation, and for batches of another size."""
 
 
 def modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the blocks of `model` that have parameters and are submodules of `model`.
 
-    Blocks that `blocks()` creates in each call, in order to group several submodules, are left out.
+    If `blocks()` creates a new module in each call, to group several submodules, this module is left out.
     """
     own = {id(module) for module in model.modules()}
     found = [block for _, block in blocks_of(model)]

@@ -16,8 +16,8 @@ def devices_of_one_process(choice: Device) -> list[torch.device]:
     If `choice` selects a device of another kind, return a list with only that device.
 
     Raises:
-        ConfigError: if a device does not exist, or `CUDA_VISIBLE_DEVICES` hides every GPU although the CPU was not
-            chosen.
+        ConfigError: if a device does not exist, or if `choice` is not the CPU and `CUDA_VISIBLE_DEVICES` hides every
+            GPU.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     why = f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU, and there is nothing to spread the work over"

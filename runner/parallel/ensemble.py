@@ -33,7 +33,7 @@ class Ensemble(MultiProcess):
     """An ensemble of models: each process trains one member on all of the data.
 
     Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles (2017). Member i
-    is bitwise equal to the model that a single run with the seed `seed` + i trains on the same number of threads. An
+    is bitwise equal to the model of a `parallel=single` run with the seed `seed` + i and the same number of threads. An
     evaluation covers each member and the ensemble: `eval/accuracy` is the accuracy of the vote, and
     `eval/member_0/accuracy` is the accuracy of the first member. If the outputs are scores of classes or actions,
     `eval/disagreement` is the fraction of the members' predictions (the indices of the largest outputs) that differ

@@ -29,10 +29,10 @@ class FSDP(MultiProcess):
 
     Rajbhandari et al., ZeRO (2020), stage 3; Zhao et al., PyTorch FSDP (2023). The parameters of a block are gathered
     when the block is used; the network's `blocks()` defines the blocks. With a 16-bit precision, parameters are
-    gathered in 16 bits, and gradients are reduced in float32. For an evaluation, the whole model is gathered, because
-    processes with unequal numbers of samples could not gather the model block by block. `channels_last` applies to
-    images but not to weights, because FSDP2 shards only contiguous weights. Batch normalization works as in ddp without
-    `sync_batch_norm`.
+    gathered in 16 bits, and gradients are reduced in float32. For an evaluation, the whole model is gathered first: to
+    gather it block by block, all processes would have to make the same number of forward passes. `channels_last`
+    applies to images but not to weights, because FSDP2 shards only contiguous weights. Batch normalization works as in
+    ddp without `sync_batch_norm`.
 
     Args:
         reshard_after_forward: true (stage 3): free a block's gathered parameters after its forward pass, and gather
@@ -107,7 +107,7 @@ def _without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _counts(module: torch.nn.Module) -> dict[int, int]:
-    """Return how many names each parameter of `module` has in it, by the identity of the parameter."""
+    """Return a dict from the `id` of each parameter of `module` to the number of names that `module` has for it."""
     return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 

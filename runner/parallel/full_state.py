@@ -14,7 +14,7 @@ import torch
 from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_like
 
 _PROBE = (3, 5)
-"""The unusual shape of a test parameter, by which tensors shaped like the parameter are found in optimizer states."""
+"""The shape of a test parameter: so unusual that a state tensor of this shape must have it from the parameter."""
 
 TensorDict = dict[str, "torch.Tensor"]
 """The tensors of a model by name. The names have no prefix of a wrapper, such as DDP's `module.`."""
@@ -102,10 +102,10 @@ def load_optimizer(
 
 
 def _state_of_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, TensorSpec | type | None]:
-    """Return a dict from each key of the state that `optimizer` keeps for a parameter of `group` to the value's form.
+    """Return the forms of the values that `optimizer` keeps for each parameter of `group`: a dict from key to form.
 
     The form is None for a tensor shaped like the parameter, a spec for any other tensor, and the type for any other
-    value. torch does not document the forms, so a copy of the optimizer makes a step with a test parameter.
+    value. torch does not document the forms. To find them, a copy of the optimizer makes a step with a test parameter.
     """
     parameter = torch.nn.Parameter(torch.zeros(_PROBE))
     parameter.grad = torch.zeros(_PROBE)

@@ -167,10 +167,9 @@ class Hogwild(MultiProcess):
         return sums
 
     def _read(self, model: torch.nn.Module) -> tuple[int, list[torch.Tensor] | None]:
-        """Return the number of updates by all workers so far, and a copy of the weights.
+        """Return the number of updates by all workers so far, and a copy of the weights or None.
 
-        If there are several workers, the weights are copied in every `_MEASURE_EVERY`-th step. In all other cases, None
-        is returned instead of the copy.
+        The weights are copied only if there are several workers, and only in every `_MEASURE_EVERY`-th step.
         """
         measured = self._context.world_size > 1 and self._updates[self._context.rank] % _MEASURE_EVERY == 0
         return int(self._updates.sum()), [p.detach().clone() for p in trainable(model)] if measured else None

@@ -58,8 +58,8 @@ class Pipeline(Partition, MultiProcess):
     The gradients of the micro-batches are summed. Samples, loss and update are the same as with gradient accumulation
     on one device. In both cases, batch normalization uses the statistics of each micro-batch.
 
-    If `processes` is `auto`, and `stages` or `cuts` specifies the number of stages, the engine `processes` starts as
-    many processes as stages; with `interleaved_1f1b`, half as many if the number of stages is even and at least four.
+    With `engine=processes`, `processes=auto` starts one process per stage if `stages` or `cuts` specifies their number.
+    If this number is even and at least four, `interleaved_1f1b` has two stages per process instead.
 
     Args:
         engine: `processes`: several processes with one or more stages each, and `torch.distributed.pipelining`;
@@ -108,10 +108,10 @@ class Pipeline(Partition, MultiProcess):
         return SCHEDULES if self.engine == "processes" else SCHEDULES[:1]
 
     def alternatives(self, tuning: Tuning) -> Iterator[dict[str, Any]]:
-        """Yield dicts of options, one for each of some numbers of micro-batches.
+        """Yield one dict of options for each number of micro-batches that `tune` tries.
 
-        Each dict has the key `split_size`. It also has the key `schedule` if the user has not typed the schedule, and a
-        schedule other than the current one has the smallest predicted bubble (idle share).
+        Each dict has the key `split_size`. It also has the key `schedule` if another schedule than the current one has
+        the smallest predicted bubble (idle share), and the user has not typed the schedule.
 
         Yield only `{}` if the user has typed the number or size of the micro-batches, or the network cannot be divided
         into blocks.

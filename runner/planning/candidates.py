@@ -111,7 +111,7 @@ class Candidates:
     def judged(self, overrides: Overrides) -> Candidate:
         """Return the candidate with `overrides`; if a check fails, its `refusal` says why.
 
-        Only the checks that do not read the data again are made.
+        Checks that would read the data again are skipped.
         """
         try:
             run = self.compose(overrides)
@@ -146,7 +146,7 @@ class Candidates:
     def layouts(self) -> Iterator[Overrides]:
         """Yield overrides that choose a parallel mode, processes and threads.
 
-        The first ones yielded are empty: they stand for the run as it is.
+        The first item is an empty tuple, which stands for the run as it is.
         """
         found: list[Overrides] = []
         for words in chain([()], self._layouts()):
@@ -248,17 +248,17 @@ class Candidates:
         return [each for each in changes if not isinstance(each, partial) or self._is_free(each.args[0])]
 
     def _laid_out(self, overrides: Overrides) -> Iterator[Candidate]:
-        """Yield the candidates that combine `overrides` with each of the `layouts`, except the first."""
+        """Yield the candidates that combine `overrides` with each of the `layouts`, except the empty one."""
         return (self.judged((*layout, *overrides)) for layout in self.layouts() if layout)
 
     def _retuned(self, overrides: Overrides) -> Iterator[Candidate]:
-        """Yield candidates with `overrides` that change one of the `speed_options` of the parallel mode."""
+        """Yield candidates that add to `overrides` another value of one of the parallel mode's `speed_options`."""
         for name, values in self.compose(overrides).parallel.speed_options.items():
             if self._is_free(f"parallel.{name}"):
                 yield from self._changed(f"parallel.{name}", values, overrides)
 
     def _changed(self, key: str, values: Iterable[Any], overrides: Overrides) -> Iterator[Candidate]:
-        """Yield a candidate with `overrides` for each of `values` of `key`, except the value that `key` already has."""
+        """Yield, for each of `values` except the current one, the candidate with `overrides` and `key` set to it."""
         run = self.compose(overrides)
         kept = tuple(text for text in overrides if text.partition("=")[0] != key)
         for value in values:
@@ -310,8 +310,8 @@ def _normalized_together(run: Run, context: Context) -> Any:
 
     A group is the positions of its samples in the batch: a range (start, stop), or a tuple of ranges. Each inner list
     has the groups of one rank, in the order in which they update the running statistics. Ranks with the same groups
-    share an inner list. If the statistics are synchronized, there is only one inner list; each of its groups joins one
-    group of every rank.
+    share an inner list. If the statistics are synchronized, there is only one inner list; its item i is the union of
+    the groups i of all ranks.
     """
     synchronized = run.parallel.synchronizes_batch_norm
     parts = run.parallel.num_microbatches(context)

@@ -34,9 +34,9 @@ def measured_choice(
         allowed: the kinds of effect that the choice may have on the results (see `RESULTS`), in addition to `ALLOWED`.
         report: function that is called with a line about each candidate that has been tried.
         config_dir: a directory with options of the user's own, parallel modes among them; None if there is none.
-        budget_for: function that returns the seconds for all candidates except the run as it is, given the session
-            of the run as it is, and the seconds that a step of it takes; 0 to measure none of them. If `budget_for`
-            is None, `budget` is for all candidates.
+        budget_for: function that is called with the session of the run as it is, and its measured seconds per step. It
+            returns the seconds for all other candidates; 0 to measure none of them. If `budget_for` is None, `budget`
+            is for all candidates.
 
     Returns:
         The dict of `runner.planning.tuning.as_plain`, with the additional key `seconds`: how long this call took.
@@ -95,8 +95,8 @@ def _has_room(candidate: Candidate, default: Row, waiting: Sequence[Row]) -> boo
     Args:
         candidate: the candidate.
         default: the row of the run as it is.
-        waiting: the rows whose trials are waiting. On a CPU, the memory that these trials use is not part of the
-            available memory; on CUDA, it is subtracted.
+        waiting: the rows whose trials are waiting. On CUDA, the memory that these trials use is subtracted from the
+            available memory; on a CPU, the available memory already excludes it.
     """
     if candidate.run is None or candidate is default.candidate:
         return True

@@ -54,7 +54,7 @@ class ChoiceCache:
 
     Args:
         config: the composed config, to which no choice has been applied.
-        typed: the overrides of the config, whose keys a choice does not set.
+        typed: the overrides that the user has typed; a choice does not set their keys.
         config_dir: a directory with options of the user's own, whose parallel modes a choice may use; None if there is
             none.
         root: the directory of the cache; None for the one in the user's cache directory.
@@ -134,7 +134,7 @@ def _text(file: Path) -> str:
 
 
 def is_chosen_override(text: object) -> bool:
-    """Return whether `text` is an override that a choice may contain. A forged file must not set any other option."""
+    """Return whether `text` is an override that a choice may contain: a forged cache file must set no other option."""
     return isinstance(text, str) and _CHOSEN.fullmatch(text) is not None
 
 

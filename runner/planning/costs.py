@@ -88,7 +88,8 @@ class Costs:
     def repeated(self, shorter: Costs, times: int) -> Costs:
         """Return these costs plus `times * (these costs - shorter)`.
 
-        An operation that only `shorter` has, because these costs have a larger one instead, gets a negative count.
+        An operation that is larger in these costs than in `shorter` counts as two operations, of which the smaller one
+        gets a negative count.
         """
         operations = Counter({each: count * (times + 1) for each, count in self.operations.items()})
         operations.subtract({each: count * times for each, count in shorter.operations.items()})
@@ -105,8 +106,8 @@ class Costs:
     def sent_bytes(self, world_size: int) -> float:
         """Return how many bytes the process sends, if collectives are rings of `world_size` processes.
 
-        A ring of n processes sends (n − 1)/n of the tensor in an all-gather and in a reduce-scatter, and both in an
-        all-reduce: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms (2009).
+        In a ring of n processes, each process sends (n − 1)/n of the tensor for an all-gather or a reduce-scatter, and
+        twice as much for an all-reduce: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms (2009).
         """
         ring = (world_size - 1) / world_size
         times = {"all-reduce": 2 * ring, "all-gather": ring, "reduce-scatter": ring, "broadcast": 1, "send": 1}

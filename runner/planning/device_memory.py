@@ -37,8 +37,8 @@ def available_bytes(process: Process) -> float:
 def needed_bytes(device: torch.device, ranks: Sequence[RankPlan]) -> float:
     """Return the predicted memory in bytes of all processes of a run together.
 
-    With CUDA, this is the peak of the largest rank times the number of ranks, because each rank has its own GPUs.
-    Otherwise, it is the sum of all peaks, and of what each process takes besides tensors.
+    With CUDA, this is the largest peak of any rank times the number of ranks, because each rank must fit into its own
+    GPUs. Otherwise, it is the sum of the peaks of all ranks, plus what each process takes besides tensors.
 
     Args:
         device: the device of a rank.

@@ -162,7 +162,7 @@ def trace_rank(session: Session, rank: int, world_size: int) -> RankPlan:
 
 
 def _counted(parallel: Parallel, tracker: MemoryTracker) -> Parallel:
-    """Return a copy of `parallel`; `tracker` counts what the forward passes of the copy allocate as `activations`."""
+    """Return a copy of `parallel`; `tracker` counts as `activations` what the forward passes of the copy allocate."""
     copied = copy.copy(parallel)
     own = copied.accumulate
 
@@ -177,7 +177,7 @@ def _counted(parallel: Parallel, tracker: MemoryTracker) -> Parallel:
 def _planned(workload: Workload, tracker: MemoryTracker) -> Workload:
     """Return a copy of `workload` whose batches have no values; the original and its data do not change.
 
-    `tracker` counts as `data` what the batches allocate, and the tensors in memory that hold the samples of `workload`.
+    As `data`, `tracker` counts what is allocated for batches, and the tensors that hold the samples of `workload`.
     """
     copied = copy.copy(workload)
     for name, value in vars(copied).items():
@@ -290,10 +290,11 @@ class CpuWorkspace:
 
 
 def _is_summed_per_thread(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether oneDNN sums the gradient of the weights of a convolution in a separate buffer for each thread.
+    """Return whether oneDNN computes the weight gradient of a convolution with separate buffers for each thread.
 
-    Without AVX-512, it computes this gradient as a matrix product if the inputs are smaller than the kernel; each
-    thread then has four copies of the weights (oneDNN 3.12: `gemm:jit`, backward_weights; found by measuring).
+    It does so on CPUs without AVX-512, for float32 batches of several samples that are smaller than the kernel. The
+    buffers of each thread are four times as large as the weights (oneDNN 3.12: `gemm:jit`, backward_weights; found by
+    measuring).
     """
     smaller = any(size < kernel for size, kernel in zip(inputs.shape[2:], weight.shape[2:], strict=True))
     without_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX2"

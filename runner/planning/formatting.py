@@ -6,7 +6,7 @@ import math
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """Return `value` as text rounded to `digits` significant digits, but never more coarsely than to an integer.
+    """Return `value` as text rounded to `digits` significant digits, but keep all digits before the decimal point.
 
     Zeros at the end of a fraction are left out. Examples: `12.35`, `1,234,567`, `0.0012`, `inf`.
     """

@@ -33,9 +33,9 @@ from runner.run import Result, Run, Session, build_run
 
 _REPEATS = 3
 _MICRO_BATCHES_PER_STAGE = (2, 4, 8, 16)
-"""The numbers of micro-batches for which the blocks of a pipeline are measured, times the number of stages.
+"""The numbers of micro-batches per stage of a pipeline for which the times of its blocks are measured.
 
-The times of other numbers are interpolated.
+The times for numbers in between are interpolated.
 """
 
 

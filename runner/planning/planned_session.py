@@ -31,7 +31,7 @@ def first_process(run: Run, num_devices: int | None = None) -> Process:
 
     Args:
         run: the run.
-        num_devices: the number of devices, which are then placeholders on the CPU; None for those of this machine.
+        num_devices: number of devices to plan for, each represented by the CPU; None for the devices of this machine.
 
     Raises:
         ConfigError: if the devices or processes do not fit the parallel mode.

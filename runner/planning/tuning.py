@@ -27,8 +27,8 @@ _MUCH_SLOWER = 1.6
 
 _FINALISTS = 3
 _ROUNDS = 7
-"""Number of rounds after which finalists that can be told apart are no longer compared. Finalists that cannot be told
-apart are compared for three times as many rounds."""
+"""Number of rounds for which finalists are compared. If they cannot be told apart by then, the comparison goes on until
+they can, for at most three times as many rounds in total."""
 
 _LEAST_DIFFERENCE = 0.01
 """The smallest relative difference between the times of two candidates that counts, however precise they are."""
@@ -41,7 +41,7 @@ _DEVIATION_OF_MAD, _ERROR_OF_MEDIAN = 1.4826, 1.2533
 error of the median divided by the standard error of the mean."""
 
 _PATIENCE = 60.0
-"""A trial is taken to hang if a burst takes this many seconds more than ten times its usual time."""
+"""A burst may take ten times its usual time plus this many seconds; after that, its trial is taken to hang."""
 
 BUDGET_SPENT = "the budget is spent"
 """The reason in the row of a candidate that was not measured for lack of time."""
@@ -179,11 +179,11 @@ class Search:
 
         Args:
             default: the run as it is.
-            groups: functions that return candidates, given the overrides of the fastest candidate so far. Of
-                the time that is left to start trials, the last function has all, and each other function has half, so
-                that there is time for the functions after it.
-            budget_for: function that returns the seconds for all candidates except the default, given the row of the
-                default; 0 to measure none of them. If the function returns None, the budget is for all candidates.
+            groups: functions that return candidates, given the overrides of the fastest candidate so far. They are
+                called in order. Each may use half of the time that is then left to start trials; the last one may use
+                all of it.
+            budget_for: function that is called with the row of the default when it has been measured. It returns the
+                seconds for all other candidates; 0 to measure none of them; None if the budget is for all candidates.
 
         Raises:
             TrialError: if the default, with which all others are compared, cannot train or fails later.

@@ -23,7 +23,7 @@ class Stop:
 
     Args:
         metric: the TensorBoard tag of the evaluation metric that `patience` and `target` compare.
-        patience: number of evaluations in a row without an improvement of `metric` after which the run ends (early
+        patience: the run ends after this many evaluations in a row without an improvement of `metric` (early
             stopping; Prechelt, Early Stopping – But When?, 1998).
         min_delta: a change of `metric` counts as an improvement only if it is larger than this.
         target: the run ends once `metric` has this value or a better one.
@@ -58,7 +58,7 @@ class Stop:
         check(self.min_delta == 0 or self.patience is not None, "min_delta", self.min_delta, why, remedy)
 
     def check_evaluations(self, directions: Mapping[str, str], eval_every: int) -> None:
-        """Check that evaluations measure `metric`, if it is set, and that some take place before the end of the run.
+        """If `metric` is set, check that evaluations measure it, and that some take place before the end of the run.
 
         Args:
             directions: a dict from the name of each evaluation metric of the workload to `min` if smaller values are
@@ -122,7 +122,7 @@ class Stopping:
         self._evaluations: _Evaluations | None = None
 
     def evaluated(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take into account the evaluation after `step`; called on every rank.
+        """Take a new evaluation into account; called on every rank.
 
         Args:
             metrics: the value of each metric of the evaluation, with the tag as key.

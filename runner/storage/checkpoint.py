@@ -285,8 +285,9 @@ class Checkpoints:
         checkpoint is intact, nothing is renamed.
 
         Raises:
-            ConfigError: if all checkpoints are damaged, including those renamed earlier; if the newest intact one was
-                written by an incompatible version of this project or by something else; or if `checkpoints` is a link.
+            ConfigError: if there are damaged checkpoints, renamed or not, but no intact one; if the newest intact one
+                was written by an incompatible version of this project or by something else; or if `checkpoints` is a
+                link.
             OSError: if a file cannot be read for another reason, or a damaged checkpoint cannot be renamed.
         """
         try:

@@ -69,7 +69,7 @@ def utf8_path(path: Path) -> Iterator[Path]:
 
 
 def check_no_link(directory: Path) -> None:
-    """Check that `directory` does not exist, or is a directory and not a symbolic link.
+    """Check that `directory`, if it exists, is a directory and not a symbolic link.
 
     Raises:
         UnsafeFileError: if `directory` is a link, a file or anything else.

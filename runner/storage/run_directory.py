@@ -244,7 +244,7 @@ def entries(directory: Path) -> list[Path]:
 
 
 def readable_entries(parent: Path) -> list[Path]:
-    """Return the paths of the entries of `parent`, the directory in which runs or sweeps are created, sorted by name.
+    """Return the paths of all entries of `parent`, sorted by name. Runs or sweeps are created in this directory.
 
     If the directory does not exist, the list is empty.
 

@@ -19,7 +19,7 @@ _HARMFUL = ("bytearray", "encode", "_rebuild_nested_tensor")
 _LEGACY_PICKLES = 5
 """The number of pickles in a file of PyTorch 1.5 or earlier: magic number, version, machine, content, storage keys."""
 _MOST_SHARED = 10
-"""How many times larger than the file all tensors together may be: tied parameters, for example, share elements."""
+"""The maximum ratio of the bytes of all tensors to those of the file. It exceeds 1: tied parameters share memory."""
 
 _ZIP = b"PK\x03\x04"
 """The first bytes of a zip archive."""
@@ -82,10 +82,10 @@ def _checked(path: Path) -> bool:
 
 
 def _check_names(pickled: bytes) -> None:
-    """Check that what a pickle names with the opcode `GLOBAL` is in `torch`, `collections` or `_HARMLESS`.
+    """Check that the classes and functions in a pickle belong to `torch`, `collections` or `_HARMLESS`.
 
-    This is an additional check: `torch.load` with `weights_only` allows fewer names, and no other opcode that names
-    classes or functions.
+    Only the opcode `GLOBAL` is examined: `torch.load` with `weights_only` refuses the other opcodes that name classes
+    or functions. It also refuses many names that pass this check.
 
     Raises:
         UnusualFileError: if the pickle names anything else, or a function in `_HARMFUL`.

@@ -23,7 +23,7 @@ _DEEPEST, _MOST_EVENTS = 20, 10_000
 _LONG_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_.:+-]{1000}")
 """The beginning of a number so long that PyYAML may need minutes: its time for 59:59:59:… is quadratic."""
 _MOST_REFERRING = 3_000
-"""The most characters that all texts with references (`${…}`) may have. OmegaConf parses 4,000 of them in a second."""
+"""Limit of the total characters of all texts with references (`${…}`). OmegaConf parses 4,000 characters per second."""
 _SEAL = "# sha256 of the lines above: "
 
 

@@ -64,9 +64,10 @@ def saved_config(source: Path) -> SavedConfig:
 
 
 def _config_files(source: Path) -> tuple[list[Path], list[str]]:
-    """Return the config files to try, in this order, and a list with an error message.
+    """Return the config files to try, in this order, and a list of error messages.
 
-    The list is empty unless the checkpoints of the run cannot be listed, so that their config files are missing.
+    If the checkpoints of the run cannot be listed, their config files are left out, and there is one error message.
+    Otherwise, the list of error messages is empty.
     """
     path = directory_of(source)
     if path != source:
@@ -80,9 +81,10 @@ def _config_files(source: Path) -> tuple[list[Path], list[str]]:
 def checkpoints(path: Path) -> list[Path]:
     """Return the paths of all checkpoints of the run directory `path`, damaged or not, in the order of their steps.
 
+    If the run has no directory of checkpoints, the list is empty.
+
     Raises:
-        ConfigError: with the key `checkpoint`, if the directory of the checkpoints exists, or may exist, but cannot be
-            read.
+        ConfigError: with the key `checkpoint`, if the directory of the checkpoints cannot be read.
     """
     try:
         found = [each for each in entries(path / "checkpoints") if step_of(each) is not None]

@@ -13,7 +13,7 @@ from runner.storage.manifest import SIGNATURE, saved_text, untrusted
 from runner.storage.run_directory import LIMIT_BYTES
 
 _LARGEST = 4096
-"""The largest size of a dimension. A forged file must not make predictions need an arbitrary amount of memory."""
+"""The largest allowed size of a dimension. Without a limit, predictions with a forged file could use up the memory."""
 
 
 _MOST_DIMS = 8
@@ -64,7 +64,7 @@ def _are_names(value: Any) -> bool:
 
 
 def _is_scale(scale: Any, targets: Any, inputs: Any) -> bool:
-    """Return whether `scale` has the means and standard deviations of all targets and of all or none of the inputs."""
+    """Return whether `scale` has the means and standard deviations of all targets and, optionally, of all inputs."""
     if not _are_names(targets) or not isinstance(scale, dict):
         return False
     lengths = {"targets": len(targets), "inputs": math.prod(inputs)}

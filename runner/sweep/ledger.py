@@ -105,9 +105,9 @@ class Ledger:
         return None
 
     def settled(self, number: int, config_hash: str) -> int | None:
-        """Return the exit code of job `number`; None unless the job is done or has diverged.
+        """Return the exit code of job `number` if the job need not run again, otherwise None.
 
-        The result is also None if the hash of the job's config is not `config_hash`.
+        A job need not run again if it is done or has diverged, and the hash of its config is still `config_hash`.
         """
         entry = self.jobs.get(number, {})
         is_settled = entry.get("config_hash") == config_hash and entry.get("code") in SETTLED
@@ -232,7 +232,7 @@ def _printable(value: Any) -> Any:
 
 
 def _remove_if_unused(path: Path, existing: Path) -> None:
-    """Remove the sweep at `path`, and its empty parents below `existing`, if it has no run directory of a job."""
+    """Remove the sweep's directory `path` and its empty parents below `existing`, unless `path` has a run directory."""
     with suppress(OSError):  # on a disk that fails, the few files stay
         if not any(entry.is_dir() and entry.name != CONSOLE for entry in path.iterdir()):
             for file in (path / CONSOLE).glob("*.txt"):

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 LEDGER = "sweep.json"
 _LIMIT_BYTES = 24_000_000
-"""The maximum size of a ledger file in bytes: four times the size with 10,000 jobs.
+"""The maximum size of a ledger file in bytes: four times the size of a ledger with 10,000 jobs.
 
 In memory, a ledger takes at most 20 times as much.
 """

@@ -17,9 +17,10 @@ _LOWER_IS_BETTER = re.compile(r"loss|err|mae|mse|perplexity|seconds|time|memory"
 def direction(metric: str, results: Mapping[Path, dict[str, Any]]) -> str:
     """Return `max` if larger values of `metric` are better, otherwise `min`.
 
-    If the metric selects the best checkpoint, a run whose last value differs from its best value shows the direction.
-    If there is no such run, the workload class defines the direction. For any other metric, or if the workload is not
-    installed, the direction is guessed from the name: smaller losses, errors, times and memory are better.
+    If the metric selects the best checkpoint, the first run whose best and last values differ decides: `max` if the
+    best value is the larger one. If there is no such run, the workload class defines the direction. For any other
+    metric, or if the workload is not installed, the direction is guessed from the name: smaller losses, errors, times
+    and memory are better.
 
     Args:
         metric: the tag of the metric.

@@ -114,9 +114,9 @@ class Scheduler:
         self._waiting: deque[PlannedJob] = deque()
         self._running: dict[int, PlannedJob] = {}
         self._earlier: dict[int, Ended | None] = {}
-        """The jobs of an earlier command that the source has not returned yet, and how each ended; None: it runs."""
+        """For each job of an earlier command that the source has not returned yet: how it ended; None while it runs."""
         self._outdated: set[int] = set()
-        """The jobs in `_earlier` that were asked to stop because they have another config than the source's job."""
+        """Jobs in `_earlier` that were asked to stop, because the source's job of this number has another config."""
         self._pruned: set[int] = set()
         self._attempts: Counter[int] = Counter()
         self._codes: dict[int, int] = {}
@@ -177,7 +177,7 @@ class Scheduler:
         self._ask_to_stop(running)
 
     def _take_over(self) -> None:
-        """Let the pool take over the jobs that an earlier command has started, before it starts new jobs."""
+        """Let the pool take over the jobs that an earlier command has started and that still run."""
         for number, entry in self.ledger.jobs.items():
             if entry.get("state") == "running":
                 job = Job(number, [], self.ledger.console(number), Demand())
@@ -188,7 +188,7 @@ class Scheduler:
             self.display.line(f"{count} {what}")
 
     def _has_earlier(self) -> bool:
-        """Return whether an earlier command has started a running job that the source has not yet returned."""
+        """Return whether a job that an earlier command started is running, and the source has not returned it yet."""
         return None in self._earlier.values()
 
     def _ask_to_stop(self, numbers: list[int]) -> None:
@@ -231,7 +231,11 @@ class Scheduler:
             return None
 
     def _started(self, job: PlannedJob) -> bool:
-        """Start `job` unless it has already ended or is running; return False if the pool has no room for it."""
+        """Start `job` unless it has already ended, is running or is refused; return False only if it has to wait.
+
+        It has to wait while the pool has no room for it, and while an earlier command's job of the same number, but
+        with another config, is running.
+        """
         code = self.ledger.settled(job.number, job.config_hash)
         if code is not None:
             self._codes[job.number] = code

@@ -78,9 +78,9 @@ class _Sweep:
         return sorted(self.measured, key=lambda pair: -pair[1] if self.goal == "max" else pair[1])
 
     def over(self, key: str) -> list[tuple[Any, float]]:
-        """Return a pair for each job that has both: its value of `key`, and its best value of the metric.
+        """Return the value of `key` and the best value of the metric, as a pair, for each job that has both.
 
-        The pairs are in the order in which the user typed the values of `key`.
+        The pairs are sorted by the value of `key`, in the order in which the values first occur in the ledger.
         """
         order = {typed: i for i, typed in enumerate(self.swept[key])}
         jobs = sorted((pair for pair in self.measured if key in pair[0].values), key=lambda p: order[p[0].values[key]])
@@ -143,7 +143,7 @@ def _typed(overrides: list[Any]) -> dict[str, str]:
 
 
 def _best(job: _Job, metric: str) -> float | None:
-    """Return the best value of `metric` in a job, or the last value if another metric selects its best checkpoint.
+    """Return the best value of `metric` in a job if this metric selects the best checkpoint, otherwise the last value.
 
     Return None if the job did not measure `metric`, or the value is not finite.
     """

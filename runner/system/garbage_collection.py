@@ -12,8 +12,8 @@ def collection_postponed() -> Iterator[None]:
     """A context for slow imports, in which no garbage is collected: importing torch takes a fifth less time.
 
     Objects that exist at the end of the context are excluded from later collections, too: a full collection takes a
-    tenth of a second less, and forked children do not copy the memory of these objects, to which a collection would
-    write.
+    tenth of a second less, and forked children keep sharing the memory of these objects, because no collection writes
+    to it.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -21,7 +21,7 @@ from runner.system.signals import exceptions_postponed
 
 
 class _Lazy(ModuleType):
-    """A module object for a package that is loaded only when an attribute is read that the object does not have yet.
+    """A module object that loads its package when an attribute is read that the object does not have yet.
 
     `importlib.util.LazyLoader` is not used because, before Python 3.12, it loads the package too early: at the second
     `import` statement, which reads `__spec__`.
@@ -86,11 +86,11 @@ def import_lazily(*names: str) -> None:
 def defer(
     name: str, stand_ins: Mapping[str, Callable[..., Any]], when_loaded: Callable[[], None] = lambda: None
 ) -> None:
-    """Defer loading the package `name`, as `import_lazily` does, even if some of its functions are called.
+    """Defer loading the package `name`, as `import_lazily` does; calling a function in `stand_ins` does not load it.
 
     Args:
         name: the package. If it is a subpackage, its parent package is loaded at once.
-        stand_ins: functions that take the place of the package's functions of the same names until it is loaded.
+        stand_ins: maps names of the package's functions to the functions to call instead until the package is loaded.
         when_loaded: function that is called as soon as the package is loaded.
     """
     spec = importlib.util.find_spec(name) if name not in sys.modules else None

@@ -61,8 +61,8 @@ _MARKS = (
     *("pass", "secret", "credential", "authorization", "bearer", "connection", "key", "token", "sig", "pwd", "://"),
     *("hf_", "gh", "glpat", "sk-", "akia", "asia", "aiza", "xox", "eyj"),
 )
-"""Lowercase strings, of which every match of `_TABLE` contains at least one. Most texts contain none of these strings,
-so they need not be searched with the patterns."""
+"""Every match of `_TABLE`, in lowercase, contains at least one of these strings. Most texts contain none of them, and
+need not be searched with the patterns."""
 
 _PATTERNS = tuple(re.compile(pattern, re.DOTALL) for pattern in _TABLE.values())
 _OVERRIDE = re.compile(rf"(?i:[+~]*[^\s=]{{0,200}}?{_NAME}=)(?P<secret>.+)", re.DOTALL)

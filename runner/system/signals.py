@@ -115,7 +115,7 @@ class CommandSignals(StopRequest):
     """The exit code of the command if a signal has ended it before training; otherwise None."""
     is_postponing = False
     postponed: BaseException | None = None
-    """The exception to raise at the end of `exceptions_postponed`, if any. In this context, `is_postponing` is true."""
+    """The exception to raise at the end of `exceptions_postponed`, if any. Inside it, `is_postponing` is true."""
 
     def __enter__(self) -> CommandSignals:
         if threading.current_thread() is threading.main_thread() and _installed() is None:
@@ -243,9 +243,9 @@ def _forget_closed_terminal() -> None:
 def _raise_again_if_unraisable(lost: Any) -> None:
     """Raise the exception of a stop signal again if Python would only print the exception; used as an unraisable hook.
 
-    Python only prints exceptions that are raised in destructors and in callbacks of weak references, and importing a
-    module calls many such callbacks. A timer raises the exception again a moment later, when Python is probably running
-    other code, so that the command still cleans up. All other exceptions are printed.
+    An exception in a destructor or in a callback of a weak reference does not reach the caller: Python only prints it.
+    Importing a module calls many such callbacks. A timer raises the exception again a moment later, when Python is
+    probably running other code, so that the command still cleans up. All other exceptions are printed.
 
     Args:
         lost: the argument that Python passes to `sys.unraisablehook`.

@@ -90,7 +90,7 @@ def has_fast_bfloat16() -> bool:
 def pipeline_actions(
     schedule: Any, num_stages: int, num_workers: int, num_micros: int
 ) -> list[list[tuple[int, str, int]]]:
-    """Return the order in which each worker of a pipeline with several stages per worker computes.
+    """Return the forward and backward passes of each worker in order, for a pipeline with several stages per worker.
 
     torch computes the order when a schedule is created, which needs stages with a network and a process group. Here,
     the stages are replaced by objects that only have the attributes that torch reads.

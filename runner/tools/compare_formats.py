@@ -53,7 +53,7 @@ def terminal(comparison: Comparison, width: int) -> Group:
 
 
 def _readable_width(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Return the number of characters of the narrowest table that breaks no word of at most 40 characters."""
+    """Return the smallest width of the table, in characters, at which no word of up to 40 characters is broken."""
     columns = zip(titles, *rows, strict=True)
     words = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
     return sum(min(word, 40) + 3 for word in words)  # 3: the space between two columns

@@ -130,9 +130,10 @@ class Comparison:
         return Row(values, tuple(runs), {name: [each[name] for each in measured if name in each] for name in names})
 
     def _sorted(self, rows: list[Row], sort: str | None) -> list[Row]:
-        """Return the rows sorted by the column `sort`; if `sort` is None, by the metric, with the best row first.
+        """Return the rows sorted by the column `sort`; if `sort` is None, by the metric.
 
-        Rows that have no value in the column come last.
+        The best value of the metric comes first, and so do the largest `samples/s` and `runs`. All other columns are
+        in ascending order. Rows that have no value in the column come last.
         """
         known = [*(_TYPED.get(name, name) for name in self.measures), "runs", *self.keys]
         check(sort is None or sort in known, "--sort", sort, "there is no such column", did_you_mean(str(sort), known))

@@ -141,8 +141,8 @@ def check_destination(path: Path, force: bool) -> None:
         force: whether an existing file may be replaced.
 
     Raises:
-        ConfigError: if the suffix of `path` is not supported, if `path` is a directory, if its parent directory does
-            not exist, may not be searched or is a checkpoint, or if the file exists and `force` is False.
+        ConfigError: if the suffix of `path` is not supported, if `path` is a directory, if it exists and `force` is
+            False, or if its parent directory is missing, is not accessible or is a checkpoint.
     """
     formats = "name a .safetensors file, a state dict as .pt or .pth, or a program as .pt2 or .onnx"
     why = f"its suffix must be one of {', '.join((*_WRITERS, *PROGRAMS))}"
@@ -184,7 +184,11 @@ def read(source: Path, best: bool = False) -> Weights:
 
 
 def _chosen(run: Path, best: bool) -> Path:
-    """Return the path of the best or the newest intact checkpoint of `run`; errors name --best or SOURCE."""
+    """Return the path of the best checkpoint of `run` if `best` is True, otherwise of its newest intact checkpoint.
+
+    Raises:
+        ConfigError: with the key --best if `run` has no best checkpoint; with the key SOURCE for other errors.
+    """
     try:
         return best_checkpoint(run) if best else last_checkpoint(run)
     except NoBestError as error:

@@ -113,7 +113,7 @@ def computes(device: str) -> bool:
 def _add_clocks(devices: list[dict[str, Any]], findings: list[str]) -> str | None:
     """Add the current clock rates to `devices`, and return the version of the driver.
 
-    If nvidia-ml-py is not installed or NVML fails, the clock rates and the version that could not be read are None.
+    Values that cannot be read are None, for example because nvidia-ml-py is not installed.
 
     Args:
         devices: the properties of each accelerator.

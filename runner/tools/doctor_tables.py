@@ -74,7 +74,7 @@ def _speed(speed: dict[str, Any]) -> Table:
     """Return a table of the speed of the parallel modes.
 
     Args:
-        speed: for each network, the rows of the modes, or a text that says why the network could not be trained.
+        speed: the dict that `runner.tools.doctor_modes.speed_of_modes` returns.
     """
     modes = {mode: None for rows in speed.values() if isinstance(rows, dict) for mode in rows} or ["–"]
     rows = [[mode, *(_relative(rows, mode) for rows in speed.values())] for mode in modes]

@@ -56,7 +56,7 @@ def _is_formula(text: str) -> bool:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Return a context in which it is no error if the program that reads standard output, such as `head`, exits early.
+    """Ignore a `BrokenPipeError` in the context: a program that reads standard output, such as `head`, may exit early.
 
     See the note on SIGPIPE in https://docs.python.org/3/library/signal.html.
     """

@@ -1,8 +1,8 @@
 """`python -m runner.tools.plan [RUN] [OVERRIDE …]` predicts what resources a run will need, without training.
 
 One training step of each process is executed with tensors that have no values. The plan shows which process computes
-what, the memory of tensors by kind at its peak, the floating-point operations, the bytes that are sent, and the size of
-a checkpoint. A config that `python -m runner` would refuse is refused with the same message.
+what, the peak memory of tensors by kind, the floating-point operations, the bytes that are sent, and the size of a
+checkpoint. A config that `python -m runner` would refuse is refused with the same message.
 
 The plan can also be made for another machine: `--devices 8 --memory 80GB` says whether the run fits and, if not, which
 other ways to train it would fit; `--flops 300e12 --bandwidth 2e12 --link 200e9` adds a lower bound on the time of a
@@ -11,9 +11,9 @@ step.
 With a run directory RUN, the config of the run is planned, and its measurements are shown beside the predictions.
 Overrides change the config of the run; the measurements are then left out.
 
-`--measure` predicts the time of a step; for a pipeline, it predicts this time for each schedule and `split_size`. To do
-so, it measures the parts of a step for some seconds in the processes of the parallel mode: the forward and backward
-pass (for a pipeline, of each block), the batches, the update and the messages.
+`--measure` predicts the time of a step; for a pipeline, it predicts this time for each schedule and `split_size`. For
+some seconds, it measures how long the parts of a step take in the processes of the parallel mode: making a batch, the
+forward and backward pass (for a pipeline, of each block), the update and the messages.
 
 Exit codes: 0: planned. 1: the plan crashed. 2: the config is refused. 3: planned, but it does not fit into `--memory`.
 """

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 SMALLER_BATCHES = "batch normalization sees smaller batches"
-"""What a change does to the results of a network with batch normalization if the change divides batches."""
+"""The effect of a change with `divides_batches` on the results of a network with batch normalization."""
 
 UNCHANGED = "the same up to rounding"
 
@@ -17,8 +17,8 @@ class Change(NamedTuple):
     Args:
         overrides: the overrides to add.
         costs: what the change costs, in words.
-        results: the effect on the results, such as `16 bits`; empty if there is none, apart from the order of sums and
-            the effect of `divides_batches`.
+        results: the effect on the results, such as `16 bits`; empty if there is none. The order of sums and the effect
+            of `divides_batches` are not included.
         divides_batches: whether each forward pass has fewer samples than before, which affects batch normalization.
     """
 

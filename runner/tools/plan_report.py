@@ -23,7 +23,7 @@ from runner.tools.plan_remedies import changes
 from runner.tools.saved_runs import find_runs
 
 _ENOUGH = 4
-"""Number of changes that make a run fit, after which no more are tried."""
+"""As soon as this many changes make the run fit, no more changes are tried."""
 
 
 def plan(

@@ -113,7 +113,7 @@ def _play(env: Env, model: torch.nn.Module, seed: int, num_episodes: int, film: 
 
 
 def _has_display() -> bool:
-    """Return whether pygame can open a window; without a display it would draw where nobody sees it."""
+    """Return whether a window can be shown; False if pygame finds no display."""
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
     try:
         import pygame  # pyright: ignore[reportMissingImports]

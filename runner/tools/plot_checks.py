@@ -9,7 +9,7 @@ from runner.tools.output import one_line
 
 _COUNTS = ("batch_size", "accumulation.steps")
 _COUNTS_OR_WORDS = ("parallel.split_size", "parallel.num_micro_batches", "parallel.stages")
-"""Config keys whose values are used as numbers. For keys in `_COUNTS_OR_WORDS`, words such as `auto` are valid too."""
+"""Config keys whose values are positive integers, like those of the keys in `_COUNTS`, or words such as `auto`."""
 
 
 def damage(labels: dict[str, Any], result: dict[str, Any]) -> str:

@@ -32,10 +32,9 @@ class LearningCurve:
 def learning_curves(study: Study) -> tuple[str, list[LearningCurve]]:
     """Return the tag of a metric, and the learning curves of this metric.
 
-    The metric is `study.metric`. If no run logged it at 3 or more steps, the training metric of the same name is used
-    instead or, if no run logged this one often enough either, the training loss. If none of the three was logged often
-    enough, for example because no run has event files, the tag and the list of curves are empty. In a large study, only
-    the first points have curves (see `_first_points`).
+    The metric is the first of these three that any run logged at 3 or more steps: `study.metric`, the training metric
+    of the same name, the training loss. If there is none, for example because no run has event files, the tag and the
+    list of curves are empty. In a large study, only the first points have curves (see `_first_points`).
     """
     metric = study.metric
     wanted = [metric, f"train/{metric.rpartition('/')[2]}", "train/loss"]

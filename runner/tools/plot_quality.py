@@ -114,10 +114,10 @@ def _fills_heat_map(study: Study) -> bool:
 
 
 def _line_keys(study: Study) -> tuple[str, str | None] | None:
-    """Return the key of the x-axis and the key that distinguishes the lines.
+    """Return the key of the x-axis and the key that distinguishes the lines; None if no choice of keys is readable.
 
-    The second key is None if the study has only one key. If there would be too many lines, or names on the x-axis that
-    are too many or too long, return None.
+    The second key is None if the study has only one key. A choice is readable if there are not too many lines, and the
+    values on the x-axis are numbers, or names that are few and short.
     """
     sizes = {key: len(_values(study, key)) for key in study.keys}
     numbers = {key for key in study.keys if all(map(is_number, _values(study, key)))}
@@ -131,10 +131,10 @@ def _line_keys(study: Study) -> tuple[str, str | None] | None:
 
 
 def _varies_by_itself(study: Study, key: str) -> bool:
-    """Return whether the points have enough repeated values of `key` to show the effect of this key alone.
+    """Return whether the values of `key` vary enough over the points to show the effect of this key alone.
 
-    If there are more than two values and all are numbers, no value may occur at more than half of the points.
-    Otherwise, there must be 2 to 16 values, and at least two of them must occur at several points.
+    Three or more different numbers vary enough if none of them occurs at more than half of the points. Other values
+    vary enough if there are 2 to 16 different values, and at least two of them occur at several points.
     """
     counts = Counter(_value(point, key) for point in study.points if key in point.values)
     if len(counts) > 2 and all(map(is_number, counts)):
@@ -248,7 +248,7 @@ def _ranking(study: Study, caption: str) -> Figure:
 
 
 def _over_each_key(study: Study, caption: str, keys: list[str]) -> Figure:
-    """Draw a panel for each of `keys`: the metric of every run against this key, whatever its other keys are."""
+    """Draw a panel for each of `keys`: the metric of every run over this key, for all values of the other keys."""
     metric, quality = _quality(study)
     across = 2 if len(keys) == 4 else 3
     title = f"{metric} over each key, for all values of the others"

@@ -72,9 +72,9 @@ def _cells(study: Study, point: Point) -> dict[str, str]:
 def plus_minus(spread: Spread) -> str:
     """Return `mean ± deviation` as text, both with the same number of decimals.
 
-    The deviation has two significant digits, or fewer if the mean would otherwise have more than five; digits before
-    the decimal point are never left out. If there is only one value, and therefore no deviation, return the value with
-    four significant digits.
+    There are as many decimals as possible with at most two significant digits in the deviation and five in the mean.
+    Digits before the decimal point are never left out. If there is only one value, and therefore no deviation, return
+    the value with four significant digits.
     """
     if math.isnan(spread.deviation):
         return f"{spread.mean:.4g}"

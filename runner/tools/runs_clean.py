@@ -28,7 +28,7 @@ _SWEEP_FILES = (
 )
 """Patterns of the paths that a sweep writes below its directory, besides the directories of its runs.
 
-The files `*.part` are what a sweep that was killed, or a full disk, leaves of a file that it began to write.
+A `*.part` file is incomplete: the sweep was killed while it wrote the file, or the disk was full.
 """
 
 
@@ -120,7 +120,7 @@ def _remove(path: Path) -> None:
 
 
 def _move_deepest(top: Path, to: Path) -> None:
-    """Move what is more than `MOST_LEVELS` levels below `top` to the directory `to`.
+    """Move the directories that are more than `MOST_LEVELS` levels below `top` into the directory `to`.
 
     This is necessary because `shutil.rmtree` is recursive, and fails on a thousand nested directories.
     """

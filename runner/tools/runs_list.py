@@ -22,7 +22,7 @@ from runner.tools.run_states import is_locked, state_of, steps_of
 from runner.tools.saved_runs import REMOVED
 
 REMAINS = "removed"
-"""The state of the remains of a run: the command that removed the run was killed before it was finished."""
+"""The state of a run that is only partly removed, usually because the command that removed it was killed."""
 
 SWEEP_STATES = ("done", "running", "unfinished")
 

@@ -137,10 +137,10 @@ def labels_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _option(group: str, node: dict[str, Any]) -> str:
-    """Return the name of the option of the config group `group` that is most similar to `node`.
+    """Return the name of the option of `group` that is most similar to `node`.
 
-    `node` is the content of this group in a config. Only options with the same `_target_` are compared. If there are
-    none, return the name of the module of `_target_`.
+    `group` is a config group, and `node` is its content in a config. Only options with the same `_target_` are
+    compared. If there are none, return the name of the module of `_target_`.
     """
     target = str(node.get("_target_"))
     candidates = [(name, values) for name, values in _options(group).items() if values.get("_target_") == target]

@@ -157,8 +157,8 @@ def resume(path: Path) -> int:
     """Run the command of the sweep at `path` again with `resume=auto`, and return the exit code of the command.
 
     Raises:
-        ConfigError: if the sweep is running or complete, this user has not started it at this path, or its command
-            contains a credential, which was not stored.
+        ConfigError: if the sweep is running or complete, if this user did not start it at this path, or if its command
+            contained a credential, because credentials are not stored.
     """
     ledger, words = read_ledger(path), remembered_command(path)
     check(not is_locked(path), "PATH", str(path), "a process runs this sweep", "--follow shows it")

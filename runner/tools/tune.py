@@ -1,8 +1,9 @@
 """`python -m runner.tools.tune [OVERRIDE …]` finds the fastest way to train a config on this machine.
 
-Candidates train real steps in turn: parallel modes, numbers of processes and threads, split sizes and schedules,
-memory formats, accumulation, data workers and compilation. What is typed is kept: with `parallel=ddp`, other modes are
-not tried. The slower candidates are dropped early; the others are compared until they can be told apart.
+Each candidate is the config with other values of some of these: parallel mode, number of processes and threads, split
+size and schedule, memory format, accumulation, data workers and compilation. What is typed is kept: with
+`parallel=ddp`, other modes are not tried. The candidates train real steps in turn. The slower candidates are dropped
+early; the others are compared until they can be told apart.
 
 A candidate does not change the results of the run, up to the rounding of sums in another order. `--allow` permits other
 changes of the results:
@@ -67,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags and the overrides. `--budget` is converted to seconds, and `--allow` as in `permitted`.
+    """Return the flags and the overrides.
+
+    In the flags, `budget` is a number of seconds, and `allow` is the list that `permitted` returns.
 
     Raises:
         ConfigError: for an unknown flag, a word that is not a valid override, or a value that is out of range.
@@ -95,7 +98,10 @@ def _seconds(text: str) -> float:
 
 
 def permitted(text: str) -> list[str]:
-    """Return the changes of the results that `text`, the value of `--allow`, permits, as keys of `candidates.RESULTS`.
+    """Return the kinds of effect on the results that `--allow` permits, as keys of `candidates.RESULTS`.
+
+    Args:
+        text: the value of `--allow`, such as `rounding,16bit`.
 
     Raises:
         ConfigError: for a name that is not known.
@@ -121,7 +127,7 @@ def tune(
     Args:
         overrides: the overrides of the config.
         config_dir: a directory with options of your own; None to use only conf/.
-        budget: seconds that all of it may take, including the start and the files.
+        budget: seconds from `began` until the files are written.
         allowed: the changes of the results that are permitted (see `permitted`). Without them, the results stay the
             same up to the rounding of sums in another order.
         quiet: do not print a line about each candidate that has been tried.

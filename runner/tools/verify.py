@@ -8,9 +8,9 @@ weights, three steps by default, in float64 and in the precision of the config. 
   last step, and the outputs of an evaluation. In float64 they must agree to 1e-9 (the mean loss, which is summed in
   float32, to 1e-6); in the precision of the config they must agree to 1e-2 (TF32 to 2.5e-2, 16 bits to 0.2).
 
-If the results of the reference in the precision of the config differ from its results in float64 by more than half of
-the limit for this precision, or if something computes in float32 although float64 was requested, rounding errors cannot
-be told apart from mistakes. The config then cannot be judged, unless it agrees very closely all the same.
+A config cannot be judged if rounding errors cannot be told apart from mistakes. This happens if rounding to the
+precision of the config changes the results of the reference by more than half of the limit for this precision, or if
+something computes in float32 although float64 was requested. A config that agrees very closely is the same even then.
 
 Exit codes: 0: the same. 1: different. 2: the config is refused, or cannot be the same (hogwild, ensemble). 3: cannot be
 judged, which includes a config that crashes.

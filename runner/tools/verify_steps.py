@@ -64,8 +64,8 @@ class Steps:
 def first_steps(runs: Sequence[Run]) -> list[Steps]:
     """Train the first steps of all runs in the same processes, and return their records in the order of `runs`.
 
-    The runs must differ only in their precision. If the device does not support float64, a run in float64 is left out
-    or, if there is no other run, refused.
+    The runs must differ only in their precision. If the device does not support float64, runs in float64 are left out.
+    If there are no other runs, a `ConfigError` is raised.
 
     Raises:
         ConfigError: if a run is refused, or a single device cannot compute the same results.
@@ -260,11 +260,11 @@ class Recorder:
         return self._collectives.gather_to_rank0(full)
 
     def all_losses(self) -> Tensors:
-        """Return the sorted losses of the samples of all ranks, float64 [batch_size], under `step 1`, `step 2`, ….
+        """Return the sorted losses of all samples, float64 [batch_size], in a dict with the keys `step 1`, `step 2`, ….
 
         Every rank must call this. The losses are sorted because a mode may process the samples of a batch in any order.
-        Ranks with the same shard of the data either are stages of one network or compute the same losses. Therefore,
-        only the first rank with losses is used for each shard. Without recorded losses, the result is an empty dict.
+        If several ranks have the same shard of the data, the losses of the first of them that recorded losses are used:
+        the others recorded the same losses or none. Without recorded losses, the result is an empty dict.
         """
         own = [torch.stack(losses).tolist() for losses in self._losses if losses]
         shards: dict[Any, list[list[float]]] = {}
@@ -277,8 +277,8 @@ class Recorder:
     def all_samples(self) -> list[list[str]]:
         """Return, for each step, the sorted hashes of the samples of all ranks. Every rank must call this.
 
-        Ranks with the same shard of the data should see the same samples. If their samples differ, the samples of each
-        of these ranks are returned.
+        Ranks with the same shard of the data should see the same samples, which are then returned only once. If their
+        samples differ, all of these samples are returned.
         """
         gathered = self._collectives.all_gather((self._shard, self._samples))
         shards: dict[Any, list[list[list[str]]]] = {}

@@ -1,8 +1,8 @@
 """The comparison of a config with its reference for `runner.tools.verify`: differences, limits, table and verdict.
 
 In float64, where rounding errors are negligible, the two runs must agree to 1e-9; the mean loss of each step, which is
-summed in float32 in every precision, must agree to 1e-6. In the config's own precision, the runs must agree about as
-closely as sums that are computed in different orders.
+summed in float32 in every precision, must agree to 1e-6. In the config's own precision, the runs must agree to 1e-2
+(TF32 to 2.5e-2, 16 bits to 0.2), or more closely if the device does not support float64 (see `Row`).
 
 The rounding error of the reference is measured too: it is the difference between the reference in the config's own
 precision and the reference in float64. A larger rounding error does not make the limits larger. Instead, if the error
@@ -41,7 +41,12 @@ class Verdict(IntEnum):
 
 
 class Difference(NamedTuple):
-    """The largest relative difference between tensors of two runs, and the name of the tensor or a remark."""
+    """The largest relative difference between tensors of two runs.
+
+    Args:
+        size: the relative difference; infinity if a tensor is missing or has another shape.
+        where: the name of the tensor with this difference, or a remark such as `not compared`.
+    """
 
     size: float
     where: str
@@ -83,7 +88,7 @@ class Row(NamedTuple):
     def is_same(self) -> bool:
         """Whether `exact` and `own` are within their limits.
 
-        The limit of `own` is `limit`; but if the reference is noisy or `exact` is None, it is `tolerance`.
+        The limit of `own` is `limit`, or `tolerance` if the reference is noisy (see `is_noisy`) or `exact` is None.
         """
         close = self.own is None or self.own.size <= self.tolerance
         small = close or (self.exact is not None and self.own is not None and self.own.size <= self.limit)

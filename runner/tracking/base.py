@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 class Tracker:
     """A tracker that logs nothing (`tracking=none`), and the base class of tracking backends.
 
-    A backend overrides the methods for the kinds of data that it can display. Only rank 0 logs to a backend. Once a
-    method has returned, the data that it logged must not be lost if the process is killed, except by a `RemoteTracker`.
-    A resumed run calls `open` again, and then logs all steps from `first_step` on, including steps that an earlier
-    session has already logged. A method may raise `StorageError` if the disk is full or fails; the run then ends.
+    A backend overrides the methods for the kinds of data that it can display. Only rank 0 logs to a backend. If the
+    process is killed, the data of earlier calls must not be lost; only a `RemoteTracker` may lose data. A resumed run
+    calls `open` again, and then logs all steps from `first_step` on, including steps that an earlier session has
+    already logged. A method may raise `StorageError` if the disk is full or fails; the run then ends.
     """
 
     def check(self) -> None:

@@ -140,7 +140,7 @@ def _unevenness(values: Sequence[float]) -> float:
 
 
 def scale_x(axes: Axes, values: Iterable[float]) -> None:
-    """Choose a linear or logarithmic x-axis for `values`. Each gets a tick unless they are too many or too close."""
+    """Choose a linear or logarithmic x-axis for `values`, with a tick at each value if there is room for all ticks."""
     ordered = sorted(set(values))
     if is_geometric(ordered):
         if ordered[0] > 0:
@@ -302,7 +302,7 @@ def heat_map(
 
 
 def _in_order(values: set[Any], found: list[Any]) -> list[Any]:
-    """Return the distinct values: sorted if all are numbers; otherwise in the order of `found`, without duplicates."""
+    """Return `values` as a list: sorted if all are numbers; otherwise in the order of their first place in `found`."""
     return sorted(values) if all(is_number(value) for value in values) else list(dict.fromkeys(found))
 
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 _HEADER = ["step", "tag", "value"]
 _LIMIT_BYTES = 4_000_000_000
-"""The maximum size of a file that is continued: a hundred curves of a million points."""
+"""The maximum size of a file that a resumed run continues, in bytes: about a hundred curves of a million points."""
 _LIMIT_LINE_BYTES = 10_000
 
 

@@ -22,11 +22,11 @@ _SHORT = 1500
 _INITIAL = 4
 """The number of bytes that `_checksums` inverts at the beginning of a record.
 
-This has the same effect as a checksum that begins with the register 0xFFFFFFFF, as CRC-32C does.
+CRC-32C starts with all 32 bits of its state set. Inverting these bytes has the same effect.
 """
 
 _TABLE = np.array(CRC_TABLE, np.uint32)
-"""For each value of a byte, the register of a checksum after this byte, if the register was zero before."""
+"""The register (see `_checksums`) after a single byte, indexed by the byte; the register is 0 before the byte."""
 
 
 class EventRecords(RecordWriter):
@@ -40,7 +40,7 @@ class EventRecords(RecordWriter):
 def masked(checksum: int) -> bytes:
     """Return the 4 bytes in which event files store a checksum: rotated, and with a constant added.
 
-    The reason for this mask is that the checksum of data that contains unmasked checksums is weaker.
+    Without this mask, checksums of data that itself contains checksums would be weaker.
     """
     rotated = checksum >> 15 | checksum << 17
     return struct.pack("<I", (rotated + 0xA282EAD8) & 0xFFFFFFFF)

@@ -55,8 +55,9 @@ class LoggedPoints:
         """Return the entries of `values`, a dict by tag, that the file does not contain for `step`.
 
         An entry that an earlier session logged with another value is returned, too, unless it is a measurement (see
-        `_MEASURED`). If the run is resumed from a checkpoint before the second-last one, all entries are returned,
-        because the file no longer contains them. This call also tells `begin_interval` that `step` is reached.
+        `_MEASURED`). The file goes back only to the second-last checkpoint: if the run is resumed from an earlier one,
+        all entries up to the second-last checkpoint are returned. This call also tells `begin_interval` that `step` is
+        reached.
         """
         self._step = max(self._step, step)
         if not self._repeated:

@@ -86,8 +86,8 @@ class MetricBuffer:
 
         Raises:
             DivergedError: if a loss is not finite; the error names the first step with such a loss. If the processes
-                divide the steps among themselves, the loss may belong to another process's step in the same round; the
-                error names the step of this process.
+                divide the steps among themselves, the error names this process's step in the first round with such a
+                loss, even if the loss is another process's.
         """
         if self._rows:
             self._combine()

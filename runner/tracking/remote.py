@@ -28,7 +28,7 @@ _LIMIT_BYTES = 1000
 """The maximum size of the file with the identifier of the run."""
 
 _MOST_WAITING = 10_000
-"""The maximum number of calls in the queue. If the network is down, these are the curves of several hours."""
+"""The maximum number of calls in the queue: enough for the curves of several hours, if the network is down."""
 
 
 @dataclass

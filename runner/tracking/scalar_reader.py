@@ -18,7 +18,7 @@ from runner.system.utf8 import printable
 log = logging.getLogger(__name__)
 
 _LIMIT_BYTES = 200_000_000
-"""The maximum total size of the events with scalars that are read from the files of one run, in bytes."""
+"""The maximum total size of the events that are read of one run, in bytes. Events that are skipped do not count."""
 _LIMIT_RECORD_BYTES = 10_000
 """The maximum size of an event with scalars, in bytes. Events with images and texts are larger, and are skipped."""
 _BATCH = 200

@@ -53,7 +53,7 @@ class Trackio(RemoteTracker):
         self._run.log({tag: self._trackio.Image(array) for tag, array in arrays.items()}, step=step)
 
     def log_texts(self, texts: dict[str, str]) -> None:
-        """Log nothing: Trackio saves the config with the first data that it logs, and texts come before the config."""
+        """Log nothing: texts come before the config, but Trackio saves the config only with the first data."""
 
     def log_config(self, config: dict[str, float | str | bool]) -> None:
         self._run.config.update(config)

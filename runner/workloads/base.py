@@ -243,7 +243,7 @@ class SupervisedWorkload(Workload):
 
     @abstractmethod
     def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """Return the metric sums of a micro-batch, given its mean `loss`: a detached float32 tensor [len(metrics)]."""
+        """Return the metric sums of a micro-batch, detached float32 [len(metrics)]; `loss` is its mean loss."""
 
     def loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss and the metric sums of a micro-batch, given the outputs of the network."""

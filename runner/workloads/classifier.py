@@ -208,16 +208,16 @@ class Classifier(DataWorkload[LabeledSamples]):
 
 
 def _of_each_class(shown: torch.Tensor, targets: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the indices of at most 36 samples, from all classes in turn.
+    """Return the indices of at most 36 samples, in rounds: one sample of each class, then another one, and so on.
 
     Args:
         shown: bool [n]: which samples may be returned.
         targets: the class of each sample, int64 [n].
-        keys: int64 [n]; samples with larger keys come first, both within a class and in each round over the classes.
-            None to keep the order of the samples within a class, and the order of the classes in each round.
+        keys: int64 [n]; samples with larger keys come first, both within a class and within a round. If None, samples
+            keep their order within a class, and a round is in the order of the classes.
 
     Returns:
-        int64 [m]: one sample of each class, then a second sample of each class, and so on.
+        int64 [m].
     """
     indices = shown.nonzero().flatten()
     order = torch.zeros_like(indices) if keys is None else -keys[indices]

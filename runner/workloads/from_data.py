@@ -83,11 +83,11 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         return self.micro_batches(plan, self._positions(plan, plan.stream(after_step)), device)
 
     def micro_batches(self, plan: Plan, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
-        """Yield the training batch of each micro-batch in `micros`, on `device`."""
+        """Yield the inputs and targets of each micro-batch in `micros`, on `device`."""
         return self.train.batches(micros, plan.seed, device)
 
     def _positions(self, plan: Plan, micros: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """Return `micros`; if `overfit_batches` is not 0, map their positions to positions in the first batches."""
+        """Return `micros`; if `overfit_batches` is n > 0, change their positions so that the first n batches repeat."""
         if not self.overfit_batches:
             return micros
         span = self.overfit_batches * plan.batch_size

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 HOST = "127.0.0.1"
-"""The host of the store for processes that are started on this machine, unless the machine has no IPv4."""
+"""The host of the store if all ranks are started on this machine; without IPv4, `::1` is used instead."""
 
 
 _LONG = timedelta(days=30)
@@ -182,7 +182,7 @@ def _external_store(rank_info: RankInfo, timeout: timedelta) -> Store:
 
 
 _external_stores: list[Store] = []
-"""The store, followed by one view of the store for each process group, with its own prefix for the keys.
+"""First the store itself, then a `PrefixStore` for each process group, which adds its own prefix to the keys.
 
 After a failed run, the next run of the same process needs a new process group.
 """

@@ -205,7 +205,7 @@ class Supervisor:
         self.close()
 
     def wait(self, stop: StopRequest) -> list[Any]:
-        """Wait for all ranks, and return their return values.
+        """Wait for all ranks, and return their return values, in the order of the ranks.
 
         Args:
             stop: record of whether this process has received a stop signal; if so, SIGUSR1 is sent once to all ranks.
@@ -278,7 +278,8 @@ class Supervisor:
     def _first_error(self) -> Exception:
         """Return the error to raise, after giving the other ranks time to report.
 
-        A config error of any rank comes first; otherwise, the error names the rank that seems to have failed first.
+        If a rank has reported a config error, return that error. Otherwise, the error names the fork server if it has
+        ended, or else the rank that seems to have failed first.
         """
         silent = [rank for rank, seconds in enumerate(self.silence) if seconds > self.timeout]
         self._tell(GIVE_UP)

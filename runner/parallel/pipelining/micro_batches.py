@@ -48,8 +48,8 @@ def num_micro_batches(samples: int, split_size: int | None, count: int | None, c
         constraint: the requirements of the schedule.
 
     Raises:
-        ConfigError: if the request is impossible (the error names the nearest possible numbers), or the schedule
-            supports no number of micro-batches into which `samples` can be split.
+        ConfigError: if the request is impossible (the error names the nearest possible numbers), or if the schedule
+            supports no number of micro-batches that divides `samples`.
     """
     possible = [number for number in divisors(samples) if not constraint.violation(number)]
     if not possible:

@@ -11,7 +11,7 @@ from runner.parallel.pipelining.timeline import Span
 def simulate(
     schedule: str, num_stages: int, num_workers: int, num_micros: int, seconds: Callable[[int, str], float]
 ) -> list[Span]:
-    """Return all computations of a step, each as early as possible; messages between stages take no time.
+    """Return all computations of a step, each of which starts as early as possible; messages take no time.
 
     Args:
         schedule, num_stages, num_workers, num_micros: as in `actions`.

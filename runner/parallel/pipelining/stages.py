@@ -112,7 +112,7 @@ def activation_specs(
     Args:
         inputs: inputs of the network.
         outputs: spec of the output of each block.
-        bounds: indices of the blocks at which the stages begin and end: [0, …, num_blocks].
+        bounds: [0, …, num_blocks]: stage i has the blocks `bounds[i]:bounds[i + 1]`.
     """
     first = ActivationSpec(tuple(inputs.shape[1:]), inputs.dtype)
     *between, last = (outputs[stop - 1] for stop in bounds[1:])

@@ -96,8 +96,8 @@ class Pool(ABC):
 
         Args:
             job: the job, of which only the number and the console are known.
-            started: the place where the earlier command started the job, according to the ledger. It has to be checked,
-                because anybody may have written the ledger.
+            started: the place where the earlier command started the job, as read from the file `sweep.json`. Check this
+                place, because anybody may have written the file.
         """
         return False
 
@@ -183,12 +183,12 @@ class Engine(ABC):
 
         Args:
             overrides: overrides of the first job; empty if they are not known. An engine may compose the config of this
-                job ahead of time: the other jobs usually have the same options, so that they start faster, too.
+                job ahead of time. The other jobs then start faster, too, because most of their options are the same.
             config_dir: the directory of `--config-dir`; None if the flag was not typed.
         """
 
     def demand_elsewhere(self, threads: int | None) -> Demand | None:
-        """Return the demand of a job whose devices this machine lacks; None if all jobs run on this machine.
+        """Return the demand of a job if this machine lacks its devices; None if the engine runs jobs only here.
 
         Args:
             threads: as in `Demand`.

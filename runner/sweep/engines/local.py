@@ -46,7 +46,7 @@ FIRST_JOB = "RUNNER_FIRST_JOB"
 """The environment variable from which the server reads the overrides and the `--config-dir` of the first job."""
 
 _RECHECK_GPUS = 5.0
-"""Seconds between two checks of whether GPUs that other users occupy have become free."""
+"""Seconds to wait before checking again whether other users still occupy the GPUs."""
 
 
 @dataclass
@@ -179,7 +179,7 @@ class LocalPool(Pool):
     def _free_gpus(self, idle: list[str], count: int) -> list[str] | None:
         """Return `count` of the `idle` GPUs that no other user uses; None if there are fewer.
 
-        After a check that found too few, the result is None for a few seconds without another check.
+        If other users occupy too many GPUs, calls in the next few seconds return None without checking again.
 
         Args:
             idle: the GPUs that no job of this sweep uses.

@@ -1,6 +1,6 @@
 """`sweep=slurm`: runs jobs on a SLURM cluster. The package submitit submits the jobs as job arrays.
 
-Each job has a handle, which is chosen and written to the ledger before the job is submitted. The handle consists of a
+Each job has a handle, which is chosen and written to `sweep.json` before the job is submitted. The handle consists of a
 random token and the index of the job in its array. The name of the array in SLURM ends with the same token. A later
 command can therefore find the jobs of a killed scheduler, even if the scheduler was killed while it submitted them.
 
@@ -65,7 +65,7 @@ _ASK_AGAIN_SECONDS = 5.0
 """Time between two calls of squeue while jobs are being stopped, or while a job is missing from squeue's list."""
 
 _MOST_LOOKS = 4
-"""A job counts as lost if squeue does not list it this many times in a row, and sacct does not know it."""
+"""A job counts as lost if it is missing from this many squeue lists in a row, and sacct does not know it."""
 
 _NOT_FINAL = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "RESIZING", "SUSPENDED", "UNKNOWN")
 """States in sacct that do not show how a job ended: sacct is updated later than squeue."""
@@ -469,7 +469,7 @@ class SlurmPool(Pool):
 
 
 def _states(ids: list[str]) -> dict[str, str]:
-    """Return a dict from SLURM job ID to final state, with each of the jobs `ids` that sacct reports as ended."""
+    """Return a dict from SLURM job ID to final state, for those of the jobs `ids` that sacct reports as ended."""
     from submitit.slurm.slurm import SlurmInfoWatcher  # imported here: an optional dependency
 
     if not ids:

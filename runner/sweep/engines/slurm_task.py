@@ -26,7 +26,7 @@ a job at once. SLURM itself sends SIGTERM and SIGUSR2."""
 _SECONDS_TO_BE_KILLED = 120.0
 """Seconds that a task waits to be killed after SIGTERM, once the job has saved a checkpoint.
 
-Almost all clusters set KillWait and GraceTime, after which SLURM kills a job, to less.
+SLURM kills a job KillWait or GraceTime seconds after SIGTERM. Almost all clusters set both to less than this.
 """
 
 

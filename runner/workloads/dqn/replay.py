@@ -20,7 +20,7 @@ class Transitions(NamedTuple):
     next_observations: torch.Tensor
     """float32 [n, size]"""
     discounts: torch.Tensor
-    """float32 [n, 1]: the factor for the value of the next observation in a target; 0 if the episode terminated."""
+    """float32 [n, 1]: the factor of the next observation's value in the TD target; 0 if the episode terminated."""
 
 
 def row_width(observation_size: int) -> int:

@@ -1,4 +1,4 @@
-"""A check that the state of an agent in a checkpoint has the form in which agents save their state."""
+"""A check of an agent's state in a checkpoint: its keys, types, sizes and ranges of values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def check(state: dict[str, Any], observation_size: int, num_actions: int, n_step
     """Check the saved state of an agent, except the state of the environments, which is checked when it is loaded.
 
     Args:
-        state: the dictionary that `Actor.state_dict` returned, and the additional key `best`, the best mean return of
-            an evaluation.
+        state: the dictionary that `Actor.state_dict` returned, with the additional key `best`: the highest mean return
+            of all evaluations so far.
         observation_size: number of values in an observation.
         num_actions: number of actions.
         n_step: number of steps in a transition.

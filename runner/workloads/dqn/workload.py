@@ -209,9 +209,9 @@ class DQN(Workload):
                 yield unpack(rows.to(device))
 
     def _due(self, step: int) -> float:
-        """Return how many environment steps each process must at least have taken before optimizer step `step`.
+        """Return the total number of environment steps that each process must reach before optimizer step `step`.
 
-        The number may be fractional. A small tolerance is subtracted, so that rounding does not cause another step.
+        The number may be fractional. A small tolerance is subtracted, so that rounding adds no environment step.
         """
         return (self.warm_up + step / self.replay_ratio - 1e-6) / self._count
 
@@ -261,9 +261,9 @@ class DQN(Workload):
         check(num_bytes <= free_bytes, "workload.replay_size", self.replay_size, why, remedy)
 
     def _resume(self, actor: Actor, last_step: int) -> None:
-        """Restore the state that this process saved after optimizer step `last_step`.
+        """Restore the saved state of this process; `last_step` is the last optimizer step that it has done.
 
-        If nothing was saved for this process, fill the process's replay buffer with the results of random actions.
+        If nothing was saved for this process, fill its replay buffer with transitions of random actions.
         """
         if self._saved:
             from runner.env.vector import EnvironmentBrokenError  # imported here: it imports gymnasium
