@@ -1,8 +1,8 @@
 """What a training step costs beyond forward pass, backward pass and update, by cause, in microseconds.
 
-`python -m benchmarks.step_costs [--rounds 200]`. One run trains the small network of `benchmarks.overhead`. Every 50
+`python -m benchmarks.step_costs [--rounds 1000]`. One run trains the small network of `benchmarks.overhead`. Every 10
 steps, another part of the loop is replaced by one that does nothing, in a random order in each round. The cost of a
-part is how much less time these steps take than 50 unchanged steps of the same round. It is the CPU time of the
+part is how much less time these steps take than 10 unchanged steps of the same round. It is the CPU time of the
 training thread, which other programs on the machine affect less than the time of the wall clock.
 """
 
@@ -28,7 +28,7 @@ from runner.batching import Step
 from runner.precision import _drop_gradients
 from runner.state import State
 
-STEPS = 50
+STEPS = 10
 """Steps of a measurement, each with one log."""
 
 OPTIONS = (
@@ -85,7 +85,7 @@ def parts(state: State, batches: Batches) -> dict[str, Part]:
             (state.checkpoints, "check", nothing),
             (run.profiler, "after_step", nothing),
         ],
-        "log (one in 50 steps)": [(training, "log_training", nothing)],
+        f"log (one in {STEPS} steps)": [(training, "log_training", nothing)],
     }
     everything = [each for part in found.values() for each in part]
 
@@ -150,7 +150,7 @@ def measured(rounds: int) -> dict[str, list[float]]:
 def main() -> None:
     """Measure all parts, print a table, and write it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=1000)
     rounds = parser.parse_args().rounds
     if rounds < 2:
         parser.error("--rounds: at least 2 are needed for the uncertainty")

@@ -21,7 +21,7 @@ from runner.config.overrides import override_key
 from runner.parallel.launch.cluster import external_world_size
 from runner.planning.auto_accumulation import fitting_accumulation
 from runner.planning.choice import measured_choice
-from runner.planning.choice_cache import Choice, ChoiceCache, is_chosen_override, today
+from runner.planning.choice_cache import Choice, ChoiceCache, may_be_chosen, today
 from runner.planning.trial import TrialError
 from runner.resume import completed
 from runner.run import Run, Session, build_run, config_hash
@@ -131,7 +131,7 @@ def _continued(job: Job, keys: Collection[str], compose: Compose, directory: Pat
             steps = accumulation.get("steps") if isinstance(accumulation, dict) else None
             divided = _divided(steps) if "accumulation" in keys else []
             how = saved.get("how") if "how" in keys else []
-            if not isinstance(how, list) or not all(map(is_chosen_override, [*divided, *how])):
+            if not isinstance(how, list) or not all(map(may_be_chosen, [*divided, *how])):
                 continue
             words = [*typed, *divided, *how]
             config = composed(*words).config
@@ -179,7 +179,10 @@ def _chosen(job: Job, typed: list[str], compose: Compose, config_dir: str | None
 
 
 def _measured(typed: list[str], compose: Compose, config_dir: str | None) -> Choice | None:
-    """Measure and return the choice; None if the run is too short, or its steps cannot be measured."""
+    """Measure several ways to train the run, and return the fastest.
+
+    Return None if the run is too short for measuring to pay off, or if its steps cannot be measured.
+    """
     lengths: list[float] = []
 
     def budget(session: Session, step_seconds: float) -> float:

@@ -82,7 +82,7 @@ class ChoiceCache:
                 return None, "the cached file contains no valid choice"
             found = json.loads(self.path.read_text(encoding="utf-8"))
             choice = Choice(list(found["overrides"]), float(found["speedup"]), str(found["measured"]))
-            known = all(map(is_chosen_override, choice.overrides))
+            known = all(map(may_be_chosen, choice.overrides))
             machine = found["machine"]
         except FileNotFoundError:
             return None, ""
@@ -133,8 +133,11 @@ def _text(file: Path) -> str:
         return ""
 
 
-def is_chosen_override(text: object) -> bool:
-    """Return whether `text` is an override that a choice may contain: a forged cache file must set no other option."""
+def may_be_chosen(text: object) -> bool:
+    """Return whether `text` is an override of an option that `how=auto` or `accumulation=auto` may choose.
+
+    Overrides that are read from a file are checked with this function, so that a forged file cannot set other options.
+    """
     return isinstance(text, str) and _CHOSEN.fullmatch(text) is not None
 
 

@@ -177,7 +177,7 @@ def _counted(parallel: Parallel, tracker: MemoryTracker) -> Parallel:
 def _planned(workload: Workload, tracker: MemoryTracker) -> Workload:
     """Return a copy of `workload` whose batches have no values; the original and its data do not change.
 
-    As `data`, `tracker` counts what is allocated for batches, and the tensors that hold the samples of `workload`.
+    `tracker` counts as `data` what is allocated for batches, and also the tensors that hold the samples of `workload`.
     """
     copied = copy.copy(workload)
     for name, value in vars(copied).items():

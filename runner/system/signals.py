@@ -199,7 +199,7 @@ def before_training() -> None:
     """Let stop signals end the command at once, until the training loop enters a `StopRequest`.
 
     Raises:
-        SystemExit: if a stop signal was received during the previous run of this process.
+        SystemExit: if a stop signal arrived while this process trained an earlier run.
     """
     command = _installed()
     if isinstance(command, CommandSignals):

@@ -1,8 +1,8 @@
-"""The points that a remote tracker has logged since the second-last checkpoint: a resumed run must not repeat them.
+"""The points that a remote tracker has already logged, so that a resumed run does not log them again.
 
 A run that is resumed repeats the steps after its last checkpoint, with the same results. TensorBoard ignores the
 earlier points of these steps, and a CSV file is written again without them; but points in a remote database cannot be
-removed.
+removed. The points since the second-last checkpoint are kept: the last one may be damaged or incomplete.
 """
 
 from __future__ import annotations

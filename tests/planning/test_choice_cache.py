@@ -12,7 +12,7 @@ from helpers.compose import FAST, composed
 from helpers.permissions import mode
 
 from runner.planning import choice_cache
-from runner.planning.choice_cache import Choice, ChoiceCache, is_chosen_override
+from runner.planning.choice_cache import Choice, ChoiceCache, may_be_chosen
 from runner.system.user_cache import cache_directory
 
 CHOICE = Choice(["parallel=ddp", "parallel.processes=2"], 1.4, "2026-01-31")
@@ -69,7 +69,7 @@ def test_other_modes_of_ones_own_have_another_choice(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_choice_may_contain(override: object, is_one: bool) -> None:
-    assert is_chosen_override(override) == is_one
+    assert may_be_chosen(override) == is_one
 
 
 def test_the_choice_of_another_machine_is_ignored_and_said(tmp_path: Path) -> None:

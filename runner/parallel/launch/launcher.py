@@ -33,7 +33,7 @@ class Launcher:
         this process, this method joins the process group.
 
         Raises:
-            SystemExit: if a stop signal arrived during an earlier run of this process.
+            SystemExit: if a stop signal arrived while this process trained an earlier run.
             RuntimeError: if this process cannot join the process group.
         """
         before_training()

@@ -32,6 +32,7 @@ from runner.system.cpu import usable_core_numbers
 from runner.system.exit_codes import STOPPED
 from runner.system.forkserver import METHOD, become_command, start_server
 from runner.system.gpu import busy_gpus, visible_gpus
+from runner.system.process_group import kill_group
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +250,7 @@ def _signal(process: BaseProcess, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         if number == signal.SIGKILL:
             with suppress(ProcessLookupError):  # it has not yet begun a process group of its own
-                os.killpg(process.pid, number)
+                kill_group(process.pid)
         os.kill(process.pid, number)
 
 

@@ -1,0 +1,42 @@
+"""Killing a group of processes, some of which may be compilers that `torch.compile` has started."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+
+def kill_group(group: int) -> None:
+    """Kill the processes of the group `group`, and delete the output files of its compilers, which are incomplete.
+
+    `torch.compile` keeps compiled code in a directory that all runs of the user share, and compilers write directly
+    into it. An incomplete file in this directory would make every later run that needs it fail ("file too short").
+
+    Raises:
+        ProcessLookupError: if there is no such group.
+    """
+    os.killpg(group, signal.SIGSTOP)  # while the processes are listed, they must neither start others nor finish a file
+    try:
+        incomplete = list(_compiler_outputs(group))
+    finally:
+        os.killpg(group, signal.SIGKILL)
+    for path in incomplete:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _compiler_outputs(group: int) -> Iterator[Path]:
+    """Yield the file after each argument `-o` of the processes of the group `group`."""
+    import psutil  # imported here, because only killing needs it
+
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            if os.getpgid(process.pid) != group:
+                continue
+            for flag, output in pairwise(process.cmdline()):
+                if flag == "-o":
+                    yield Path(process.cwd(), output)

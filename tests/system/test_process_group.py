@@ -1,0 +1,59 @@
+"""Killing a process group: all of its processes, and what its compilers have not finished."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.system import process_group
+from runner.system.process_group import kill_group
+
+COMPILER = "import sys, time; open(sys.argv[2], 'w').close(); print(flush=True); time.sleep(600)"
+"""A program that writes into the file after `-o`, and never finishes."""
+
+
+def compiler(output: str, directory: Path, group: int | None = None) -> subprocess.Popen[bytes]:
+    """Start a compiler in the process group `group`, or in one of its own, and wait until its output exists."""
+    command = [sys.executable, "-c", COMPILER, "-o", output]
+    started = subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, process_group=group or 0)
+    assert started.stdout is not None
+    with started.stdout as output_pipe:
+        output_pipe.readline()
+    return started
+
+
+def test_all_processes_end_and_what_they_compiled_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / "finished.so").touch()
+    first = compiler("relative.so", tmp_path)
+    second = compiler(str(tmp_path / "absolute.so"), tmp_path, first.pid)
+    other = compiler(str(tmp_path / "other.so"), tmp_path)
+    try:
+        kill_group(first.pid)
+        assert [first.wait(60), second.wait(60)] == [-signal.SIGKILL] * 2
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["finished.so", "other.so"]
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_group_that_cannot_be_listed_is_killed_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(group: int) -> list[Path]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process_group, "_compiler_outputs", interrupted)
+    started = compiler("a.so", tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        kill_group(started.pid)
+    assert started.wait(60) == -signal.SIGKILL
+
+
+def test_a_group_that_has_ended_is_an_error() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""], process_group=0)
+    ended.wait()
+    with pytest.raises(ProcessLookupError):
+        kill_group(ended.pid)
