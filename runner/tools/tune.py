@@ -36,8 +36,8 @@ from runner.tools.composed_run import compose_run, overrides_of
 
 _SECONDS = 60.0
 
-_SAVING_SECONDS = 1.5
-"""The part of the budget that is kept for ending the last trials and for writing the files and the picture."""
+_SAVING_SECONDS = 3.0
+"""The part of the budget that is kept for ending the last trials, writing the files and the picture, and exiting."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
