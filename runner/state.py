@@ -53,7 +53,7 @@ class State:
         self.step, self.logged_step = 0, 0
         self.average = session.run.ema.build(model)
         self.stopping = session.run.stop.build(session.run.workload.eval_metrics(), session.collectives.from_rank_0)
-        self.metric_buffer = MetricBuffer(torch.zeros(len(session.run.workload.metrics), device=session.device))
+        self.metric_buffer = MetricBuffer(session.run.workload.metrics, session.device)
         self.step_timer = StepTimer(session.device)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
@@ -137,7 +137,7 @@ class State:
         """Copy the state, check that it is finite, and begin to write it in the background; called on every rank.
 
         Raises:
-            DivergedError: if a loss since the last log, or a value of the model or of the optimizer state, is not
+            DivergedError: if a metric since the last log, or a value of the model or of the optimizer state, is not
                 finite; nothing is written, and earlier checkpoints are kept.
             StorageError: if the previous checkpoint, or the directory of this one, could not be written.
         """
@@ -172,7 +172,7 @@ class State:
         """Return a dict from the tag of each training metric to its mean since the last log, and empty the buffer.
 
         Raises:
-            DivergedError: if a loss is not finite.
+            DivergedError: if a metric is not finite.
         """
         num_samples = (self.step - self.logged_step) * self.session.run.batch_size
         rows = self.metric_buffer.flush(self.session.collectives.all_reduce)

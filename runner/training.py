@@ -214,7 +214,7 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     """Log one point of every training curve; `norm` is the gradient norm of the last step.
 
     Raises:
-        DivergedError: if a loss since the last log is not finite.
+        DivergedError: if a metric since the last log is not finite.
     """
     run, step = state.session.run, state.step
     means = state.flush_metrics()

@@ -22,7 +22,7 @@ from runner.parallel.launch.supervisor import RankError
 from runner.run import Result, Session, build_run
 from runner.system import memory, torch_errors
 from runner.system.forkserver import METHOD, become_command, start_server, without_main_module
-from runner.system.process_group import kill_group
+from runner.system.kill_group import kill_group
 from runner.training import prepare, refused_by_torch, train_step
 
 PRELOADED = ("torch", "runner.planning.trial")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ MetricSums = dict[str, "torch.Tensor"]
 
 
 class DivergedError(Exception):
-    """Raised when the loss, an evaluation metric, or a value of the model or the optimizer state is not finite.
+    """Raised when the loss, another metric, or a value of the model or the optimizer state is not finite.
 
     Args:
         step: the optimizer step at which the value is not finite.
@@ -36,16 +36,17 @@ class MetricBuffer:
     """The metric sums of each training step, or round of steps (see `Step`), since the last log.
 
     The sums stay on the device until a log or a checkpoint is due, so that other steps do not wait for the device. The
-    buffer keeps separate sums for each step, so that `peek` can find the step whose loss is not finite. The sums of
+    buffer keeps separate sums for each step, so that `peek` can find the step whose sums are not finite. The sums of
     many steps are stacked into one tensor. This takes a few bytes per step; one tensor per step would take a kilobyte.
 
     Args:
-        zeros: float32 zeros [num_metrics] on the device; they stand for the sums of a step without micro-batches. The
-            first metric is the loss.
+        names: the names of the metrics; the first is the loss.
+        device: the device of the sums.
     """
 
-    def __init__(self, zeros: torch.Tensor):
-        self._zeros = zeros
+    def __init__(self, names: Sequence[str], device: torch.device | str = "cpu"):
+        self._names = ["the loss", *(f"train/{name}" for name in names[1:])]
+        self._zeros = torch.zeros(len(names), device=device)  # the sums of a step without micro-batches
         self._step: torch.Tensor | None = None
         self._rows: list[torch.Tensor] = []
         self._blocks: list[torch.Tensor] = []
@@ -85,9 +86,9 @@ class MetricBuffer:
             all_reduce: a function that sums tensors over the ranks.
 
         Raises:
-            DivergedError: if a loss is not finite; the error names the first step with such a loss. If the processes
+            DivergedError: if a sum is not finite; the error names the first step with such a sum. If the processes
                 divide the steps among themselves, the error names this process's step in the first round with such a
-                loss, even if the loss is another process's.
+                sum, even if the sum is another process's.
         """
         if self._rows:
             self._combine()
@@ -95,9 +96,9 @@ class MetricBuffer:
             return torch.zeros(0, len(self._zeros))
         self._blocks = [torch.cat(self._blocks)]
         values = all_reduce({"train": self._blocks[0]})["train"].cpu()
-        finite = values[:, 0].isfinite()
-        if not finite.all():
-            raise DivergedError(self._steps[int(finite.logical_not().nonzero()[0])], "the loss")
+        if not values.isfinite().all():
+            row, metric = values.isfinite().logical_not().nonzero()[0].tolist()
+            raise DivergedError(self._steps[row], self._names[metric])
         return values
 
     def flush(self, all_reduce: Callable[[MetricSums], MetricSums]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, in_w
 
 
 def test_a_buffer_adds_micro_batches_and_separates_steps() -> None:
-    buffer = MetricBuffer(torch.zeros(2))
+    buffer = MetricBuffer(("loss", "accuracy"))
     for sums, ended in (((1.0, 2.0), 0), ((3.0, 4.0), 1), ((5.0, 6.0), 2)):
         buffer.add(torch.tensor(sums))
         if ended:
@@ -33,7 +33,7 @@ def test_a_buffer_adds_micro_batches_and_separates_steps() -> None:
 
 def test_a_buffer_continues_after_the_rows_of_a_checkpoint() -> None:
     rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    buffer = MetricBuffer(torch.zeros(2))
+    buffer = MetricBuffer(("loss", "accuracy"))
     buffer.load(rows, 8)
     buffer.add(torch.tensor((5.0, 6.0)))
     buffer.end_step(9)
@@ -41,27 +41,30 @@ def test_a_buffer_continues_after_the_rows_of_a_checkpoint() -> None:
 
 
 def test_a_step_without_a_micro_batch_adds_nothing() -> None:
-    buffer = MetricBuffer(torch.zeros(2))
+    buffer = MetricBuffer(("loss", "accuracy"))
     buffer.end_step(1)
     assert buffer.flush(lambda sums: sums).tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("at", [0, 2, 4])
-def test_the_first_step_whose_loss_is_not_finite_is_named(bad: float, at: int) -> None:
+@pytest.mark.parametrize(("metric", "name"), [(0, "the loss"), (1, "train/accuracy")])
+def test_the_first_step_whose_sums_are_not_finite_is_named(bad: float, at: int, metric: int, name: str) -> None:
     """Also if the buffer has rows of another mode, with other numbers of steps, and rows that were logged already."""
-    buffer = MetricBuffer(torch.zeros(2))
+    buffer = MetricBuffer(("loss", "accuracy"))
     buffer.end_step(1)
     buffer.flush(lambda sums: sums)
     buffer.load(torch.ones(3, 2), 7)
     steps = range(8, 21, 3)
     for i, step in enumerate(steps):
-        buffer.add(torch.tensor((bad if i >= at else 1.0, 0.0)))
+        sums = torch.ones(2)
+        sums[metric] = bad if i >= at else 1.0
+        buffer.add(sums)
         buffer.end_step(step)
     with pytest.raises(DivergedError) as caught:
         buffer.flush(lambda sums: sums)
     assert caught.value.step == steps[at]
-    assert caught.value.what == "the loss"
+    assert caught.value.what == name
     assert f"step {steps[at]}" in str(caught.value)
 
 
@@ -152,7 +155,7 @@ def test_metrics_in_words() -> None:
 @pytest.mark.parametrize("num_steps", [1, 255, 256, 257, 1000])
 def test_a_buffer_returns_the_sums_of_every_step_in_their_order(num_steps: int) -> None:
     rows = torch.rand(num_steps, 2, generator=torch.Generator().manual_seed(0))
-    buffer = MetricBuffer(torch.zeros(2))
+    buffer = MetricBuffer(("loss", "accuracy"))
     buffer.load(rows[:0], 0)
     for number, row in enumerate(rows, start=1):
         buffer.add(row.clone())
@@ -164,7 +167,7 @@ def test_a_buffer_returns_the_sums_of_every_step_in_their_order(num_steps: int) 
 
 
 def test_a_buffer_keeps_no_tensor_for_each_step() -> None:
-    buffer = MetricBuffer(torch.zeros(2))
+    buffer = MetricBuffer(("loss", "accuracy"))
     rows = [torch.rand(2) for _ in range(1000)]
     alive = [weakref.ref(row) for row in rows]
     while rows:

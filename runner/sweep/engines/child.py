@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runner.system.exit_codes import STOPPED
-from runner.system.process_group import kill_group
+from runner.system.kill_group import kill_group
 
 COMMAND = ("-m", "runner")
 """The arguments with which Python runs the command; they are followed by the arguments of the job."""

@@ -32,7 +32,7 @@ from runner.system.cpu import usable_core_numbers
 from runner.system.exit_codes import STOPPED
 from runner.system.forkserver import METHOD, become_command, start_server
 from runner.system.gpu import busy_gpus, visible_gpus
-from runner.system.process_group import kill_group
+from runner.system.kill_group import kill_group
 
 log = logging.getLogger(__name__)
 

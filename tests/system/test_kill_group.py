@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.system import process_group
-from runner.system.process_group import kill_group
+import runner.system.kill_group
+from runner.system.kill_group import kill_group
 
 COMPILER = "import sys, time; open(sys.argv[2], 'w').close(); print(flush=True); time.sleep(600)"
 """A program that writes into the file after `-o`, and never finishes."""
@@ -45,7 +45,7 @@ def test_a_group_that_cannot_be_listed_is_killed_all_the_same(tmp_path: Path, mo
     def interrupted(group: int) -> list[Path]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(process_group, "_compiler_outputs", interrupted)
+    monkeypatch.setattr(runner.system.kill_group, "_compiler_outputs", interrupted)
     started = compiler("a.so", tmp_path)
     with pytest.raises(KeyboardInterrupt):
         kill_group(started.pid)
