@@ -141,9 +141,9 @@ def measured(rounds: int) -> dict[str, list[float]]:
         with tempfile.TemporaryDirectory() as root:
             from runner.cli.main import main as command
 
-            sys.argv = ["runner", *OPTIONS, f"steps={count}", f"output_root={root}"]
-            if command():
-                raise SystemExit(1)
+            with patch.object(sys, "argv", ["runner", *OPTIONS, f"steps={count}", f"output_root={root}"]):
+                if command():
+                    raise SystemExit(1)
     return seconds
 
 
