@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+
+_COMPILER = re.compile(
+    r"(.*-)?(cc|c\+\+|gcc|g\+\+|clang|clang\+\+|cc1|cc1plus|as|collect2|ld|ld\.\w+|nvcc|ptxas)(-[\d.]+)?"
+)
+"""The names of programs that compile or link. Only their outputs are deleted: `sort -o` may write over its input."""
 
 
 def kill_group(group: int) -> None:
@@ -30,12 +36,12 @@ def kill_group(group: int) -> None:
 
 
 def _compiler_outputs(group: int) -> Iterator[Path]:
-    """Yield the file after each argument `-o` of the processes of the group `group`."""
+    """Yield the file after each argument `-o` of the compilers in the group `group`."""
     import psutil  # imported here, because only killing needs it
 
     for process in psutil.process_iter():
         with suppress(OSError, psutil.Error):
-            if os.getpgid(process.pid) != group:
+            if os.getpgid(process.pid) != group or not _COMPILER.fullmatch(process.name()):
                 continue
             for flag, output in pairwise(process.cmdline()):
                 if flag == "-o":

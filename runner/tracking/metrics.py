@@ -96,8 +96,9 @@ class MetricBuffer:
             return torch.zeros(0, len(self._zeros))
         self._blocks = [torch.cat(self._blocks)]
         values = all_reduce({"train": self._blocks[0]})["train"].cpu()
-        if not values.isfinite().all():
-            row, metric = values.isfinite().logical_not().nonzero()[0].tolist()
+        broken = values.isfinite().logical_not()
+        if broken.any():
+            row, metric = broken.nonzero()[0].tolist()
             raise DivergedError(self._steps[row], self._names[metric])
         return values
 

@@ -25,7 +25,7 @@ class Workload(ABC):
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("loss",)
-    """The names of the training metrics; the first is the loss."""
+    """The names of the training metrics; the first is the loss. A metric that is not finite ends the run."""
 
     best: ClassVar[tuple[str, str]] = ("loss", "min")
     """The evaluation metric that selects the best checkpoint, and whether the `min` or the `max` of it is best."""

@@ -16,9 +16,12 @@ COMPILER = "import sys, time; open(sys.argv[2], 'w').close(); print(flush=True);
 """A program that writes into the file after `-o`, and never finishes."""
 
 
-def compiler(output: str, directory: Path, group: int | None = None) -> subprocess.Popen[bytes]:
-    """Start a compiler in the process group `group`, or in one of its own, and wait until its output exists."""
-    command = [sys.executable, "-c", COMPILER, "-o", output]
+def compiler(output: str, directory: Path, group: int | None = None, name: str = "g++") -> subprocess.Popen[bytes]:
+    """Start a program in the process group `group`, or in one of its own, and wait until its output exists."""
+    program = directory.parent / name
+    if not program.exists():
+        program.symlink_to(sys.executable)
+    command = [program, "-c", COMPILER, "-o", output]
     started = subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, process_group=group or 0)
     assert started.stdout is not None
     with started.stdout as output_pipe:
@@ -27,14 +30,17 @@ def compiler(output: str, directory: Path, group: int | None = None) -> subproce
 
 
 def test_all_processes_end_and_what_they_compiled_is_deleted(tmp_path: Path) -> None:
+    tmp_path = tmp_path / "cache"
+    tmp_path.mkdir()
     (tmp_path / "finished.so").touch()
     first = compiler("relative.so", tmp_path)
-    second = compiler(str(tmp_path / "absolute.so"), tmp_path, first.pid)
+    second = compiler(str(tmp_path / "absolute.so"), tmp_path, first.pid, "x86_64-linux-gnu-g++-12")
+    sorter = compiler("sorted.txt", tmp_path, first.pid, "sort")
     other = compiler(str(tmp_path / "other.so"), tmp_path)
     try:
         kill_group(first.pid)
-        assert [first.wait(60), second.wait(60)] == [-signal.SIGKILL] * 2
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["finished.so", "other.so"]
+        assert [first.wait(60), second.wait(60), sorter.wait(60)] == [-signal.SIGKILL] * 3
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["finished.so", "other.so", "sorted.txt"]
         assert other.poll() is None
     finally:
         other.kill()
@@ -46,7 +52,8 @@ def test_a_group_that_cannot_be_listed_is_killed_all_the_same(tmp_path: Path, mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner.system.kill_group, "_compiler_outputs", interrupted)
-    started = compiler("a.so", tmp_path)
+    (tmp_path / "cache").mkdir()
+    started = compiler("a.so", tmp_path / "cache")
     with pytest.raises(KeyboardInterrupt):
         kill_group(started.pid)
     assert started.wait(60) == -signal.SIGKILL
