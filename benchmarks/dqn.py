@@ -88,7 +88,8 @@ def with_runner(steps: int) -> float:
     options += ["env.num_envs=10", f"workload.env_steps={steps}", "workload.warm_up=10000", "workload.replay_ratio=0.1"]
     options += ["workload.replay_size=10000", "workload.n_step=1", "workload.double=false", "workload.target_tau=1"]
     options += ["workload.target_every=50", "workload.epsilon_fraction=0.5", "workload.epsilon_final=0.05"]
-    options += ["workload.td_loss=huber", "log_every=100", "eval_every=0", "device=cpu", f"save_every={steps // 20}"]
+    options += ["workload.td_loss=huber", "workload.huber_delta=1", "workload.clip_targets=false"]
+    options += ["log_every=100", "eval_every=0", "device=cpu", f"save_every={steps // 20}"]
     times: list[float] = []
     loop, evaluate = training.loop, training.evaluate
 

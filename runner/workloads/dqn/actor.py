@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from runner.workloads.dqn.repeated_actions import Repeats
 from runner.workloads.dqn.replay import Replay
 
 log = logging.getLogger(__name__)
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 Policy = Callable[[np.ndarray], np.ndarray]
 """A function that maps observations, float32 [n, …], to greedy actions, int64 [n]."""
@@ -61,6 +64,7 @@ class Actor:
         self._returns, self._lengths = np.zeros(vector.num_envs), np.zeros(vector.num_envs, np.int64)
         self._ended: list[tuple[float, int]] = []
         self._repeats = Repeats(vector.num_envs, longest_repeat) if longest_repeat > 1 else None
+        self._least_reward = self._greatest_reward = 0.0  # of all steps; 0 included, because an episode may end
 
     def step(self, policy: Policy | None, epsilon: float) -> None:
         """Take one ε-greedy step in each environment (Watkins, 1989), and store the completed transitions.
@@ -86,6 +90,8 @@ class Actor:
         if self._repeats is not None:
             self._repeats.end(terminated | truncated)
         self.replay.add(self.n_step_buffer.push(flat, actions, rewards, flat_next, terminated, truncated, taken))
+        self._least_reward = min(self._least_reward, float(rewards.min()))
+        self._greatest_reward = max(self._greatest_reward, float(rewards.max()))
         self.num_steps += num_envs
         self._update_episodes(rewards, terminated | truncated, taken)
 
@@ -103,6 +109,16 @@ class Actor:
             self._ended += zip(self._returns[ended].tolist(), self._lengths[ended].tolist(), strict=True)
             self._returns[ended] = self._lengths[ended] = 0
             self.num_episodes += int(ended.sum())
+
+    def possible_returns(self) -> tuple[float, float]:
+        """Return the least and the greatest discounted return that an episode can have.
+
+        These are the returns of endless episodes in which each reward is the smallest, or the largest, of those seen
+        so far. They are infinite if rewards are not discounted, or if a return exceeds the range of float32.
+        """
+        scale = 1 - self.n_step_buffer.discount
+        in_range = all(abs(reward) < scale * _LARGEST for reward in (self._least_reward, self._greatest_reward))
+        return (self._least_reward / scale, self._greatest_reward / scale) if in_range else (-math.inf, math.inf)
 
     def sample(self, count: int) -> torch.Tensor:
         """Return `count` packed transitions, drawn uniformly with replacement, on the device of the replay buffer."""
@@ -133,6 +149,7 @@ class Actor:
             "returns": self._returns.tolist(),
             "lengths": self._lengths.tolist(),
             "ended": self._ended,
+            "rewards": (self._least_reward, self._greatest_reward),
         } | ({} if self._repeats is None else {"repeats": self._repeats.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -148,6 +165,8 @@ class Actor:
         self.replay.load_state_dict(state["replay"])
         self.num_episodes = state["num_episodes"]
         self._ended = [tuple(episode) for episode in state["ended"]]
+        # Checkpoints of earlier versions have no rewards; their runs go on without bounds, as they began.
+        self._least_reward, self._greatest_reward = state.get("rewards", (-math.inf, math.inf))
         self._random.bit_generator.state = state["random"]
         same_number = len(state["returns"]) == self.vector.num_envs
         if not same_number or state["environments"] is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ class Transitions(NamedTuple):
     """float32 [n, size]"""
     discounts: torch.Tensor
     """float32 [n, 1]: the factor of the next observation's value in the TD target; 0 if the episode terminated."""
+    possible_returns: tuple[float, float] = (-math.inf, math.inf)
+    """The least and the greatest discounted return of an episode, as far as known when the batch was sampled."""
 
 
 def row_width(observation_size: int) -> int:
@@ -28,12 +31,12 @@ def row_width(observation_size: int) -> int:
     return 2 * observation_size + 3
 
 
-def unpack(rows: torch.Tensor) -> Transitions:
-    """Split packed transitions [n, row_width] into their fields."""
+def unpack(rows: torch.Tensor, possible_returns: tuple[float, float] = (-math.inf, math.inf)) -> Transitions:
+    """Split packed transitions [n, row_width] into their fields, and add `possible_returns`."""
     size = (rows.shape[1] - 3) // 2
     observations, following, actions, returns, discounts = rows.split_with_sizes((size, size, 1, 1, 1), 1)
     # Actions are stored as float32, which is exact up to 2²⁴.
-    return Transitions(observations, actions.long(), returns, following, discounts)
+    return Transitions(observations, actions.long(), returns, following, discounts, possible_returns)
 
 
 class Replay:

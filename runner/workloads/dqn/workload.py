@@ -53,8 +53,13 @@ class DQN(Workload):
         n_step: number of rewards that are summed before bootstrapping (Hessel et al., Rainbow, 2018).
         double: select the next action with the online network and evaluate it with the target network (van Hasselt et
             al., 2016).
-        td_loss: loss of the temporal difference error: `mse`, or `huber`, which is linear for errors above 1 and thus
-            equivalent to the clipping of errors by Mnih et al. (2015).
+        clip_targets: clip the value of the next observation to the discounted returns that are possible with rewards
+            like those seen so far (Andrychowicz et al., Hindsight Experience Replay, 2017, clip to those that the
+            environment can give). It prevents values that no episode can reach, to which bootstrapping may lead.
+        td_loss: loss of the temporal difference error: `mse`, or `huber`, which is linear for errors above
+            `huber_delta`. With 1, it is equivalent to the clipping of errors by Mnih et al. (2015).
+        huber_delta: the error above which the Huber loss is linear (`torch.nn.functional.huber_loss`). A value far
+            below the errors leads to the median of possible returns instead of their mean.
         target_every: number of optimizer steps between updates of the target network.
         target_tau: the fraction by which an update moves the target network towards the online network (Lillicrap et
             al., Continuous Control with Deep Reinforcement Learning, 2016); 1 copies the online network (Mnih et al.,
@@ -84,7 +89,9 @@ class DQN(Workload):
     discount: float = 0.99
     n_step: int = 5
     double: bool = True
+    clip_targets: bool = True
     td_loss: str = "huber"
+    huber_delta: float = 1.0
     target_every: int = 1
     target_tau: float = 0.01
     epsilon_start: float = 1.0
@@ -107,6 +114,7 @@ class DQN(Workload):
         check_range(self, "replay_ratio", above=0, most=1000)
         check_range(self, "discount", least=0, most=1)
         check_range(self, "target_tau", above=0, most=1)
+        check_range(self, "huber_delta", above=0, most=1e6)
         for key in ("epsilon_start", "epsilon_final", "epsilon_fraction"):
             check_range(self, key, least=0, most=1)
         check_choice(self, "replay_device", ("learner", "cpu"))
@@ -192,9 +200,10 @@ class DQN(Workload):
                 while actor.num_steps < self._due(step):
                     warming = actor.num_steps * self._count < self.warm_up
                     actor.step(None if warming else policy, self._epsilon(actor.num_steps * self._count))
+                possible_returns = actor.possible_returns()
                 # Sampled once per step, so that the transitions do not depend on the number of micro-batches.
                 for rows in actor.sample(sum(sizes)).split_with_sizes(sizes):
-                    yield unpack(rows.to(device, non_blocking=True))
+                    yield unpack(rows.to(device, non_blocking=True), possible_returns)
 
     def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Transitions]:
         from runner.workloads.dqn.replay import row_width, unpack  # imported here: it imports numpy
@@ -289,11 +298,16 @@ class DQN(Workload):
     def loss(self, model: torch.nn.Module, batch: Transitions) -> tuple[torch.Tensor, torch.Tensor]:
         # A single forward pass for both networks, as wrappers such as DDP expect.
         values, next_values = model(batch.observations, batch.next_observations, double=self.double)
+        if self.clip_targets:  # not in 16 bits, whose range may be smaller
+            full_range = next_values.to(torch.promote_types(next_values.dtype, torch.float32))
+            next_values = full_range.clamp(*batch.possible_returns)
         chosen = values.gather(1, batch.actions)
         targets = torch.addcmul(batch.returns, batch.discounts, next_values)  # float32, or float64 if the network is
         chosen = chosen.to(targets.dtype)  # under autocast, only the network computes in 16 bits
-        loss_function = torch.nn.functional.smooth_l1_loss if self.td_loss == "huber" else torch.nn.functional.mse_loss
-        loss = loss_function(chosen, targets)
+        if self.td_loss == "huber":
+            loss = torch.nn.functional.huber_loss(chosen, targets, delta=self.huber_delta)
+        else:
+            loss = torch.nn.functional.mse_loss(chosen, targets)
         sums = torch.stack((loss.detach() * len(targets), chosen.detach().sum())).float()
         return loss, sums
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -31,6 +33,34 @@ def test_actions_are_random_without_a_policy_and_greedy_without_exploration(monk
         actor.step(lambda observations: np.full(len(observations), 2), 0.0)
     assert set(actor.replay.rows[before : len(actor.replay), -3].tolist()) == {2.0}
     assert actor.num_steps == 250 * 4
+
+
+def test_the_possible_returns_are_those_of_the_rewards_seen_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = scripted_actor(monkeypatch, 2, 3, 0.9)
+    assert agent.possible_returns() == (0.0, 0.0)
+    for _ in range(60):
+        agent.step(None, 1.0)
+        rewards = [step[2] for episodes in Scripted.diary.values() for steps in episodes for step in steps]
+        possible = (min(0.0, *rewards) / (1 - 0.9), max(0.0, *rewards) / (1 - 0.9))
+        assert agent.possible_returns() == pytest.approx(possible, rel=1e-6)
+    assert possible[0] < 0 < possible[1]
+    restored = scripted_actor(monkeypatch, 2, 3, 0.9)
+    restored.load_state_dict(agent.state_dict())
+    assert restored.possible_returns() == agent.possible_returns()
+
+
+def test_returns_without_a_discount_or_beyond_float32_are_not_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    unbounded = (-math.inf, math.inf)
+    agent = scripted_actor(monkeypatch, 2, 3, 1.0)
+    assert agent.possible_returns() == unbounded
+    agent = scripted_actor(monkeypatch, 2, 3, 0.9)
+    state = agent.state_dict()
+    agent.load_state_dict(state | {"rewards": (0.0, 1e38)})
+    assert agent.possible_returns() == unbounded
+    del state["rewards"]  # as in the checkpoints of earlier versions, whose runs had no bounds
+    agent.load_state_dict(state)
+    agent.step(None, 1.0)
+    assert agent.possible_returns() == unbounded
 
 
 def test_a_restored_actor_continues_with_the_same_exploration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from runner.config.options import groups
 from runner.run import Session, build_run
 from runner.seeds import derive
 
-STEPS, BATCH, LR, TAU, CLIP = 12, 48, 0.01, 0.1, 2.0
+STEPS, BATCH, LR, TAU, DELTA, CLIP = 12, 48, 0.01, 0.1, 0.5, 2.0
 AGENT = (
     "workload=dqn",
     "device=cpu",
@@ -35,6 +35,7 @@ AGENT = (
     "workload.warm_up=120",
     "workload.replay_ratio=0.1",
     f"workload.target_tau={TAU}",
+    f"workload.huber_delta={DELTA}",
     "workload.eval_episodes=5",
     f"batch_size={BATCH}",
     f"optimizer.lr={LR}",
@@ -99,9 +100,10 @@ def plain(seed: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
         seen, following, action, reward, discount = rows[places].double().split([4, 4, 1, 1, 1], 1)
         with torch.no_grad():
             best = online(following).argmax(1, keepdim=True)
-            wanted = reward + discount * target(following).gather(1, best)
+            # each reward seen was 1, and the discount is 0.99
+            wanted = reward + discount * target(following).gather(1, best).clamp(0, 1 / (1 - 0.99))
         chosen = online(seen).gather(1, action.long())
-        loss = nn.functional.smooth_l1_loss(chosen, wanted)
+        loss = nn.functional.huber_loss(chosen, wanted, delta=DELTA)
         losses.append(loss.item())
         values.append(chosen.mean().item())
         optimizer.zero_grad()

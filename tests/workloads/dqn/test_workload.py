@@ -69,9 +69,10 @@ BOOTSTRAPS = {True: [1.0, 6.0, 3.0], False: [3.0, 6.0, 3.0]}
 
 
 @pytest.mark.parametrize("double", [True, False])
-@pytest.mark.parametrize("kind", ["huber", "mse"])
-def test_loss_and_gradient_equal_those_computed_by_hand(double: bool, kind: str) -> None:
-    run = built("workload=dqn", f"workload.double={double}", f"workload.td_loss={kind}")
+@pytest.mark.parametrize(("kind", "delta"), [("huber", 1.0), ("huber", 0.25), ("huber", 5.0), ("mse", 1.0)])
+def test_loss_and_gradient_equal_those_computed_by_hand(double: bool, kind: str, delta: float) -> None:
+    options = (f"workload.double={double}", f"workload.td_loss={kind}", f"workload.huber_delta={delta}")
+    run = built("workload=dqn", *options)
     model = linear_agent()
     loss, sums = run.workload.loss(model, BATCH)
     values = [1.0, -2.0, 0.5]
@@ -80,8 +81,8 @@ def test_loss_and_gradient_equal_those_computed_by_hand(double: bool, kind: str)
     if kind == "mse":
         each, slopes = [e * e for e in errors], [2 * e for e in errors]
     else:
-        each = [e * e / 2 if abs(e) < 1 else abs(e) - 0.5 for e in errors]
-        slopes = [max(-1.0, min(1.0, e)) for e in errors]
+        each = [e * e / 2 if abs(e) < delta else delta * (abs(e) - delta / 2) for e in errors]
+        slopes = [max(-delta, min(delta, e)) for e in errors]
     assert loss.item() == pytest.approx(sum(each) / 3)
     assert sums.tolist() == pytest.approx([sum(each), sum(values)])
     assert sums.dtype == torch.float32
@@ -91,6 +92,32 @@ def test_loss_and_gradient_equal_those_computed_by_hand(double: bool, kind: str)
         gradient[action] += slope / 3 * observation
     torch.testing.assert_close(model.online.head.weight.grad, gradient)  # pyright: ignore
     assert all(parameter.grad is None for parameter in model.target.parameters())
+
+
+@pytest.mark.parametrize(
+    ("possible", "bootstraps"),
+    [
+        ((0.0, 2.5), [1.0, 2.5, 2.5]),
+        ((-1.0, 0.5), [0.5, 0.5, 0.5]),
+        ((4.0, 9.0), [4.0, 6.0, 4.0]),
+        ((-1e38, 1e38), BOOTSTRAPS[True]),
+        ((-math.inf, math.inf), BOOTSTRAPS[True]),
+    ],
+)
+@pytest.mark.parametrize("precision", ["32", "bf16", "16", "64"])
+def test_the_next_values_are_clipped_to_the_possible_returns(
+    precision: str, possible: tuple[float, float], bootstraps: list[float]
+) -> None:
+    run = built("workload=dqn", f"precision={precision}", "workload.td_loss=mse")
+    run.precision.prepare(torch.device("cpu"))
+    batch = BATCH._replace(possible_returns=possible)
+    with run.precision.autocast():
+        loss, _ = run.workload.loss(run.precision.convert(linear_agent()), batch)
+    targets = [1 + 0.5 * bootstraps[0], 0 + 0.9 * bootstraps[1], 5.0]
+    assert loss.item() == pytest.approx(sum((v - t) ** 2 for v, t in zip([1, -2, 0.5], targets, strict=True)) / 3)
+    options = ("workload.clip_targets=false", "workload.huber_delta=1")
+    unclipped, _ = built("workload=dqn", *options).workload.loss(linear_agent(), batch)
+    assert unclipped.item() == pytest.approx((0.125 + 6.9 + 4.0) / 3)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -120,7 +147,7 @@ def test_the_bootstrap_has_no_gradient_through_the_online_network() -> None:
 
 @pytest.mark.parametrize("precision", ["32", "bf16", "16", "64"])
 def test_the_loss_is_summed_in_float32_in_every_precision(precision: str) -> None:
-    run = built(*SMALL, f"precision={precision}")
+    run = built(*SMALL, f"precision={precision}", "workload.huber_delta=1")
     run.precision.prepare(torch.device("cpu"))
     model = run.precision.convert(linear_agent())
     with run.precision.autocast():
@@ -255,6 +282,7 @@ def test_the_loop_equals_a_plain_torch_loop_on_the_same_transitions(agent: Calla
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Actor, "sample", noted)
         rest = ("steps=30", "schedule=constant", "optimizer.lr=0.01", "workload.target_tau=0.1", "workload.n_step=3")
+        rest += ("workload.huber_delta=2",)
         run = agent(*rest, "eval_every=0", "save_every=0", "max_grad_norm=5")
     torch.manual_seed(derive(run.run.seed, "weights"))
     online = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -264,8 +292,9 @@ def test_the_loop_equals_a_plain_torch_loop_on_the_same_transitions(agent: Calla
         seen, following, action, reward, discount = rows.split([4, 4, 1, 1, 1], 1)
         with torch.no_grad():
             best = online(following).argmax(1, keepdim=True)
-            wanted = reward + discount * target(following).gather(1, best)
-        loss = nn.functional.smooth_l1_loss(online(seen).gather(1, action.long()), wanted)
+            # each reward seen was 1, and the discount is 0.99
+            wanted = reward + discount * target(following).gather(1, best).clamp(0, 1 / (1 - 0.99))
+        loss = nn.functional.huber_loss(online(seen).gather(1, action.long()), wanted, delta=2)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(online.parameters(), 5)
@@ -467,6 +496,7 @@ REFUSED: dict[str, tuple[str, object, str]] = {
     "workload.warm_up=79 env.num_envs=16": ("workload.warm_up", 79, "workload.warm_up=80"),
     "workload.env_steps=1001": ("workload.env_steps", 1001, "workload.env_steps=1005"),
     "workload.td_loss=hubert": ("workload.td_loss", "hubert", "did you mean huber?"),
+    "workload.huber_delta=0": ("workload.huber_delta", 0.0, "conf/workload/dqn.yaml"),
     "workload.discount=1.1": ("workload.discount", 1.1, "conf/workload/dqn.yaml"),
     "workload.replay_ratio=0": ("workload.replay_ratio", 0.0, "conf/workload/dqn.yaml"),
     "model.hidden=[64,0]": ("model.hidden", [64, 0], "[256,256]"),
