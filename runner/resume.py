@@ -15,7 +15,7 @@ from typing import IO, Any
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import override_key
 from runner.config.schema import load_class, option_fields
-from runner.run import Result, Run, Session, config_hash
+from runner.run import Result, Run, Session, hashed_options
 from runner.storage import run_directory
 from runner.storage.durable_write import sync, write_bytes, write_json
 from runner.storage.manifest import CONFIG, DamagedError, saved_text, verified_manifest
@@ -414,7 +414,7 @@ def _has_same_config(path: Path, session: Session) -> bool:
             log.warning("%s is skipped: %s", path, error)
         return False
     try:
-        return config_hash(completed(saved)) == config_hash(completed(session.run.config))
+        return is_same_config(saved, session.run.config)
     except ConfigError:  # it names a class that cannot be loaded, for example of a package that has been removed
         return False
 
@@ -452,7 +452,7 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
             the model, the data or the environment differs, unless `may_change_on_resume` of that component lists the
             option. The error lists the first five differences.
     """
-    saved, now, differences = completed(saved), completed(now), []
+    saved, now, differences = _completed(saved), _completed(now), []
     for key in _ESSENTIAL:
         then, today = _essential(saved.get(key)), _essential(now.get(key))
         names = sorted({*then, *today})
@@ -468,7 +468,16 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
     check(not differences, "resume", source, why, remedy)
 
 
-def completed(config: Mapping[str, Any]) -> dict[str, Any]:
+def is_same_config(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether `resume=auto` continues a run with the config `saved` in a session with the config `now`.
+
+    Raises:
+        ConfigError: if a config names a class that cannot be loaded.
+    """
+    return hashed_options(_completed(saved)) == hashed_options(_completed(now))
+
+
+def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config`, which an earlier version may have written, with the defaults of the options that it lacks."""
 
     def defaults(cls: type) -> dict[str, Any]:

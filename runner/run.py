@@ -443,5 +443,12 @@ def config_hash(config: Mapping[str, Any]) -> str:
     The hash does not depend on the options `name`, `output_root`, `resume`, `tracking` and `how`, nor on credentials.
     The saved config, in which credentials are hidden, therefore has the same hash.
     """
-    hashed = redacted_values({key: value for key, value in config.items() if key not in _NOT_HASHED})
-    return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(hashed_options(config), sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def hashed_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of `config` on which `config_hash` depends.
+
+    Two configs with equal parts compute the same, even if their hashes differ: one may contain 1, the other 1.0.
+    """
+    return redacted_values({key: value for key, value in config.items() if key not in _NOT_HASHED})

@@ -897,11 +897,14 @@ def test_a_run_of_an_earlier_version_resumes(
 
 @pytest.mark.parametrize("name", ["classifier", "dqn"])
 def test_auto_finds_a_run_of_an_earlier_version(name: str, earlier: Callable[[str], Path], tmp_path: Path) -> None:
-    """Its config names classes by their earlier names, and an agent's schedule was another by default."""
+    """Its config names classes by their earlier names. The agent's other defaults have to be typed now."""
     path = earlier(name)
     (path / "result.json").unlink()  # as if it had been killed
     overrides: Any = OmegaConf.to_container(OmegaConf.load(path / "overrides.yaml"))
-    now_typed = ["schedule=step"] if name == "dqn" else []
-    succeed(tmp_path, *overrides, *now_typed, "resume=auto")
+    earlier_defaults = {
+        "classifier": [],
+        "dqn": ["schedule=step", "optimizer.lr=0.003", "workload.target_tau=0.01", "workload.huber_delta=1"],
+    }
+    succeed(tmp_path, *overrides, *earlier_defaults[name], "resume=auto")
     assert only_run(tmp_path) == path
     assert "resumed after step" in (path / "log.txt").read_text()

@@ -23,8 +23,8 @@ from runner.planning.auto_accumulation import fitting_accumulation
 from runner.planning.choice import measured_choice
 from runner.planning.choice_cache import Choice, ChoiceCache, may_be_chosen, today
 from runner.planning.trial import TrialError
-from runner.resume import completed
-from runner.run import Run, Session, build_run, config_hash
+from runner.resume import is_same_config
+from runner.run import Run, Session, build_run
 from runner.storage.run_directory import read_result, readable_entries
 from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import saved_config
@@ -135,7 +135,7 @@ def _continued(job: Job, keys: Collection[str], compose: Compose, directory: Pat
                 continue
             words = [*typed, *divided, *how]
             config = composed(*words).config
-            if config_hash(completed(config)) == config_hash(completed(saved)):
+            if is_same_config(saved, config):
                 return Job(config | ({"how": how} if "how" in keys else {}), words)
     return None
 
