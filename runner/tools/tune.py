@@ -36,8 +36,11 @@ from runner.tools.composed_run import compose_run, overrides_of
 
 _SECONDS = 60.0
 
-_SAVING_SECONDS = 3.0
-"""The part of the budget that is kept for ending the last trials, writing the files and the picture, and exiting."""
+_SAVING_SECONDS = 5.0
+"""The part of the budget that is kept for starting Python, ending the last trials, writing the files, and exiting.
+
+Where the files of torch are not in the cache of the disk, all of it is needed.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
