@@ -49,11 +49,10 @@ class Average:
         """
 
     def local_state(self, state_of: Callable[[torch.optim.Optimizer], dict[str, Any]]) -> dict[str, Any]:
-        """Return the part of this rank's average that `full_tensors` does not include.
+        """Return what only this rank has of the average, such as the averaged weights of its own ensemble member.
 
         Args:
-            state_of: function that is called with an optimizer, and returns the part of this rank's state that the
-                function `collect` does not return (see `full_tensors`).
+            state_of: the parallel mode's `local_state`, called with the optimizer that holds the average.
         """
         return {}
 
@@ -62,5 +61,5 @@ class Average:
 
         Args:
             state: the state; empty if the checkpoint has none.
-            load: function that loads into an optimizer the state that `state_of` returned (see `local_state`).
+            load: function that loads what `state_of` returned into an optimizer (see `local_state`).
         """

@@ -53,13 +53,13 @@ class DQN(Workload):
         n_step: number of rewards that are summed before bootstrapping (Hessel et al., Rainbow, 2018).
         double: select the next action with the online network and evaluate it with the target network (van Hasselt et
             al., 2016).
-        clip_targets: clip the value of the next observation to the discounted returns that are possible with rewards
-            like those seen so far (Andrychowicz et al., Hindsight Experience Replay, 2017, clip to those that the
-            environment can give). It prevents values that no episode can reach, to which bootstrapping may lead.
-        td_loss: loss of the temporal difference error: `mse`, or `huber`, which is linear for errors above
-            `huber_delta`. With 1, it is equivalent to the clipping of errors by Mnih et al. (2015).
-        huber_delta: the error above which the Huber loss is linear (`torch.nn.functional.huber_loss`). A value far
-            below the errors leads to the median of possible returns instead of their mean.
+        clip_targets: clip the value of the next observation to the discounted returns that are possible. They follow
+            from the smallest and the largest reward so far; Andrychowicz et al. (Hindsight Experience Replay, 2017)
+            clip to those of a known range. Without clipping, bootstrapping may raise values above every return.
+        td_loss: loss of the temporal difference error, `mse` or `huber`.
+        huber_delta: the error above which `huber` is linear (`torch.nn.functional.huber_loss`). `huber_delta=1` clips
+            errors as Mnih et al. (2015) do. If it is far below the errors, the network learns the median of the
+            returns instead of their mean.
         target_every: number of optimizer steps between updates of the target network.
         target_tau: the fraction by which an update moves the target network towards the online network (Lillicrap et
             al., Continuous Control with Deep Reinforcement Learning, 2016); 1 copies the online network (Mnih et al.,
