@@ -234,10 +234,11 @@ class Pipeline(Partition, MultiProcess):
         context.precision.scaled(torch.zeros((), device=context.device))
         return model
 
-    def _profiles(self, model: torch.nn.Module, context: Context) -> tuple[torch.Tensor, list[BlockProfile]]:
-        """Return the input of one sample, [1, …], and the profiles of all blocks, measured with one micro-batch."""
+    def _profiles(self, model: torch.nn.Module, context: Context) -> tuple[ActivationSpec, list[BlockProfile]]:
+        """Return the spec of the network's inputs, and the profiles of all blocks, measured with one micro-batch."""
         inputs = first_inputs(model, context, self._size)
-        return inputs[:1].cpu(), profile_blocks(model, inputs, context, timed=self.cuts == "auto")
+        spec = ActivationSpec(tuple(inputs.shape[1:]), inputs.dtype)
+        return spec, profile_blocks(model, inputs, context, timed=self.cuts == "auto")
 
     def _place_own_stages(
         self,

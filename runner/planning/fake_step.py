@@ -6,10 +6,10 @@ import copy
 import dataclasses
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -31,6 +31,8 @@ from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors
 from runner.training import prepare, refused_by_torch, train_step
 from runner.workloads.base import Workload
+
+T = TypeVar("T")
 
 _TRACED = 3
 """The maximum number of micro-batches per step that are traced."""
@@ -101,7 +103,8 @@ def _trace_ranks(session: Session) -> list[RankPlan]:
     if len(own_samples) == world_size:
         first = trace_rank(session, 0, world_size)
         return [first._replace(rank=rank) for rank in range(world_size)]
-    return [trace_rank(session, rank, world_size) for rank in range(world_size)]
+    sent: list[Any] = []
+    return [trace_rank(session, rank, world_size, sent) for rank in range(world_size)]
 
 
 def trace_blocks(session: Session, size: int) -> list[float]:
@@ -126,8 +129,8 @@ def trace_blocks(session: Session, size: int) -> list[float]:
         return [profile.seconds for profile in profiles]
 
 
-def trace_rank(session: Session, rank: int, world_size: int) -> RankPlan:
-    """Execute two steps of `rank` with fake tensors, and return what the second one takes.
+def trace_rank(session: Session, rank: int, world_size: int, sent: list[Any] | None = None) -> RankPlan:
+    """Execute a step of `rank` with fake tensors, and return what it takes, with the optimizer state already created.
 
     The tensors are those of the CPU; on other devices they have the same sizes. The model is not compiled: compiled
     models keep fewer activations.
@@ -136,6 +139,7 @@ def trace_rank(session: Session, rank: int, world_size: int) -> RankPlan:
         session: the prepared run, in any process.
         rank: the rank.
         world_size: number of processes of the run.
+        sent: the values that rank 0 sends to the other ranks: rank 0 adds them, and the other ranks take them from it.
 
     Raises:
         ConfigError: if torch refuses the config in its first step.
@@ -143,7 +147,7 @@ def trace_rank(session: Session, rank: int, world_size: int) -> RankPlan:
     run, cpu = session.run, torch.device("cpu")
     if isinstance(run.parallel, Hogwild):  # each worker trains by itself, as a single device does
         run = dataclasses.replace(run, parallel=Parallel())
-    collectives = FakeCollectives(rank, world_size) if world_size > 1 else Collectives()
+    collectives = FakeCollectives(rank, world_size, [] if sent is None else sent) if world_size > 1 else Collectives()
     devices = [cpu] * len(session.context.process.devices)
     process = Process(RankInfo(rank, world_size, rank, world_size), devices, collectives)
     group = fake_process_group(rank, world_size) if world_size > 1 else nullcontext()
@@ -219,10 +223,15 @@ def _trace(session: Session, directory: Path, tracker: MemoryTracker) -> RankPla
         batches = run.workload.batches(state.model, session.plan, 0, session.device)
         state.model.train()
         placed = sum(tracker.peak.values())
+        _create_optimizer_state(state)
+        _classify(tracker, state)
         for step in session.plan.steps(0, 2 * session.plan.steps_per_round):
             tracker.begin()
             train_step(state, batches, step, log_due=False)
             _classify(tracker, state)
+            if not tracker.current["gradients"]:
+                break
+            # DDP keeps the memory of the gradients, but only the next step can tell it from other memory.
         return RankPlan(
             session.rank,
             tracker.peak,
@@ -233,6 +242,15 @@ def _trace(session: Session, directory: Path, tracker: MemoryTracker) -> RankPla
             _blocks(state.model),
             any(isinstance(module, _BatchNorm) for module in state.model.modules()),
         )
+
+
+def _create_optimizer_state(state: State) -> None:
+    """Create the optimizer state and the averaged weights, as the first update does, without a forward pass."""
+    for parameter in state.model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+    state.session.run.precision.step(state.optimizer, None)
+    state.average.update()
 
 
 def _saved(state: State) -> dict[str, int]:
@@ -319,10 +337,25 @@ def _quiet() -> Iterator[None]:
 
 
 class FakeCollectives(Collectives):
-    """The collectives of one rank without its peers: `all_gather` assumes that every rank passes the same value."""
+    """The collectives of one rank without its peers: `all_gather` assumes that every rank passes the same value.
 
-    def __init__(self, rank: int, world_size: int):
-        self.rank, self.world_size = rank, world_size
+    Args:
+        rank, world_size: the rank of the process, and the number of processes.
+        sent: the values of `from_rank_0` in the order of its calls. Rank 0 adds them. Another rank takes them, or
+            computes what is missing itself.
+    """
+
+    def __init__(self, rank: int, world_size: int, sent: list[Any]):
+        self.rank, self.world_size, self._sent, self._num_received = rank, world_size, sent, 0
+
+    def from_rank_0(self, make: Callable[[], T]) -> T:
+        if self.rank > 0 and self._num_received < len(self._sent):
+            self._num_received += 1
+            return self._sent[self._num_received - 1]
+        value = make()
+        if self.rank == 0:
+            self._sent.append(value)
+        return value
 
     def all_gather(self, value: Any) -> list[Any]:
         return [value] * self.world_size

@@ -90,7 +90,7 @@ def test_the_predicted_peak_of_a_shard_is_that_of_the_allocator(tmp_path: Path) 
     rank, _ = planned(*RESNET, "parallel=fsdp")
     copied = sum(p.nbytes for p in _network(*RESNET).layer4[1].parameters())  # pyright: ignore
     with fake_process_group(0, 2):
-        process = Process(RankInfo(0, 2, 0, 2), [torch.device("cpu")], FakeCollectives(0, 2))
+        process = Process(RankInfo(0, 2, 0, 2), [torch.device("cpu")], FakeCollectives(0, 2, []))
         measured = measured_peak(composed(*RESNET, "parallel=fsdp"), tmp_path, process)
     assert rank.peak_bytes - copied == pytest.approx(measured, rel=0.05)
 

@@ -105,18 +105,17 @@ class _ToSent(torch.autograd.Function):
 
 
 def activation_specs(
-    inputs: torch.Tensor, outputs: Sequence[ActivationSpec], bounds: Sequence[int]
+    inputs: ActivationSpec, outputs: Sequence[ActivationSpec], bounds: Sequence[int]
 ) -> list[ActivationSpec]:
     """Return the specs of the activations before the first stage and after each stage.
 
     Args:
-        inputs: inputs of the network.
+        inputs: spec of the inputs of the network.
         outputs: spec of the output of each block.
         bounds: [0, …, num_blocks]: stage i has the blocks `bounds[i]:bounds[i + 1]`.
     """
-    first = ActivationSpec(tuple(inputs.shape[1:]), inputs.dtype)
     *between, last = (outputs[stop - 1] for stop in bounds[1:])
-    return [first, *between, last._replace(channels_last=False)]
+    return [inputs, *between, last._replace(channels_last=False)]
 
 
 def owners(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> dict[str, int]:
