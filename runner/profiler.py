@@ -63,9 +63,10 @@ class Simple(Profiler):
             seconds, calls = timer.seconds(), dict(timer.calls)
             timer.synchronize = None
             table = section_table(seconds, calls, self._num_steps)
-            path = _folder(directory) / "simple.txt"
-            path.write_text(table, encoding="utf-8")
-            log.info("time by section (%s):\n%s", path, table)
+            with _failures_logged():
+                path = _folder(directory) / "simple.txt"
+                path.write_text(table, encoding="utf-8")
+                log.info("time by section (%s):\n%s", path, table)
 
     def after_step(self, step: int) -> None:
         self._num_steps += 1
@@ -116,10 +117,12 @@ class Advanced(Profiler):
             yield
         finally:
             profile.disable()
-            folder = _folder(directory)
-            profile.dump_stats(folder / "advanced.prof")
-            (folder / "advanced.txt").write_text(function_tables(folder / "advanced.prof", self.top), encoding="utf-8")
-            log.info("time by function: %s (advanced.prof is for viewers such as snakeviz)", folder / "advanced.txt")
+            with _failures_logged():
+                folder = _folder(directory)
+                profile.dump_stats(folder / "advanced.prof")
+                tables = function_tables(folder / "advanced.prof", self.top)
+                (folder / "advanced.txt").write_text(tables, encoding="utf-8")
+                log.info("time by function: %s (advanced.prof is for viewers like snakeviz)", folder / "advanced.txt")
 
 
 def function_tables(path: Path, top: int) -> str:
@@ -201,12 +204,25 @@ class Trace(Profiler):
     def _write(self, folder: Path, device: torch.device, profile: torch.profiler.profile) -> None:
         self._num_written += 1
         name = "trace" if self.repeat == 1 else f"trace_{self._num_written}"
-        profile.export_chrome_trace(str(folder / f"{name}.json.gz"))
         averages = profile.key_averages(group_by_input_shape=self.record_shapes)
         kind = "device" if device.type == "cuda" else "cpu"
         table = averages.table(sort_by=f"self_{kind}_time_total", row_limit=100)
-        (folder / f"{name}.txt").write_text(table, encoding="utf-8")
-        log.info("trace for https://ui.perfetto.dev: %s", folder / f"{name}.json.gz")
+        with _failures_logged():
+            profile.export_chrome_trace(str(folder / f"{name}.json.gz"))
+            (folder / f"{name}.txt").write_text(table, encoding="utf-8")
+            log.info("trace for https://ui.perfetto.dev: %s", folder / f"{name}.json.gz")
+
+
+@contextmanager
+def _failures_logged() -> Iterator[None]:
+    """Log an error of the file system that is raised in this context, such as a full disk.
+
+    A profile that cannot be written does not end the run, and does not replace the error that has ended it.
+    """
+    try:
+        yield
+    except OSError as error:
+        log.error("the profile cannot be written: %s", error)
 
 
 def _folder(directory: Path) -> Path:

@@ -5,6 +5,7 @@ The loop depends only on the base classes of parallel modes, precisions and work
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from runner.parallel.context import Process
 from runner.run import CrashedError, Result, Run, Session, build_run, describe_model
 from runner.seeds import derive
 from runner.state import State
+from runner.storage.durable_write import write_bytes
 from runner.storage.saved_config import config_yaml
 from runner.system import memory, torch_errors, torch_private
 from runner.system.provenance import environment
@@ -267,11 +269,21 @@ def introduce(state: State, recorder: Recorder) -> None:
 
 
 def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
-    """Save this process's batch of `step`, at which the run diverged, to `directory` if the workload can reload it."""
-    batch = session.run.workload.diverged_batch(session.plan, step, session.device)
-    if batch is not None:
-        path = directory / f"diverged_step_{step:08d}_rank_{session.rank}.pt"
-        torch.save({"step": step, **batch}, path)
+    """Save this process's batch of `step`, at which the run diverged, to `directory` if the workload can reload it.
+
+    If the batch cannot be read or written, for example because the disk is full, this is logged.
+    """
+    path = directory / f"diverged_step_{step:08d}_rank_{session.rank}.pt"
+    try:
+        batch = session.run.workload.diverged_batch(session.plan, step, session.device)
+        if batch is None:
+            return
+        content = io.BytesIO()
+        torch.save({"step": step, **batch}, content)  # to a file, torch raises its own errors, and leaves half of it
+        write_bytes(path, content.getvalue())
+    except OSError as error:
+        log.error("the batch of step %d cannot be saved: %s", step, error)
+    else:
         log.error("the batch of step %d is in %s", step, path)
 
 

@@ -50,6 +50,27 @@ def test_none_writes_nothing_and_does_not_touch_the_timer(tmp_path: Path) -> Non
     assert timer.calls == {"data": 1}
 
 
+@pytest.mark.parametrize("name", ["simple", "advanced", "trace"])
+def test_a_profile_that_cannot_be_written_does_not_hide_the_error_of_the_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: Path, *_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", str(self))
+
+    def crash(profiler: Profiler) -> None:
+        with profiler.profile(tmp_path, CPU):
+            for step in range(1, 30):
+                profiler.after_step(step)
+            raise RuntimeError("the run's own error")
+
+    profiler = build(option_node("profiler", name), Profiler, "profiler")
+    monkeypatch.setattr(Path, "write_text", full)
+    train(profiler, tmp_path, 30)
+    assert "No space left on device" in caplog.text
+    with pytest.raises(RuntimeError, match="own error"):
+        crash(profiler)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Simple
 

@@ -139,6 +139,24 @@ def test_the_diverged_batch_is_saved_as_it_was_augmented(
     assert saved["targets"].equal(torch.cat([batch.targets for batch in seen[8:10]]))
 
 
+def test_a_run_that_diverges_on_a_full_disk_has_diverged(
+    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its batch cannot be saved, and nothing is left of it."""
+    from runner.workloads.classifier import Classifier
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    criterion = Classifier.criterion
+    monkeypatch.setattr(runner.training, "write_bytes", full)
+    monkeypatch.setattr(Classifier, "criterion", lambda *a: criterion(*a) * NAN)
+    run = trained("steps=3", "log_every=1")
+    assert (run.result.status, run.result.error) == ("diverged", "the loss is not finite at step 1")
+    assert not list(run.directory.glob("*diverged_step*"))
+    assert "the batch of step 1 cannot be saved" in caplog.text
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # All else that a checkpoint holds
 

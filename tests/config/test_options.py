@@ -78,6 +78,7 @@ for mode in ("model", "pipeline"):
 REFUSED[frozenset(("optimizer=muon", "parallel=fsdp"))] = ("optimizer: got 'Muon'", "fsdp")
 REFUSED[frozenset(("workload=dqn", "debug=overfit"))] = ("workload.overfit_batches:", "DQN")
 if find_spec("Box2D") is None:
+    ABSENT_HERE["experiment=dqn_lunarlander"] = ("env.id: got 'LunarLander-v3'", "box2d")
     REFUSED[frozenset(("workload=dqn", "env=lunarlander"))] = ("env.id: got 'LunarLander-v3'", "box2d")
 if torch.cuda.is_available():
     REFUSED[frozenset(("parallel=hogwild", "device=cuda"))] = ("device.kind: got 'cuda'", "hogwild")
