@@ -77,6 +77,8 @@ def main() -> None:
     parser.add_argument("--run", choices=CASES, help="measure one case, and print the peak of each rank")
     arguments = parser.parse_args()
     if arguments.run:
+        from benchmarks.plan import measured  # of the module that other ranks can import, which `__main__` is not
+
         print(json.dumps(measured(arguments.run)))
     elif arguments.what == "time":
         times(arguments.repeats)
