@@ -9,9 +9,11 @@ from torch import nn
 class FrozenBatchNorm(nn.Module):
     """Batch normalization with the running statistics, in training mode too: a fixed affine map of each channel.
 
-    A batch normalization layer whose weight and bias are frozen is converted to this class in place, by setting its
-    `__class__`, which keeps its tensors and their names. It is not a subclass of torch's batch normalization, so that
-    no parallel mode synchronizes, defers or averages statistics that do not change.
+    This class is for batch normalization layers whose weight and bias are frozen. Such a layer is converted in place,
+    by setting its `__class__`; it keeps its tensors and their names.
+
+    The class is not a subclass of torch's batch normalization. Therefore, parallel modes that synchronize, defer or
+    average the statistics of batch normalization layers do not change layers of this class.
     """
 
     weight: torch.Tensor

@@ -23,10 +23,11 @@ Forward = TypeVar("Forward", bound=Callable[..., torch.Tensor])
 
 
 def recomputable(forward: Forward) -> Forward:
-    """Decorate a module's `forward` so that the backward pass repeats it if `module.checkpoint_activations` is True.
+    """Decorate a module's method `forward` with activation checkpointing.
 
-    Because the module itself is not wrapped, it behaves the same in any stage of a pipeline, and its hooks (such as the
-    hooks of FSDP) run only once.
+    If `module.checkpoint_activations` is True, only the inputs of `forward` are stored, and the backward pass calls
+    `forward` again to recompute the other activations. The module itself is not wrapped. Therefore, it behaves the same
+    in any stage of a pipeline, and its hooks (such as the hooks of FSDP) run only once.
     """
 
     @functools.wraps(forward)
@@ -43,7 +44,7 @@ def recomputable(forward: Forward) -> Forward:
 
 
 def make_recomputable(module: nn.Module) -> None:
-    """Let the backward pass repeat the forward pass of `module`.
+    """Turn on activation checkpointing for `module`: the backward pass recomputes its activations.
 
     The class of `module` is replaced in place by a subclass with the same name.
     """

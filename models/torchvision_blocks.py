@@ -63,10 +63,11 @@ def _vit(vit: models.VisionTransformer) -> Layers:
 
 
 def _children(*names: str, **functions: nn.Module) -> Callable[[nn.Module], Layers]:
-    """Return a function that lists the layers `names` of a network, in this order.
+    """Return a function that lists the layers of a network in the order of `names`.
 
-    A name that is a key of `functions` stands for the module there, and any other name for a submodule of the network.
-    The modules in `functions` have no parameters; they replace functions that the network's forward pass calls.
+    Args:
+        names: the names of the layers. Each is a key of `functions`, or the name of a submodule of the network.
+        functions: modules without parameters, by name. They replace functions that the network's forward pass calls.
     """
     return lambda network: [(name, functions.get(name) or network.get_submodule(name)) for name in names]
 
@@ -128,8 +129,8 @@ def with_blocks(network: nn.Module) -> nn.Module:
     """Give `network` the method `blocks()` if its class is in `CHAINS`, and return `network`.
 
     As in `fully_shard`, the class of the network is replaced in place by a subclass with the same name. The forward
-    pass and the parameters stay the same. The subclass cannot be built directly, because torchvision's builder
-    functions take no class.
+    pass and the parameters stay the same. The class is replaced after the network has been created, because
+    torchvision's builder functions cannot create a network of a given class.
     """
     cls = type(network)
     if cls in CHAINS:
@@ -161,7 +162,10 @@ def _named(prefix: str, container: Iterable[nn.Module] | nn.Module) -> Layers:
 
 
 def _flattened(layers: Layers) -> Iterator[tuple[str, nn.Module]]:
-    """Yield `layers`, with the contents of containers in place of the containers."""
+    """Yield `layers`, with the children of each `nn.Sequential` or `AnyStage` in its place, at any depth.
+
+    Other subclasses of `nn.Sequential` are not divided.
+    """
     for name, layer in layers:
         if type(layer) in (nn.Sequential, AnyStage):
             yield from _flattened(_named(name, layer))

@@ -23,10 +23,10 @@ class Device:
             first device or, in a parallel mode with several devices, for the devices in `indices`.
         indices: the indices of the CUDA devices that a parallel mode with several devices may use; empty for all
             visible devices.
-        threads: the number of CPU threads that each process uses for an operation (`torch.set_num_threads`); null for
-            torch's default or, if there are several processes, for an equal share of the cores. On a CPU device,
-            null also leaves one core to each data worker, but at most half of the cores (rounded up) to all of them. It
-            leaves none if the environment variable OMP_NUM_THREADS is set.
+        threads: the number of CPU threads that each process uses for an operation (`torch.set_num_threads`). null
+            chooses torch's default or, if there are several processes, an equal share of the cores. If the device is
+            the CPU, null also reserves one of the process's cores for each data worker, but in total at most half of
+            them (rounded up). If the environment variable OMP_NUM_THREADS is set, null always chooses torch's default.
     """
 
     kind: str = "auto"
@@ -128,11 +128,17 @@ _AVAILABLE = "device=auto chooses an available device; `python -m runner.tools.d
 
 
 def default_threads(device: torch.device, num_data_workers: int) -> int:
-    """Return the number of CPU threads for an operation if `device.threads` is null.
+    """Return the number of CPU threads that a process uses for an operation if the option `device.threads` is null.
 
-    On the CPU, one core is left to each data worker, but at most half of the cores (rounded up) to all of them. A
-    thread that has to wait for a core holds up the other threads of its operation: beside a busy data worker, two
-    threads on two cores can take several times as long as one thread.
+    If `device` is the CPU, one of the process's cores is reserved for each data worker, but in total at most half of
+    them (rounded up). No core is reserved if the environment variable OMP_NUM_THREADS is set.
+
+    The reason is that a thread that has to wait for a core delays the other threads of its operation: beside a busy
+    data worker, two threads on two cores can take several times as long as one thread.
+
+    Args:
+        device: the device of this process.
+        num_data_workers: number of data worker processes of this process.
     """
     threads = torch.get_num_threads()
     if device.type != "cpu" or not num_data_workers or "OMP_NUM_THREADS" in os.environ:

@@ -86,7 +86,8 @@ class Optimizer(ABC):
 
         Args:
             model: the model, or the part of it that this rank holds.
-            groups: the groups of the whole model's parameters; None to compute them from `model`, the whole model.
+            groups: the parameter groups of the whole model, as `parameter_groups` returns them. None to compute them
+                from `model`, which must then be the whole model.
 
         Raises:
             ConfigError: as `parameter_groups` does, if `groups` is None.
@@ -145,7 +146,16 @@ class Optimizer(ABC):
         return found
 
     def _torch_groups(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None) -> list[dict[str, Any]]:
-        """Return the groups to pass to a torch optimizer, each with only its parameters that are in `model`."""
+        """Return parameter groups in the form of dicts that torch optimizers accept.
+
+        Args:
+            model: the model, or the part of it that this rank holds. Parameters that are not in it are left out.
+            groups: the parameter groups of the whole model; None to compute them from `model`, which must then be the
+                whole model.
+
+        Raises:
+            ConfigError: as `parameter_groups` does, if `groups` is None.
+        """
         own = dict(model.named_parameters())
         return [
             {
@@ -322,9 +332,10 @@ class Muon(AdamW):
 
     Matrices are parameters with two dimensions: the weights of linear layers, but not those of convolutions. Updates of
     matrices are scaled to the size of AdamW's updates (Liu et al., Muon is Scalable for LLM Training, 2025), so that
-    Muon and AdamW share one learning rate and one weight decay. Muon orthogonalizes its updates in bfloat16, which has
-    8 significant bits. Between two parallel modes, gradients differ by float32 rounding; Muon's updates may therefore
-    differ by bfloat16 rounding, which is larger. `fused` applies only to AdamW.
+    Muon and AdamW share one learning rate and one weight decay. `fused` applies only to AdamW.
+
+    Muon orthogonalizes its updates in bfloat16, which has 8 significant bits. Two parallel modes compute the same
+    gradients up to float32 rounding, but their Muon updates may differ by bfloat16 rounding, which is larger.
 
     Args:
         momentum: momentum factor for matrices.

@@ -215,7 +215,7 @@ class Session:
 
     @property
     def plan(self) -> Plan:
-        """The batch arithmetic of this process."""
+        """The batch arithmetic of this process: which samples are in its micro-batches."""
         return self.context.plan
 
     @property
@@ -278,8 +278,9 @@ class Result:
         best: the `metric`, the `value` and the `step` of the best evaluation; empty if there was no evaluation.
         seconds: time in seconds from the first step of this session to the end of the session.
         samples_per_second: training throughput of all processes together, from the median step time.
-        step_seconds: the `median` and the 90th percentile (`p90`) of the times of the steps (or rounds of steps) in
-            this session, in seconds; the first steps do not count. Empty if there was no step.
+        step_seconds: the `median` and the 90th percentile (`p90`) of the times of the steps in this session, in
+            seconds; the first steps do not count. If an iteration of the training loop has several steps (see
+            `Plan.steps_per_round`), the iterations are timed instead. Empty if there was no step.
         peak_memory_bytes: peak memory usage of rank 0 on its GPU or, without a GPU, in host memory.
         world_size: number of processes.
         config_hash: hash of the config (see the function `config_hash`).
@@ -449,6 +450,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
 def hashed_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of `config` on which `config_hash` depends.
 
-    Two configs with equal parts compute the same, even if their hashes differ: one may contain 1, the other 1.0.
+    To find out whether two configs describe the same computation, compare these parts, not the hashes: 1 and 1.0 are
+    equal, but their hashes differ.
     """
     return redacted_values({key: value for key, value in config.items() if key not in _NOT_HASHED})

@@ -89,6 +89,8 @@ def train_rank(config: dict[str, Any], directory: Path, process: Process) -> Res
 def prepare(session: Session, directory: Path, with_table: bool = False) -> State:
     """Return the state of the run, with the model on its devices, resumed from a checkpoint if there is one.
 
+    The arguments are those of `initial_state`.
+
     Raises:
         ConfigError: as in `initial_state` and `State.resume`.
     """
@@ -101,7 +103,8 @@ def initial_state(session: Session, directory: Path, with_table: bool = False) -
     """Return the state of the run before its first step, with the model on its devices.
 
     The weights depend only on the seed of the session; later random numbers also depend on the process. This function
-    seeds torch's global generator, and resets the section timer and the peak of the memory.
+    seeds torch's global generator. It also resets the global timer of `runner.system.section_timer`, and the peak
+    memory usage (see `runner.system.memory.reset_peak`).
 
     Args:
         session: the options and the process.

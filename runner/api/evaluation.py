@@ -75,6 +75,13 @@ def _check_signature(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Check that the names of the classes or targets are those with which the model was trained.
 
     Inputs may have another size, because some networks take images of any size.
+
+    Args:
+        own: the signature of the workload with the data of the evaluation (see `Workload.signature`).
+        saved: the signature in the checkpoint. Names are not checked if it has none.
+
+    Raises:
+        ConfigError: with the key `data`, if the names differ.
     """
     for key in ("classes", "targets"):
         here, there = (list(signature.get(key) or []) for signature in (own, saved))

@@ -43,10 +43,14 @@ Compose = Callable[[Sequence[str]], Job]
 
 
 def with_choices(job: Job, compose: Compose, directory: Path | None = None, config_dir: str | None = None) -> Job:
-    """Return `job` with a number of micro-batches for `accumulation=auto`, and a way to train for `how=auto`.
+    """Return `job` with choices for this machine in place of `accumulation=auto` and `how=auto`.
 
-    Both are chosen for this machine, and become part of the config. If `resume=auto` continues a run, the choices of
-    that run are reused, because other choices would change the config, and a run with another config is not continued.
+    `accumulation=auto` is replaced by a number of micro-batches with which the run fits into memory. `how=auto` is
+    replaced by a list of overrides that make the run faster, for example `parallel=ddp`; the list may be empty. The
+    choices become part of the config.
+
+    If `resume=auto` continues a run, the choices of that run are reused. Other choices would change the config, and a
+    run can only be continued with the same config.
 
     Args:
         job: the composed config, and the overrides from which it was composed.
@@ -110,11 +114,13 @@ def _without(overrides: Iterable[str], keys: Collection[str]) -> list[str]:
 
 
 def _continued(job: Job, keys: Collection[str], compose: Compose, directory: Path | None) -> Job | None:
-    """Return `job` with the choices of the run that it continues; None if there is no such run.
+    """Return `job` with the choices of the run that `job` continues; None if it continues no run.
 
-    The run is the one in `directory` or, if `directory` is None, the newest unfinished run that fits. A run fits if
-    `job`, with the choices of this run, has the same config as the run. A run whose choices contain an override that
-    cannot be part of a choice is not continued, because its directory may come from somebody else.
+    The run in `directory` is considered or, if `directory` is None, all unfinished runs, newest first. `job` continues
+    the first of them whose config is the same as the config of `job` with the choices of that run.
+
+    A run directory may come from somebody else. Therefore, a run is not continued if its choices contain an override of
+    an option that `accumulation=auto` and `how=auto` cannot choose.
 
     Args:
         job: the composed config, and the overrides from which it was composed.
@@ -157,7 +163,17 @@ def _to_continue(config: Mapping[str, Any], directory: Path | None) -> list[Path
 
 
 def _chosen(job: Job, typed: list[str], compose: Compose, config_dir: str | None) -> list[str]:
-    """Return the overrides that are chosen for the config, and print why; an empty list if nothing was measured."""
+    """Return the overrides that `how=auto` chooses for the config, and print their measured speedup.
+
+    The choice is read from the cache, or measured and then cached. The list is empty if no other way to train is
+    faster, if the run is too short for measuring to pay off, or if its steps cannot be measured.
+
+    Args:
+        job: the composed config with `how=auto`.
+        typed: the overrides of `job`, except `how`.
+        compose: as in `with_choices`.
+        config_dir: as in `with_choices`.
+    """
     entry = ChoiceCache(job.config, typed, config_dir)
     choice, problem = entry.read()
     if choice is None:

@@ -185,11 +185,13 @@ class Composer:
         return config
 
     def _explained(self, error: Exception, overrides: list[str], mode: RunMode) -> Exception:
-        """Return an error that names the override that caused `error`, if there is such an override.
+        """Return a config error that names the override that caused `error`.
 
-        This is the first override without which the config can be composed. If there is none, because there are several
-        mistakes, it is the first override that leads to the same error together with those before it. If no override is
-        found, or if `config_error` can translate `error` directly, return `error` itself.
+        If `config_error` can translate `error`, or if no override is found to be the cause, return `error` itself.
+
+        The cause is the first override without which the config can be composed. If several overrides are wrong, there
+        is no such override. The overrides are then added one after another, and the cause is the first one with which
+        the same error occurs.
         """
         if config_error(error) is not None:
             return error
@@ -249,7 +251,10 @@ def _job(config: DictConfig) -> Job:
 
 @cache
 def _hydra_without_options() -> dict[str, Any]:
-    """Return the config node `hydra` of a config without options of this project: a dict from dotted keys to values."""
+    """Return Hydra's default values of the config node `hydra`: a dict from dotted keys to values.
+
+    The option files of this project, which may change these values, are not read.
+    """
     loader = ConfigLoaderImpl(create_config_search_path(None))
     return _flat(loader.load_configuration(None, [], RunMode.RUN).hydra)
 

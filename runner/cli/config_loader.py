@@ -36,7 +36,10 @@ _TRACKERS = re.compile(r"tracking=(\[.*\])")
 
 
 class ConfigLoader(ConfigLoaderImpl):
-    """A config loader that keeps composed options, and composes them again if an option file has changed.
+    """A config loader with a cache of configs.
+
+    A cached config is composed from the option files and the overrides that choose options. Overrides of single values
+    are applied to a copy of it. If an option file has changed, the config is composed again.
 
     The override `tracking=[tensorboard,csv]` is short for `tracking=several tracking.names=[tensorboard,csv]`. Hydra
     itself would use only the last option in the list.
@@ -74,10 +77,17 @@ class ConfigLoader(ConfigLoaderImpl):
     def _keep(
         self, key: tuple[Any, ...], config_name: str | None, chosen: list[str], *rest: Any, **options: Any
     ) -> bool:
-        """Compose the options that the overrides `chosen` choose, and keep the config; return whether it was kept.
+        """Compose a config with the overrides `chosen`, and add it to the cache; return whether it was added.
 
-        The config is not kept if it depends on more than the option files, or cannot be composed. The caller then
-        composes all overrides, so that an error refers to what was typed.
+        The config is not added if it depends on more than the option files, or if it cannot be composed. The caller
+        then composes the config with all overrides, without the cache, so that an error refers to what was typed.
+
+        Args:
+            key: the result of `_key`, under which the config is cached.
+            config_name: the name of the root config.
+            chosen: the overrides that choose options, such as `optimizer=adam`.
+            rest: further arguments for Hydra's config loader.
+            options: further keyword arguments for Hydra's config loader.
         """
         before = OptionFiles.sets_hydra, OptionFiles.is_constant
         OptionFiles.sets_hydra, OptionFiles.is_constant = False, True
@@ -96,9 +106,10 @@ class ConfigLoader(ConfigLoaderImpl):
         return True
 
     def _key(self, config_name: str | None, run_mode: RunMode, chosen: list[str]) -> tuple[Any, ...] | None:
-        """Return everything on which the options of a config depend; None if this is not known.
+        """Return the key of a config in the cache; None if the config cannot be cached.
 
-        This includes the option files, and the options that were registered with Hydra, for example by a saved config.
+        The key contains everything on which the config depends. This includes the size and the time of the last change
+        of each option file, and the options that were registered with Hydra, for example by a saved config.
         """
         sources = [(source.scheme(), source.path) for source in self.get_sources()]
         if not {scheme for scheme, _ in sources} <= {"pkg", "structured", OptionFiles.scheme()}:

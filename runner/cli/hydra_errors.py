@@ -78,8 +78,9 @@ def _other_key(key: str, chosen: Collection[str]) -> str:
     """Return a remedy for the unknown key `key`: a similar key, another option that has `key`, or all valid keys.
 
     Args:
-        key: the unknown key.
-        chosen: the keys of the option that the config chooses; empty if they are not known.
+        key: the unknown key, such as `optimizer.lrr`.
+        chosen: the valid keys of the option that is chosen in this group, without the prefix `optimizer.`; empty if
+            they are not known.
     """
     group, _, name = key.partition(".")
     if group == "hydra":

@@ -30,7 +30,12 @@ REFUSALS = (ConfigError, HydraException, OmegaConfBaseException)
 
 
 class _Base(NamedTuple):
-    """What is computed only once for all jobs with the same config groups and devices, from the first of these jobs."""
+    """Values that are computed once for all jobs with the same overrides of config groups and devices.
+
+    Args:
+        config_hash: the hash of the config of the first of these jobs.
+        demand: the processes, GPUs and CPU threads that each of these jobs needs.
+    """
 
     config_hash: str
     demand: Demand
@@ -39,15 +44,16 @@ class _Base(NamedTuple):
 class Planner:
     """The planner of a sweep's jobs.
 
-    Because composing a config takes 50 ms, the planner composes only one config for each combination of config groups
-    and devices. Later, the command of each job composes the config of the job.
+    Composing a config takes 50 ms. Therefore, the planner composes only one config for all jobs with the same overrides
+    of config groups and devices (`parallel.…`, `device.…`). Later, the command of each job composes the job's config.
 
     Args:
         jobs: the combinations of values in the sweep.
         config_dir: the directory of `--config-dir`; None if the flag was not typed.
 
     Attributes:
-        config: the config of the first job that can run, or that fails only because of the value of a swept key.
+        config: the config of the first job that can run. A job that fails because of the value of a swept key counts as
+            one that can run, because other jobs have another value of this key.
         path: the directory of the sweep. It must be set before `plan` is called.
 
     Raises:

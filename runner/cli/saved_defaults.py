@@ -57,11 +57,16 @@ def register_saved(source: Path, arguments: Iterable[str]) -> str:
 
 
 def _plain(value: Any, key: str, overridden: set[str]) -> Any:
-    """Return `value`, the saved value of `key`, with None in place of the value of each overridden key.
+    """Return `value`, with None in place of each value that the command line overrides.
+
+    Args:
+        value: a saved value; in a dict, the values are replaced at any depth.
+        key: the dotted key of `value` in the config.
+        overridden: the dotted keys that the command line overrides.
 
     Raises:
-        ConfigError: if a string is a reference (`${…}`), a missing value (`???`) or a hidden credential (`***`). The
-            user has to type such a value again.
+        ConfigError: if a string that is not overridden is a reference (`${…}`), a missing value (`???`) or a hidden
+            credential (`***`). The user has to type such a value again.
     """
     if key in overridden:
         return None
@@ -124,9 +129,12 @@ def _store(config: dict[str, Any], overridden: set[str]) -> None:
 
 
 def _default(entry: Any, chosen: dict[str, str | None]) -> Any:
-    """Return `entry`, an entry of the root config's defaults list, with the option that `chosen` has for its group.
+    """Return `entry`, an entry of a defaults list, with the option of a saved config in place of its own option.
 
-    An optional group gets the option None. A group that is not in `chosen` keeps its option.
+    Args:
+        entry: a dict `{group: option}`, or a string, which is returned unchanged. If the group is optional, as in
+            `optional local`, its option is replaced by None.
+        chosen: the option of each group, None for no option. A group that is not in `chosen` keeps its own option.
     """
     if isinstance(entry, str):
         return entry

@@ -40,7 +40,8 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 def _marked(text: str) -> str:
     """Return `text`, with a mark in each reference to an environment variable that must not be resolved.
 
-    A reference in the default of a marked reference is marked, too. A reference inside any other interpolation is not.
+    In `${oc.env:A,${oc.env:B}}`, both references are marked: the second is the default of the first. A reference
+    inside any other interpolation is not marked, as in `${oc.decode:${oc.env:NAME}}`.
     """
     kept: list[bool] = []
     """An item per open brace: False if it begins an interpolation that is resolved, otherwise True."""

@@ -55,10 +55,16 @@ def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: obj
 
 
 def _constructed(cls: type[Component], values: dict[str, Any], parts: dict[str, object]) -> Component:
-    """Create a component of the class `cls`, which may check whether the paths among its options exist.
+    """Create a component of the class `cls`.
+
+    Args:
+        cls: the class. Its `__post_init__` may check whether files or directories that are named in options exist.
+        values: the values of the options, by field name.
+        parts: the components that the new component holds, by field name.
 
     Raises:
-        ConfigError: if the operating system cannot look up such a path.
+        ConfigError: if the operating system reports an error for such a file or directory, for example that its name
+            is too long.
     """
     try:
         return cls(**values, **parts)

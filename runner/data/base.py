@@ -148,7 +148,11 @@ class LabeledSamples(Samples):
         """
 
     def image_input(self) -> dict[str, Any] | None:
-        """Return a dict with the fields of the `ImageInput` for this data; None if files cannot be read as inputs."""
+        """Return the fields of the `ImageInput` that converts image files to inputs of the model, as a dict.
+
+        Return None (the default) if image files cannot be converted to inputs. The fields are saved with every
+        checkpoint, so that the trained model can classify image files.
+        """
         return None
 
 

@@ -28,12 +28,13 @@ Files = dict[str, list[str]]
 
 
 def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
-    """Return the training images and the held-out images below `root`.
+    """Return the training images and the held-out images below `root`, as dicts from class to sorted paths.
 
     Args:
-        root: a directory with one of two layouts. Either it contains two directories, `train` and one of `HELD_OUT`,
-            both with one directory per class. Or it contains the class directories themselves.
-        holdout: fraction of the images of each class to hold out; used only if `root` contains the class directories.
+        root: a directory with one of two layouts. In the first, it contains the directory `train` and a directory of
+            held-out images (the first that exists of `val`, `valid`, `validation` and `test`), both with one directory
+            per class. In the second, it contains one directory per class.
+        holdout: fraction of the images of each class to hold out; used only for the second layout.
 
     Raises:
         ConfigError: with the key `root`, if `root` has neither of these layouts, if directories cannot be listed or are
@@ -82,10 +83,10 @@ class _Visited:
 
 
 def _listed(root: Path, holdout: float) -> Listing:
-    """List the training images and the held-out images below `root`, for `cached`.
+    """Return a new listing of the training images and the held-out images below `root`.
 
-    The values of the returned `Listing` are the training images, the held-out images and a list of notes for the log.
-    Paths are relative to `root`.
+    `folder_cache.cached` calls this function if there is no valid cached listing. The values of the listing are the
+    training images, the held-out images and a list of notes for the log. Paths are relative to `root`.
     """
     visited = _Visited(root)
     train, held_out = _found(root, holdout, visited)
@@ -164,7 +165,11 @@ def _folders(path: Path, visited: _Visited) -> list[str]:
 
 
 def _images(path: Path, others: Counter[str], visited: _Visited) -> list[str]:
-    """Return the images below `path`. Add the numbers of other files to `others`, by extension or as `hidden`."""
+    """Return the sorted paths of the images below `path`, at any depth, and count all other files in `others`.
+
+    The key of a file in `others` is `hidden` if its name starts with a dot; otherwise, it is the file's extension or
+    `without extension`.
+    """
     images: list[str] = []
     seen = {str(parent) for parent in Path(os.path.realpath(path)).parents}  # they hold images of other classes
     for where, folders, names in os.walk(path, followlinks=True, onerror=_cannot_read):

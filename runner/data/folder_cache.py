@@ -73,7 +73,8 @@ def cached(key: Iterable[Any], listed: Callable[[], Listing]) -> Any:
     module.
 
     Args:
-        key: what the listing depends on besides the content of the directories, as plain values for JSON.
+        key: everything that determines the listing except the content of the directories: for example, the path of the
+            data set and the options. The values must be of types that JSON supports.
         listed: function that lists the directories.
     """
     text = json.dumps([_FORMAT, *key])
@@ -96,10 +97,15 @@ def _latest(stamps: dict[str, Stamp]) -> float:
 
 
 def _read(path: Path, key: str) -> Any:
-    """Return the values in the file `path`.
+    """Return the values of the cached listing in the file `path`.
+
+    Args:
+        path: the cache file.
+        key: the expected key of the listing, as JSON.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: if there is no listing, or it is damaged or no longer valid.
+        OSError, ValueError, KeyError, TypeError: if there is no listing, or it is damaged, has another key, or is no
+            longer valid.
     """
     checksum, _, body = path.read_text(encoding="utf-8").partition("\n")
     if checksum != _checksum(body):

@@ -50,7 +50,9 @@ class Job(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A loaded batch, and a list of its samples that could not be read. The main process handles these samples.
+    """A loaded batch, and a list of its samples that could not be read.
+
+    The main process replaces these samples in training, and leaves them out in evaluations.
 
     Args:
         job: the description of the batch.
@@ -144,7 +146,8 @@ class FileSamples(LabeledSamples):
         unreadable: record of the files that cannot be read; may be shared with another `FileSamples`.
         augment: further transforms of training images, applied to the images that `read` returns.
         centre: side of the central square to which `read` crops images in evaluations, as a fraction of the image's
-            shorter side. None if `read` does not crop in this way; `image_input` then returns None, too.
+            shorter side. None if `read` does not crop images in this way; the method `image_input`, which describes how
+            images become inputs, then returns None.
     """
 
     def __init__(

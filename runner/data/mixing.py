@@ -17,19 +17,21 @@ from runner.seeds import derive
 
 @dataclass(frozen=True)
 class Mixing:
-    """Mixes each sample of a batch with the previous sample of the same batch, and the first sample with the last.
+    """Mixes each sample of a global batch with the previous sample, and the first sample with the last.
 
-    As in `torchvision.transforms.v2.MixUp` and `CutMix`, all samples of a batch are mixed in the same proportion, which
-    is drawn from a beta distribution. The random numbers depend only on the seed and the number of the batch, and the
-    previous sample is loaded even if another process or micro-batch trains on it. Therefore, the mixed samples do not
-    depend on how the batch is divided.
+    As in `torchvision.transforms.v2.MixUp` and `CutMix`, all samples of a global batch are mixed in the same
+    proportion, which is drawn from a beta distribution. If `mixup` and `cutmix` are both positive, each global batch is
+    mixed in one of the two ways, with probability 1/2.
+
+    The mixed samples do not depend on how a global batch is divided among processes and micro-batches: the random
+    numbers depend only on the seed and the index of the global batch, and every micro-batch also loads the sample
+    before its first one.
 
     Args:
-        mixup: α of mixup, which blends two images in a proportion drawn from Beta(α, α) (Zhang et al., mixup, 2018); 0
+        mixup: α of mixup (Zhang et al., mixup, 2018), which blends two images in a proportion drawn from Beta(α, α). 0
             for no mixup.
-        cutmix: α of CutMix, which replaces a rectangle by the same part of the other image; the area of the rectangle,
-            as a fraction of the image, is drawn from Beta(α, α) (Yun et al., CutMix, 2019); 0 for no CutMix. If
-            `mixup` and `cutmix` are both positive, each batch is mixed in one of the two ways, with probability 1/2.
+        cutmix: α of CutMix (Yun et al., CutMix, 2019), which replaces a rectangle by the same part of the other image.
+            The area of the rectangle, as a fraction of the image's, is drawn from Beta(α, α). 0 for no CutMix.
     """
 
     mixup: float = 0.0
@@ -85,10 +87,10 @@ class Mixing:
 
 
 def _rectangle(height: int, width: int, share: float, draws: random.Random) -> tuple[int, int, int, int]:
-    """Return (top, bottom, left, right) of a random rectangle whose area is 1 − `share` times the image's area.
+    """Return the edges of a random rectangle in an image, in pixels: (top, bottom, left, right).
 
-    The center is drawn uniformly, and the rectangle has the aspect ratio of the image. A part of the rectangle that
-    lies outside the image is cut off.
+    The rectangle has the aspect ratio of the image, and its center is drawn uniformly. Its area is the fraction
+    (1 − `share`) of the image's area. A part of the rectangle that lies outside the image is then cut off.
     """
     half = 0.5 * math.sqrt(1 - share)
     y, x = draws.randrange(height), draws.randrange(width)

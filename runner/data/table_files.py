@@ -96,7 +96,19 @@ def _check_columns(key: str, chosen: list[str], names: Collection[str]) -> None:
 
 
 def _numbers(row: list[str], columns: list[int], names: list[str], path: Path, line: int) -> list[float]:
-    """Return the cells of a row in `columns` as numbers."""
+    """Return the numbers in some of the cells of a row.
+
+    Args:
+        row: all cells of the row.
+        columns: the indices of the cells to return.
+        names: the names of all columns of the file.
+        path: the file, for error messages.
+        line: the line number of the row, for error messages.
+
+    Raises:
+        ConfigError: if the row does not have one cell per column, or if a cell to return is not a number that is finite
+            in float32.
+    """
     why = f"line {line} has {len(row)} cells, the first line {len(names)}"
     check(len(row) == len(names), "file", str(path), why, _CSV)
     try:
@@ -166,10 +178,15 @@ def _npz(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_unpacked(path: Path, content: bytes) -> None:
-    """Check that the archive `content` is not far larger after decompression.
+    """Check that the `.npz` archive `content` does not become too large when it is decompressed.
 
-    A small archive could fill the memory, because zeros are compressed to about a thousandth of their size. The sizes
-    that the archive states can be relied on: if an entry has more bytes than stated, the rest is not read.
+    A small archive could fill the memory, because zeros are compressed to about a thousandth of their size. The check
+    uses the sizes that the archive states. They are reliable: if an entry has more bytes than stated, the rest is not
+    read.
+
+    Raises:
+        ConfigError: if the decompressed archive would have more than `_MOST_BYTES` bytes, or more than `_MOST_TIMES`
+            times the size of `content`; or if it is compressed by a method that NumPy does not use.
     """
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         entries = archive.infolist()
@@ -191,10 +208,11 @@ def _content(path: Path) -> bytes:
 
 
 def existing(path: str) -> Path:
-    """Return `path` with the home directory in place of `~`.
+    """Return `path` with the home directory in place of `~`, after checking that the file exists.
 
     Raises:
-        ConfigError: with the key `file`, if there is no such file, or its directory may not be searched.
+        ConfigError: with the key `file`, if there is no such file, or if this process lacks the permission to search a
+            directory above it.
     """
     file = Path(path).expanduser()
     check_readable("file", file)

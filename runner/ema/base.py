@@ -30,12 +30,12 @@ class Average:
     def full_tensors(self, collect: CollectState) -> dict[str, torch.Tensor]:
         """Return a dict of the full tensors of the model by name, in which averages replace the trained parameters.
 
-        The result is empty if there is no average, and on ranks other than 0.
+        The result is empty if there is no average, and on ranks other than 0. Called on every rank.
 
         Args:
-            collect: function that is called with an optimizer on every rank, and returns a pair of dicts: the full
-                tensors of the model by name, and the state of the optimizer by parameter name. Both dicts are empty
-                except on rank 0.
+            collect: the parallel mode's `full_state` for the model. It takes an optimizer, here the one whose state is
+                the average. It returns a pair of dicts: the full tensors of the model by name, and the state of the
+                optimizer by parameter name. Both dicts are empty except on rank 0.
         """
         return {}
 
@@ -49,10 +49,13 @@ class Average:
         """
 
     def local_state(self, state_of: Callable[[torch.optim.Optimizer], dict[str, Any]]) -> dict[str, Any]:
-        """Return what only this rank has of the average, such as the averaged weights of its own ensemble member.
+        """Return the part of the average that `full_tensors` does not include, for this rank's own checkpoint file.
+
+        An example is the averaged weights of this rank's ensemble member. The result is empty if there is no average.
 
         Args:
-            state_of: the parallel mode's `local_state`, called with the optimizer that holds the average.
+            state_of: the parallel mode's `local_state` for the model. It takes an optimizer, here the one whose state
+                is the average, and returns the part of this rank's state that `full_state` does not include.
         """
         return {}
 

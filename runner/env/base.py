@@ -65,10 +65,11 @@ class Env:
         return {}
 
     def prepare(self) -> None:
-        """Set the attributes that are read from one environment.
+        """Create an environment to find out its properties, and set them as attributes.
 
-        These are `shape` (of an observation), `num_actions`, `longest` (the maximum number of steps of an episode; None
-        without a limit), `frames_per_second` (of videos of the environment) and `shared_rng` (see `Vector`).
+        The attributes are `shape` (of an observation), `num_actions`, `longest` (the maximum number of steps of an
+        episode; None without a limit), `frames_per_second` (of videos of the environment) and `shared_rng` (whether
+        environments that are stepped together share one random number generator).
 
         Raises:
             ConfigError: if the environment does not exist, cannot be created, or has spaces that are not supported;

@@ -53,9 +53,9 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
     Args:
         spec: the entry in gymnasium's registry.
         num_envs: number of environments.
-        vectorization: `sync`, `async` or `auto`. `auto` chooses the environment's vectorized implementation if there is
-            one, its observations are arrays, and it resets an environment in the step after an episode; otherwise
-            `sync`.
+        vectorization: `sync` (one after another), `async` (one process each) or `auto`. `auto` uses the vectorized
+            implementation that is registered for the environment. If there is none, if its observations are not arrays,
+            or if it does not reset an environment in the step after an episode ends, `auto` is the same as `sync`.
         options: keyword arguments of the environment.
     """
     if vectorization == "auto" and spec.vector_entry_point is not None:
@@ -175,9 +175,12 @@ class Vector:
             raise EnvironmentBrokenError(self._message(f"raised {type(error).__name__}: {error}")) from error
 
     def _message(self, what: str, index: int | None = None) -> str:
-        """Return an error message with the seed, episode and step of environment `index`.
+        """Return an error message with the seed, episode and step of the environment that failed.
 
-        If `index` is None, the message lists the first four environments.
+        Args:
+            what: what the environment did, such as `raised ValueError: …`.
+            index: index of the environment that failed; None if it is not known. The message then lists the first four
+                environments.
         """
         shown = range(self.num_envs)[:4] if index is None else [index]
         seed = self._seed

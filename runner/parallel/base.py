@@ -163,13 +163,14 @@ class Parallel:
         return full_state.full_tensor(norm)
 
     def combine_overflow(self, found_inf: torch.Tensor) -> None:
-        """Set `found_inf`, an overflow flag, to its maximum over the ranks that train different parts of one model.
+        """Set `found_inf` to its maximum over the ranks that train different parts of one model, in place.
 
-        Most modes do nothing here, because a rank has all gradients of its model, or torch has already combined the
-        flags, as in FSDP.
+        All these ranks then skip the same optimizer steps. Most modes do nothing here, because a rank has all gradients
+        of its model, or torch has already combined the flags, as in FSDP.
 
         Args:
-            found_inf: 0 or 1, float32 scalar on the device; changed in place.
+            found_inf: the overflow flag of `torch.amp.GradScaler`: 1 if a gradient on this rank is inf or NaN, else 0;
+                float32 scalar on the device.
         """
 
     def infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
@@ -230,7 +231,8 @@ class Parallel:
 
         Raises:
             UnexpectedContentError: if names, shapes or dtypes differ from those of the model and the optimizer, a
-                tensor is not finite, or a number of steps is negative. The model may have been changed already.
+                tensor is not finite, or a value `step` in the optimizer state is negative. The model may have been
+                changed already.
         """
         full_state.load(model, optimizer, tensors, optimizer_state)
 

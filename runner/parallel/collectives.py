@@ -38,7 +38,10 @@ class Collectives:
         return sums
 
     def local_share(self, total: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that this rank has to pass to `all_reduce` so that the result is `total`."""
+        """Return the tensor that this rank has to pass to `all_reduce` so that the result is `total`.
+
+        Used to restore sums that were saved after an all-reduce. `total` must be the same on all ranks.
+        """
         return total
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:

@@ -23,7 +23,8 @@ _VARIANTS = 8
 def modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the blocks of `model` that have parameters and are submodules of `model`.
 
-    If `blocks()` creates a new module in each call, to group several submodules, this module is left out.
+    Blocks that are not submodules are left out: to group several submodules into one block, `model.blocks()` may create
+    a new module in each call.
     """
     own = {id(module) for module in model.modules()}
     found = [block for _, block in blocks_of(model)]

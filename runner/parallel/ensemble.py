@@ -19,7 +19,10 @@ from runner.tracking.metrics import MetricSums
 
 
 class MemberMeans(ProcessGroup):
-    """Collectives whose `all_reduce` returns means over the members, because each member sees every sample."""
+    """Collectives whose `all_reduce` returns means over the members instead of sums.
+
+    Each member sees every sample, so a sum would count each sample once per member.
+    """
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
         return {name: total / self.world_size for name, total in super().all_reduce(sums).items()}

@@ -29,15 +29,16 @@ class FSDP(MultiProcess):
 
     Rajbhandari et al., ZeRO (2020), stage 3; Zhao et al., PyTorch FSDP (2023). The parameters of a block are gathered
     when the block is used; the network's `blocks()` defines the blocks. With a 16-bit precision, parameters are
-    gathered in 16 bits, and gradients are reduced in float32. For an evaluation, the whole model is gathered first: to
-    gather it block by block, all processes would have to make the same number of forward passes. `channels_last`
-    applies to images but not to weights, because FSDP2 shards only contiguous weights. Batch normalization works as in
-    ddp without `sync_batch_norm`.
+    gathered in 16 bits, and gradients are reduced in float32. `channels_last` applies to images but not to weights,
+    because FSDP2 shards only contiguous weights. Batch normalization works as in ddp without `sync_batch_norm`.
+
+    Before an evaluation, every process gathers the whole model. Gathering it block by block during the evaluation would
+    require that all processes make the same number of forward passes.
 
     Args:
-        reshard_after_forward: true (stage 3): free a block's gathered parameters after its forward pass, and gather
-            them again for its backward pass, which takes less memory but more communication. false (stage 2): keep the
-            gathered parameters until the backward pass.
+        reshard_after_forward: whether to free a block's gathered parameters after its forward pass, and gather them
+            again for its backward pass. `true` (stage 3) takes less memory, but more communication. `false` (stage 2)
+            keeps the gathered parameters until the backward pass.
         offload: keep the shards in host memory, and copy the parameters of a block to the GPU when the block is used.
     """
 

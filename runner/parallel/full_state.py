@@ -57,8 +57,8 @@ def load(
 
     Raises:
         UnexpectedContentError: if names, shapes or dtypes differ from those of the model and the optimizer, a tensor is
-            not finite, or a number of steps is negative. If only `optimizer_state` is wrong, the model has been changed
-            already.
+            not finite, or a value `step` in `optimizer_state` is negative. If only `optimizer_state` is wrong, the
+            model has been changed already.
     """
     own = model.state_dict()
     check_like(tensors, dict(own), "the model")
@@ -80,8 +80,8 @@ def load_optimizer(
 
     Raises:
         UnexpectedContentError: if names, shapes or dtypes are not those that the optimizer expects, a tensor is not
-            finite, or a number of steps is negative. Shapes are checked because fused kernels would read and write
-            beyond the end of a tensor that is too short.
+            finite, or a value `step` is negative. Shapes are checked because fused kernels would read and write beyond
+            the end of a tensor that is too short.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -102,10 +102,11 @@ def load_optimizer(
 
 
 def _state_of_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, TensorSpec | type | None]:
-    """Return the forms of the values that `optimizer` keeps for each parameter of `group`: a dict from key to form.
+    """Return the expected format of a parameter's optimizer state: a dict from key, such as `exp_avg`, to a spec.
 
-    The form is None for a tensor shaped like the parameter, a spec for any other tensor, and the type for any other
-    value. torch does not document the forms. To find them, a copy of the optimizer makes a step with a test parameter.
+    The spec is None for a tensor with the shape of the parameter, a `TensorSpec` for any other tensor, and the type for
+    a value that is not a tensor. It is the same for all parameters of `group`. torch does not document this format, so
+    a copy of `optimizer` makes a step with a test parameter, whose state is inspected.
     """
     parameter = torch.nn.Parameter(torch.zeros(_PROBE))
     parameter.grad = torch.zeros(_PROBE)

@@ -43,8 +43,8 @@ class SharedState(NamedTuple):
         memory: uint8 [num_bytes]: the model's parameters and buffers.
         updates: int64 [num_workers]: the number of updates of each worker. An update is counted just before it is made.
         stop_requested: int64 [1]: 1 if any worker was asked to stop.
-        last_update: int64 [1]: the number of updates after which every worker stops; 0 until rank 0 has chosen this
-            number.
+        last_update: int64 [1]: the number of its own updates after which each worker stops; 0 until rank 0 has chosen
+            this number.
     """
 
     memory: torch.Tensor
@@ -54,9 +54,10 @@ class SharedState(NamedTuple):
 
 
 class SharedMemoryCollectives(ProcessGroup):
-    """Collectives that decide through shared memory when the workers stop.
+    """Collectives of a process group, except that `any_rank` uses shared memory.
 
-    The all-reduce that `ProcessGroup` makes in every step for this decision would make the workers wait for each other.
+    The training loop calls `any_rank` after every step to find out whether to stop. The all-reduce that `ProcessGroup`
+    uses for it would make the workers wait for each other in every step.
     """
 
     def __init__(self, timeout: float, shared_state: SharedState):
@@ -65,10 +66,14 @@ class SharedMemoryCollectives(ProcessGroup):
         self.updates, self._stop_requested, self._last_update = (counts.numpy() for counts in shared_state[1:])
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether this worker has to stop after its latest update.
+        """Return whether this worker has to stop now, after its latest update.
 
-        Once `flag` has been true on any worker, rank 0 chooses a number of updates that no worker has reached yet. Each
-        worker stops when it has made this number of updates.
+        After a worker has requested a stop, rank 0 chooses a number of updates that no worker has reached yet. Each
+        worker stops when it has made this number of updates. To make this possible, a worker that is more than
+        `_MAX_LEAD` updates ahead of another one waits for it.
+
+        Args:
+            flag: whether this worker requests that all workers stop.
 
         Raises:
             LostError: if this worker has to wait for another worker for more than `timeout` seconds.

@@ -56,10 +56,10 @@ class Pipeline(Partition, MultiProcess):
     """Pipeline parallelism: micro-batches pass through the stages of the network (Huang et al., GPipe, 2019).
 
     The gradients of the micro-batches are summed. Samples, loss and update are the same as with gradient accumulation
-    on one device. In both cases, batch normalization uses the statistics of each micro-batch.
+    on one device. As with gradient accumulation, batch normalization uses the statistics of each micro-batch.
 
-    With `engine=processes`, `processes=auto` starts one process per stage if `stages` or `cuts` specifies their number.
-    If this number is even and at least four, `interleaved_1f1b` has two stages per process instead.
+    With `engine=processes` and `processes=auto`, there is one process per stage if `stages` or `cuts` specifies the
+    number of stages. If this number is even and at least four, `interleaved_1f1b` has two stages per process instead.
 
     Args:
         engine: `processes`: several processes with one or more stages each, and `torch.distributed.pipelining`;
@@ -110,8 +110,8 @@ class Pipeline(Partition, MultiProcess):
     def alternatives(self, tuning: Tuning) -> Iterator[dict[str, Any]]:
         """Yield one dict of options for each number of micro-batches that `tune` tries.
 
-        Each dict has the key `split_size`. It also has the key `schedule` if another schedule than the current one has
-        the smallest predicted bubble (idle share), and the user has not typed the schedule.
+        Each dict sets `split_size`. It also sets `schedule` to the schedule with the smallest predicted bubble (idle
+        share), unless this is the current schedule. If the user has typed the schedule, it is kept.
 
         Yield only `{}` if the user has typed the number or size of the micro-batches, or the network cannot be divided
         into blocks.

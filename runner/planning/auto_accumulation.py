@@ -100,9 +100,14 @@ def _trains(start: Callable[..., Trial], run: Run) -> bool:
 
 
 def _normalization(ranks: list[RankPlan], whole: Session, session: Session) -> str:
-    """Return a text that says how many samples batch normalization sees in `session`, and how many in `whole`.
+    """Return a text that says how micro-batches change the number of samples that batch normalization sees at a time.
 
-    The text is empty if the numbers are equal, or the network has no batch normalization.
+    The text is empty if the number does not change, or the network has no batch normalization.
+
+    Args:
+        ranks: the plan of each rank of the run.
+        whole: the run with one micro-batch per step.
+        session: the run with the chosen number of micro-batches per step.
     """
     before, now = _num_normalized(whole), _num_normalized(session)
     if now == before or not any(rank.normalizes for rank in ranks):

@@ -186,7 +186,11 @@ class Candidates:
             count //= 2
 
     def _processes(self, chosen: Overrides) -> Iterator[Overrides]:
-        """Yield overrides for the processes of a mode, with the options that the mode proposes.
+        """Yield `chosen`, extended by a number of processes and by options that the mode proposes to `tune`.
+
+        The numbers of processes are powers of two, up to the number of cores or GPUs. They are left out if the user has
+        typed a number, or the mode uses one process. If the mode is refused or is not a `MultiProcess`, only `chosen`
+        is yielded.
 
         Args:
             chosen: overrides that choose the mode; empty for the mode of the run as it is.
@@ -205,7 +209,10 @@ class Candidates:
             yield from self._alternatives(words, is_base=not chosen)
 
     def _alternatives(self, words: Overrides, is_base: bool) -> Iterator[Overrides]:
-        """Yield `words` with each set of options that the parallel mode proposes.
+        """Yield `words`, extended by each set of options that the parallel mode proposes to `tune`.
+
+        A set is left out if it has an option that the user has typed, or if it does not change the run as it is. If the
+        run is refused with `words`, only `words` is yielded, so that its candidate reports the reason.
 
         Args:
             words: overrides that choose the mode and its processes.
@@ -232,9 +239,10 @@ class Candidates:
     # -----------------------------------------------------------------------------------------------------------------
 
     def groups(self) -> list[Callable[[Overrides], Iterator[Candidate]]]:
-        """Return functions that yield candidates, given the overrides of the fastest one so far.
+        """Return functions that are called in order, each of which yields a group of candidates.
 
-        Each function changes one option, or the parallel mode with its processes and threads.
+        The argument of a function is the overrides of the fastest candidate so far. In the candidates that the function
+        yields, one option is changed, or the parallel mode with its processes and threads.
         """
         changes = [
             partial(self._changed, "precision", self._precisions()),
@@ -306,12 +314,14 @@ def _data(run: Run) -> Any:
 
 
 def _normalized_together(run: Run, context: Context) -> Any:
-    """Return the groups of samples that batch normalization normalizes together, as a list of lists of groups.
+    """Return which samples batch normalization normalizes together, as a list that can be compared with another run's.
 
-    A group is the positions of its samples in the batch: a range (start, stop), or a tuple of ranges. Each inner list
-    has the groups of one rank, in the order in which they update the running statistics. Ranks with the same groups
-    share an inner list. If the statistics are synchronized, there is only one inner list; its item i is the union of
-    the groups i of all ranks.
+    The list has one item per rank. The item is a list of groups: the samples of a group are normalized together. The
+    groups are in the order in which they update the running statistics. A group is described by the positions of its
+    samples in the batch: a range (start, stop), or a tuple of ranges if there are gaps.
+
+    Ranks with the same groups share one item. If the statistics are synchronized, there is only one item, in which
+    group i is the union of the groups i of all ranks.
     """
     synchronized = run.parallel.synchronizes_batch_norm
     parts = run.parallel.num_microbatches(context)

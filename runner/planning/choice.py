@@ -30,13 +30,14 @@ def measured_choice(
     Args:
         compose: function that returns the run with further overrides; it may raise ConfigError.
         typed: the overrides of the run; what they set is kept.
-        budget: seconds that the search may take.
+        budget: seconds that the search may take. If `budget_for` is given, seconds that the measurement of the run as
+            it is may take.
         allowed: the kinds of effect that the choice may have on the results (see `RESULTS`), in addition to `ALLOWED`.
         report: function that is called with a line about each candidate that has been tried.
         config_dir: a directory with options of the user's own, parallel modes among them; None if there is none.
-        budget_for: function that is called with the session of the run as it is, and its measured seconds per step. It
-            returns the seconds for all other candidates; 0 to measure none of them. If `budget_for` is None, `budget`
-            is for all candidates.
+        budget_for: function that returns the seconds that all other candidates together may take; 0 to measure none of
+            them. It is called after the run as it is has been measured, with the session of this run and its measured
+            seconds per step. None to apply `budget` to the whole search.
 
     Returns:
         The dict of `runner.planning.tuning.as_plain`, with the additional key `seconds`: how long this call took.
@@ -90,13 +91,17 @@ def _start(candidate: Candidate, seconds: float) -> Trial:
 
 
 def _has_room(candidate: Candidate, default: Row, waiting: Sequence[Row]) -> bool:
-    """Return whether there is enough memory for a candidate.
+    """Return whether there is enough memory for the trial of a candidate.
+
+    If the candidate's micro-batches are not larger than those of the run as it is, each of its processes is assumed to
+    need at most the memory that was measured for that run. If this is too much, or if the micro-batches are larger, the
+    memory is predicted.
 
     Args:
         candidate: the candidate.
         default: the row of the run as it is.
-        waiting: the rows whose trials are waiting. On CUDA, the memory that these trials use is subtracted from the
-            available memory; on a CPU, the available memory already excludes it.
+        waiting: the rows whose trials have been started and still hold memory. On CUDA, this memory is subtracted from
+            the available memory. On a CPU, the available memory already excludes it.
     """
     if candidate.run is None or candidate is default.candidate:
         return True

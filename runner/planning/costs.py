@@ -40,8 +40,8 @@ class Costs:
     """The costs of the operations of one process so far.
 
     Args:
-        operations: a counter of the operations, except views and communication, by cost. The cost of an operation is a
-            pair: its floating-point operations, and the bytes of its arguments and results together.
+        operations: the number of operations of each cost. The cost of an operation is a pair: its floating-point
+            operations, and the bytes of its arguments and results together. Views and communication are not included.
         backward_flops: floating-point operations in backward passes, including forward passes that are recomputed
             there.
         messages: a dict from the name of each collective, or `send`, to a pair: the number of calls, and the sum of
@@ -86,10 +86,11 @@ class Costs:
         self.messages[name] = (calls + 1, total + max(_num_bytes(args[0]), _num_bytes(args[1])))
 
     def repeated(self, shorter: Costs, times: int) -> Costs:
-        """Return these costs plus `times * (these costs - shorter)`.
+        """Return these costs plus `times * (these costs - shorter)`, to extrapolate to more micro-batches.
 
-        An operation that is larger in these costs than in `shorter` counts as two operations, of which the smaller one
-        gets a negative count.
+        For example, if these are the costs of a step with three micro-batches, and `shorter` those with two, the result
+        is the costs of a step with 3 + `times` micro-batches. An operation that has a larger cost here than in
+        `shorter` is in the result with both costs; the smaller cost has a negative count.
         """
         operations = Counter({each: count * (times + 1) for each, count in self.operations.items()})
         operations.subtract({each: count * times for each, count in shorter.operations.items()})

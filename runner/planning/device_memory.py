@@ -37,11 +37,12 @@ def available_bytes(process: Process) -> float:
 def needed_bytes(device: torch.device, ranks: Sequence[RankPlan]) -> float:
     """Return the predicted memory in bytes of all processes of a run together.
 
-    With CUDA, this is the largest peak of any rank times the number of ranks, because each rank must fit into its own
-    GPUs. Otherwise, it is the sum of the peaks of all ranks, plus what each process takes besides tensors.
+    The result is compared with `available_bytes`. With CUDA, the result is the largest peak of any rank times
+    the number of ranks: as each rank has its own GPUs, one rank cannot use the free memory of another. Otherwise, it is
+    the sum of the peaks of all ranks, plus what each process takes besides tensors.
 
     Args:
-        device: the device of a rank.
+        device: the device of any rank; only its type matters.
         ranks: the plan of each rank of the run.
     """
     peaks = [rank.peak_bytes for rank in ranks]

@@ -130,16 +130,17 @@ def trace_blocks(session: Session, size: int) -> list[float]:
 
 
 def trace_rank(session: Session, rank: int, world_size: int, sent: list[Any] | None = None) -> RankPlan:
-    """Execute a step of `rank` with fake tensors, and return what it takes, with the optimizer state already created.
+    """Execute a step of `rank` with fake tensors, and return the memory, operations and messages of the step.
 
-    The tensors are those of the CPU; on other devices they have the same sizes. The model is not compiled: compiled
-    models keep fewer activations.
+    The optimizer state is created before the step. The tensors are on the CPU; on other devices, they have the same
+    sizes. The model is not compiled; a compiled model keeps fewer activations.
 
     Args:
         session: the prepared run, in any process.
         rank: the rank.
         world_size: number of processes of the run.
-        sent: the values that rank 0 sends to the other ranks: rank 0 adds them, and the other ranks take them from it.
+        sent: list of the values that rank 0 sends to the other ranks. The call for rank 0 appends them, and the calls
+            for the other ranks read them. None for an empty list.
 
     Raises:
         ConfigError: if torch refuses the config in its first step.
@@ -166,7 +167,10 @@ def trace_rank(session: Session, rank: int, world_size: int, sent: list[Any] | N
 
 
 def _counted(parallel: Parallel, tracker: MemoryTracker) -> Parallel:
-    """Return a copy of `parallel`; `tracker` counts as `activations` what the forward passes of the copy allocate."""
+    """Return a copy of `parallel` whose forward passes are tracked.
+
+    The memory that they allocate is counted by `tracker` as `activations`.
+    """
     copied = copy.copy(parallel)
     own = copied.accumulate
 
@@ -293,7 +297,11 @@ class CpuWorkspace:
         self._threads, self._sent = threads, 0
 
     def __call__(self, func: Any, args: tuple[Any, ...]) -> int:
-        """Return the bytes that `func` allocates for itself, and those that an earlier reduce-scatter still holds."""
+        """Return the bytes that `func` allocates for itself, plus those that the latest reduce-scatter holds.
+
+        Gloo's reduce-scatter runs in the background on a copy of its input. The copy counts until the next
+        reduce-scatter.
+        """
         own = 0
         if func is torch.ops.aten.convolution_backward.default:
             inputs, weight = args[1], args[2]
@@ -310,9 +318,9 @@ class CpuWorkspace:
 def _is_summed_per_thread(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether oneDNN computes the weight gradient of a convolution with separate buffers for each thread.
 
-    It does so on CPUs without AVX-512, for float32 batches of several samples that are smaller than the kernel. The
-    buffers of each thread are four times as large as the weights (oneDNN 3.12: `gemm:jit`, backward_weights; found by
-    measuring).
+    It does so on CPUs without AVX-512, if the inputs are a float32 batch of several samples, and at least one of their
+    spatial dimensions is smaller than that of the kernel. The buffers of each thread are four times as large as the
+    weights (oneDNN 3.12: `gemm:jit`, backward_weights; found by measuring).
     """
     smaller = any(size < kernel for size, kernel in zip(inputs.shape[2:], weight.shape[2:], strict=True))
     without_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX2"
@@ -341,8 +349,8 @@ class FakeCollectives(Collectives):
 
     Args:
         rank, world_size: the rank of the process, and the number of processes.
-        sent: the values of `from_rank_0` in the order of its calls. Rank 0 adds them. Another rank takes them, or
-            computes what is missing itself.
+        sent: list of the results of `from_rank_0` on rank 0, in the order of the calls. Rank 0 appends its results.
+            Any other rank returns the results in the list; once it has returned all of them, it calls `make` itself.
     """
 
     def __init__(self, rank: int, world_size: int, sent: list[Any]):

@@ -23,7 +23,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Return a number of bytes, such as `12.4 MB`."""
+    """Return `num_bytes` as text with a decimal unit, such as `12.4 MB`."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= factor * 0.9995:
             return f"{num_bytes / factor:,.{1 if num_bytes < factor * 100 else 0}f} {unit}"
@@ -31,7 +31,7 @@ def size(num_bytes: float) -> str:
 
 
 def flops(count: float) -> str:
-    """Return a number of floating-point operations, such as `4.1 GFLOP`."""
+    """Return `count`, a number of floating-point operations, as text with a unit, such as `4.1 GFLOP`."""
     for unit, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if count >= factor:
             return f"{significant(count / factor, 3)} {unit}FLOP"

@@ -63,7 +63,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__exit__(*error)
 
     def _resizing(self) -> Callable[[torch.UntypedStorage, int], Any]:
-        """Return a function that resizes a storage and counts its new size.
+        """Return a replacement for `torch.UntypedStorage.resize_` that also counts the new size of the storage.
 
         FSDP releases gathered parameters by resizing their storages to 0, without an operation on tensors.
         """

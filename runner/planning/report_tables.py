@@ -25,7 +25,7 @@ def render(report: dict[str, Any]) -> Group:
 
 
 def tables(report: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return the title, the column titles and the rows of each table of `report`, as in `render`."""
+    """Return the title, the column titles and the rows of each table that `render` shows for `report`."""
     ranks = report["ranks"]
     found = [
         ("run", ["", ""], [[key, text] for key, text in _overview(report).items()]),
@@ -66,7 +66,7 @@ def tables(report: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
 
 
 def _comparison(report: dict[str, Any]) -> list[list[str]]:
-    """Return a row for each property that a run has measured."""
+    """Return a row for each property that a run has measured: its name, the predicted and the measured value."""
     ranks, step, measured = report["ranks"], report["step"], report["measured"]
     seconds, saved = measured["seconds"], measured["checkpoint_bytes"]
     count = sum(rank["forward_flops"] + rank["backward_flops"] for rank in ranks)
@@ -140,7 +140,7 @@ def _batch(batch: dict[str, Any]) -> str:
 
 
 def _bubble(row: dict[str, Any], schedule: str, report: dict[str, Any]) -> str:
-    """Return the bubble of a schedule as a percentage, and the time of a step if it was measured."""
+    """Return the bubble of a schedule as a percentage and, if `report` has it, the predicted time of a step."""
     pipeline = report["pipeline"]
     if row[schedule] is None:
         return "–"

@@ -57,7 +57,12 @@ class TooLateError(TrialError):
 
 
 class Burst(NamedTuple):
-    """The mean seconds of an optimizer step in a part of a trial, and the peak memory of all its processes in bytes."""
+    """What was measured in a burst: some iterations of the training loop, which a trial does without a pause.
+
+    Args:
+        step_seconds: the mean seconds of an optimizer step.
+        memory_bytes: the sum of the peak memory of all ranks of the trial, in bytes.
+    """
 
     step_seconds: float
     memory_bytes: float
@@ -152,7 +157,10 @@ class Trial:
 
 @contextlib.contextmanager
 def _quiet_tracker() -> Iterator[None]:
-    """Let the resource tracker, if it starts within this context, clean up after killed trials without a warning."""
+    """Suppress the warnings of `multiprocessing`'s resource tracker when it cleans up after killed trials.
+
+    This has an effect only if the resource tracker starts within this context.
+    """
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [before, "ignore:resource_tracker:UserWarning"]))
     try:
@@ -210,7 +218,7 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
         steps = _endless(session)
 
         def train(count: int) -> tuple[float, float]:
-            """Return the fields of a `Burst`."""
+            """Train for `count` iterations, and return the fields of a `Burst`."""
             began = time.perf_counter()
             for _ in range(count):
                 train_step(state, batches, next(steps), log_due=False)

@@ -65,7 +65,7 @@ class Trains(Protocol):
 
 @dataclass
 class Row:
-    """What is known of a candidate.
+    """What is known of a candidate, which trains for a burst (some iterations of the training loop) in each round.
 
     Args:
         candidate: the candidate.
@@ -124,10 +124,12 @@ class Ratio(NamedTuple):
 
 
 def ratio(row: Row, other: Row) -> Ratio:
-    """Return how many times as long a step of `row` takes as one of `other`: the median over their common rounds.
+    """Return the time of a step of `row`, divided by the time of a step of `other`, and the uncertainty of this ratio.
 
-    The uncertainty is twice the standard error of the median, estimated from the median absolute deviation, but at
-    least 0.01; with fewer than three common rounds, 0.1. Without common rounds, the medians of all rounds are compared.
+    The ratio is computed for each round in which both trained, and the median of these ratios is returned. If there is
+    no such round, the median of all times of `row` is divided by that of `other`. The uncertainty is twice the standard
+    error of the median, estimated from the median absolute deviation, but at least 0.01. With fewer than three common
+    rounds, it is 0.1.
     """
     values = [row.bursts[each] / other.bursts[each] for each in row.bursts.keys() & other.bursts.keys()]
     if not values:
@@ -148,7 +150,8 @@ class Search:
         start: function that starts a trial, given the candidate and the seconds that this may take; it may raise
             TrialError.
         budget: seconds that the search may take.
-        allowed: the kinds of effect that the choice may have on the results (see `RESULTS`), in addition to `ALLOWED`.
+        allowed: the effects that a candidate may have on the results of the run, as keys of `candidates.RESULTS`. Those
+            in `candidates.ALLOWED` are always allowed. A candidate with any other effect is not tried.
         has_room: function that returns whether there is memory for a candidate, given the candidate, the row of the
             default and the rows whose trials are waiting.
         clock: function that returns the time in seconds.
@@ -179,11 +182,12 @@ class Search:
 
         Args:
             default: the run as it is.
-            groups: functions that return candidates, given the overrides of the fastest candidate so far. They are
-                called in order. Each may use half of the time that is then left to start trials; the last one may use
-                all of it.
+            groups: functions that are called in order. Each takes the overrides of the fastest candidate so far, and
+                returns further candidates. To start these, half of the remaining time is available, or all of it for
+                the last function. The time that is reserved for the last rounds is not available.
             budget_for: function that is called with the row of the default when it has been measured. It returns the
-                seconds for all other candidates; 0 to measure none of them; None if the budget is for all candidates.
+                seconds for all other candidates, or 0 to measure none of them. If it returns None, the budget of the
+                search applies, which includes the time of the default.
 
         Raises:
             TrialError: if the default, with which all others are compared, cannot train or fails later.
@@ -214,7 +218,7 @@ class Search:
 
     @property
     def noise(self) -> float:
-        """How much the default's step time varies between rounds: half of the interquartile range, as a fraction."""
+        """The variation of the default's step time over rounds: half the interquartile range divided by the median."""
         first, third = self.default.spread
         return (third - first) / 2 / self.default.step_seconds
 
@@ -228,7 +232,11 @@ class Search:
         return self._budget - (self._clock() - self._began)
 
     def _try(self, candidate: Candidate) -> Row:
-        """Measure a candidate, unless it is refused, not allowed or like a slow one, or there is no memory or time."""
+        """Measure a candidate if this is worthwhile and possible, and return its row.
+
+        It is not measured if it is refused, not allowed, or similar to a much slower one (see `_slow_relative`), or if
+        there is not enough time or memory. The row then has the reason.
+        """
         row = Row(candidate)
         self.rows.append(row)
         seconds = self._left() if row is self.default else self._group_ends - self._clock()

@@ -78,12 +78,12 @@ class Stop:
         check(eval_every > 0, "stop.metric", self.metric, why, remedy)
 
     def build(self, directions: Mapping[str, str], from_rank_0: FromRank0) -> Stopping:
-        """Return the rules in their state at the beginning of a run.
+        """Return an object that applies the rules to a run; it has no evaluations yet.
 
         Args:
             directions: see `check_evaluations`.
-            from_rank_0: function that returns on every rank what its argument returns on rank 0, so that all ranks
-                decide alike.
+            from_rank_0: function that takes a function, calls it on rank 0 only, and returns its result on every rank.
+                It is needed so that all ranks make the same decision.
         """
         return Stopping(self, directions.get((self.metric or "").removeprefix("eval/"), "max"), from_rank_0)
 

@@ -85,16 +85,16 @@ def check_no_link(directory: Path) -> None:
 def check_readable(key: str, path: Path) -> None:
     """Check that permissions allow this process to see whether `path` exists and, if it is a directory, to list it.
 
-    Call this before `path.exists()`, `path.is_file()` or `path.is_dir()`, which raise an error if a directory above
-    `path` may not be searched.
+    Call this before `path.exists()`, `path.is_file()` or `path.is_dir()`, which raise an error if this process lacks
+    the permission to search a directory above `path`.
 
     Args:
         key: the key of the error.
         path: a path that need not exist.
 
     Raises:
-        ConfigError: with the key `key`, if a directory above `path` may not be searched, if `path` is a directory that
-            cannot be listed, or if the path is too long.
+        ConfigError: with the key `key`, if this process lacks the permission to search a directory above `path`, if
+            `path` is a directory that it may not list, or if the path is too long.
     """
     try:
         if stat.S_ISDIR(os.stat(path).st_mode):

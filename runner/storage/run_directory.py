@@ -55,11 +55,12 @@ class StorageError(Exception):
 def unique_name(overrides: Iterable[str] = ()) -> str:
     """Return `<date>_<time>-<id>-<overrides>`; the random id distinguishes runs that start in the same second.
 
-    The names sort by time. Unlike the names of jobs, they contain no commas, because a comma in
-    `-m model.weights=DIR/…` would separate two values.
+    The names sort by time. Unlike the names of a sweep's jobs, they contain no commas. A user may type such a name in
+    the overrides of a sweep, as in `-m model.weights=DIR/…`, where a comma would separate two values.
 
     Args:
-        overrides: the overrides of the run. The name contains as many of them as fit, without secrets.
+        overrides: the overrides of the run. The name contains as many of them as fit, except overrides with secrets
+            and overrides that do not affect what the run computes.
     """
     known = {text.partition("=")[0].lstrip("+"): text for text in redacted_values(list(overrides)) if "=" in text}
     shown = [text for key, text in known.items() if MASK not in text and not key.startswith(_UNNAMED)]
@@ -232,10 +233,8 @@ def newest_step(directory: Path) -> int:
 def entries(directory: Path) -> list[Path]:
     """Return the paths of the entries of `directory`, sorted by name; an empty list if there is no such directory.
 
-    Unlike `Path.glob`, this function does not treat a directory that cannot be read as empty.
-
     Raises:
-        OSError: if the directory cannot be read.
+        OSError: if the directory cannot be read. `Path.glob` would find no entries instead.
     """
     try:
         return sorted(directory.iterdir())
@@ -244,9 +243,10 @@ def entries(directory: Path) -> list[Path]:
 
 
 def readable_entries(parent: Path) -> list[Path]:
-    """Return the paths of all entries of `parent`, sorted by name. Runs or sweeps are created in this directory.
+    """Return the paths of all entries of `parent`, sorted by name; an empty list if `parent` does not exist.
 
-    If the directory does not exist, the list is empty.
+    Args:
+        parent: a directory in which runs or sweeps are created.
 
     Raises:
         ConfigError: with the key `output_root`, if the directory cannot be read.

@@ -32,14 +32,14 @@ class UnusualFileError(Exception):
 def load_tensors(path: Path) -> Any:
     """Return the tensors and plain values in a `torch.save` file, on the CPU.
 
-    The file is loaded with `weights_only`, so that it cannot run code. A zip archive whose entries are larger than the
-    archive is refused. The tensors of a zip archive are memory-mapped, so that no storage can have more bytes than the
-    file.
+    The file is loaded with `weights_only`, so that it cannot run code. The tensors of a zip archive are memory-mapped,
+    so that no storage can have more bytes than the file.
 
     Raises:
-        UnusualFileError: if the file is a zip archive with entries that are compressed, overlap, or contain objects
-            other than tensors and plain values; if a pickle in the file calls a function that can allocate any amount
-            of memory; or if the tensors are far larger than the file.
+        UnusualFileError: if the file is a zip archive that has compressed entries, has overlapping entries (larger in
+            total than the archive), or contains objects other than tensors and plain values; if a pickle in the file
+            names a function that can allocate any amount of memory or read outside of a tensor; or if the tensors are
+            far larger than the file.
         OSError: if the file cannot be read.
         Exception: any exception that torch, `zipfile` or `pickletools` raises for other content.
     """
@@ -51,9 +51,11 @@ def load_tensors(path: Path) -> Any:
 
 
 def _checked(path: Path) -> bool:
-    """Check the pickles in the file at `path`, and return whether the file is a zip archive.
+    """Check that the file at `path` is safe to load with `weights_only`; return whether it is a zip archive.
 
-    The entries of a zip archive are checked, too. Files of PyTorch 1.5 or earlier are not zip archives.
+    No pickle in the file may name a function in `_HARMFUL`. The pickles in a zip archive must also pass `_check_names`.
+    The entries of the archive may be neither compressed nor larger in total than the archive. Files of PyTorch 1.5 or
+    earlier are not zip archives.
 
     Raises:
         UnusualFileError: if a check fails.

@@ -132,12 +132,15 @@ def _loader() -> Any:
 
 
 def _check_plain(event: yaml.Event, number: int, depth: int, root: type[yaml.CollectionStartEvent]) -> None:
-    """Check that an event is part of a collection of type `root` that has no tags or anchors and is quick to read.
+    """Check an event of the YAML parser, so that only plain values that are quick to read are accepted.
+
+    The text must be a collection of type `root`. It may have no tags, anchors or aliases, and no very long numbers. The
+    depth of nested collections and the number of events are limited.
 
     Args:
         event: the event.
         number: the number of the event in the text, counted from 1.
-        depth: number of collections that have begun and not ended.
+        depth: the number of collections that have begun and not ended.
         root: the type of the outermost collection.
 
     Raises:

@@ -27,12 +27,12 @@ def signature_text(signature: Mapping[str, Any]) -> str:
 
 
 def saved_signature(checkpoint: Path) -> dict[str, Any]:
-    """Return the signature in a checkpoint (see `Workload.signature`); empty if the checkpoint has none.
+    """Return the signature in a checkpoint (see `Workload.signature`); empty if the checkpoint was written without one.
 
     Raises:
-        DamagedError: if the file or the manifest is missing or damaged.
-        ConfigError: if the file or the manifest has other content than a run of this version writes.
-        OSError: if a file cannot be read for another reason.
+        DamagedError: if the manifest is missing or damaged, or if it lists a `model.json` that is missing or damaged.
+        ConfigError: if one of these files is unsafe to read, or has content that no run of this version writes.
+        OSError: if one of these files cannot be read for another reason.
     """
     text = saved_text(checkpoint, SIGNATURE)
     if text is None:

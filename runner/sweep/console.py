@@ -20,8 +20,8 @@ def is_running(console: Path) -> bool:
 def is_open_in(pid: int, path: Path) -> bool:
     """Return whether the process `pid` has opened the file `path`; False on systems without /proc.
 
-    A process that has opened the file by another name does not count, because somebody may have made `path` a link to a
-    file of another sweep.
+    The result is also False if the process has opened the same file by another name: `path` may then be a hard link
+    that somebody has made to a file of another sweep.
     """
     name = os.path.realpath(path)
     try:

@@ -34,15 +34,15 @@ SETTLED = (0, 3)
 
 
 class Ledger:
-    """The ledger of a new sweep or, with `resume=auto`, of the newest unfinished sweep that has the same overrides.
+    """The ledger of a new sweep or, with `resume=auto`, of the newest unfinished sweep with the overrides `typed`.
 
-    The ledger is a context manager. It locks the sweep's directory until the context ends, so that only one process at
-    a time can run the sweep. If the sweep is new and none of its jobs has run, its directory is removed at the end.
-    Credentials in overrides and error messages are not stored.
+    The ledger is stored in the file `sweep.json`. This class is a context manager. It locks the sweep's directory until
+    the context ends, so that only one process at a time can run the sweep. If the sweep is new and none of its jobs has
+    run, its directory is removed at the end. Credentials in overrides and error messages are not stored.
 
     Args:
         typed: the overrides on the command line.
-        root: the directory that contains all sweeps with the same config key `name`.
+        root: the directory that contains all sweeps with the same value of the config key `name`.
         resume: `auto` or `never`.
         command: the overrides and flags with which the user can repeat the command; None: the same as `typed`.
 

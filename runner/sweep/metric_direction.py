@@ -17,13 +17,15 @@ _LOWER_IS_BETTER = re.compile(r"loss|err|mae|mse|perplexity|seconds|time|memory"
 def direction(metric: str, results: Mapping[Path, dict[str, Any]]) -> str:
     """Return `max` if larger values of `metric` are better, otherwise `min`.
 
-    If the metric selects the best checkpoint, the first run whose best and last values differ decides: `max` if the
-    best value is the larger one. If there is no such run, the workload class defines the direction. For any other
-    metric, or if the workload is not installed, the direction is guessed from the name: smaller losses, errors, times
-    and memory are better.
+    The direction is taken from the first of these sources that is available:
+
+    1. A run that selects its best checkpoint by `metric`, and whose best value differs from its last value: `max` if
+       the best value is the larger one, otherwise `min`.
+    2. The workload class of a run that selects its best checkpoint by `metric`, if the class can be loaded.
+    3. The name of the metric: `min` for losses, errors, times and memory, otherwise `max`.
 
     Args:
-        metric: the tag of the metric.
+        metric: the TensorBoard tag of the metric.
         results: the result of each run, by run directory.
     """
     selected = {path: result for path, result in results.items() if result.get("best", {}).get("metric") == metric}

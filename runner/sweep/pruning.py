@@ -39,10 +39,13 @@ class Pruner(ABC):
 
 
 class Median(Pruner):
-    """A median rule: a trial stops if its value is worse than the median of at least four other trials.
+    """A median rule: a trial stops if its value is worse than the median of the other trials' values.
 
-    All values are compared after the same number of evaluations. The rule of Golovin et al., "Google Vizier: A Service
-    for Black-Box Optimization", KDD 2017, compares a trial's best value with the median of running averages instead.
+    All values are compared after the same number of evaluations. The trial continues if fewer than four other trials
+    have had this number of evaluations.
+
+    The rule of Golovin et al., "Google Vizier: A Service for Black-Box Optimization", KDD 2017, compares a trial's best
+    value with the median of running averages instead.
     """
 
     def continues(self, number: int, curves: Sequence[Sequence[float]], trial: int) -> bool:

@@ -188,7 +188,7 @@ class Scheduler:
             self.display.line(f"{count} {what}")
 
     def _has_earlier(self) -> bool:
-        """Return whether a job that an earlier command started is running, and the source has not returned it yet."""
+        """Return whether an earlier command's job that the source has not returned yet is still running."""
         return None in self._earlier.values()
 
     def _ask_to_stop(self, numbers: list[int]) -> None:
@@ -231,10 +231,11 @@ class Scheduler:
             return None
 
     def _started(self, job: PlannedJob) -> bool:
-        """Start `job` unless it has already ended, is running or is refused; return False only if it has to wait.
+        """Start `job` if this is necessary and possible; return False if the job has to wait, otherwise True.
 
-        It has to wait while the pool has no room for it, and while an earlier command's job of the same number, but
-        with another config, is running.
+        A job is not started if it need not run again (see `Ledger.settled`), is already running, or is refused. A job
+        has to wait if the pool has no room for it. It also has to wait if an earlier command started a job with the
+        same number and another config, until that job has stopped.
         """
         code = self.ledger.settled(job.number, job.config_hash)
         if code is not None:
@@ -295,10 +296,10 @@ class Scheduler:
             self.stop(f"{self.display.title(job)} failed, and sweep.on_failure=stop")
 
     def _record_earlier(self, number: int, ended: Ended) -> None:
-        """Record in the ledger how job `number` of an earlier command ended.
+        """Record in the ledger how job `number`, which an earlier command started, has ended.
 
-        This sweep was stopped before the source returned the job. The source is told how the job ended when a later
-        command resumes the sweep.
+        This method is called if the sweep is stopped before the source has returned the job. The source is not told
+        how the job ended until a later command resumes the sweep.
         """
         entry = self.ledger.jobs[number]
         name = entry.get("directory", "")

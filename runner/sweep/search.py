@@ -42,8 +42,8 @@ class Space:
 
     Args:
         dimensions: the dimensions of the sweep, including dimensions with a single value.
-        exists: a function `exists(overrides, key)` that returns whether the config has `key` if `overrides` choose
-            the options of the config groups.
+        exists: a function `exists(overrides, key)`, where `overrides` choose options of config groups. It returns
+            whether the config that is composed with these options has `key`.
         groups: the names of all config groups.
     """
 

@@ -78,9 +78,10 @@ class _Sweep:
         return sorted(self.measured, key=lambda pair: -pair[1] if self.goal == "max" else pair[1])
 
     def over(self, key: str) -> list[tuple[Any, float]]:
-        """Return the value of `key` and the best value of the metric, as a pair, for each job that has both.
+        """Return a pair for each job that has both values: the value of `key`, and the best value of the metric.
 
-        The pairs are sorted by the value of `key`, in the order in which the values first occur in the ledger.
+        Jobs with the same value of `key` are adjacent. The values of `key` are in the order in which they first occur
+        in the ledger.
         """
         order = {typed: i for i, typed in enumerate(self.swept[key])}
         jobs = sorted((pair for pair in self.measured if key in pair[0].values), key=lambda p: order[p[0].values[key]])

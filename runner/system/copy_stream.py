@@ -28,10 +28,16 @@ class Transfer(NamedTuple):
 
 
 class NoCopy:
-    """The base class of copy streams. It copies nothing, and is used if source and target are the same device."""
+    """The base class of copy streams, and the class to use if source and target are the same device.
+
+    This class copies nothing: `receive` returns the tensors that were passed to `send`.
+    """
 
     def send(self, tensors: Tensors) -> Transfer:
-        """Queue copies of `tensors`, to be made once the source device's current stream has computed `tensors`."""
+        """Queue copies of `tensors`, to be made once the source device's current stream has computed `tensors`.
+
+        `NoCopy` itself makes no copies: `tensors` are the `result` of the transfer.
+        """
         return Transfer(tensors, tensors, None)
 
     def receive(self, transfer: Transfer) -> Tensors:

@@ -24,8 +24,8 @@ def busy_gpus(names: Iterable[str]) -> set[str]:
     NVML needs the package nvidia-ml-py, which `pip install -e '.[gpu]'` installs.
 
     Args:
-        names: the index or UUID of each GPU. NVML counts the GPUs in the order of the PCI bus. On a machine with GPUs
-            of several models, CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+        names: the index or UUID of each GPU. NVML numbers the GPUs in the order of the PCI bus. On a machine with GPUs
+            of several models, the indices of CUDA are the same only with CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
     try:
         import pynvml  # pyright: ignore[reportMissingImports] (optional)

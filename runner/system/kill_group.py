@@ -17,10 +17,13 @@ _COMPILER = re.compile(
 
 
 def kill_group(group: int) -> None:
-    """Kill the processes of the group `group`, and delete the output files of its compilers, which are incomplete.
+    """Kill all processes of a process group, and delete the incomplete output files of the compilers among them.
 
     `torch.compile` keeps compiled code in a directory that all runs of the user share, and compilers write directly
     into it. An incomplete file in this directory would make every later run that needs it fail ("file too short").
+
+    Args:
+        group: the ID of the process group.
 
     Raises:
         ProcessLookupError: if there is no such group.

@@ -1,4 +1,7 @@
-"""Imported by a fork server after the modules that it preloads, so that no child examines their objects for garbage."""
+"""Enables the garbage collector again. A fork server imports this module after the modules that it preloads.
+
+The objects of the preloaded modules are excluded from later collections, so that no child examines them for garbage.
+"""
 
 import gc
 

@@ -56,7 +56,10 @@ class SectionTimer:
         return before
 
     def section(self, name: str) -> Section:
-        """Add 1 to `calls[name]`, and return the context manager of the section: `with timer.section("data"): …`."""
+        """Return a context manager that makes the section `name` active: `with timer.section("data"): …`.
+
+        Each call adds 1 to `calls[name]`.
+        """
         self.calls[name] += 1
         section = self._sections.get(name)
         if section is None:

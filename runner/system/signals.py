@@ -241,11 +241,12 @@ def _forget_closed_terminal() -> None:
 
 
 def _raise_again_if_unraisable(lost: Any) -> None:
-    """Raise the exception of a stop signal again if Python would only print the exception; used as an unraisable hook.
+    """Raise the exception of a stop signal again if it could not reach the caller; used as `sys.unraisablehook`.
 
-    An exception in a destructor or in a callback of a weak reference does not reach the caller: Python only prints it.
-    Importing a module calls many such callbacks. A timer raises the exception again a moment later, when Python is
-    probably running other code, so that the command still cleans up. All other exceptions are printed.
+    If a signal arrives during a destructor or a callback of a weak reference, its exception does not reach the caller:
+    Python only passes it to this hook. Importing a module calls many such callbacks. A timer therefore raises the
+    exception again a moment later, when Python is probably running other code, so that the command still cleans up.
+    Exceptions that do not come from a stop signal are printed, as Python does by default.
 
     Args:
         lost: the argument that Python passes to `sys.unraisablehook`.

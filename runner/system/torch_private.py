@@ -55,8 +55,8 @@ def _do_nothing(*_: Any) -> None:
 def allow_recompilations(count: int) -> None:
     """Let the compiler compile a function at least `count` times before it gives up and runs the function uncompiled.
 
-    All blocks of a class share one function, and the compiler makes a variant of it for each set of shapes. The default
-    limit of eight is less than a ResNet needs, and the limit can only be set for the whole process.
+    Blocks of a network that have the same class share one function, which is compiled again for each new set of shapes.
+    A ResNet needs more compilations than the default limit of eight. The limit can only be set for the whole process.
     """
     import torch._dynamo
 
@@ -122,8 +122,9 @@ def found_inf_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimiz
     """Return the overflow flags that `GradScaler.unscale_` has set: one float32 scalar, 0 or 1, for each device.
 
     `GradScaler.step` and `GradScaler.update` read these tensors. If each rank holds the gradients of only a part of
-    the model, the flags have to be reduced over the ranks before `step`, so that all ranks skip the same updates. The
-    issue https://github.com/pytorch/pytorch/issues/67590 requests a public way to find out whether an update was
-    skipped; to replace this function, it would have to give access to the flags before `step`.
+    the model, the flags have to be reduced over the ranks before `step`, so that all ranks skip the same updates.
+
+    https://github.com/pytorch/pytorch/issues/67590 requests a public function that tells whether an update was skipped.
+    Such a function could replace this one only if it gave access to the flags before `step`.
     """
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())

@@ -41,11 +41,12 @@ class Row:
     """Runs that are done and differ only in their seed.
 
     Args:
-        values: the values of the keys that differ among all runs. Keys that the runs of this row do not have are left
-            out.
+        values: maps each config key whose values differ among all compared runs to its value in the runs of this row.
+            Keys that the runs of this row do not have are left out.
         runs: the runs of this row.
-        measures: maps each measure (`best`, `last`, `steps`, `seconds`, `samples_per_second`) to a list with one number
-            for each run that has this measure. Measures that no run of this row has are left out.
+        measures: maps each measure to a list with one number for each run that has this measure. The measures are
+            `best` and `last` (the best and the last value of the metric), `steps`, `seconds` (the duration of the
+            training) and `samples_per_second`. Measures that no run of this row has are left out.
     """
 
     values: dict[str, Any]

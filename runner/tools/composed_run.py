@@ -55,10 +55,11 @@ def compose_run(overrides: Sequence[str], config_dir: str | None = None, name: s
 
 
 def replaced(overrides: Sequence[str], *others: str) -> list[str]:
-    """Return `overrides` and `others` as one list, in which `others` replace overrides of the same groups and keys.
+    """Return the items of `overrides` that `others` do not replace, followed by `others`.
 
-    For example, `parallel=single` in `others` removes `parallel=pipeline` and `parallel.stages=4` from `overrides`. An
-    item of `others` whose key contains a dot, such as `parallel.stages=2`, removes nothing.
+    An item such as `parallel=single` in `others` replaces all overrides of its config group or key, for example
+    `parallel=pipeline` and `parallel.stages=4`. An item of `others` whose key contains a dot, such as
+    `parallel.stages=2`, is only appended, and replaces nothing.
     """
     groups = {text.partition("=")[0] for text in others}
     kept = [text for text in overrides if re.split(r"[=.@]", text.lstrip("+~"))[0] not in groups]

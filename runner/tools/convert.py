@@ -97,12 +97,14 @@ def exported(source: Path, destination: Path, best: bool, module_prefix: bool) -
     Args:
         source: a run directory, or a checkpoint in one.
         destination: a .pt2 or .onnx file; replaced if it exists.
-        best: whether to export the best checkpoint of the run, and not the newest; refused if `source` is a checkpoint.
-        module_prefix: whether --module-prefix was typed; refused, as a program has no names of parameters.
+        best: whether to export the best checkpoint of the run instead of the newest. It must be False if `source` is a
+            checkpoint.
+        module_prefix: whether --module-prefix was typed. It must be False, because a program has no names of
+            parameters.
 
     Raises:
-        ConfigError: if a flag is refused, a package is missing, there is no such checkpoint, it cannot be read, or its
-            model cannot be exported.
+        ConfigError: if `best` or `module_prefix` is True where it must be False, a package is missing, there is no such
+            checkpoint, it cannot be read, or its model cannot be exported.
     """
     from runner.tools.export_program import check_exporter, export_program  # imported here: they need a run's modules
 
@@ -201,8 +203,13 @@ def _chosen(run: Path, best: bool) -> Path:
 def _read_checkpoint(path: Path, named: str = "") -> Weights:
     """Read weights from the checkpoint at `path`.
 
-    The argument `named` is the name of the file in the checkpoint. If it is empty, the weights that an evaluation uses
-    are read: the averaged weights if the checkpoint has them, otherwise the weights of the model.
+    Args:
+        path: the directory of the checkpoint.
+        named: the name of the file of weights in this directory. If it is empty, the weights that an evaluation uses
+            are read: the averaged weights if the checkpoint has them, otherwise the weights of the model.
+
+    Raises:
+        ConfigError: if the checkpoint cannot be read, is damaged, or does not contain the file.
     """
     with _errors_as_source(path):
         manifest = verified_manifest(path)

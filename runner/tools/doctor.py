@@ -48,8 +48,8 @@ def gather() -> dict[str, Any]:
     """Return a report on this machine as plain values.
 
     Returns:
-        The dict that `environment` returns, with more details of each CUDA device, with recommendations added to the
-        errors and warnings in `findings`, and with four more keys:
+        The dict that `runner.system.provenance.environment` returns, with more details of each CUDA device. The
+        list `findings` contains recommendations besides errors and warnings. The dict has four more keys:
 
         - `driver`: the version of the driver; None if it is not known;
         - `backends`: for each backend, whether it is available; for cuDNN, its version instead;

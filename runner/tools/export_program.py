@@ -86,8 +86,9 @@ def check_exporter(path: Path) -> None:
 
 
 def _export_torch(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> torch.Tensor:
-    """Write a program of `torch.export`, load it again, and return its outputs for `inputs`.
+    """Write a program of `torch.export` to `path`, load it again, and return its outputs for `inputs`.
 
+    The JSON text `signature` (see `Workload.signature`) is stored in the file.
     https://docs.pytorch.org/docs/stable/export.html
     """
     program = torch.export.export(model, (inputs,), dynamic_shapes=_any_batch())
@@ -96,8 +97,9 @@ def _export_torch(model: torch.nn.Module, inputs: torch.Tensor, signature: str, 
 
 
 def _export_onnx(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> torch.Tensor:
-    """Write an ONNX model, and return its outputs for `inputs`, computed by the reference implementation of ONNX.
+    """Write an ONNX model to `path`, and return its outputs for `inputs`, computed by ONNX's reference implementation.
 
+    The JSON text `signature` (see `Workload.signature`) is stored in the metadata of the file.
     https://docs.pytorch.org/docs/stable/onnx.html
     """
     from onnx.reference import ReferenceEvaluator  # pyright: ignore[reportMissingImports]  # an extra

@@ -17,8 +17,8 @@ class Change(NamedTuple):
     Args:
         overrides: the overrides to add.
         costs: what the change costs, in words.
-        results: the effect on the results, such as `16 bits`; empty if there is none. The order of sums and the effect
-            of `divides_batches` are not included.
+        results: the effect on the results, such as `16 bits`; empty if the results stay the same up to rounding. The
+            effect of `divides_batches` is not included.
         divides_batches: whether each forward pass has fewer samples than before, which affects batch normalization.
     """
 

@@ -42,8 +42,10 @@ def plan(
         config_dir: a directory with options of your own; None to use only conf/.
         num_devices: number of devices of the machine that is planned for; None to plan for the devices of this machine.
         memory: memory of each device in bytes; None to leave open whether the run fits.
-        speeds: the three values of a `Machine` (flops, bandwidth, link), for a lower bound on the time of a step; None
-            to leave the bound out. If the third value is None, messages between devices are assumed to take no time.
+        speeds: three numbers for a lower bound on the time of a step: the floating-point operations per second of a
+            device, the bytes per second from or to its memory, and the bytes per second that it sends to another
+            device. If the third number is None, messages between devices are assumed to take no time. If `speeds` is
+            None, the bound is left out.
         with_parts: whether to measure the parts of a step on this machine, to predict the time of a step.
         source: the directory of a run whose config the overrides change; None to compose the config from conf/.
 

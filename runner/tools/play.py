@@ -61,7 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _environment(run: SavedRun, checkpoint: str, overrides: Sequence[str]) -> Env:
-    """Return the prepared environment of the agent of `run`; `overrides` may change its options.
+    """Return the environment of the agent of `run`, with `Env.prepare` already called.
+
+    Args:
+        run: the run.
+        checkpoint: the checkpoint whose config is used: `best`, `last` or a step.
+        overrides: changes of this config, such as `env.max_episode_steps=1000`.
 
     Raises:
         ConfigError: if `run` is not a run of an agent, there is no such checkpoint, or the config is refused.

@@ -91,7 +91,12 @@ def _best_first(study: Study) -> list[Point]:
 
 
 def _runs(metric: str, point: Point) -> list[float]:
-    """Return the values of `metric`, a name that `_quality` returns, for the runs of a point that have this metric."""
+    """Return the value of `metric` in each run of `point` that has it.
+
+    Args:
+        metric: a name that `_quality` returns.
+        point: the point.
+    """
     if metric == _SECONDS:
         return [run.seconds for run in point.runs]
     metrics = [run.result.get("metrics", {}) for run in point.runs]
@@ -174,7 +179,14 @@ def label(point: Point, study: Study, without: str = "") -> str:
 
 
 def _over_one_key(study: Study, caption: str, key: str, other: str | None) -> Figure:
-    """Draw the metric and the step time over `key`: lines with bands if its values are numbers, otherwise bars."""
+    """Draw the metric and the step time over `key`: lines with bands if its values are numbers, otherwise bars.
+
+    Args:
+        study: the study.
+        caption: a line below the title.
+        key: the key on the x-axis.
+        other: the key with one line, or one color of bars, for each of its values; None if there is no other key.
+    """
     metric, quality = _quality(study)
     panels = {metric: quality} | {_SECONDS: {point: point.seconds for point in study.points}}
     values, groups = _values(study, key), _values(study, other) if other is not None else [None]

@@ -72,9 +72,9 @@ def _cells(study: Study, point: Point) -> dict[str, str]:
 def plus_minus(spread: Spread) -> str:
     """Return `mean ± deviation` as text, both with the same number of decimals.
 
-    There are as many decimals as possible with at most two significant digits in the deviation and five in the mean.
-    Digits before the decimal point are never left out. If there is only one value, and therefore no deviation, return
-    the value with four significant digits.
+    The number of decimals is the largest for which the deviation has at most two significant digits, and the mean at
+    most five. Digits before the decimal point are always kept, even if there are more of them. If there is only one
+    value, and therefore no deviation, return the value with at most four significant digits.
     """
     if math.isnan(spread.deviation):
         return f"{spread.mean:.4g}"

@@ -97,7 +97,13 @@ def _as_table(predictions: list[Prediction]) -> str:
 
 
 def _write_grid(path: Path, run: SavedRun, checkpoint: str, predictions: list[Prediction]) -> None:
-    """Draw the first images that could be read, each with its class and the probability."""
+    """Write a PNG file with the first `_MOST_IMAGES` images that could be read.
+
+    Each image is cropped and resized as in an evaluation, and shown with its predicted class and the probability.
+
+    Raises:
+        ConfigError: if none of the images could be read.
+    """
     import torch
     from PIL import Image
 

@@ -77,7 +77,8 @@ def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
 
     Args:
         path: the directory of the sweep.
-        ledger: the content of the sweep's ledger, which may have been written by somebody else.
+        ledger: the content of the sweep's ledger. Control characters in it are escaped, because somebody else may have
+            written it.
     """
     jobs = ledger.get("jobs", {})
     counts = Counter(str(entry.get("state", "")) for entry in jobs.values())

@@ -65,10 +65,10 @@ def first_steps(runs: Sequence[Run]) -> list[Steps]:
     """Train the first steps of all runs in the same processes, and return their records in the order of `runs`.
 
     The runs must differ only in their precision. If the device does not support float64, runs in float64 are left out.
-    If there are no other runs, a `ConfigError` is raised.
 
     Raises:
-        ConfigError: if a run is refused, or a single device cannot compute the same results.
+        ConfigError: if a run is refused, if a single device cannot compute the same results, or if all runs are in
+            float64 and the device does not support it.
         RankError: if a process fails.
     """
     launcher = runs[0].parallel.launcher(runs[0].device)
@@ -260,11 +260,15 @@ class Recorder:
         return self._collectives.gather_to_rank0(full)
 
     def all_losses(self) -> Tensors:
-        """Return the sorted losses of all samples, float64 [batch_size], in a dict with the keys `step 1`, `step 2`, ….
+        """Return the losses of all samples of each step, in ascending order. Every rank must call this.
 
-        Every rank must call this. The losses are sorted because a mode may process the samples of a batch in any order.
-        If several ranks have the same shard of the data, the losses of the first of them that recorded losses are used:
-        the others recorded the same losses or none. Without recorded losses, the result is an empty dict.
+        The losses are sorted because a mode may process the samples of a batch in any order. If several ranks have the
+        same shard of the data, they record the same losses or none. Of these ranks, only the first one that recorded
+        losses is counted.
+
+        Returns:
+            A dict with the keys `step 1`, `step 2`, …, whose values are float64 tensors [batch_size]. The dict is empty
+            if no losses were recorded.
         """
         own = [torch.stack(losses).tolist() for losses in self._losses if losses]
         shards: dict[Any, list[list[float]]] = {}

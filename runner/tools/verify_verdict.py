@@ -5,9 +5,11 @@ summed in float32 in every precision, must agree to 1e-6. In the config's own pr
 (TF32 to 2.5e-2, 16 bits to 0.2), or more closely if the device does not support float64 (see `Row`).
 
 The rounding error of the reference is measured too: it is the difference between the reference in the config's own
-precision and the reference in float64. A larger rounding error does not make the limits larger. Instead, if the error
-exceeds half of a limit, or if something computes in float32 although float64 was requested, rounding errors cannot be
-told apart from mistakes. The config then cannot be judged, unless it agrees very closely all the same (see `Row`).
+precision and the reference in float64. A large rounding error never makes a limit larger.
+
+A config cannot be judged if rounding errors cannot be told apart from mistakes. This is the case if the rounding error
+of the reference exceeds half of a limit, or if something computes in float32 although float64 was requested. Even then,
+runs that agree very closely are judged the same (see `Row.is_same`).
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ _OPTIONAL = ("loss per sample", "evaluation")  # a mode may compute these withou
 
 
 class Verdict(IntEnum):
-    """The verdicts, which are also exit codes; exit code 2 means that the config is refused."""
+    """The verdict on a config, whose value is the exit code of `runner.tools.verify`.
+
+    No verdict has the value 2, because exit code 2 means that the config was refused instead of compared.
+    """
 
     SAME = 0
     DIFFERENT = 1

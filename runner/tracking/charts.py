@@ -302,7 +302,7 @@ def heat_map(
 
 
 def _in_order(values: set[Any], found: list[Any]) -> list[Any]:
-    """Return `values` as a list: sorted if all are numbers; otherwise in the order of their first place in `found`."""
+    """Return `values` as a list: sorted if all are numbers, otherwise in the order in which they occur in `found`."""
     return sorted(values) if all(is_number(value) for value in values) else list(dict.fromkeys(found))
 
 

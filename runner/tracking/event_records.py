@@ -68,9 +68,9 @@ def crc32cs(records: Sequence[bytes]) -> list[int]:
 def _checksums(records: Sequence[bytes]) -> list[int]:
     """Return the CRC-32C checksum of each record. Every record must have at least 4 bytes.
 
-    The register, the 32 bits of state in the computation of a checksum, depends linearly on the data. So a register is
-    computed for every byte on its own. Then the registers of two neighboring bytes are combined, then the registers of
-    two neighboring pairs, and so on.
+    The computation of a checksum has 32 bits of state, the register, which depends linearly on the data. Therefore, a
+    separate register can be computed for each byte. The registers of two neighboring bytes are then combined into one,
+    then the registers of two neighboring pairs of bytes, and so on.
     """
     longest = max(map(len, records))
     padded = b"".join(record.rjust(longest, b"\0") for record in records)  # leading zeros have no effect
@@ -87,17 +87,26 @@ def _checksums(records: Sequence[bytes]) -> list[int]:
 
 
 def _after_zeros(registers: Any, level: int) -> Any:
-    """Return the value of each register, uint32 [...], after 2**level further bytes of zero."""
+    """Return the values that CRC-32C registers (see `_checksums`) have after 2**level further bytes, which are all 0.
+
+    Args:
+        registers: the values before these bytes, uint32 [...].
+        level: the base-2 logarithm of the number of bytes.
+
+    Returns:
+        uint32 [...].
+    """
     parts = (table[registers >> 8 * i & 0xFF] for i, table in enumerate(_tables(level)))
     return reduce(np.bitwise_xor, parts)
 
 
 @cache
 def _tables(level: int) -> Any:
-    """Return what each register with at most one nonzero byte becomes after 2**level further bytes of zero.
+    """Return the tables in which `_after_zeros` looks up the effect of 2**level zero bytes on a register.
 
     Returns:
-        uint32 [4, 256], indexed by the position and the value of that byte.
+        uint32 [4, 256]. Entry [i, v] is the new value of a register whose byte i, counted from the least significant
+        byte, is v, and whose other bytes are 0.
     """
     if level > 0:
         return _after_zeros(_tables(level - 1), level - 1)

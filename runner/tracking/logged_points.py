@@ -2,7 +2,8 @@
 
 A run that is resumed repeats the steps after its last checkpoint, with the same results. TensorBoard ignores the
 earlier points of these steps, and a CSV file is written again without them; but points in a remote database cannot be
-removed. The points since the second-last checkpoint are kept: the last one may be damaged or incomplete.
+removed. The points since the second-last checkpoint are kept, because a run is resumed from that checkpoint if the last
+checkpoint is damaged or incomplete.
 """
 
 from __future__ import annotations
@@ -52,12 +53,15 @@ class LoggedPoints:
         write_text(path, "".join(self._earlier))
 
     def new(self, values: Mapping[str, T], step: int) -> dict[str, T]:
-        """Return the entries of `values`, a dict by tag, that the file does not contain for `step`.
+        """Return the entries of `values` that earlier sessions have not logged for `step`, according to the file.
 
-        An entry that an earlier session logged with another value is returned, too, unless it is a measurement (see
-        `_MEASURED`). The file goes back only to the second-last checkpoint: if the run is resumed from an earlier one,
-        all entries up to the second-last checkpoint are returned. This call also tells `begin_interval` that `step` is
-        reached.
+        An entry that was logged with another value is returned too, unless it is a measurement such as a time (see
+        `_MEASURED`). The file contains no points from before the second-last checkpoint. If the run was resumed from an
+        earlier checkpoint, these points are therefore returned, and so logged again.
+
+        Args:
+            values: scalars or images by tag.
+            step: the number of completed optimizer steps, which `begin_interval` uses too.
         """
         self._step = max(self._step, step)
         if not self._repeated:
@@ -72,11 +76,12 @@ class LoggedPoints:
             file.writelines(lines)
 
     def begin_interval(self) -> None:
-        """Drop the points of the steps up to the previous call. This must be called before each checkpoint.
+        """Remove old points from the file. This must be called before each checkpoint is saved.
 
-        No resumed run repeats these steps, because the checkpoint that followed the previous call is complete by now.
-        The points of later steps are kept. They include points of earlier sessions for steps that this session has not
-        reached yet, because this session may be killed before it reaches them.
+        The checkpoint that was saved after the previous call is complete by now. No resumed run repeats the steps up to
+        that checkpoint, so their points are removed. The points of later steps are kept. They include points of earlier
+        sessions for steps that this session has not reached yet, because this session may be killed before it reaches
+        them.
         """
         self._earlier = [line for line in self._earlier if _step_of(line) > self._boundary]
         write_text(self._path, "".join([*self._earlier, *self._added]))

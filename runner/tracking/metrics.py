@@ -86,9 +86,10 @@ class MetricBuffer:
             all_reduce: a function that sums tensors over the ranks.
 
         Raises:
-            DivergedError: if a sum is not finite; the error names the first step with such a sum. If the processes
-                divide the steps among themselves, the error names this process's step in the first round with such a
-                sum, even if the sum is another process's.
+            DivergedError: if a sum is not finite. The error names the first step with such a sum. If the processes
+                divide the steps among themselves, each row contains the sums of a round of steps, one step on each
+                process. The error then names the step of this process in the first such round, although the step of
+                another process may be the cause.
         """
         if self._rows:
             self._combine()

@@ -55,16 +55,16 @@ class RemoteTracker(Tracker, ABC):
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Check the tracker's options in the saved config of a run: they must not decide where data is sent.
+        """Check that a saved config, which may come from somebody else, does not determine where data is sent.
 
         Args:
-            values: the saved options that the command line does not override.
+            values: the options of the tracker in the saved config, without those that the command line overrides.
 
         Returns:
-            A dict of options to change, with their new values; always empty, because this method only checks.
+            The options to change, with their new values. The dict is always empty, because this method only checks.
 
         Raises:
-            ConfigError: if an option in `destinations` does not have its default value.
+            ConfigError: if an option in `destinations` is in `values` and does not have its default value.
         """
         defaults = {each.name: each.default for each in fields(cls)}
         for key in cls.destinations:

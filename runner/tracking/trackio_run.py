@@ -53,7 +53,10 @@ class Trackio(RemoteTracker):
         self._run.log({tag: self._trackio.Image(array) for tag, array in arrays.items()}, step=step)
 
     def log_texts(self, texts: dict[str, str]) -> None:
-        """Log nothing: texts come before the config, but Trackio saves the config only with the first data."""
+        """Log nothing, because otherwise the config would be lost.
+
+        Trackio saves the config only together with the first data, and texts are logged before the config.
+        """
 
     def log_config(self, config: dict[str, float | str | bool]) -> None:
         self._run.config.update(config)

@@ -87,7 +87,10 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         return self.train.batches(micros, plan.seed, device)
 
     def _positions(self, plan: Plan, micros: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """Return `micros`; if `overfit_batches` is n > 0, change their positions so that the first n batches repeat."""
+        """Return `micros`; if `overfit_batches` is n > 0, return micro-batches of the first n batches instead.
+
+        Batch k of the run, counted from 0, is then replaced by batch k modulo n.
+        """
         if not self.overfit_batches:
             return micros
         span = self.overfit_batches * plan.batch_size

@@ -29,11 +29,12 @@ class Launcher:
     def connect(self) -> Iterator[Process]:
         """Yield a description of this process, for the checks before training.
 
-        If `launch` will start the ranks later, this process is described as rank 0. If torchrun or SLURM has started
-        this process, this method joins the process group.
+        If `launch` starts the ranks, the description is that of rank 0. If torchrun or SLURM has started this process,
+        the process joins the process group, and the description is that of its own rank.
 
         Raises:
-            SystemExit: if a stop signal arrived while this process trained an earlier run.
+            SystemExit: if this process has received a stop signal during an earlier run, so that it must not start
+                another one.
             RuntimeError: if this process cannot join the process group.
         """
         before_training()

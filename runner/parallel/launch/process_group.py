@@ -71,9 +71,9 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
         rank_info: rank of this process, and address of the store.
         device: device of this process; tensors on a GPU are sent over NCCL, those in host memory over gloo.
         timeout: seconds that a collective waits for the other ranks.
-        external: whether torchrun or SLURM has started the ranks. If not, the supervisor ends a collective on the CPU
-            after `timeout`. Gloo's own timeout is then much longer, because it also counts time in which all processes
-            are suspended.
+        external: whether torchrun or SLURM has started the ranks. If not, and `device` is the CPU, the supervisor
+            enforces `timeout`, and gloo's own timeout is set to a much longer time. Unlike the supervisor, gloo also
+            counts the time during which all processes are suspended.
 
     Raises:
         RuntimeError: if the store cannot be reached, or the other ranks do not join in time.
@@ -139,10 +139,11 @@ def fail_collectives() -> None:
 
 
 def progress() -> int:
-    """Return a number that grows when this rank begins to wait for others; called by the heartbeat thread.
+    """Return a number that grows with each communication operation that this rank starts.
 
-    On GPUs, the number is always 0: not all NCCL operations are counted, and NCCL's own watchdog ends a collective that
-    has timed out.
+    The heartbeat thread sends this number to the supervisor, which finds out from it whether a rank hangs. On GPUs, the
+    number is always 0: torch does not count all NCCL operations, and NCCL's own watchdog ends a collective that has
+    timed out.
     """
     with suppress(RuntimeError):  # the group is just being destroyed
         return _progress + torch_private.num_operations() if _progress else 0

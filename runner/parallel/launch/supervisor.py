@@ -169,8 +169,9 @@ class Supervisor:
     Args:
         work: main function of a rank; its first argument is the rank's pipe (see `start_heartbeat`).
         arguments: for each rank, the other arguments of `work`.
-        timeout: seconds after which a rank counts as hung, because it has sent no heartbeat, or because other ranks
-            wait for it and no rank makes progress. Time in which this process was suspended (Ctrl-Z) does not count.
+        timeout: seconds after which a rank counts as hung. A rank hangs if it sends no heartbeat for this time. A rank
+            also hangs if other ranks wait for it, and no rank makes progress for this time. Time in which this process
+            was suspended (Ctrl-Z) does not count.
     """
 
     def __init__(self, work: Callable[..., None], arguments: Sequence[tuple], timeout: float):
@@ -208,7 +209,8 @@ class Supervisor:
         """Wait for all ranks, and return their return values, in the order of the ranks.
 
         Args:
-            stop: record of whether this process has received a stop signal; if so, SIGUSR1 is sent once to all ranks.
+            stop: record of whether this process has received a stop signal. If it has, SIGUSR1 is sent once to all
+                ranks, which then finish their step, save a checkpoint and end.
 
         Raises:
             ConfigError: if a rank raised a ConfigError.

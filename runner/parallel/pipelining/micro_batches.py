@@ -16,7 +16,13 @@ efficient.
 
 
 class MicrobatchConstraint(NamedTuple):
-    """The requirements of a schedule on the number of micro-batches."""
+    """The requirements of a schedule on the number of micro-batches.
+
+    Args:
+        schedule: name of the schedule.
+        num_stages: number of stages of the pipeline.
+        num_processes: number of processes of the pipeline.
+    """
 
     schedule: str
     num_stages: int

@@ -70,7 +70,10 @@ class Partition:
             positions_of(self.cuts, names)
 
     def bounds(self, profiles: Sequence[BlockProfile], count: int) -> list[int]:
-        """Return bounds = [0, …, len(profiles)] of `count` stages: stage i has the blocks `bounds[i]:bounds[i + 1]`."""
+        """Return the indices of the blocks at which the `count` stages begin and end.
+
+        The result is a list `bounds` = [0, …, len(profiles)]. Stage i has the blocks `bounds[i]:bounds[i + 1]`.
+        """
         if self.cuts == "auto":
             inner = balanced([profile.seconds for profile in profiles], count)
         else:

@@ -149,10 +149,12 @@ def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
 def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> float:
     """Return a lower bound on the seconds that any schedule needs, derived from one `worker` alone.
 
-    First, the worker waits until the stages before its first stage have computed the forward pass of micro-batch 0.
-    Then it computes. When it has sent back the gradient of the last micro-batch, the stages before it still have to
-    compute the backward pass of that micro-batch. During this time, the worker may compute gradients of weights, for
-    which no other stage waits.
+    The bound is the sum of two times. The first is the time that the worker waits, while the stages before its first
+    stage compute the forward pass of micro-batch 0. The second is the longer one of:
+
+    - the time of all computations of the worker;
+    - the time of its computations except gradients of weights, for which no other stage waits, plus the time in which
+      the stages before it then compute the backward pass of the last micro-batch.
 
     Args:
         spans: the computations of all stages.

@@ -78,7 +78,10 @@ class Pool(ABC):
     """The running jobs of a sweep."""
 
     def has_room(self) -> bool:
-        """Return whether a job that needs few resources could start now."""
+        """Return False if the pool knows that no job can start now, however few resources it needs.
+
+        If the result is True, `submit` may still return None. This class always returns True.
+        """
         return True
 
     @abstractmethod
@@ -95,9 +98,9 @@ class Pool(ABC):
         A job that is still running can be taken over. `wait` later returns its end. This class takes over no jobs.
 
         Args:
-            job: the job, of which only the number and the console are known.
-            started: the place where the earlier command started the job, as read from the file `sweep.json`. Check this
-                place, because anybody may have written the file.
+            job: the job. Only its number and its console are valid.
+            started: the place where the earlier command started the job, as read from the file `sweep.json`. A subclass
+                must check this value before using it, because anybody may have written the file.
         """
         return False
 
@@ -188,13 +191,15 @@ class Engine(ABC):
         """
 
     def demand_elsewhere(self, threads: int | None) -> Demand | None:
-        """Return the demand of a job if this machine lacks its devices; None if the engine runs jobs only here.
+        """Return the demand of a job whose devices this machine does not have; None if the engine runs jobs only here.
+
+        This machine may be the login node of a cluster, for example.
 
         Args:
-            threads: as in `Demand`.
+            threads: the number of CPU threads of each process; None: the engine chooses the number.
 
         Raises:
-            ConfigError: if the demand is not known without these devices, and no option of the engine sets it.
+            ConfigError: if the engine needs an option that sets the number of GPUs of a job, and it is not set.
         """
         return None
 

@@ -1,8 +1,9 @@
 """`sweep=local`: runs jobs on this machine, as many at once as there are GPUs or CPU cores for.
 
 Each job is a process that is forked from a server. The server has already imported torch, so that a job starts in a
-fraction of a second, but it has run no job, so that no job inherits state from another job. A job starts only on CPU
-cores and GPUs that no running job uses. On Linux, this includes jobs of an earlier command that have been taken over.
+fraction of a second. The server itself runs no jobs, so that no job inherits state from another job. A job starts only
+on CPU cores and GPUs that no other running job uses. On Linux, these other jobs include jobs of an earlier command that
+have been taken over.
 """
 
 from __future__ import annotations

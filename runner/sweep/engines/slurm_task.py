@@ -31,7 +31,7 @@ SLURM kills a job KillWait or GraceTime seconds after SIGTERM. Almost all cluste
 
 
 class SlurmTask:
-    """A task that saves a checkpoint and is requeued when SLURM needs its node or its time limit is reached.
+    """A task that saves a checkpoint and is requeued when its time limit is reached, or when SLURM preempts it.
 
     The task handles these signals:
 

@@ -113,8 +113,9 @@ class Actor:
     def possible_returns(self) -> tuple[float, float]:
         """Return the least and the greatest discounted return that an episode can have.
 
-        These are the returns of endless episodes in which each reward is the smallest, or the largest, of those seen
-        so far. They are infinite if rewards are not discounted, or if a return exceeds the range of float32.
+        These are the returns of endless episodes in which each reward is the smallest, or the largest, of 0 and all
+        rewards seen so far; 0 is included, because an episode may end. Both are infinite if rewards are not discounted,
+        or if one of them exceeds the range of float32.
         """
         scale = 1 - self.n_step_buffer.discount
         in_range = all(abs(reward) < scale * _LARGEST for reward in (self._least_reward, self._greatest_reward))

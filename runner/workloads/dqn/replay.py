@@ -32,7 +32,12 @@ def row_width(observation_size: int) -> int:
 
 
 def unpack(rows: torch.Tensor, possible_returns: tuple[float, float] = (-math.inf, math.inf)) -> Transitions:
-    """Split packed transitions [n, row_width] into their fields, and add `possible_returns`."""
+    """Split packed transitions into their fields.
+
+    Args:
+        rows: packed transitions, float32 [n, row_width].
+        possible_returns: the least and the greatest discounted return of an episode, stored in the result as they are.
+    """
     size = (rows.shape[1] - 3) // 2
     observations, following, actions, returns, discounts = rows.split_with_sizes((size, size, 1, 1, 1), 1)
     # Actions are stored as float32, which is exact up to 2²⁴.

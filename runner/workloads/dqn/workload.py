@@ -53,9 +53,10 @@ class DQN(Workload):
         n_step: number of rewards that are summed before bootstrapping (Hessel et al., Rainbow, 2018).
         double: select the next action with the online network and evaluate it with the target network (van Hasselt et
             al., 2016).
-        clip_targets: clip the value of the next observation to the discounted returns that are possible. They follow
-            from the smallest and the largest reward so far; Andrychowicz et al. (Hindsight Experience Replay, 2017)
-            clip to those of a known range. Without clipping, bootstrapping may raise values above every return.
+        clip_targets: clip the value of the next observation to the range of the discounted returns that are possible,
+            given the smallest and the largest reward so far. Andrychowicz et al. (Hindsight Experience Replay, 2017)
+            clip to a range that is known in advance. Without clipping, bootstrapping may raise values above every
+            possible return.
         td_loss: loss of the temporal difference error, `mse` or `huber`.
         huber_delta: the error above which `huber` is linear (`torch.nn.functional.huber_loss`). `huber_delta=1` clips
             errors as Mnih et al. (2015) do. If it is far below the errors, the network learns the median of the
@@ -218,14 +219,19 @@ class DQN(Workload):
                 yield unpack(rows.to(device))
 
     def _due(self, step: int) -> float:
-        """Return the total number of environment steps that each process must reach before optimizer step `step`.
+        """Return the number of environment steps that each process must have taken before optimizer step `step`.
 
-        The number may be fractional. A small tolerance is subtracted, so that rounding adds no environment step.
+        The steps in all environments of the process since the start of the run are counted. The number may be
+        fractional. A small tolerance is subtracted, so that rounding adds no environment step.
         """
         return (self.warm_up + step / self.replay_ratio - 1e-6) / self._count
 
     def _epsilon(self, env_steps: int) -> float:
-        """Return the fraction of random actions after `env_steps` environment steps, summed over all processes."""
+        """Return ε, the probability of a random action.
+
+        Args:
+            env_steps: number of environment steps so far, summed over all processes.
+        """
         return epsilon(env_steps, self.epsilon_start, self.epsilon_final, self.epsilon_fraction * self.env_steps)
 
     def _new_actor(self, plan: Plan, device: torch.device) -> Actor:
@@ -252,13 +258,17 @@ class DQN(Workload):
         return Actor(vector, self.env.num_actions, n_step_buffer, replay, seed, self.epsilon_repeat)
 
     def _check_memory(self, capacity: int, row_bytes: int) -> None:
-        """Check that the replay buffers of the processes on this machine fit into its memory.
+        """Check that the replay buffers of the processes on this machine fit into its free memory.
 
-        The operating system allocates memory only as the buffers are filled, and kills the run if none is left.
+        Creating a buffer that is too large may raise no error: the operating system allocates memory only as the buffer
+        is filled, and kills the run when none is left.
 
         Args:
             capacity: number of transitions in the buffer of each process.
-            row_bytes: size of a transition.
+            row_bytes: size of a transition in bytes.
+
+        Raises:
+            ConfigError: with the key `workload.replay_size`, if the buffers do not fit.
         """
         machine, count = host_memory(), local_world_size()
         free_bytes = min(machine[key] or math.inf for key in ("available_bytes", "limit_bytes", "total_bytes"))
