@@ -47,7 +47,10 @@ class Precision:
         _allow_tf32(False)
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Convert the parameters of `model` in place to the dtype in which they are stored, and return `model`."""
+        """Convert the parameters of `model`, in place, to the dtype of parameters in this precision; return `model`.
+
+        This is not the dtype of the forward pass, to which autocast may convert them (see `compute_dtype`).
+        """
         return model
 
     def compute_dtype(self, device: torch.device) -> torch.dtype | None:

@@ -129,12 +129,15 @@ def _store(config: dict[str, Any], overridden: set[str]) -> None:
 
 
 def _default(entry: Any, chosen: dict[str, str | None]) -> Any:
-    """Return `entry`, an entry of a defaults list, with the option of a saved config in place of its own option.
+    """Return `entry`, an entry of a defaults list, changed so that it chooses what a saved config has chosen.
+
+    The option of an optional group, such as `optional local`, always becomes None, because the values that it sets are
+    part of the saved config.
 
     Args:
-        entry: a dict `{group: option}`, or a string, which is returned unchanged. If the group is optional, as in
-            `optional local`, its option is replaced by None.
-        chosen: the option of each group, None for no option. A group that is not in `chosen` keeps its own option.
+        entry: a dict `{group: option}`, or a string, which is returned unchanged.
+        chosen: the option that the saved config has for each group; None for no option. A group that is not in `chosen`
+            keeps the option that it has in `entry`.
     """
     if isinstance(entry, str):
         return entry

@@ -1,4 +1,7 @@
-"""`parallel=ensemble`: each process trains one member of an ensemble, with its own seed; the members vote."""
+"""`parallel=ensemble`: each process trains one member of an ensemble, with its own seed.
+
+In evaluations, the outputs of the members are combined (see `Workload.vote`).
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,16 @@ class Ensemble(MultiProcess):
     """An ensemble of models: each process trains one member on all of the data.
 
     Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles (2017). Member i
-    is bitwise equal to the model of a `parallel=single` run with the seed `seed` + i and the same number of threads. An
-    evaluation covers each member and the ensemble: `eval/accuracy` is the accuracy of the vote, and
-    `eval/member_0/accuracy` is the accuracy of the first member. If the outputs are scores of classes or actions,
-    `eval/disagreement` is the fraction of the members' predictions (the indices of the largest outputs) that differ
-    from the vote. Training metrics are means over the members. The model in a checkpoint is the first member, from
-    which every other mode can resume; the other members are in the files of their ranks (`rank_1.pt`, …).
+    is bitwise equal to the model of a `parallel=single` run with the seed `seed` + i and the same number of threads.
+    Training metrics are means over the members.
+
+    An evaluation covers each member and their vote: the members' combined outputs (see `Workload.vote`). The value of
+    `eval/accuracy` is that of the vote, and the value of `eval/member_0/accuracy` that of the first member. If the
+    outputs are scores of classes or actions, `eval/disagreement` is the fraction of the members' predictions (the
+    indices of the largest outputs) that differ from the vote.
+
+    The model in a checkpoint is the first member, from which every other mode can resume; the other members are in the
+    files of their ranks (`rank_1.pt`, …).
     """
 
     description: ClassVar[str] = "ensemble"

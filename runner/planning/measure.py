@@ -28,11 +28,11 @@ from runner.parallel.context import Process
 from runner.parallel.fsdp import FSDP, inputs_to_channels_last
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.micro_batches import divisors
-from runner.parallel.pipelining.partition import first_inputs, profile_blocks
+from runner.parallel.pipelining.partition import blocks_of, first_inputs
 from runner.run import Result, Run, Session, build_run
 
 _REPEATS = 3
-_MICRO_BATCHES_PER_STAGE = (2, 4, 8, 16)
+_MICRO_BATCHES_PER_STAGE = (1, 2, 4, 8, 16)
 """The numbers of micro-batches per stage of a pipeline for which the times of its blocks are measured.
 
 The times for numbers in between are interpolated.
@@ -51,7 +51,9 @@ class Parts:
             - `reduce`: the time of an all-reduce of all gradients;
             - `gather` and `reduce_scatter`: the times of fsdp's all-gathers and reduce-scatters for all blocks;
             - `blocks`: a dict from each measured number of samples, as a string such as `"32"`, to the list of the
-              times of a pipeline's blocks.
+              times of a pipeline's blocks, while all processes compute;
+            - `contention`: the time of a pipeline's blocks while all processes compute, divided by their time while
+              only one process computes; at least 1.
     """
 
     def __init__(self, values: dict[str, Any]):
@@ -141,13 +143,54 @@ def _blocks(session: Session, model: torch.nn.Module) -> dict[str, Any]:
     plan, context = session.plan, session.context
     samples, stages = plan.batch_size // plan.accumulation, max(2, context.world_size, len(context.process.devices))
     own = samples // session.run.parallel.num_microbatches(context)
+    sizes = measured_sizes(samples, stages, own)
+    inputs = first_inputs(model, context, sizes[0])
     times = {}
-    for size in measured_sizes(samples, stages, own):
+    for size in sizes:
         session.collectives.barrier()
-        inputs = first_inputs(model, context, size)
-        times[str(size)] = [profile.seconds for profile in profile_blocks(model, inputs, context, timed=True)]
+        times[size] = _block_seconds(session, model, inputs[:size])
+    session.collectives.barrier()
+    alone = session.collectives.from_rank_0(lambda: sum(_block_seconds(session, model, inputs)))
     batches = session.run.workload.batches(model, plan, 0, session.device)
-    return {"blocks": times, "batch": _seconds(session, lambda: next(batches))}
+    return {
+        "blocks": {str(size): each for size, each in times.items()},
+        "contention": max(1.0, sum(times[sizes[0]]) / alone),
+        "batch": _seconds(session, lambda: next(batches)),
+    }
+
+
+def _block_seconds(session: Session, model: torch.nn.Module, inputs: torch.Tensor) -> list[float]:
+    """Return the time of a forward and backward pass of each block in seconds.
+
+    The blocks are measured one after another, as in training. If each were repeated by itself, its weights and
+    gradients would stay in the caches of the processor, and small micro-batches would seem faster than they are.
+    """
+    repeats = [_block_seconds_once(session, model, inputs) for _ in range(1 + _REPEATS)]
+    return [statistics.median(times) for times in zip(*repeats[1:], strict=True)]
+
+
+def _block_seconds_once(session: Session, model: torch.nn.Module, inputs: torch.Tensor) -> list[float]:
+    dtype = next(model.parameters()).dtype
+    x, outputs, seconds = inputs.to(dtype) if inputs.is_floating_point() else inputs, [], []
+
+    def now() -> float:
+        synchronize(session.device)
+        return time.perf_counter()
+
+    for _, block in blocks_of(model):
+        start = now()
+        with session.run.precision.autocast():
+            outputs.append(block(x))
+        seconds.append(now() - start)
+        x = outputs[-1].detach().requires_grad_()
+    for index in reversed(range(len(outputs))):
+        output = outputs.pop()
+        gradient = torch.ones_like(output)
+        start = now()
+        if output.requires_grad:  # not that of a first block whose parameters are frozen
+            output.backward(gradient)
+        seconds[index] += now() - start
+    return seconds
 
 
 def measured_sizes(samples: int, stages: int, own: int) -> list[int]:
@@ -231,9 +274,9 @@ def step_seconds(session: Session, parts: Parts, computed: float | None = None, 
     Args:
         session: the prepared run.
         parts: the measured times.
-        computed: for a pipeline, the seconds that all forward and backward passes of one accumulated micro-batch take;
-            None for other modes.
-        update_share: for a pipeline, the largest share of the parameters that one process has.
+        computed: for a pipeline, the seconds that it takes to compute all micro-batches of one accumulation step, from
+            the start of the first forward pass to the end of the last backward pass; None for other modes.
+        update_share: for a pipeline, the largest share of the parameters that any one process has.
     """
     values, plan = parts.values, session.plan
     if computed is not None:

@@ -32,7 +32,7 @@ def report_of(
 
     Args:
         session: the prepared run.
-        ranks: what a step of each rank takes.
+        ranks: the memory and the costs of a step on each rank.
         num_devices: number of devices of the machine that is planned for; None for those of this machine.
         machine: the speeds of the machine, for a lower bound on the time of a step; None to leave out the bound.
         parts: the measured parts of a step, from which the time of a step is predicted; None to leave out this time.
@@ -44,16 +44,19 @@ def report_of(
         - `batch`: `batch_size`, `data_shards`, `accumulation` and `pipeline_micro_batches`; and `samples_per_pass`, the
           batch size divided by the product of the other three;
         - `length`: `steps`, `samples`, `steps_per_epoch` and `epochs`; the last two are None without epochs;
-        - `ranks`: a dict for each rank: `rank`, `blocks`, `samples` (the start and stop of its samples in a batch), the
-          memory in bytes (`peak_bytes` and `placed_bytes`; `peak` and `kept` by kind), `forward_flops`,
-          `backward_flops`, `messages`, `sent_bytes`, and the lower bound `least_seconds`, None without `machine`;
-        - `pipeline`: `schedule`, `num_micro_batches` and `bubbles`, the rows of `bubbles()`; None for other modes;
+        - `ranks`: a list with a dict for each rank. Its keys are `rank`, `blocks`, `samples` (the start and stop of its
+          samples in a batch), `forward_flops`, `backward_flops`, `messages`, `sent_bytes` and `least_seconds` (a lower
+          bound on the time of a step; None without `machine`). Four more keys have the memory of tensors in bytes:
+          `peak_bytes` (the maximum), `placed_bytes` (the maximum before the first step), `peak` (a dict by kind, at
+          the peak of a step) and `kept` (a dict by kind, between two steps);
+        - `pipeline`: `schedule`, `num_micro_batches` and `bubbles`, the list that the function `bubbles` returns. If
+          `parts` is given, the dict of each schedule also has the predicted `step_seconds`. None for other modes;
         - `step`: the predicted `seconds` and `samples_per_second`, the measured `parts` and, for a pipeline, the
           `fastest` schedule; None without `parts`;
         - `checkpoint`: the `bytes` of a checkpoint, and the `disk_bytes` that the run needs at most;
         - `host`: the `tensor_bytes` and `available_bytes` of this machine; None if `num_devices` is given;
-        - `notes`: a list of sentences;
-        - `memory_bytes`, `fits`, `remedies` and `measured`: None or empty; the caller may set them.
+        - `notes`: a list of remarks, such as what the memory does not include;
+        - `memory_bytes`, `fits` and `measured`, which are None, and `remedies`, an empty list; the caller may set them.
     """
     pipeline = _pipeline(session, ranks, parts)
     return {
@@ -176,7 +179,8 @@ def _pipeline(session: Session, ranks: Sequence[RankPlan], parts: Parts | None) 
         operations = trace_blocks(session, batch["samples_per_pass"])
         rows = bubbles(mode.schedules, num_workers, samples, lambda size: operations, mode.asked_stages, cuts)
     else:
-        rows = bubbles(mode.schedules, num_workers, samples, parts.blocks, mode.asked_stages, cuts)
+        contention = parts.values["contention"]
+        rows = bubbles(mode.schedules, num_workers, samples, parts.blocks, mode.asked_stages, cuts, contention)
         sizes = [sum(rank.saved.values()) for rank in ranks]
         cells = [cell for row in rows for cell in row.values() if isinstance(cell, dict)]
         for cell in cells:

@@ -86,11 +86,12 @@ def import_lazily(*names: str) -> None:
 def defer(
     name: str, stand_ins: Mapping[str, Callable[..., Any]], when_loaded: Callable[[], None] = lambda: None
 ) -> None:
-    """Defer loading the package `name`, as `import_lazily` does; calling a function in `stand_ins` does not load it.
+    """Defer loading the package `name`, as `import_lazily` does.
 
     Args:
         name: the package. If it is a subpackage, its parent package is loaded at once.
-        stand_ins: maps names of the package's functions to the functions to call instead until the package is loaded.
+        stand_ins: maps names of the package's functions to other functions, which are called instead until the package
+            is loaded. Calling them does not load the package.
         when_loaded: function that is called as soon as the package is loaded.
     """
     spec = importlib.util.find_spec(name) if name not in sys.modules else None

@@ -91,11 +91,11 @@ def _best_first(study: Study) -> list[Point]:
 
 
 def _runs(metric: str, point: Point) -> list[float]:
-    """Return the value of `metric` in each run of `point` that has it.
+    """Return the values of `metric` in the runs of `point`. Runs without this metric are left out.
 
     Args:
         metric: a name that `_quality` returns.
-        point: the point.
+        point: the point whose runs are read.
     """
     if metric == _SECONDS:
         return [run.seconds for run in point.runs]

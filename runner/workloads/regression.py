@@ -137,6 +137,9 @@ class Regression(DataWorkload[RegressionSamples]):
 
 
 def _comparable(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both tensors in float32, because 16 bits are too few for a loss; in float64 if the outputs are float64."""
+    """Return both tensors in float64 if the outputs are float64, and otherwise in float32.
+
+    16 bits are too few for a loss.
+    """
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     return outputs.to(dtype), targets.to(dtype)
