@@ -1,7 +1,7 @@
 """Config groups that earlier versions did not have.
 
-The saved config of a run from such a version lacks them. The components below are added to it, so that `resume` finds
-the run and accepts it.
+A config that such a version has saved lacks these groups. For each of them, the component below is added to the saved
+config, so that `resume` finds and accepts the run.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Watch:
 
     The timeout of DataLoader is not enough: it covers only the wait for the message that a batch is ready. DataLoader
     then requests the file descriptor of the batch's shared memory over a connection without a timeout, and this request
-    blocks if the worker is stopped. Killing the worker closes the connection and ends the request.
+    blocks forever if the worker is suspended (SIGSTOP). Killing the worker closes the connection and ends the request.
 
     Args:
         workers: the worker processes; empty if the main process loads the data.

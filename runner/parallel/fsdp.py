@@ -57,7 +57,7 @@ class FSDP(MultiProcess):
 
         device = context.device
         if context.channels_last:  # images only: FSDP2 cannot shard weights in this memory format
-            model.register_forward_pre_hook(inputs_to_channels_last)
+            model.register_forward_pre_hook(_inputs_to_channels_last)
         if self.offload and device.type == "cpu":
             log.warning("parallel.offload has no effect: without a GPU the shards are in host memory anyway")
         model.to(device)
@@ -112,6 +112,6 @@ def _counts(module: torch.nn.Module) -> dict[int, int]:
     return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
-def inputs_to_channels_last(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _inputs_to_channels_last(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Convert images, which are inputs with four dimensions, to the NHWC memory format; a forward pre-hook."""
     return tuple(x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs)

@@ -333,7 +333,7 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Log no warnings and no information within this context, because the model is placed only for a plan."""
+    """Suppress warnings and info messages within this context: the run that they are about is only planned."""
     logger = logging.getLogger("runner")
     before, logger.disabled = logger.disabled, True
     logging.disable(logging.WARNING)

@@ -1,9 +1,9 @@
 """The predicted time of a step, from short measurements of its parts.
 
-The parts are the forward and backward pass of the model or, for a pipeline, of each block; the optimizer's update;
-making a batch; and the messages between processes. All processes of the parallel mode measure at the same time, so that
-they share the caches, the memory and the links of the machine as in training. Nothing is trained: the update is
-measured with gradients of zero, and the model is discarded.
+The parts are the forward and backward pass of a micro-batch, with the messages between processes, or, for a pipeline,
+those of each block; the optimizer's update; and making a batch. All processes of the parallel mode measure at the same
+time, so that they share the caches, the memory and the links of the machine as in training. Nothing is trained: the
+update is measured with gradients of zero, and the model is discarded.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 
+from runner.batching import MicroBatch
 from runner.device import synchronize
 from runner.optimizer import trainable
 from runner.parallel.base import move
-from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.context import Process
-from runner.parallel.fsdp import FSDP, inputs_to_channels_last
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.micro_batches import divisors
 from runner.parallel.pipelining.partition import blocks_of, first_inputs
@@ -45,11 +44,11 @@ class Parts:
     Args:
         values: a dict with the following keys, except those of parts that the parallel mode does not have:
 
-            - `pass`: the time of a forward and backward pass;
-            - `update`: the time of an optimizer step for the whole model;
-            - `batch`: the time to make a batch;
-            - `reduce`: the time of an all-reduce of all gradients;
-            - `gather` and `reduce_scatter`: the times of fsdp's all-gathers and reduce-scatters for all blocks;
+            - `last_pass`: the time of the forward and backward pass of the last micro-batch of a step, in which modes
+              reduce the gradients;
+            - `pass`: the time of the forward and backward pass of any other micro-batch; only with accumulation;
+            - `update`: the time of an optimizer step; for a pipeline, that of the whole model on one process;
+            - `batch`: the time to make the batch of a micro-batch;
             - `blocks`: a dict from each measured number of samples, as a string such as `"32"`, to the list of the
               times of a pipeline's blocks, while all processes compute;
             - `contention`: the time of a pipeline's blocks while all processes compute, divided by their time while
@@ -97,13 +96,18 @@ def measure_rank(config: dict[str, Any], directory: Path, process: Process) -> R
     with session.settings():
         run.precision.prepare(session.device)
         model = run.precision.convert(run.workload.build_model())
-        if isinstance(run.parallel, FSDP) and session.context.channels_last:  # it shards weights in the usual format
-            model.to(session.device).register_forward_pre_hook(inputs_to_channels_last)
-        else:
+        if isinstance(run.parallel, Pipeline):
             move(model, session.device, session.context.channels_last)
-        model.train()
-        own = _blocks(session, model) if isinstance(run.parallel, Pipeline) else _pass(session, model)
-        own |= _update(session, model) | _messages(session, model)
+            model.train()
+            own = _blocks(session, model)
+            optimizer = run.optimizer.build(model)
+        else:
+            groups = run.optimizer.parameter_groups(model)
+            model = run.parallel.place(model, session.context)
+            model.train()
+            own = _passes(session, model)
+            optimizer = run.optimizer.build(model, groups)
+        own |= _update(session, model, optimizer)
     gathered = session.collectives.all_gather(own)
     if session.rank == 0:
         (directory / "parts.json").write_text(json.dumps(_mean(gathered)), encoding="utf-8")
@@ -119,23 +123,26 @@ def _mean(values: Sequence[Any]) -> Any:
     return statistics.fmean(values)
 
 
-def _pass(session: Session, model: torch.nn.Module) -> dict[str, float]:
-    """Measure a forward and backward pass of the whole model, and how long it takes to make a batch."""
-    run = session.run
-    batches = run.workload.batches(model, session.plan, 0, session.device)
-    batch = next(batches)
+def _passes(session: Session, model: torch.nn.Module) -> dict[str, float]:
+    """Measure the forward and backward pass of a micro-batch, with its messages, and how long it takes to make a batch.
 
-    def forward_backward() -> None:
-        with run.precision.autocast():
-            loss, _ = run.workload.loss(model, batch)
-        loss.backward()
-        for parameter in model.parameters():
-            parameter.grad = None
+    Args:
+        session: the prepared run.
+        model: the model that the parallel mode has placed.
+    """
+    parallel, plan = session.run.parallel, session.plan
+    batches = session.run.workload.batches(model, plan, 0, session.device)
+    batch, last = next(batches), plan.micro_batches(1)[-1]
 
-    return {
-        "pass": _seconds(session, forward_backward),
-        "batch": _seconds(session, lambda: next(batches)),
-    }
+    def forward_backward(micro: MicroBatch) -> None:
+        parallel.accumulate(model, batch, micro, log_due=False)
+        model.zero_grad()
+
+    found = {}
+    if plan.accumulation > 1:
+        found["pass"] = _seconds(session, lambda: forward_backward(last._replace(is_last=False)))
+    found["last_pass"] = _seconds(session, lambda: forward_backward(last))
+    return found | {"batch": _seconds(session, lambda: next(batches))}
 
 
 def _blocks(session: Session, model: torch.nn.Module) -> dict[str, Any]:
@@ -206,9 +213,8 @@ def measured_sizes(samples: int, stages: int, own: int) -> list[int]:
     return sorted({own, *(min(possible, key=lambda size: abs(size - each)) for each in wanted)}, reverse=True)
 
 
-def _update(session: Session, model: torch.nn.Module) -> dict[str, float]:
-    """Measure an optimizer step for the whole model."""
-    optimizer = session.run.optimizer.build(model)
+def _update(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Measure a step of `optimizer`, which updates the parameters of `model`."""
 
     def update() -> None:
         optimizer.step()
@@ -216,43 +222,6 @@ def _update(session: Session, model: torch.nn.Module) -> dict[str, float]:
     for parameter in trainable(model):
         parameter.grad = torch.zeros_like(parameter)
     return {"update": _seconds(session, update)}
-
-
-def _messages(session: Session, model: torch.nn.Module) -> dict[str, float]:
-    """Measure the messages of a step: an all-reduce of all gradients, or what fsdp sends, block by block."""
-    if session.context.world_size == 1 or isinstance(session.run.parallel, Pipeline):
-        return {}
-    if not isinstance(session.run.parallel, FSDP):
-        whole = torch.zeros(sum(p.numel() for p in trainable(model)), device=session.device)
-        return {"reduce": _seconds(session, lambda: torch.distributed.all_reduce(whole))}
-    world_size, device = session.context.world_size, session.device
-    counts = [sum(p.numel() for p in block.parameters()) for block in modules_of_blocks(model)]
-    counts.append(sum(p.numel() for p in model.parameters()) - sum(counts))
-    shards = [torch.zeros(-(-count // world_size), device=device) for count in counts if count]
-
-    # The copies are those of FSDP: between the parameters and the buffers that are sent and received.
-    def gather() -> None:
-        for shard in shards:
-            whole = shard.new_empty(len(shard) * world_size)
-            _all_gather(whole, shard.clone())
-            whole.clone()
-
-    def reduce_scatter() -> None:
-        for shard in shards:
-            _reduce_scatter(torch.empty_like(shard), shard.new_zeros(len(shard) * world_size).clone())
-
-    return {"gather": _seconds(session, gather), "reduce_scatter": _seconds(session, reduce_scatter)}
-
-
-def _all_gather(whole: torch.Tensor, shard: torch.Tensor) -> None:
-    # torch 2.14 has renamed it
-    name = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
-    getattr(torch.distributed, name)(whole, shard)
-
-
-def _reduce_scatter(shard: torch.Tensor, whole: torch.Tensor) -> None:
-    name = "reduce_scatter_single" if hasattr(torch.distributed, "reduce_scatter_single") else "reduce_scatter_tensor"
-    getattr(torch.distributed, name)(shard, whole)
 
 
 def _seconds(session: Session, work: Callable[[], Any]) -> float:
@@ -278,15 +247,8 @@ def step_seconds(session: Session, parts: Parts, computed: float | None = None, 
             the start of the first forward pass to the end of the last backward pass; None for other modes.
         update_share: for a pipeline, the largest share of the parameters that any one process has.
     """
-    values, plan = parts.values, session.plan
+    values, accumulation = parts.values, session.plan.accumulation
     if computed is not None:
-        return plan.accumulation * (computed + values["batch"]) + values["update"] * update_share
-    world_size = session.context.world_size
-    messages, update = 0.0, values["update"]
-    if isinstance(session.run.parallel, FSDP):
-        # Gathered before the forward and before the backward pass of each micro-batch.
-        messages = 2 * plan.accumulation * values["gather"] + values["reduce_scatter"]
-        update /= world_size
-    elif plan.data_shard[1] > 1:
-        messages = values["reduce"]
-    return plan.accumulation * (values["pass"] + values["batch"]) + messages + update
+        return accumulation * (computed + values["batch"]) + values["update"] * update_share
+    passes = values["last_pass"] + (accumulation - 1) * values.get("pass", 0.0)
+    return passes + accumulation * values["batch"] + values["update"]

@@ -118,11 +118,9 @@ def _parts(parts: dict[str, Any]) -> str:
     """Return the measured times of the parts of a step."""
     names = {
         "pass": "a pass",
+        "last_pass": "the last pass" if parts.get("pass") else "the pass",
         "batch": "a batch",
         "update": "the update",
-        "reduce": "an all-reduce",
-        "gather": "gathering the shards",
-        "reduce_scatter": "reducing to shards",
     }
     return ", ".join(f"{text} {significant(parts[key] * 1e3, 3)} ms" for key, text in names.items() if parts.get(key))
 

@@ -56,7 +56,7 @@ class Local(Engine):
     """The engine that runs jobs on this machine.
 
     Args:
-        slots: the maximum number of jobs that run at once; `auto`: as many as there are GPUs or CPU cores for.
+        slots: the maximum number of jobs that run at once; `auto`: as many as the GPUs and CPU cores suffice for.
         threads: the number of CPU threads of each process of a job; `auto`: the cores are divided among the jobs that
             run at once. The option `device.threads` of a job takes precedence.
     """
