@@ -41,8 +41,8 @@ class Row:
     """Runs that are done and differ only in their seed.
 
     Args:
-        values: maps each config key whose values differ among all compared runs to its value in the runs of this row.
-            Keys that the runs of this row do not have are left out.
+        values: the values of the config in the runs of this row, by dotted key. Only keys are included whose values
+            differ between rows, and that the runs of this row have.
         runs: the runs of this row.
         measures: maps each measure to a list with one number for each run that has this measure. The measures are
             `best` and `last` (the best and the last value of the metric), `steps`, `seconds` (the duration of the

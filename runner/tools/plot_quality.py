@@ -138,8 +138,9 @@ def _line_keys(study: Study) -> tuple[str, str | None] | None:
 def _varies_by_itself(study: Study, key: str) -> bool:
     """Return whether the values of `key` vary enough over the points to show the effect of this key alone.
 
-    Three or more different numbers vary enough if none of them occurs at more than half of the points. Other values
-    vary enough if there are 2 to 16 different values, and at least two of them occur at several points.
+    If all values are numbers, and there are three or more different ones, then none of them may occur at more than half
+    of the points. In all other cases, there must be 2 to 16 different values, and at least two of them must occur at
+    several points.
     """
     counts = Counter(_value(point, key) for point in study.points if key in point.values)
     if len(counts) > 2 and all(map(is_number, counts)):

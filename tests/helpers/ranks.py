@@ -61,12 +61,18 @@ class Ranks:
         if not self.processes:
             self.start()
         for pipe in self.pipes:
-            pipe.send((function, arguments))
+            try:
+                pipe.send((function, arguments))
+            except BrokenPipeError:
+                raise self._lost(pipe) from None
         answers: dict[Any, Any] = {}
         while len(answers) < self.count:
             ready: list[Any] = connection.wait([pipe for pipe in self.pipes if pipe not in answers], PATIENCE)
             for pipe in ready:
-                answers[pipe], trouble = pipe.recv()
+                try:
+                    answers[pipe], trouble = pipe.recv()
+                except EOFError:
+                    raise self._lost(pipe) from None
                 if trouble:
                     self.close()
                     raise answers[pipe] from RuntimeError(trouble)
@@ -74,6 +80,14 @@ class Ranks:
                 self.close()
                 raise TimeoutError(f"{len(answers)} of {self.count} ranks answered within {PATIENCE:g} s")
         return [answers[pipe] for pipe in self.pipes]
+
+    def _lost(self, pipe: Connection) -> RuntimeError:
+        """An error that says how the rank behind `pipe` ended. The next call starts other ranks."""
+        rank = self.pipes.index(pipe)
+        process = self.processes[rank]
+        process.join(PATIENCE)
+        self.close()
+        return RuntimeError(f"rank {rank} ended with exit code {process.exitcode}")
 
     def train(self, config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None = None) -> Any:
         """Rank 0's result of the run of `config` in `directory`; `change` is called with each rank's session."""

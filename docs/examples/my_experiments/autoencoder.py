@@ -55,7 +55,8 @@ class Autoencoder(Workload):
         return self.train.batches(plan.stream(after_step), plan.seed, device)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        loss = mse_loss(model(batch.inputs), batch.inputs.flatten(1))
+        outputs = model(batch.inputs)
+        loss = mse_loss(outputs, batch.inputs.flatten(1).to(outputs.dtype))
         return loss, loss.detach().float()[None] * len(batch.inputs)
 
     def evaluate(
