@@ -1,9 +1,16 @@
 """The predicted time of a step, from short measurements of its parts.
 
-The parts are the forward and backward pass of a micro-batch, with the messages between processes, or, for a pipeline,
-those of each block; the optimizer's update; and making a batch. All processes of the parallel mode measure at the same
-time, so that they share the caches, the memory and the links of the machine as in training. Nothing is trained: the
-update is measured with gradients of zero, and the model is discarded.
+The parts are:
+
+- the forward and backward pass of a micro-batch, including the messages between processes;
+- for a pipeline, also the forward and backward pass of each block, from which the times of other schedules and split
+  sizes are predicted;
+- the optimizer's update;
+- the making of a batch.
+
+All processes of the parallel mode measure at the same time, so that they share the caches, the memory and the links of
+the machine as in training. Nothing is trained: the update is measured with gradients of zero, and the model is
+discarded.
 """
 
 from __future__ import annotations
@@ -42,17 +49,15 @@ class Parts:
     """Measured times of the parts of a step in seconds, the means over all ranks.
 
     Args:
-        values: a dict with the following keys, except those of parts that the parallel mode does not have:
+        values: a dict with the following keys:
 
-            - `last_pass`: the time of the forward and backward pass of the last micro-batch of a step, in which modes
-              reduce the gradients;
+            - `last_pass`: the time of the forward and backward pass of the last micro-batch of a step. If the parallel
+              mode reduces gradients over processes, this is included;
             - `pass`: the time of the forward and backward pass of any other micro-batch; only with accumulation;
-            - `update`: the time of an optimizer step; for a pipeline, that of the whole model on one process;
-            - `batch`: the time to make the batch of a micro-batch;
-            - `blocks`: a dict from each measured number of samples, as a string such as `"32"`, to the list of the
-              times of a pipeline's blocks, while all processes compute;
-            - `contention`: the time of a pipeline's blocks while all processes compute, divided by their time while
-              only one process computes; at least 1.
+            - `update`: the time of an optimizer step, in which each process updates the parameters that it has;
+            - `batch`: the time that the workload takes to make the data of one accumulation step;
+            - `blocks`: only for a pipeline: a dict from each measured number of samples, as a string such as `"32"`, to
+              the list of the times of the blocks.
     """
 
     def __init__(self, values: dict[str, Any]):
@@ -96,18 +101,12 @@ def measure_rank(config: dict[str, Any], directory: Path, process: Process) -> R
     with session.settings():
         run.precision.prepare(session.device)
         model = run.precision.convert(run.workload.build_model())
-        if isinstance(run.parallel, Pipeline):
-            move(model, session.device, session.context.channels_last)
-            model.train()
-            own = _blocks(session, model)
-            optimizer = run.optimizer.build(model)
-        else:
-            groups = run.optimizer.parameter_groups(model)
-            model = run.parallel.place(model, session.context)
-            model.train()
-            own = _passes(session, model)
-            optimizer = run.optimizer.build(model, groups)
-        own |= _update(session, model, optimizer)
+        own: dict[str, Any] = {"blocks": _blocks(session, model)} if isinstance(run.parallel, Pipeline) else {}
+        groups = run.optimizer.parameter_groups(model)
+        model = run.parallel.place(model, session.context)
+        model.train()
+        own |= _passes(session, model)
+        own |= _update(session, model, run.optimizer.build(model, groups))
     gathered = session.collectives.all_gather(own)
     if session.rank == 0:
         (directory / "parts.json").write_text(json.dumps(_mean(gathered)), encoding="utf-8")
@@ -145,9 +144,11 @@ def _passes(session: Session, model: torch.nn.Module) -> dict[str, float]:
     return found | {"batch": _seconds(session, lambda: next(batches))}
 
 
-def _blocks(session: Session, model: torch.nn.Module) -> dict[str, Any]:
-    """Measure the blocks of a network for several numbers of samples, and how long it takes to make a batch."""
+def _blocks(session: Session, model: torch.nn.Module) -> dict[str, list[float]]:
+    """Measure the blocks of `model`, which no mode has placed yet, for several numbers of samples."""
     plan, context = session.plan, session.context
+    move(model, session.device, context.channels_last)
+    model.train()
     samples, stages = plan.batch_size // plan.accumulation, max(2, context.world_size, len(context.process.devices))
     own = samples // session.run.parallel.num_microbatches(context)
     sizes = measured_sizes(samples, stages, own)
@@ -155,15 +156,9 @@ def _blocks(session: Session, model: torch.nn.Module) -> dict[str, Any]:
     times = {}
     for size in sizes:
         session.collectives.barrier()
-        times[size] = _block_seconds(session, model, inputs[:size])
-    session.collectives.barrier()
-    alone = session.collectives.from_rank_0(lambda: sum(_block_seconds(session, model, inputs)))
-    batches = session.run.workload.batches(model, plan, 0, session.device)
-    return {
-        "blocks": {str(size): each for size, each in times.items()},
-        "contention": max(1.0, sum(times[sizes[0]]) / alone),
-        "batch": _seconds(session, lambda: next(batches)),
-    }
+        times[str(size)] = _block_seconds(session, model, inputs[:size])
+    model.zero_grad()
+    return times
 
 
 def _block_seconds(session: Session, model: torch.nn.Module, inputs: torch.Tensor) -> list[float]:
@@ -237,18 +232,8 @@ def _seconds(session: Session, work: Callable[[], Any]) -> float:
     return statistics.median(times[1:])
 
 
-def step_seconds(session: Session, parts: Parts, computed: float | None = None, update_share: float = 1.0) -> float:
-    """Return the predicted time of an iteration of the training loop in seconds.
-
-    Args:
-        session: the prepared run.
-        parts: the measured times.
-        computed: for a pipeline, the seconds that it takes to compute all micro-batches of one accumulation step, from
-            the start of the first forward pass to the end of the last backward pass; None for other modes.
-        update_share: for a pipeline, the largest share of the parameters that any one process has.
-    """
+def step_seconds(session: Session, parts: Parts) -> float:
+    """Return the predicted time of an iteration of the training loop in seconds."""
     values, accumulation = parts.values, session.plan.accumulation
-    if computed is not None:
-        return accumulation * (computed + values["batch"]) + values["update"] * update_share
     passes = values["last_pass"] + (accumulation - 1) * values.get("pass", 0.0)
     return passes + accumulation * values["batch"] + values["update"]

@@ -41,16 +41,17 @@ def report_of(
         A dict with these keys:
 
         - `run`: descriptions of the workload, the parallel mode and the precision;
-        - `batch`: `batch_size`, `data_shards`, `accumulation` and `pipeline_micro_batches`; and `samples_per_pass`, the
-          batch size divided by the product of the other three;
+        - `batch`: `batch_size`, `data_shards`, `accumulation` and `pipeline_micro_batches`; and `samples_per_pass`,
+          which is `batch_size` divided by `data_shards`, by `accumulation` and by `pipeline_micro_batches`;
         - `length`: `steps`, `samples`, `steps_per_epoch` and `epochs`; the last two are None without epochs;
         - `ranks`: a list with a dict for each rank. Its keys are `rank`, `blocks`, `samples` (the start and stop of its
           samples in a batch), `forward_flops`, `backward_flops`, `messages`, `sent_bytes` and `least_seconds` (a lower
           bound on the time of a step; None without `machine`). Four more keys have the memory of tensors in bytes:
           `peak_bytes` (the maximum), `placed_bytes` (the maximum before the first step), `peak` (a dict by kind, at
           the peak of a step) and `kept` (a dict by kind, between two steps);
-        - `pipeline`: `schedule`, `num_micro_batches` and `bubbles`, the list that the function `bubbles` returns. If
-          `parts` is given, the dict of each schedule also has the predicted `step_seconds`. None for other modes;
+        - `pipeline`: None unless the parallel mode is a pipeline. Otherwise a dict: `schedule`, `num_micro_batches` and
+          `bubbles`, the list that the function `bubbles` returns. If `parts` is given, the dict of each schedule in
+          this list also has the predicted `step_seconds`;
         - `step`: the predicted `seconds` and `samples_per_second`, the measured `parts` and, for a pipeline, the
           `fastest` schedule; None without `parts`;
         - `checkpoint`: the `bytes` of a checkpoint, and the `disk_bytes` that the run needs at most;
@@ -179,29 +180,38 @@ def _pipeline(session: Session, ranks: Sequence[RankPlan], parts: Parts | None) 
         operations = trace_blocks(session, batch["samples_per_pass"])
         rows = bubbles(mode.schedules, num_workers, samples, lambda size: operations, mode.asked_stages, cuts)
     else:
-        contention = parts.values["contention"]
-        rows = bubbles(mode.schedules, num_workers, samples, parts.blocks, mode.asked_stages, cuts, contention)
-        sizes = [sum(rank.saved.values()) for rank in ranks]
-        cells = [cell for row in rows for cell in row.values() if isinstance(cell, dict)]
-        for cell in cells:
-            cell["step_seconds"] = step_seconds(session, parts, cell["time"], max(sizes) / sum(sizes))
+        rows = bubbles(mode.schedules, num_workers, samples, parts.blocks, mode.asked_stages, cuts)
+        own = next(row[mode.schedule] for row in rows if row["num_micro_batches"] == batch["pipeline_micro_batches"])
+        measured = parts.values["last_pass"]
+        for cell in [cell for row in rows for cell in row.values() if isinstance(cell, dict)]:
+            more = _corrected(cell, own, measured) - measured
+            cell["step_seconds"] = step_seconds(session, parts) + session.plan.accumulation * more
     return {"schedule": mode.schedule, "num_micro_batches": batch["pipeline_micro_batches"], "bubbles": rows}
+
+
+def _corrected(cell: dict[str, float], own: dict[str, float], measured: float) -> float:
+    """Return the seconds that a pipeline needs for one accumulation step, corrected by a measurement.
+
+    If the config needs more time than was simulated, the rest is attributed to its micro-batches, each of which costs
+    this time in every schedule. If it needs less, all simulated times are too long by the same factor.
+
+    Args:
+        cell: the simulated schedule, as in the result of `bubbles`.
+        own: the simulated schedule of the config.
+        measured: the seconds that were measured with the config.
+    """
+    overhead = max(0.0, measured - own["time"]) / own["rounds"]
+    return cell["time"] * min(1.0, measured / own["time"]) + cell["rounds"] * overhead
 
 
 def _step(session: Session, parts: Parts, pipeline: dict[str, Any] | None) -> dict[str, Any]:
     """Return the predicted time of a step and the measured parts; for a pipeline, also the fastest schedule."""
-    fastest = None
-    if pipeline is None:
-        seconds = step_seconds(session, parts)
-    else:
-        rows = {row["num_micro_batches"]: row for row in pipeline["bubbles"]}
-        seconds = rows[pipeline["num_micro_batches"]][pipeline["schedule"]]["step_seconds"]
-        fastest = _fastest(pipeline["bubbles"])
+    seconds = step_seconds(session, parts)
     return {
         "seconds": seconds,
         "samples_per_second": session.plan.samples_per_round / seconds,
         "parts": parts.values,
-        "fastest": fastest,
+        "fastest": _fastest(pipeline["bubbles"]) if pipeline else None,
     }
 
 

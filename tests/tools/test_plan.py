@@ -25,6 +25,7 @@ from runner.planning.formatting import flops
 from runner.planning.measure import Parts
 from runner.planning.memory_tracker import KINDS
 from runner.planning.planned_session import prepared
+from runner.planning.report import _corrected
 from runner.planning.report_tables import tables
 from runner.system.fake_tensors import fake_process_group
 from runner.tools import plan
@@ -313,7 +314,16 @@ def test_the_fastest_split_size_of_a_pipeline_is_named(capsys: pytest.CaptureFix
     fastest = min(cells, key=lambda key: cells[key]["step_seconds"])
     assert (step["fastest"]["split_size"], step["fastest"]["schedule"]) == fastest
     assert step["seconds"] == cells[2, "gpipe"]["step_seconds"]
+    assert step["parts"].keys() == {"blocks", "last_pass", "batch", "update"}
     assert {len(times) for times in step["parts"]["blocks"].values()} == {4}
+
+
+def test_other_schedules_are_corrected_by_what_the_config_took() -> None:
+    own, other = {"time": 2.0, "rounds": 9}, {"time": 1.8, "rounds": 5}
+    slower = [_corrected(cell, own, 2.9) for cell in (own, other)]
+    assert slower == pytest.approx([2.9, 1.8 + 5 * 0.1]), "each micro-batch costs more"
+    faster = [_corrected(cell, own, 1.5) for cell in (own, other)]
+    assert faster == pytest.approx([1.5, 1.8 * 0.75]), "all blocks are faster"
 
 
 def test_times_of_blocks_are_interpolated() -> None:

@@ -10,7 +10,7 @@ from runner.parallel.pipelining.micro_batches import MicrobatchConstraint, divis
 from runner.parallel.pipelining.partition import balanced
 from runner.parallel.pipelining.schedules import ONE_STAGE_EACH
 from runner.parallel.pipelining.simulation import simulate
-from runner.parallel.pipelining.timeline import Span, bubble
+from runner.parallel.pipelining.timeline import bubble
 
 BlockTimes = Callable[[int], Sequence[float]]
 
@@ -27,7 +27,6 @@ def bubbles(
     times: BlockTimes,
     num_stages: int | None = None,
     cuts: Sequence[int] | None = None,
-    contention: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Return the predicted bubble for each number of micro-batches that divides `samples`, in increasing order.
 
@@ -38,21 +37,17 @@ def bubbles(
         times: function that takes a number of samples and returns a sequence with the time of each block, in any unit.
         num_stages: number of stages; None for one stage per worker, or two with `interleaved_1f1b`.
         cuts: index of the first block of every stage except the first; None for stages of about the same time.
-        contention: how many times as long a computation takes while all workers compute as while only one of them
-            does. `times` are those while all compute.
 
     Returns:
         A list of dicts with the keys `split_size` and `num_micro_batches`, and one key for each schedule. The value for
-        a schedule is a dict with two keys: `bubble` is the idle share of the workers' time, and `time` is the time from
-        the start of the first computation to the end of the last one, in the unit of `times`. The value is None if the
-        schedule does not work with this number of micro-batches or stages.
+        a schedule is a dict with three keys. `bubble` is the idle share of the workers' time. `time` is the time from
+        the start of the first computation to the end of the last one, in the unit of `times`. `rounds` is what this
+        time would be if each stage took the time 1 for each micro-batch. The value is None if the schedule does not
+        work with this number of micro-batches or stages.
     """
     return [
         {"split_size": samples // count, "num_micro_batches": count}
-        | {
-            name: _simulated(name, num_workers, count, times(samples // count), num_stages, cuts, contention)
-            for name in schedules
-        }
+        | {name: _simulated(name, num_workers, count, times(samples // count), num_stages, cuts) for name in schedules}
         for count in divisors(samples)
     ]
 
@@ -64,7 +59,6 @@ def _simulated(
     blocks: Sequence[float],
     asked_stages: int | None,
     cuts: Sequence[int] | None,
-    contention: float,
 ) -> dict[str, float] | None:
     least = num_workers * (2 if schedule == "interleaved_1f1b" else 1)
     num_stages = asked_stages or least
@@ -80,28 +74,6 @@ def _simulated(
         whole = kind == "backward" and schedule != "zero_bubble"
         return stages[stage] * (1 - _FORWARD if whole else _FORWARD)
 
-    spans = simulate(schedule, num_stages, num_workers, num_micros, seconds)
-    found = bubble(with_contention(spans, num_workers, contention), num_workers)
-    return {"bubble": found.share, "time": found.seconds}
-
-
-def with_contention(spans: Sequence[Span], num_workers: int, contention: float) -> list[Span]:
-    """Return `spans` with shorter times where not all workers compute, as these then share the machine with fewer.
-
-    A moment in which k of p workers compute passes 1 + (contention − 1) · (k − 1) / (p − 1) times as slowly as one in
-    which a single worker computes. As all workers that compute at a moment are affected alike, their order stays.
-
-    Args:
-        spans: the computations, with the times that they take while all workers compute.
-        num_workers: the number p of workers.
-        contention: how many times as long a computation takes while all workers compute as while only one of them does.
-    """
-    if contention == 1 or num_workers == 1:
-        return list(spans)
-    moments = sorted({moment for span in spans for moment in (span.start, span.stop)})
-    passed = {moments[0]: 0.0}
-    for start, stop in pairwise(moments):
-        busy = sum(span.start <= start and stop <= span.stop for span in spans)
-        slowness = 1 + (contention - 1) * (max(1, busy) - 1) / (num_workers - 1)
-        passed[stop] = passed[start] + (stop - start) * slowness / contention
-    return [span._replace(start=passed[span.start], stop=passed[span.stop]) for span in spans]
+    found = bubble(simulate(schedule, num_stages, num_workers, num_micros, seconds), num_workers)
+    rounds = num_stages // num_workers * num_micros + num_workers - 1
+    return {"bubble": found.share, "time": found.seconds, "rounds": rounds}
