@@ -162,9 +162,9 @@ def _named(prefix: str, container: Iterable[nn.Module] | nn.Module) -> Layers:
 
 
 def _flattened(layers: Layers) -> Iterator[tuple[str, nn.Module]]:
-    """Yield `layers`, with the children of each `nn.Sequential` or `AnyStage` in its place, at any depth.
+    """Yield `layers`, but recursively replace each `nn.Sequential` and each `AnyStage` by its children.
 
-    Other subclasses of `nn.Sequential` are not divided.
+    Other subclasses of `nn.Sequential` are not replaced.
     """
     for name, layer in layers:
         if type(layer) in (nn.Sequential, AnyStage):
@@ -176,10 +176,11 @@ def _flattened(layers: Layers) -> Iterator[tuple[str, nn.Module]]:
 def _grouped(layers: Iterable[tuple[str, nn.Module]]) -> Iterator[Layers]:
     """Yield groups of layers that stay together, in forward order.
 
-    Each convolution, linear layer and module with submodules has a group of its own. Simple layers (normalization,
-    activation, pooling) are in the group of the layer before them, with one exception: between a module with submodules
-    and a convolution or linear layer, they are in the group of the convolution or linear layer. In the networks of
-    `CHAINS`, no group begins with an in-place activation, which would overwrite the inputs of a stage.
+    Each group contains one convolution, linear layer or module with submodules, and the simple layers (normalization,
+    activation, pooling) that belong to it. Simple layers belong to the layer before them, with one exception: if they
+    follow a module with submodules, and a convolution or linear layer follows them, they belong to that convolution or
+    linear layer. In the networks of `CHAINS`, no group begins with an in-place activation, which would overwrite the
+    inputs of a stage.
     """
     group: Layers = []
     waiting: Layers = []  # simple layers after a module with submodules: the next layer decides on their group

@@ -19,14 +19,15 @@ class Device:
 
     Args:
         kind: `cpu`, `cuda`, `mps`, or `auto` for the first available device of `cuda`, `mps` and `cpu`.
-        index: the index of the only CUDA device to use, among the visible devices (CUDA_VISIBLE_DEVICES); null for the
-            first device or, in a parallel mode with several devices, for the devices in `indices`.
+        index: use only the CUDA device with this index, counted among the visible devices (CUDA_VISIBLE_DEVICES); null
+            for the first device or, in a parallel mode with several devices, for the devices in `indices`.
         indices: the indices of the CUDA devices that a parallel mode with several devices may use; empty for all
             visible devices.
         threads: the number of CPU threads that each process uses for an operation (`torch.set_num_threads`). null
             chooses torch's default or, if there are several processes, an equal share of the cores. If the device is
-            the CPU, null also reserves one of the process's cores for each data worker, but in total at most half of
-            them (rounded up). If the environment variable OMP_NUM_THREADS is set, null always chooses torch's default.
+            the CPU, null also reserves one of the process's cores for each data worker, but at most half of the
+            process's cores (rounded up). If the environment variable OMP_NUM_THREADS is set, null always chooses
+            torch's default.
     """
 
     kind: str = "auto"
@@ -130,8 +131,8 @@ _AVAILABLE = "device=auto chooses an available device; `python -m runner.tools.d
 def default_threads(device: torch.device, num_data_workers: int) -> int:
     """Return the number of CPU threads that a process uses for an operation if the option `device.threads` is null.
 
-    If `device` is the CPU, one of the process's cores is reserved for each data worker, but in total at most half of
-    them (rounded up). No core is reserved if the environment variable OMP_NUM_THREADS is set.
+    If `device` is the CPU, one of the process's cores is reserved for each data worker, but at most half of the
+    process's cores (rounded up). No core is reserved if the environment variable OMP_NUM_THREADS is set.
 
     The reason is that a thread that has to wait for a core delays the other threads of its operation: beside a busy
     data worker, two threads on two cores can take several times as long as one thread.

@@ -39,7 +39,8 @@ class Optimizer(ABC):
 
     Args:
         lr: the base learning rate, which the schedule multiplies by a factor.
-        weight_decay: L2 penalty (sgd, adam, rmsprop; nadam by default) or decoupled weight decay (adamw, muon).
+        weight_decay: L2 penalty (sgd, adam, rmsprop) or decoupled weight decay (adamw, muon). For nadam, it is an
+            L2 penalty unless `decoupled_weight_decay` is true.
         fused: whether to use torch's fused kernels, which are faster and give the same results up to rounding.
         groups: a dict from a pattern of parameter names (see `runner.config.name_patterns`) to the `lr`, the
             `weight_decay`, or both, of the parameters that match the pattern: `{head: {lr: 0.1}}`. If a parameter
@@ -334,8 +335,8 @@ class Muon(AdamW):
     matrices are scaled to the size of AdamW's updates (Liu et al., Muon is Scalable for LLM Training, 2025), so that
     Muon and AdamW share one learning rate and one weight decay. `fused` applies only to AdamW.
 
-    Muon orthogonalizes its updates in bfloat16, which has 8 significant bits. Two parallel modes compute the same
-    gradients up to float32 rounding, but their Muon updates may differ by bfloat16 rounding, which is larger.
+    Muon orthogonalizes its updates in bfloat16, which has 8 significant bits. If the gradients in two parallel
+    modes differ only by float32 rounding, the Muon updates may still differ by bfloat16 rounding, which is larger.
 
     Args:
         momentum: momentum factor for matrices.

@@ -49,7 +49,7 @@ class Precision:
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """Convert the parameters of `model`, in place, to the dtype of parameters in this precision; return `model`.
 
-        This is not the dtype of the forward pass, to which autocast may convert them (see `compute_dtype`).
+        With autocast, forward passes use another dtype (see `compute_dtype`).
         """
         return model
 

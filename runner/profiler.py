@@ -215,9 +215,9 @@ class Trace(Profiler):
 
 @contextmanager
 def _failures_logged() -> Iterator[None]:
-    """Log an error of the file system that is raised in this context, such as a full disk.
+    """Log errors of the file system in this context, such as a full disk, instead of raising them.
 
-    A profile that cannot be written does not end the run, and does not replace the error that has ended it.
+    If a profile cannot be written, the run goes on. If another error has already ended the run, that error is raised.
     """
     try:
         yield

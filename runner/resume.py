@@ -401,8 +401,8 @@ def _has_same_config(path: Path, session: Session) -> bool:
     """Return whether the run in the directory `path` has the config of `session`; False if there is no run in it.
 
     Raises:
-        ConfigError: if the config cannot be read, but the run may be the one to resume. This is assumed if the
-            directory has checkpoints, or if it cannot be read.
+        ConfigError: if the config cannot be read, and the directory has checkpoints or may have some because the
+            directory cannot be read. The run may then be the one to resume.
     """
     try:
         saved = saved_config(path).values

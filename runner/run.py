@@ -193,7 +193,8 @@ class Session:
         run: the components and options of the run.
         context: what a parallel mode knows of the run in this process: its rank, its devices, and which samples are in
             its micro-batches.
-        seed: the seed of this process's model: the seed of the run, plus the index of the member in an ensemble.
+        seed: the seed of this process's model: the seed of the run; in an ensemble, the seed of the run plus the index
+            of the member that this process trains.
         num_steps: number of optimizer steps of the whole run.
         eval_every: number of steps between evaluations; 0 to evaluate only at the end.
         save_every: number of steps between checkpoints; 0 to save only at the end.

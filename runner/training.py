@@ -272,9 +272,10 @@ def introduce(state: State, recorder: Recorder) -> None:
 
 
 def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
-    """Save this process's batch of `step`, at which the run diverged, to `directory` if the workload can reload it.
+    """Save this process's batch of `step`, at which the run diverged, as a file in `directory`.
 
-    If the batch cannot be read or written, for example because the disk is full, this is logged.
+    Nothing is saved if the batch is not available (see `Workload.diverged_batch`). If the batch cannot be read or
+    written, for example because the disk is full, an error is logged.
     """
     path = directory / f"diverged_step_{step:08d}_rank_{session.rank}.pt"
     try:

@@ -14,7 +14,9 @@ from runner.run import CrashedError, Result, build_run
 
 
 def train(config: Config | Sequence[str] = ()) -> Result:
-    """Train the run of `config`, in this process or in processes of its parallel mode, and return the result.
+    """Train a run with `config`, and return the result.
+
+    Depending on the parallel mode, the run trains in this process or in processes that it starts.
 
     As with the command, the run writes its directory, and logs to standard error. In the main thread, a stop signal
     (Ctrl-C, the stop button of a notebook) ends the training after the current step: the result then has the status

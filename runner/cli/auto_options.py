@@ -114,13 +114,14 @@ def _without(overrides: Iterable[str], keys: Collection[str]) -> list[str]:
 
 
 def _continued(job: Job, keys: Collection[str], compose: Compose, directory: Path | None) -> Job | None:
-    """Return `job` with the choices of the run that `job` continues; None if it continues no run.
+    """Return `job` with the choices of the earlier run that `job` continues; None if there is no such run.
 
-    The run in `directory` is considered or, if `directory` is None, all unfinished runs, newest first. `job` continues
-    the first of them whose config is the same as the config of `job` with the choices of that run.
+    If `directory` is given, only the run in `directory` is considered; otherwise, all unfinished runs are, newest
+    first. The choices of each run are applied to `job`, and `job` continues the first run whose config is the same as
+    the resulting config.
 
-    A run directory may come from somebody else. Therefore, a run is not continued if its choices contain an override of
-    an option that `accumulation=auto` and `how=auto` cannot choose.
+    A run directory may come from somebody else. Therefore, a run is skipped if its choices set an option that
+    `accumulation=auto` and `how=auto` cannot choose.
 
     Args:
         job: the composed config, and the overrides from which it was composed.

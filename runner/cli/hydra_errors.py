@@ -15,7 +15,7 @@ from runner.config.overrides import override_key
 
 
 def explain(error: Exception) -> str:
-    """Return the message of `error` as a config error; if it cannot be translated, return its first eight lines."""
+    """Return the message of `config_error(error)`; if it is None, the first eight lines of the message of `error`."""
     translated = config_error(error)
     return "\n".join(_lines(error)[:8]) if translated is None else str(translated)
 

@@ -37,7 +37,7 @@ _FOR_ALL_JOBS = ("output_root", "resume", "sweep")
 def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: str | None = None) -> list[int]:
     """Run the jobs of a sweep, and return their exit codes.
 
-    In a search that has found a best trial, the code of a diverged job is 0, because its trial is a result, too.
+    In a search that has found a best trial, diverged jobs count as successful: their exit code is replaced by 0.
 
     Args:
         jobs: the combinations of values in the sweep.

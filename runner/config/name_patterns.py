@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def names_to_match(model: torch.nn.Module) -> dict[str, list[str]]:
     """Return a dict from the name of each parameter to the names that a pattern for this parameter can match.
 
-    These are the name of the parameter's block, if the network lists blocks, the names of the modules that contain the
-    parameter, and the name of the parameter itself.
+    These are the name of the parameter itself and the names of the modules that contain it. If the network lists
+    blocks, the name of the parameter's block is included and comes first.
     """
     from models.blocks import block_indices, blocks_of
 
@@ -48,9 +48,9 @@ def matching(
     Args:
         key: the config key of the pattern, for the error message.
         pattern: the pattern.
-        names: the result of `names_to_match`, or only its items for the parameters that the pattern may match.
-        others: the remaining items of the result of `names_to_match`. A pattern that matches only these is an error.
-        why_not: the reason why a pattern that matches only `others` is an error, for the error message.
+        names: the parameters to search: the result of `names_to_match`, or some of its items.
+        others: the remaining items of the result of `names_to_match`. They are used only for the error message.
+        why_not: the reason for the error if the pattern matches parameters in `others`, but none in `names`.
 
     Raises:
         ConfigError: if the pattern matches no parameter in `names`; the error suggests similar names.

@@ -25,7 +25,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     resolved nevertheless:
 
     - references in the values of `name`, `output_root` and `resume`;
-    - references inside another interpolation, as in `${oc.decode:${oc.env:NAME}}`.
+    - references inside an interpolation other than `oc.env`, as in `${oc.decode:${oc.env:NAME}}`.
 
     Raises:
         OmegaConfBaseException: if an interpolation cannot be resolved.

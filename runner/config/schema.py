@@ -210,9 +210,9 @@ _TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 def _is_meant(value: Any, hint: Any) -> bool:
-    """Return whether `value` is clearly intended as a value of the type `hint`, in YAML and on the command line.
+    """Return whether `value`, from YAML or the command line, is clearly intended as a value of the type `hint`.
 
-    OmegaConf would also convert other values, such as the number 1.10 to the text 1.1.
+    OmegaConf alone is less strict: for an option of type str, it would convert the number 1.10 to the text 1.1.
     """
     if value in (None, "???") or (isinstance(value, str) and "${" in value):  # missing, or OmegaConf resolves it
         return True

@@ -117,8 +117,8 @@ class LabeledSamples(Samples):
     def labels(self) -> torch.Tensor:
         """Return the class index of every sample, int64 [n] on the CPU.
 
-        Whether samples that cannot be read are included depends on the data set. By default, all samples are loaded; a
-        data set that knows the class indices overrides this method.
+        This implementation loads all samples; a data set that knows the class indices overrides it. Whether samples
+        that cannot be read are included depends on the data set.
         """
         import torch
 

@@ -8,7 +8,7 @@ not the change time (`st_ctime`). Therefore, a listing is cached
   while the directory was being listed, makes the listing invalid;
 - only if no directory has changed in the last `_QUIET` seconds: within one tick of the file system's clock, a second
   change would not be visible in the times;
-- only if no directory, and no file other than an image, is a symbolic link: a change of the target does not change the
+- only if there are no symbolic links, except links to image files: a change of a link's target does not change the
   times of the directory that contains the link;
 - with a checksum, by which a damaged cache file is recognized.
 

@@ -118,7 +118,7 @@ class Unreadable:
         self.files: dict[str, str] = {}
 
     def add(self, path: str, why: str) -> None:
-        """Record that the file `path` could not be read for the reason `why`; log one warning for each such file.
+        """Record that the file `path` could not be read for the reason `why`; the first time, log a warning.
 
         Raises:
             DataError: if `skip` is False.

@@ -54,8 +54,9 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
         spec: the entry in gymnasium's registry.
         num_envs: number of environments.
         vectorization: `sync` (one after another), `async` (one process each) or `auto`. `auto` uses the vectorized
-            implementation that is registered for the environment. If there is none, if its observations are not arrays,
-            or if it does not reset an environment in the step after an episode ends, `auto` is the same as `sync`.
+            implementation that is registered for the environment. `auto` is the same as `sync` if there is no such
+            implementation, if the implementation does not reset an environment in the step after its episode ends, or
+            if the environment's observations are not arrays.
         options: keyword arguments of the environment.
     """
     if vectorization == "auto" and spec.vector_entry_point is not None:

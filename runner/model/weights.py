@@ -124,7 +124,7 @@ def _head(model: torch.nn.Module) -> set[str]:
 
 
 def _differ_in_channels(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two weights of convolutions differ only in the number of input channels."""
+    """Return whether the shapes of two convolution weights are equal except for the number of input channels."""
     return one.dim() == 4 and (one.shape[:1], one.shape[2:]) == (other.shape[:1], other.shape[2:])
 
 

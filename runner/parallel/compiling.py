@@ -23,8 +23,8 @@ _VARIANTS = 8
 def modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the blocks of `model` that have parameters and are submodules of `model`.
 
-    Blocks that are not submodules are left out: to group several submodules into one block, `model.blocks()` may create
-    a new module in each call.
+    Blocks that are not submodules are left out. `model.blocks()` may create such blocks in each call, to group several
+    submodules into one block.
     """
     own = {id(module) for module in model.modules()}
     found = [block for _, block in blocks_of(model)]

@@ -70,8 +70,8 @@ class Context:
         compile: true to compile the model as a whole with `torch.compile`; `blocks` to compile each of its blocks;
             false to compile nothing.
         time_block: function that returns how many seconds the forward and backward pass of a block take. Modes that
-            split a network into stages choose the stages from these times. `runner.tools.plan`, which executes
-            nothing, passes a function that estimates the times.
+            split a network into stages choose the stages from these times. `runner.planning.fake_step`, whose tensors
+            have no values, passes a function that counts floating-point operations instead.
     """
 
     process: Process

@@ -101,7 +101,8 @@ class FSDP(MultiProcess):
 def _without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the blocks of `model` that share no parameter with another part of the model.
 
-    FSDP shards the parameters of the other blocks together with those of the root, so that they stay tied.
+    Blocks with shared parameters are left out. FSDP shards their parameters together with those of the root module, so
+    that tied weights stay tied.
     """
     everywhere = _counts(model)
     return [block for block in modules_of_blocks(model) if _counts(block).items() <= everywhere.items()]

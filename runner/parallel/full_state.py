@@ -105,8 +105,8 @@ def _state_of_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) ->
     """Return the expected format of a parameter's optimizer state: a dict from key, such as `exp_avg`, to a spec.
 
     The spec is None for a tensor with the shape of the parameter, a `TensorSpec` for any other tensor, and the type for
-    a value that is not a tensor. It is the same for all parameters of `group`. torch does not document this format, so
-    a copy of `optimizer` makes a step with a test parameter, whose state is inspected.
+    a value that is not a tensor. All parameters of `group` have the same format. torch does not document this format,
+    so a copy of `optimizer` makes a step with a test parameter, whose state is inspected.
     """
     parameter = torch.nn.Parameter(torch.zeros(_PROBE))
     parameter.grad = torch.zeros(_PROBE)

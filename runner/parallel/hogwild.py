@@ -43,7 +43,7 @@ class SharedState(NamedTuple):
         memory: uint8 [num_bytes]: the model's parameters and buffers.
         updates: int64 [num_workers]: the number of updates of each worker. An update is counted just before it is made.
         stop_requested: int64 [1]: 1 if any worker was asked to stop.
-        last_update: int64 [1]: the number of its own updates after which each worker stops; 0 until rank 0 has chosen
+        last_update: int64 [1]: the number of updates that each worker makes before it stops; 0 until rank 0 has chosen
             this number.
     """
 

@@ -211,12 +211,12 @@ class Candidates:
     def _alternatives(self, words: Overrides, is_base: bool) -> Iterator[Overrides]:
         """Yield `words`, extended by each set of options that the parallel mode proposes to `tune`.
 
-        A set is left out if it has an option that the user has typed, or if it does not change the run as it is. If the
-        run is refused with `words`, only `words` is yielded, so that its candidate reports the reason.
+        A set is left out if it has an option that the user has typed, or if `words` and the set together change
+        nothing. If the run is refused with `words`, only `words` is yielded, so that its candidate reports the reason.
 
         Args:
             words: overrides that choose the mode and its processes.
-            is_base: whether the run as it is uses this mode.
+            is_base: whether `words` keep the parallel mode of the run.
         """
         run = _composed(self.compose, words)
         process = _first_process(run)
@@ -266,7 +266,10 @@ class Candidates:
                 yield from self._changed(f"parallel.{name}", values, overrides)
 
     def _changed(self, key: str, values: Iterable[Any], overrides: Overrides) -> Iterator[Candidate]:
-        """Yield, for each of `values` except the current one, the candidate with `overrides` and `key` set to it."""
+        """Yield one candidate for each of `values`, with `overrides` and the option `key` set to this value.
+
+        The value that the option already has with `overrides` is skipped.
+        """
         run = self.compose(overrides)
         kept = tuple(text for text in overrides if text.partition("=")[0] != key)
         for value in values:
@@ -314,14 +317,13 @@ def _data(run: Run) -> Any:
 
 
 def _normalized_together(run: Run, context: Context) -> Any:
-    """Return which samples batch normalization normalizes together, as a list that can be compared with another run's.
+    """Return the groups of samples that batch normalization normalizes together, to compare them with another run's.
 
-    The list has one item per rank. The item is a list of groups: the samples of a group are normalized together. The
-    groups are in the order in which they update the running statistics. A group is described by the positions of its
-    samples in the batch: a range (start, stop), or a tuple of ranges if there are gaps.
+    The result is a list of items. All ranks that have the same groups share one item. If the statistics are
+    synchronized, there is only one item, in which group i is the union of the groups i of all ranks.
 
-    Ranks with the same groups share one item. If the statistics are synchronized, there is only one item, in which
-    group i is the union of the groups i of all ranks.
+    An item is a list of groups, in the order in which they update the running statistics. A group is described by the
+    positions of its samples in the batch: a range (start, stop), or a tuple of ranges if there are gaps.
     """
     synchronized = run.parallel.synchronizes_batch_norm
     parts = run.parallel.num_microbatches(context)

@@ -30,14 +30,14 @@ def measured_choice(
     Args:
         compose: function that returns the run with further overrides; it may raise ConfigError.
         typed: the overrides of the run; what they set is kept.
-        budget: seconds that the search may take. If `budget_for` is given, seconds that the measurement of the run as
-            it is may take.
+        budget: maximum duration of the search in seconds. If `budget_for` is given, `budget` only limits the
+            measurement of the run without further overrides.
         allowed: the kinds of effect that the choice may have on the results (see `RESULTS`), in addition to `ALLOWED`.
         report: function that is called with a line about each candidate that has been tried.
         config_dir: a directory with options of the user's own, parallel modes among them; None if there is none.
-        budget_for: function that returns the seconds that all other candidates together may take; 0 to measure none of
-            them. It is called after the run as it is has been measured, with the session of this run and its measured
-            seconds per step. None to apply `budget` to the whole search.
+        budget_for: function that returns the seconds that all other candidates together may take, or 0 to measure none
+            of them. It is called once the run without further overrides has been measured, with the session of this
+            run and its measured seconds per step. None to apply `budget` to the whole search.
 
     Returns:
         The dict of `runner.planning.tuning.as_plain`, with the additional key `seconds`: how long this call took.

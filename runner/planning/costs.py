@@ -40,8 +40,9 @@ class Costs:
     """The costs of the operations of one process so far.
 
     Args:
-        operations: the number of operations of each cost. The cost of an operation is a pair: its floating-point
-            operations, and the bytes of its arguments and results together. Views and communication are not included.
+        operations: a dict from each cost to the number of operations that have this cost. A cost is a pair: the
+            floating-point operations, and the bytes of arguments and results together. Views and communication are not
+            included.
         backward_flops: floating-point operations in backward passes, including forward passes that are recomputed
             there.
         messages: a dict from the name of each collective, or `send`, to a pair: the number of calls, and the sum of
@@ -89,8 +90,8 @@ class Costs:
         """Return these costs plus `times * (these costs - shorter)`, to extrapolate to more micro-batches.
 
         For example, if these are the costs of a step with three micro-batches, and `shorter` those with two, the result
-        is the costs of a step with 3 + `times` micro-batches. An operation that has a larger cost here than in
-        `shorter` is in the result with both costs; the smaller cost has a negative count.
+        is the costs of a step with 3 + `times` micro-batches. The number of operations is extrapolated separately for
+        each cost. It is negative, for example, for a cost that occurs in `shorter` but not here.
         """
         operations = Counter({each: count * (times + 1) for each, count in self.operations.items()})
         operations.subtract({each: count * times for each, count in shorter.operations.items()})

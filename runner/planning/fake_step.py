@@ -69,10 +69,12 @@ class RankPlan(NamedTuple):
 
 
 def trace(session: Session) -> list[RankPlan]:
-    """Return what a step of each rank takes. If the ranks differ only in their samples, only rank 0 is traced.
+    """Return the memory, operations and messages of a step of each rank.
 
-    If there are more than three micro-batches, steps with two and with three of them are traced, because tracing
-    hundreds would take minutes. The micro-batches are as large as in the run. The memory is that of a step
+    If the ranks differ only in their samples, only rank 0 is traced, and the result for each rank is that of rank 0.
+
+    If a step has more than three micro-batches, a step with two and a step with three are traced instead, because
+    tracing hundreds would take minutes. The micro-batches are as large as in the run. The memory is that of the step
     with three; each further micro-batch is assumed to add the same costs as the third.
 
     Raises:

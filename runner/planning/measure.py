@@ -51,8 +51,8 @@ class Parts:
     Args:
         values: a dict with the following keys:
 
-            - `last_pass`: the time of the forward and backward pass of the last micro-batch of a step. If the parallel
-              mode reduces gradients over processes, this is included;
+            - `last_pass`: the time of the forward and backward pass of the last micro-batch of a step, including the
+              reduction of the gradients over processes, if the parallel mode has one;
             - `pass`: the time of the forward and backward pass of any other micro-batch; only with accumulation;
             - `update`: the time of an optimizer step, in which each process updates the parameters that it has;
             - `batch`: the time that the workload takes to make the data of one accumulation step;

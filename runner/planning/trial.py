@@ -57,7 +57,9 @@ class TooLateError(TrialError):
 
 
 class Burst(NamedTuple):
-    """What was measured in a burst: some iterations of the training loop, which a trial does without a pause.
+    """The measurements of a burst.
+
+    A burst consists of some iterations of the training loop, which a trial does without a pause.
 
     Args:
         step_seconds: the mean seconds of an optimizer step.

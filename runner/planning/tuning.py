@@ -75,7 +75,8 @@ class Row:
         startup_seconds: seconds until its first step was done; it includes the compilation of the model.
         memory_bytes: sum of the peak memory of its processes.
         bursts: a dict from the number of each round to the seconds per optimizer step in this round.
-        is_much_slower: whether it was dropped after its first burst, because it was much slower than the best one.
+        is_much_slower: whether its trial was ended after the first burst, because it was much slower than the fastest
+            candidate; its status is still `measured`.
         trial: its trial; None if it has not been started, or has ended.
         burst_length: number of iterations of the training loop in a burst.
         burst_seconds: about how long a burst takes.
@@ -183,8 +184,9 @@ class Search:
         Args:
             default: the run as it is.
             groups: functions that are called in order. Each takes the overrides of the fastest candidate so far, and
-                returns further candidates. To start these, half of the remaining time is available, or all of it for
-                the last function. The time that is reserved for the last rounds is not available.
+                returns further candidates. These are started within half of the time that remains when the function is
+                called, or, for the last function, within all of that time. The time that is reserved for the last
+                rounds is not counted as remaining.
             budget_for: function that is called with the row of the default when it has been measured. It returns the
                 seconds for all other candidates, or 0 to measure none of them. If it returns None, the budget of the
                 search applies, which includes the time of the default.
@@ -262,7 +264,7 @@ class Search:
         return max(_RESERVED * self._budget, 2 * self.default.step_seconds * self.default.burst_length)
 
     def _slow_relative(self, candidate: Candidate) -> Row | None:
-        """Return a much slower row that has the parallel mode and processes of `candidate`; None if there is none."""
+        """Return a row with `is_much_slower` that has the same parallel mode and processes as `candidate`, or None."""
         same = candidate.overrides[:2]
         if not same or not same[0].startswith("parallel"):
             return None
@@ -405,9 +407,9 @@ def as_plain(search: Search, chosen: Row, samples: int) -> dict[str, Any]:
         samples: number of samples in an optimizer step.
 
     Returns:
-        A dict: `chosen`, the overrides of the chosen row; `speedup`, how many times as fast as the default it is;
-        `noise`, as in `Search`; and `rows`, a dict for each candidate (see `_plain`). The candidates that were measured
-        come first, from the fastest to the slowest.
+        A dict: `chosen`, the overrides of the chosen row; `speedup`, the step time of the default divided by that of
+        the chosen row; `noise`, as in `Search`; and `rows`, a dict for each candidate (see `_plain`). The candidates
+        that were measured come first, from the fastest to the slowest.
     """
     measured = search.measured()
     others = [row for row in search.rows if not row.bursts]

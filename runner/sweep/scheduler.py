@@ -188,7 +188,7 @@ class Scheduler:
             self.display.line(f"{count} {what}")
 
     def _has_earlier(self) -> bool:
-        """Return whether an earlier command's job that the source has not returned yet is still running."""
+        """Return whether any of the jobs in `_earlier` is still running."""
         return None in self._earlier.values()
 
     def _ask_to_stop(self, numbers: list[int]) -> None:
@@ -234,8 +234,8 @@ class Scheduler:
         """Start `job` if this is necessary and possible; return False if the job has to wait, otherwise True.
 
         A job is not started if it need not run again (see `Ledger.settled`), is already running, or is refused. A job
-        has to wait if the pool has no room for it. It also has to wait if an earlier command started a job with the
-        same number and another config, until that job has stopped.
+        has to wait while the pool has no room for it. It also has to wait while a job that an earlier command started
+        with the same number, but another config, is still running.
         """
         code = self.ledger.settled(job.number, job.config_hash)
         if code is not None:

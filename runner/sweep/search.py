@@ -1,6 +1,7 @@
 """A search, which chooses the combinations of values that a sweep tries, one after another.
 
-Optuna chooses the combinations, except in a grid search, and always stores their results in a study.
+In a grid search, all combinations are tried. In any other search, Optuna chooses the combinations. The results of every
+search are stored in an Optuna study.
 
 A trial is one combination of values, with one job for each seed. The ledger records the state of each job. The study,
 which is the file `study.log` next to the ledger, records the values and the result of each trial. A trial is complete
@@ -277,7 +278,7 @@ class SearchJobs(JobSource):
         return [self._plan(index * self._num_seeds + k, each) for k, each in enumerate(words)]
 
     def _pause(self, trial: Trial) -> None:
-        """Pause a trial, and remove its jobs that have not started from the queue."""
+        """Pause a trial: its jobs that are still in the queue are removed from the queue."""
         trial.is_paused = True
         waiting = [job for job in self._jobs if job.number in trial.jobs]
         for job in waiting:

@@ -117,8 +117,8 @@ def death_of_server() -> str:
 
     The result is an empty string if the server still runs after 1 s, or was not started by this process.
 
-    The main process receives the exit codes of the children from the server. Therefore, if all children seem to have
-    ended at the same time, it may be the server itself that has ended.
+    The main process receives the exit codes of the children from the server. If the server dies, all children
+    therefore seem to have ended at the same time. This function tells whether the server has died.
     """
     from multiprocessing import forkserver
 

@@ -16,9 +16,9 @@ _PROC = Path("/proc/self")
 def usage(device: torch.device) -> dict[str, float]:
     """Return the peak memory usage on `device` in bytes, by TensorBoard tag, without waiting for the device.
 
-    `memory/peak` is the peak since the last call of `reset_peak`. On CUDA, it is the peak of the memory allocated for
-    tensors; on a CPU, of the resident set size of the process. On MPS, which keeps no peak, it is the GPU memory
-    allocated for the process now. `memory/peak_reserved`, only on CUDA, also counts memory that the allocator caches.
+    `memory/peak` is the peak since the last call of `reset_peak`. On CUDA, it is the peak memory allocated for tensors.
+    On a CPU, it is the peak resident set size of the process. MPS keeps no peak; there, it is the GPU memory currently
+    allocated for the process. `memory/peak_reserved`, only on CUDA, also counts memory that the allocator caches.
     """
     if device.type == "cuda":
         return {

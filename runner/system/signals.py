@@ -172,10 +172,10 @@ def exceptions_postponed() -> Iterator[None]:
 
 
 def run_main(main: Callable[[], int]) -> int:
-    """Call `main`, which does all the work of this process, with handlers for stop signals, and return its exit code.
+    """Install handlers for stop signals, call `main`, and return the exit code of this process.
 
-    Once `main` has returned, stop signals are ignored. Otherwise, they could kill the process while Python exits, which
-    takes a second: during this time, Python restores the default signal handlers.
+    `main` does all the work of this process. Once it has returned, stop signals are ignored. Otherwise, they could kill
+    the process while Python exits, which takes a second: during this time, Python restores the default signal handlers.
     """
     command = CommandSignals().__enter__()  # never left
     try:

@@ -41,8 +41,8 @@ class Row:
     """Runs that are done and differ only in their seed.
 
     Args:
-        values: the values of the config in the runs of this row, by dotted key. Only keys are included whose values
-            differ between rows, and that the runs of this row have.
+        values: the values of the config keys in which the compared runs differ (see `Comparison`), by dotted key. Keys
+            that the runs of this row lack are left out.
         runs: the runs of this row.
         measures: maps each measure to a list with one number for each run that has this measure. The measures are
             `best` and `last` (the best and the last value of the metric), `steps`, `seconds` (the duration of the

@@ -186,7 +186,7 @@ def _over_one_key(study: Study, caption: str, key: str, other: str | None) -> Fi
         study: the study.
         caption: a line below the title.
         key: the key on the x-axis.
-        other: the key with one line, or one color of bars, for each of its values; None if there is no other key.
+        other: a second key, each of whose values has its own line or its own color of bars; None if there is none.
     """
     metric, quality = _quality(study)
     panels = {metric: quality} | {_SECONDS: {point: point.seconds for point in study.points}}

@@ -1,4 +1,7 @@
-"""Functions that remove runs so that, if the command is killed, a partly removed run does not look like a whole run."""
+"""Functions that remove runs and sweeps.
+
+If the command is killed, a run that is only partly removed does not look like a complete run.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +65,8 @@ def remove_run(path: Path, end: Path) -> None:
 def remove_sweep(path: Path, end: Path) -> None:
     """Remove the sweep at `path` with all its runs, and then its parent directories below `end` that have become empty.
 
-    The ledger is removed first, so that it never lists runs that no longer exist. If the directory then contains files
-    that the sweep has not written, the directory and the remaining files are kept.
+    The ledger is removed first, so that it never lists runs that no longer exist, and then the runs are removed. If the
+    directory contains any other files that the sweep has not written, nothing more is removed.
 
     Args:
         path: the directory of the sweep.

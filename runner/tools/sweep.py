@@ -102,10 +102,10 @@ def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
 
 
 def follow(path: Path) -> int:
-    """Print each change of a job's state until no process runs the sweep, and then a description of the sweep.
+    """Print each change of a job's state while the sweep runs.
 
-    Return 1 if a job has crashed, was refused or has diverged, otherwise 0. In a search, divergence does not count as a
-    failure, because it is a result of the trial.
+    Once the sweep has ended, print a description of it. Return 1 if a job has crashed, was refused or has diverged,
+    otherwise 0. In a search, divergence does not count as a failure, because it is a result of the trial.
     """
     failed = [state for state in _FAILED if state != "diverged" or not (path / STUDY).exists()]
     known: dict[str, str] = {}
@@ -158,8 +158,9 @@ def resume(path: Path) -> int:
     """Run the command of the sweep at `path` again with `resume=auto`, and return the exit code of the command.
 
     Raises:
-        ConfigError: if the sweep is running or complete, if this user did not start it at this path, or if its command
-            contained a credential, because credentials are not stored.
+        ConfigError: if the sweep is running or complete; if the current user's cache has no command for `path`, for
+            example because another user started the sweep, or its directory was moved; or if the command contained a
+            credential, which is not stored.
     """
     ledger, words = read_ledger(path), remembered_command(path)
     check(not is_locked(path), "PATH", str(path), "a process runs this sweep", "--follow shows it")

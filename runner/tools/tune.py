@@ -5,8 +5,8 @@ size and schedule, memory format, accumulation, data workers and compilation. Wh
 `parallel=ddp`, other modes are not tried. The candidates train real steps in turn. The slower candidates are dropped
 early; the others are compared until they can be told apart.
 
-A candidate does not change the results of the run, up to the rounding of sums in another order. `--allow` permits other
-changes of the results:
+By default, the results of a candidate differ from those of the config only by rounding errors, because sums may be
+computed in another order. `--allow` permits further changes of the results:
 
 - rounding: products of fewer bits (TF32);
 - 16bit: 16-bit arithmetic;
@@ -131,8 +131,8 @@ def tune(
         overrides: the overrides of the config.
         config_dir: a directory with options of your own; None to use only conf/.
         budget: seconds from `began` until the files are written.
-        allowed: the changes of the results that are permitted (see `permitted`). Without them, the results stay the
-            same up to the rounding of sums in another order.
+        allowed: the changes of the results that are permitted (see `permitted`). By default, the results may change
+            only by rounding errors, because sums may be computed in another order.
         quiet: do not print a line about each candidate that has been tried.
         began: the value of `time.perf_counter()` from which the budget counts; None to count from the call.
 

@@ -23,9 +23,8 @@ def write(report: dict[str, Any], output_root: str) -> Path:
     """Write `report` to a new directory in `output_root`/tuned, and return the directory.
 
     The directory contains the report as `tune.json`, an experiment with the typed and the chosen overrides and, if
-    matplotlib is installed, a picture. It has the structure of conf/, so that the experiment can be chosen if the
-    directory is passed to `--config-dir`. If a typed override deletes a key, there is no experiment, because an option
-    file cannot delete keys.
+    matplotlib is installed, a picture. The directory has the structure of conf/: pass it to `--config-dir` to use the
+    experiment. If a typed override deletes a key, there is no experiment, because an option file cannot delete keys.
 
     Args:
         report: the result of `runner.tools.tune.tune`, without `directory`.

@@ -24,7 +24,8 @@ class Tracker:
         """Check that the backend can be used, before the run begins; called on every rank.
 
         Raises:
-            ConfigError: with the key `tracking`, for example if a package is not installed.
+            ConfigError: if the backend cannot be used, for example because a package is not installed. The key of the
+                error is `tracking`.
         """
 
     def writes_event_files(self) -> bool:

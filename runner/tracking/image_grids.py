@@ -278,7 +278,10 @@ def _abbreviated(count: int) -> str:
 
 @functools.cache
 def font(size: int) -> ImageFont.FreeTypeFont:
-    """Return the font that Pillow includes, `size` pixels high. It caches the last 1,000 texts that it has drawn."""
+    """Return the font that Pillow includes, `size` pixels high.
+
+    The font caches the widths and the images of the last 1,000 texts.
+    """
     from PIL import ImageFont
 
     font = ImageFont.load_default(size)

@@ -61,7 +61,8 @@ class LoggedPoints:
 
         Args:
             values: scalars or images by tag.
-            step: the number of completed optimizer steps, which `begin_interval` uses too.
+            step: the number of completed optimizer steps. `begin_interval` uses the largest step so far as the step of
+                the checkpoint that is about to be saved.
         """
         self._step = max(self._step, step)
         if not self._repeated:

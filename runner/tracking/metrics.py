@@ -35,9 +35,10 @@ _STEPS_PER_BLOCK = 256
 class MetricBuffer:
     """The metric sums of each training step, or round of steps (see `Step`), since the last log.
 
-    The sums stay on the device until a log or a checkpoint is due, so that other steps do not wait for the device. The
-    buffer keeps separate sums for each step, so that `peek` can find the step whose sums are not finite. The sums of
-    many steps are stacked into one tensor. This takes a few bytes per step; one tensor per step would take a kilobyte.
+    The sums stay on the device until a log or a checkpoint is due, so that the host does not wait for the device after
+    every step. The buffer keeps separate sums for each step, so that `peek` can find the step whose sums are not
+    finite. The sums of many steps are stacked into one tensor. This takes a few bytes per step; one tensor per step
+    would take a kilobyte.
 
     Args:
         names: the names of the metrics; the first is the loss.
@@ -58,7 +59,8 @@ class MetricBuffer:
         Args:
             rows: this rank's share of the metric sums of each step or round (see `Collectives.local_share`), float32
                 [num_rows, num_metrics].
-            step: the step of the checkpoint; `DivergedError` names it if a loss in `rows` is not finite.
+            step: the step of the checkpoint. If a sum in `rows` is not finite, `peek` raises a `DivergedError` that
+                names this step.
         """
         self._rows, self._blocks, self._steps = [], [rows.to(self._zeros)], array("q", [step] * len(rows))
 

@@ -41,8 +41,8 @@ class RemoteTracker(Tracker, ABC):
     are lost. Animations are not logged.
 
     Two files in the run directory are for resumed runs. The first contains the identifier of the run in the backend, so
-    that a resumed run continues it. The second contains the points that were logged since the checkpoint before the
-    last one, so that a resumed run does not log these points again (see `LoggedPoints`).
+    that a resumed run continues it. The second contains the points that were logged since the second-last checkpoint,
+    so that a resumed run does not log these points again (see `LoggedPoints`).
     """
 
     package: ClassVar[str]

@@ -149,12 +149,13 @@ def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
 def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> float:
     """Return a lower bound on the seconds that any schedule needs, derived from one `worker` alone.
 
-    The bound is the sum of two times. The first is the time that the worker waits, while the stages before its first
-    stage compute the forward pass of micro-batch 0. The second is the longer one of:
+    The bound is the sum of two times. The first is the time that the stages before the worker's first stage need for
+    the forward pass of micro-batch 0; the worker waits for it. The second is the longer one of:
 
     - the time of all computations of the worker;
-    - the time of its computations except gradients of weights, for which no other stage waits, plus the time in which
-      the stages before it then compute the backward pass of the last micro-batch.
+    - the time of all computations of the worker except the gradients of weights, plus the time that the stages before
+      the worker's first stage need for the backward pass of the last micro-batch. The gradients of weights are left
+      out because no other stage waits for them.
 
     Args:
         spans: the computations of all stages.

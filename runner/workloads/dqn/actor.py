@@ -113,9 +113,11 @@ class Actor:
     def possible_returns(self) -> tuple[float, float]:
         """Return the least and the greatest discounted return that an episode can have.
 
-        These are the returns of endless episodes in which each reward is the smallest, or the largest, of 0 and all
-        rewards seen so far; 0 is included, because an episode may end. Both are infinite if rewards are not discounted,
-        or if one of them exceeds the range of float32.
+        The least return is that of an endless episode in which every reward is the smallest reward seen so far, or 0
+        if no reward was negative. The greatest return is that of an endless episode in which every reward is the
+        largest reward seen so far, or 0 if no reward was positive. The reason for 0 is that an episode may end. If
+        rewards are not discounted, or if one of the two returns exceeds the range of float32, the result is
+        (-inf, inf).
         """
         scale = 1 - self.n_step_buffer.discount
         in_range = all(abs(reward) < scale * _LARGEST for reward in (self._least_reward, self._greatest_reward))

@@ -81,10 +81,11 @@ class NStepBuffer:
     def _close(
         self, slot: int, oldest: int, ended: np.ndarray, terminated: np.ndarray, next_observations: np.ndarray
     ) -> np.ndarray:
-        """Complete and return the transitions that end with this step, when at least one episode ends.
+        """Complete and return the transitions that end with this step.
 
-        In an environment whose episode ends, all incomplete transitions are completed, with fewer than `length` steps
-        if necessary. In every other environment, only the oldest transition is completed, which now has `length` steps.
+        This method is called only if the episode of at least one environment ends. In an environment whose episode
+        ends, all incomplete transitions are completed, with fewer than `length` steps if necessary. In every other
+        environment, only the transition that now has `length` steps is completed, if there is one.
 
         Args:
             slot: the newest slot of the ring buffer, which was written in this step.

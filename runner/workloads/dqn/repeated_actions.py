@@ -28,8 +28,9 @@ class Repeats:
         """Return which environments take a random action now, bool [num_envs], and their actions, int64 [num_envs].
 
         Args:
-            explores: which environments begin to explore unless they are repeating an action, bool [num_envs].
-            actions: the random actions of the environments that begin to explore, int64 [num_envs].
+            explores: which environments begin a new repetition, bool [num_envs]; ignored for environments that are
+                still repeating an action.
+            actions: the random action to repeat in each environment that begins a repetition, int64 [num_envs].
             random: the generator that the numbers of steps are drawn from.
         """
         begins = explores & (self._left == 0)
