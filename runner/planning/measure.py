@@ -145,7 +145,10 @@ def _passes(session: Session, model: torch.nn.Module) -> dict[str, float]:
 
 
 def _blocks(session: Session, model: torch.nn.Module) -> dict[str, list[float]]:
-    """Measure the blocks of `model`, which no mode has placed yet, for several numbers of samples."""
+    """Return the times of the blocks of `model` for several numbers of samples, as in the key `blocks` of `Parts`.
+
+    This moves the model to the device of this process. It must be called before `Parallel.place`.
+    """
     plan, context = session.plan, session.context
     move(model, session.device, context.channels_last)
     model.train()

@@ -281,13 +281,13 @@ class Checkpoints:
     def latest(self) -> Checkpoint | None:
         """Return the newest intact checkpoint, with the state of this rank; None if the run has no checkpoint.
 
-        Every rank must call this. Rank 0 renames damaged checkpoints that are newer; they are never deleted. If no
-        checkpoint is intact, nothing is renamed.
+        Every rank must call this. Rank 0 renames the damaged checkpoints that are newer than the returned one. If no
+        checkpoint is intact, nothing is renamed. Damaged checkpoints are never deleted.
 
         Raises:
-            ConfigError: if there are damaged checkpoints, renamed or not, but no intact one; if the newest intact one
-                was written by an incompatible version of this project or by something else; or if `checkpoints` is a
-                link.
+            ConfigError: if no checkpoint is intact, but there are damaged ones, including those that were renamed
+                earlier; if the newest intact checkpoint was written by an incompatible version of this project or by
+                something else; or if `checkpoints` is a link.
             OSError: if a file cannot be read for another reason, or a damaged checkpoint cannot be renamed.
         """
         try:

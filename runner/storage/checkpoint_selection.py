@@ -1,4 +1,4 @@
-"""The checkpoint of a run that a user means by `best`, `last` or a step. Nothing is renamed or deleted.
+"""Finds the checkpoint of a run that the user chose with `best`, `last` or a step, without changing any files.
 
 `checkpoints/index.json` is not read, because the checkpoints contain the same information, and their hashes are
 verified.

@@ -48,8 +48,8 @@ def check_like(value: Any, like: Any, where: str) -> None:
     - `[form]`: the value must be a list of any length, and each item must have the form `form`;
     - a tuple: the value must be a tuple of the same length, and each item must have the form of the corresponding item
       in `like`;
-    - a type: the value must have exactly this type. `float` also allows an int, `object` allows anything, and NaN is
-      never allowed.
+    - a type: the value must have exactly this type, except that `float` also allows an int, and `object` allows any
+      type. The value must not be NaN.
 
     Args:
         value: the value to check. Only the parts that `like` describes are examined, so a deep or cyclic value does no

@@ -3,8 +3,8 @@
 Rank 0 writes the file atomically after each checkpoint is committed and before old checkpoints are deleted, so the
 checkpoints that it names exist. If the run is killed between the commit and the writing, the file names the previous
 checkpoint as the last one until the run is resumed. Nothing in this project reads the file: the checkpoints themselves,
-whose hashes are verified, record which one is the best. Links named `last` and `best` would not do,
-because run directories with links are refused.
+whose hashes are verified, record which one is the best. Symbolic links named `last` and `best` cannot be used
+instead of the file, because a run directory with links is refused.
 """
 
 from __future__ import annotations

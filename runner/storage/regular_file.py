@@ -72,7 +72,7 @@ def check_no_link(directory: Path) -> None:
     """Check that `directory`, if it exists, is a directory and not a symbolic link.
 
     Raises:
-        UnsafeFileError: if `directory` is a link, a file or anything else.
+        UnsafeFileError: if `directory` is a link, or anything else that is not a directory.
     """
     try:
         mode = os.lstat(directory).st_mode

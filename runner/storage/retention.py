@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept, the newest ones and the best, and how the others are deleted."""
+"""Deletes checkpoints of a run: usually all except the newest ones and the best one."""
 
 from __future__ import annotations
 

@@ -47,7 +47,10 @@ class Display:
         self._failures: list[str] = []
 
     def title(self, job: Shown) -> str:
-        """Return the title of a job: its number, and its overrides of `swept` keys (all overrides if it has none)."""
+        """Return the title of a job: its number and its overrides of `swept` keys.
+
+        If the job overrides no `swept` key, the title contains all of its overrides.
+        """
         overrides = [text for text in job.overrides if override_key(text) in self.swept]
         words = escaped(" ".join(redacted_values(overrides or job.overrides)))
         line = f"job {job.number}: {words}".replace("\n", "\\n")

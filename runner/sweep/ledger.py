@@ -50,13 +50,13 @@ class Ledger:
         path: the directory of the sweep.
         typed: the overrides that identify the sweep, sorted, without overrides that may differ when it is
             resumed, such as `resume=auto`.
-        jobs: maps the number of each job that was started, or refused before it could start, to the job's entry, a
-            dictionary whose keys `runner.sweep.ledger_reader` lists.
+        jobs: a dictionary from job number to entry. It contains the jobs that were started, and the jobs that were
+            refused before they could start. An entry is a dictionary; see `runner.sweep.ledger_reader` for its keys.
         num_jobs: the number of all jobs; 0 until the caller sets it.
 
     Raises:
-        ConfigError: if `resume` has another value, another process runs this sweep, the ledger is damaged, or the
-            sweep's directory contains a link or cannot be created, locked or written to.
+        ConfigError: if `resume` is neither `auto` nor `never`, another process runs this sweep, the ledger is damaged,
+            or the sweep's directory contains a link or cannot be created, locked or written to.
     """
 
     def __init__(self, typed: Iterable[str], root: Path, resume: str, command: Iterable[str] | None = None):

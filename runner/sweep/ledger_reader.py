@@ -43,7 +43,7 @@ def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
     """Return the ledger of the sweep at `path`.
 
     If the file does not exist, return an empty dictionary. If the file is damaged, log a warning and return an empty
-    dictionary.
+    dictionary. But if the damaged file belongs to the sweep that the user wants to resume, raise an error.
 
     Args:
         path: the directory of the sweep.
@@ -55,7 +55,7 @@ def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
         job, by its number as a string), and usually `command`, `num_jobs` and `pid` (of the scheduler).
 
     Raises:
-        ConfigError: if the ledger is damaged, but it is clear that its sweep has the overrides `typed`.
+        ConfigError: if `typed` is not None, and the ledger is damaged but can be parsed and has the overrides `typed`.
     """
     ledger = None
     try:
@@ -81,7 +81,11 @@ def num_jobs(ledger: dict[str, Any]) -> int:
 
 
 def is_plain_name(directory: str) -> bool:
-    """Return whether `directory` is a plain name, not a path. It is from a ledger, which anybody may have written."""
+    """Return whether `directory` is a plain name, not a path.
+
+    The name of a run directory in a ledger must be checked before it is used, because anybody may have written the
+    ledger.
+    """
     return directory not in ("", ".", "..") and "/" not in directory and "\0" not in directory
 
 

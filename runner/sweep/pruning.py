@@ -30,8 +30,9 @@ class Pruner(ABC):
 
         Args:
             number: the number of the evaluation, starting at 1.
-            curves: the metric values of each trial, one per evaluation; other trials may have fewer evaluations.
-            trial: the index of the trial in `curves`.
+            curves: the metric values of each trial, one per evaluation.
+            trial: the index of the trial in `curves`. Its curve must have at least `number` values; the other curves
+                may be shorter.
         """
 
     def _others(self, number: int, curves: Sequence[Sequence[float]], trial: int) -> list[float]:

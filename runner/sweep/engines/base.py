@@ -191,15 +191,17 @@ class Engine(ABC):
         """
 
     def demand_elsewhere(self, threads: int | None) -> Demand | None:
-        """Return the demand of a job whose devices this machine does not have; None if the engine runs jobs only here.
+        """Return the demand of a job that needs devices that this machine does not have.
 
-        This machine may be the login node of a cluster, for example.
+        The job may still run on another machine, for example if this machine is the login node of a cluster. If the
+        engine runs jobs only on this machine, return None.
 
         Args:
             threads: the number of CPU threads of each process; None: the engine chooses the number.
 
         Raises:
-            ConfigError: if the engine needs an option that sets the number of GPUs of a job, and it is not set.
+            ConfigError: if the engine can run the job on another machine, but its option for the number of GPUs is not
+                set.
         """
         return None
 

@@ -88,7 +88,7 @@ class SlurmTask:
         return self._child.code == STOPPED and not self._stopping
 
     def _has_gpus(self) -> bool:
-        """Return whether SLURM gave GPUs to the job. If it did not, the GPUs of the node are hidden from the job."""
+        """Return whether SLURM allocated GPUs to the job. If not, `__call__` hides the node's GPUs from the job."""
         return any(os.environ.get(name) for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"))
 
     def _stop(self, *_: object) -> None:
