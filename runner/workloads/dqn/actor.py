@@ -71,7 +71,8 @@ class Actor:
 
         Args:
             policy: function that returns greedy actions; None to make all actions random.
-            epsilon: the probability of a random action, in an environment that is not repeating a random action.
+            epsilon: the probability of a random action. If random actions are repeated (see `Repeats`), it is the
+                probability that an environment begins to repeat one.
 
         Raises:
             EnvironmentBrokenError: if an environment raises an error, or returns NaN or infinity.
