@@ -222,7 +222,8 @@ def test_messages_are_those_of_the_modes() -> None:
     micro = ("parallel.num_micro_batches=4",)
     first, second = (rank.costs.messages for rank in planned(*RESNET, *CUT, *micro))
     activations = 16 * 128 * 4 * 4 * 4  # of layer2, whose gradients come back
-    assert first == second == {"send": (4, activations)}
+    connecting = 1 if torch.__version__ < "2.12" else 0  # torch 2.11 connects the stages by a message of 4 bytes
+    assert first == second == {"send": (4 + connecting, activations + 4 * connecting)}
 
 
 def _network(*overrides: str) -> torch.nn.Module:
