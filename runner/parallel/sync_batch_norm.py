@@ -74,6 +74,10 @@ def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return _AllReduceSum.apply(tensor)  # pyright: ignore[reportReturnType]
 
 
+if torch.__version__ < "2.14":  # compiled by torch 2.11, the all-reduces give wrong sums; 2.14 was found to be right
+    _sum_over_ranks = torch.compiler.disable(_sum_over_ranks)
+
+
 class _AllReduceSum(torch.autograd.Function):
     """A differentiable all-reduce: the backward pass sums the gradients of all ranks."""
 
