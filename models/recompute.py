@@ -2,8 +2,8 @@
 
 Chen et al., Training Deep Nets with Sublinear Memory Cost (2016). Only the inputs of blocks are stored, which saves
 memory at the cost of a second forward pass. The results are bitwise the same: `torch.utils.checkpoint` restores the
-random number generators and autocast, and this module keeps the second forward pass from updating the running
-statistics of batch normalization again.
+random number generators and autocast, and this module prevents a second update of the running statistics of batch
+normalization.
 """
 
 from __future__ import annotations

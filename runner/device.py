@@ -134,8 +134,8 @@ def default_threads(device: torch.device, num_data_workers: int) -> int:
     If `device` is the CPU, one of the process's cores is reserved for each data worker, but at most half of the
     process's cores (rounded up). No core is reserved if the environment variable OMP_NUM_THREADS is set.
 
-    The reason is that a thread that has to wait for a core delays the other threads of its operation: beside a busy
-    data worker, two threads on two cores can take several times as long as one thread.
+    Cores are reserved because a thread that has to wait for a core delays the other threads of its operation: beside a
+    busy data worker, two threads on two cores can take several times as long as one thread.
 
     Args:
         device: the device of this process.

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Profiler:
-    """The base class of profilers, which profiles nothing.
+    """The base class of profilers; this class itself profiles nothing.
 
     The training loop runs inside `profile` and calls `after_step` after each optimizer step.
     """

@@ -353,8 +353,8 @@ def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | 
 def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]:
     """Return the run directory `path` and its open lock file if the run in it has the config of `session`.
 
-    Otherwise, return (None, None), after renaming the directory, or deleting it if there is neither a config nor a
-    checkpoint in it.
+    Otherwise, return (None, None). If the directory exists, it is renamed first, or deleted if there is neither a
+    config nor a checkpoint in it.
 
     Raises:
         ConfigError: if `path` exists and is not a run directory; if it cannot be read or renamed; if the run in it is
@@ -401,8 +401,8 @@ def _has_same_config(path: Path, session: Session) -> bool:
     """Return whether the run in the directory `path` has the config of `session`; False if there is no run in it.
 
     Raises:
-        ConfigError: if the config cannot be read, and the directory has checkpoints or may have some because the
-            directory cannot be read. The run may then be the one to resume.
+        ConfigError: if the config cannot be read, and the directory has checkpoints or they cannot be listed. In this
+            case, the run may be the one to resume.
     """
     try:
         saved = saved_config(path).values
@@ -420,7 +420,7 @@ def _has_same_config(path: Path, session: Session) -> bool:
 
 
 def _may_have_checkpoints(path: Path) -> bool:
-    """Return whether the run directory `path` has checkpoints, or cannot be read."""
+    """Return whether the run directory `path` has checkpoints; True if they cannot be listed."""
     try:
         return bool(checkpoints(path))
     except ConfigError:
@@ -478,7 +478,10 @@ def is_same_config(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `config`, which an earlier version may have written, with the defaults of the options that it lacks."""
+    """Return a copy of `config` in which missing options have their default values.
+
+    Options may be missing because an earlier version of this project has written the config.
+    """
 
     def defaults(cls: type) -> dict[str, Any]:
         known = option_fields(cls)

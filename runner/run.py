@@ -351,7 +351,7 @@ def build_run(config: Mapping[str, Any]) -> Run:
 
 
 def check_used(run: Run, overrides: Iterable[str]) -> None:
-    """Check that the workload of `run` uses each config group in `overrides`, and that each group has a single option.
+    """Check that the workload of `run` uses each group in `overrides`, and that no override chooses several options.
 
     Args:
         run: the run.

@@ -1,8 +1,8 @@
-"""Random number streams. Each is seeded by the root seed and a name, so that it does not depend on other streams.
+"""Random number streams, each seeded by the root seed and the name of the stream, and independent of the others.
 
-Weights are initialized from the root seed alone, so that every rank builds the same model. Exploration, dropout and
-environments are seeded by the root seed and an index that the parallel mode gives to each process, and augmentation by
-(root seed, epoch, sample).
+The seed of the initial weights has no other inputs, so that every rank builds the same model. The seeds of exploration,
+dropout and environments also depend on an index that the parallel mode gives to each process. The random numbers of
+augmentation also depend on the epoch and the sample.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def _check_signature(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
     Args:
         own: the signature of the workload with the data of the evaluation (see `Workload.signature`).
-        saved: the signature in the checkpoint. Names are not checked if it has none.
+        saved: the signature in the checkpoint. If it contains no such names, nothing is checked.
 
     Raises:
         ConfigError: with the key `data`, if the names differ.

@@ -1,4 +1,4 @@
-"""Hydra's config loader, which composes the same options only once in a process.
+"""A subclass of Hydra's config loader with a cache, so that a process composes the same options only once.
 
 Composing a config takes Hydra a tenth of a second. Most of this time goes into the defaults lists and the option files,
 which do not depend on the overrides of single values. The jobs of a sweep usually differ only in such overrides.

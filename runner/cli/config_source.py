@@ -71,7 +71,8 @@ class OptionFiles(FileConfigSource):
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the names of options for shell completion.
 
-        Files that options only inherit from, such as `_processes`, are left out.
+        Files whose names begin with `_`, such as `_processes`, are left out: they are not options, but hold the keys
+        that several options inherit.
         """
         return [name for name in super().list(config_path, results_filter) if not name.startswith("_")]
 

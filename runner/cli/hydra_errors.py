@@ -15,7 +15,11 @@ from runner.config.overrides import override_key
 
 
 def explain(error: Exception) -> str:
-    """Return the message of `config_error(error)`; if it is None, the first eight lines of the message of `error`."""
+    """Return the text that is shown to the user for `error`.
+
+    If `config_error` can translate `error`, this is the message of the config error. Otherwise, it is the first eight
+    lines of the message of `error`.
+    """
     translated = config_error(error)
     return "\n".join(_lines(error)[:8]) if translated is None else str(translated)
 
@@ -79,8 +83,8 @@ def _other_key(key: str, chosen: Collection[str]) -> str:
 
     Args:
         key: the unknown key, such as `optimizer.lrr`.
-        chosen: the valid keys of the option that is chosen in this group, without the prefix `optimizer.`; empty if
-            they are not known.
+        chosen: the valid keys of the option that the config chooses in the group of `key` (`optimizer`), without the
+            prefix `optimizer.`; empty if they are not known.
     """
     group, _, name = key.partition(".")
     if group == "hydra":

@@ -44,7 +44,7 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
         directory: the value of `--run-directory`, with which a sweep starts its jobs. With `resume=auto`, a run that is
             already in this directory is resumed if it has the same config. If None, the run uses a new directory, or
             the directory that `resume` names.
-        report: function that rank 0 calls once the result is written.
+        report: function that rank 0 calls with (session, directory, result) after `write_result`.
 
     Raises:
         ConfigError: if the config cannot run; no files are left behind.
@@ -82,11 +82,11 @@ def nothing_left(result: Result) -> Result:
 
 
 def is_worth_planning(directory: Path, result: Result) -> bool:
-    """Return whether to log the plan of a run: only if it is done, took at least a minute, and logged to TensorBoard.
+    """Return whether to log a plan, which describes the memory and the costs of a run, at the end of the run.
 
-    The plan describes the memory and the costs of the run. It takes 2 s, which is too long for a shorter run. Under
-    torchrun or SLURM, no plan is logged, because planning initializes a default process group, and the default process
-    group of the run still exists.
+    A plan is logged only if the run is done, took at least a minute, and logged to TensorBoard. For a shorter run, the
+    2 s that planning takes are too long. Under torchrun or SLURM, no plan is logged: planning would initialize a
+    default process group, but the one of the run still exists.
     """
     is_tracked = any(directory.glob("events.out.tfevents.*"))
     return is_tracked and result.status == "done" and result.seconds >= _PLANNED_SECONDS and not is_initialized()

@@ -123,7 +123,7 @@ class SweepJobs:
         return Dimension(key, (_bare(key),), [[]], _interval(key, typed, value))
 
     def _pairs(self, word: str) -> Dimension:
-        """Return the dimension that the override `word`, `NAME=zip(KEY=[…],KEY=[…])`, defines."""
+        """Return the dimension for the override `word`, which has the form `NAME=zip(KEY=[…],KEY=[…])`."""
         name, members = parse_zip(word) or ("", [])
         why = "it names the pairs, and must not be a key of the config"
         typed = word.partition("=")[2]
@@ -165,7 +165,11 @@ def _interval(key: str, typed: str, value: IntervalSweep) -> Interval:
 
 
 def _count(override: Override) -> int:
-    """Return the number of values of an override, without listing the values of a range that is too long."""
+    """Return the number of values of an override.
+
+    The values are listed and counted, except for a range with more than about `MOST_JOBS` values: their number is
+    computed from the bounds and the step of the range.
+    """
     swept = override.value()
     if not override.is_discrete_sweep():
         return 1

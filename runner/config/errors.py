@@ -118,7 +118,7 @@ def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
 
 @contextmanager
 def errors_under(key: str) -> Iterator[None]:
-    """Prefix the key of a `ConfigError` raised inside the context with `key`: `lr` becomes `optimizer.lr`."""
+    """Add the prefix `key` to the key of a `ConfigError` raised inside the context: `lr` becomes `optimizer.lr`."""
     try:
         yield
     except ConfigError as error:

@@ -16,7 +16,7 @@ RENAMED = {
 
 
 def with_current_names(config: Any) -> Any:
-    """Return a copy of `config`, a saved config, with the current name of each class in a `_target_`."""
+    """Return a copy of a saved config, in which each `_target_` is the current name of the class."""
     if isinstance(config, dict):
         renamed = {key: with_current_names(value) for key, value in config.items()}
         if isinstance(config.get("_target_"), str):

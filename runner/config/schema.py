@@ -57,14 +57,16 @@ def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: obj
 def _constructed(cls: type[Component], values: dict[str, Any], parts: dict[str, object]) -> Component:
     """Create a component of the class `cls`.
 
+    The `__post_init__` of the class may access the files and directories that its options name.
+
     Args:
-        cls: the class. Its `__post_init__` may check whether files or directories that are named in options exist.
+        cls: the class.
         values: the values of the options, by field name.
         parts: the components that the new component holds, by field name.
 
     Raises:
-        ConfigError: if the operating system reports an error for such a file or directory, for example that its name
-            is too long.
+        ConfigError: if the operating system reports an error when `__post_init__` accesses a file or directory, for
+            example that its name is too long.
     """
     try:
         return cls(**values, **parts)

@@ -81,8 +81,12 @@ class Samples(ABC):
     def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch] | None:
         """Return batches like those of `batches`, but made of fake tensors, which have no values.
 
-        The arguments are those of `batches`. This method is called inside `runner.system.fake_tensors.fake_tensors`, so
-        that new tensors are fake. None (the default) means that `batches` itself works with fake tensors.
+        Return None (the default) if `batches` itself works with fake tensors. This method is called inside
+        `runner.system.fake_tensors.fake_tensors`, so that new tensors are fake.
+
+        Args:
+            micros: as in `batches`.
+            device: as in `batches`.
         """
         return None
 

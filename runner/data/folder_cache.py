@@ -6,10 +6,10 @@ not the change time (`st_ctime`). Therefore, a listing is cached
 
 - with the times, inode and device of every directory, taken before the directory was listed: a change since then, even
   while the directory was being listed, makes the listing invalid;
-- only if no directory has changed in the last `_QUIET` seconds: within one tick of the file system's clock, a second
-  change would not be visible in the times;
-- only if there are no symbolic links, except links to image files: a change of a link's target does not change the
-  times of the directory that contains the link;
+- only if no directory has changed in the last `_QUIET` seconds: if a directory changed twice within one tick of the
+  file system's clock, the second change would not be visible in the times;
+- only if there are no symbolic links, except links to image files: the target of a link can be changed or replaced
+  without changing the times of the directory that contains the link;
 - with a checksum, by which a damaged cache file is recognized.
 
 The content of image files is not cached. A file that is deleted after the listing counts as unreadable.
@@ -73,8 +73,8 @@ def cached(key: Iterable[Any], listed: Callable[[], Listing]) -> Any:
     module.
 
     Args:
-        key: everything that determines the listing except the content of the directories: for example, the path of the
-            data set and the options. The values must be of types that JSON supports.
+        key: the path of the data set, the options, and anything else that affects the listing, apart from the content
+            of the directories. The values must be of types that JSON supports.
         listed: function that lists the directories.
     """
     text = json.dumps([_FORMAT, *key])

@@ -74,7 +74,7 @@ class Fetch:
     Args:
         read: function that reads one sample.
         shape: (channels, height, width) of one image.
-        seed: seed of the augmentation, which also depends on the epoch and the index of a sample.
+        seed: seed of the augmentation. The augmentation of a sample also depends on its index and the epoch.
         augment: further transforms of training images, applied to the images that `read` returns.
     """
 
@@ -118,7 +118,11 @@ class Unreadable:
         self.files: dict[str, str] = {}
 
     def add(self, path: str, why: str) -> None:
-        """Record that the file `path` could not be read for the reason `why`; the first time, log a warning.
+        """Record that a file could not be read, and log a warning if the file has not been recorded before.
+
+        Args:
+            path: path of the file.
+            why: the reason, for the messages.
 
         Raises:
             DataError: if `skip` is False.

@@ -20,12 +20,12 @@ class Mixing:
     """Mixes each sample of a global batch with the previous sample, and the first sample with the last.
 
     As in `torchvision.transforms.v2.MixUp` and `CutMix`, all samples of a global batch are mixed in the same
-    proportion, which is drawn from a beta distribution. If `mixup` and `cutmix` are both positive, each global batch is
-    mixed in one of the two ways, with probability 1/2.
+    proportion, which is drawn from a beta distribution. If `mixup` and `cutmix` are both positive, one of the two is
+    chosen at random for each global batch, with equal probabilities.
 
     The mixed samples do not depend on how a global batch is divided among processes and micro-batches: the random
-    numbers depend only on the seed and the index of the global batch, and every micro-batch also loads the sample
-    before its first one.
+    numbers depend only on the seed and the index of the global batch, and every micro-batch also loads the sample with
+    which its first sample is mixed.
 
     Args:
         mixup: α of mixup (Zhang et al., mixup, 2018), which blends two images in a proportion drawn from Beta(α, α). 0

@@ -64,5 +64,6 @@ class Average:
 
         Args:
             state: the state; empty if the checkpoint has none.
-            load: function that loads what `state_of` returned into an optimizer (see `local_state`).
+            load: the parallel mode's `load_local_state` for the model. It takes an optimizer, here the one whose state
+                is the average, and the state to load into it.
         """

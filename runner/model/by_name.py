@@ -20,7 +20,7 @@ class NamedModel(Model):
 
     Args:
         name: name of the network in the library.
-        options: arguments of the network by name; null for the library's defaults.
+        options: keyword arguments with which the library creates the network; null for the library's defaults.
     """
 
     name: str = "resnet18"

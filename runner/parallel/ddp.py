@@ -130,9 +130,10 @@ class DDP(MultiProcess):
 
 
 def _no_buffer_broadcast() -> dict[str, Any]:
-    """Return the keyword argument that keeps DDP from broadcasting buffers, which are averaged before use instead.
+    """Return the keyword argument that turns off DDP's broadcast of buffers.
 
-    torch 2.14 has renamed this argument.
+    The broadcast is not needed, because `average_buffers` is called before an evaluation or a checkpoint. The name of
+    the argument has changed in torch 2.14.
     """
     options = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False}

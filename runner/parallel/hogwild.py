@@ -108,11 +108,12 @@ class Hogwild(MultiProcess):
 
     Niu et al., HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent (2011). The workers divide
     the global batches among themselves, and each worker has its own optimizer. The number of steps is the same as in
-    other modes, but while a worker computes a gradient, other workers may update the weights, so no two runs are the
-    same. With one worker, a run is exactly the same as with `parallel=single`. Before logging, evaluating or saving,
-    the workers wait for each other. A checkpoint holds the model and the first worker's optimizer state, from which
-    other modes can resume, and the file of each rank holds the optimizer state of that worker. The mode runs on the CPU
-    of a single machine.
+    other modes. While a worker computes a gradient, other workers may update the weights, so that results differ from
+    run to run. With only one worker, the results are exactly those of `parallel=single`. Before logging, evaluating or
+    saving, the workers wait for each other. The mode runs on the CPU of a single machine.
+
+    A checkpoint holds the model and the optimizer state of worker 0, from which other modes can resume. In
+    addition, each worker's own optimizer state is in the file of its rank (`rank_0.pt`, …).
     """
 
     description: ClassVar[str] = "Hogwild"

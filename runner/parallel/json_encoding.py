@@ -128,7 +128,7 @@ def _object(content: list[Any]) -> Any:
 def _fields(cls: type) -> list[str] | None:
     """Return the field names of `cls` if it is a named tuple or dataclass of this project; otherwise, return None.
 
-    Classes with `__post_init__` are excluded, because creating an object would call it.
+    None is also returned for classes with `__post_init__`, so that decoding a message does not call this method.
     """
     if cls.__module__.partition(".")[0] != "runner" or hasattr(cls, "__post_init__"):
         return None

@@ -63,7 +63,7 @@ class Pipeline(Partition, MultiProcess):
 
     Args:
         engine: `processes`: several processes with one or more stages each, and `torch.distributed.pipelining`;
-            `streams`: one process with several CUDA devices, and copies between them on separate streams, only with
+            `streams`: one process with several CUDA devices, and copies between them on separate streams; supports only
             `schedule=gpipe`.
         schedule: `gpipe`: all forward passes, then all backward passes; `1f1b`: one forward pass and one backward pass
             in turn, which keeps fewer activations (Narayanan et al., PipeDream, 2019); `interleaved_1f1b`: two or more

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -70,14 +71,6 @@ class SyncBatchNorm(BatchNormOfAnyDim):
         return normalized.to(input.dtype)
 
 
-def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    return _AllReduceSum.apply(tensor)  # pyright: ignore[reportReturnType]
-
-
-if torch.__version__ < "2.14":  # compiled by torch 2.11, the all-reduces give wrong sums; 2.14 was found to be right
-    _sum_over_ranks = torch.compiler.disable(_sum_over_ranks)
-
-
 class _AllReduceSum(torch.autograd.Function):
     """A differentiable all-reduce: the backward pass sums the gradients of all ranks."""
 
@@ -92,3 +85,12 @@ class _AllReduceSum(torch.autograd.Function):
         total = gradient.contiguous().clone()
         torch.distributed.all_reduce(total)
         return total
+
+
+def _differentiable_sum(tensor: torch.Tensor) -> torch.Tensor:
+    return _AllReduceSum.apply(tensor)  # pyright: ignore[reportReturnType]
+
+
+_sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = _differentiable_sum
+if torch.__version__ < "2.14":  # compiled by torch 2.11, the all-reduces give wrong sums; 2.14 was found to be right
+    _sum_over_ranks = cast(Any, torch.compiler.disable)(_differentiable_sum)

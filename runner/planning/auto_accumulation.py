@@ -29,15 +29,15 @@ def fitting_accumulation(
     """Return a number of micro-batches per step, as small as possible, with which a run fits into memory.
 
     The numbers are tried in increasing order, each at least twice as large as the one before. For each number, the peak
-    of the memory is predicted. If the peak is more than half of the available memory, or if an earlier trial has run
-    out of memory, a trial of two steps follows. It has processes of its own, so that the weights, the random states and
-    the curves of the run do not change.
+    memory is predicted. If the peak exceeds the available memory, the next number is tried. If it is more than half of
+    the available memory, or if an earlier trial has run out of memory, a trial of two steps decides. A trial has its
+    own processes, so that the weights, the random states and the curves of the run do not change.
 
     Args:
         compose: function that returns the run with a number of micro-batches; it may raise ConfigError.
         report: function that is called with a line about each attempt.
-        available: function that returns the memory in bytes that all processes of the run together may use, given any
-            of these processes.
+        available: function that takes any process of the run, and returns the memory in bytes that all processes of the
+            run together may use.
         start: function that starts a trial, with the arguments of `Trial`.
 
     Raises:
@@ -77,7 +77,7 @@ def fitting_accumulation(
 
 
 def _trains(start: Callable[..., Trial], run: Run) -> bool:
-    """Return whether two steps of `run` do not run out of memory.
+    """Train two steps of `run`; return True if they succeed, and False if they run out of memory.
 
     Raises:
         TrialError: if the steps fail for another reason.

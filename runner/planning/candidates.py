@@ -85,7 +85,7 @@ class Candidates:
     Args:
         compose: function that returns the run with further overrides; it may raise ConfigError.
         typed: the overrides of the run.
-        config_dir: a directory with options of the user's own; None if there is none.
+        config_dir: a directory with the user's own option files; None if there is none.
 
     Raises:
         ConfigError: if the run is refused as it is.
@@ -177,7 +177,10 @@ class Candidates:
                 yield name
 
     def _threads(self) -> Iterator[Overrides]:
-        """Yield overrides that give a single process on the CPU another number of threads than the default."""
+        """Yield an override for each number of threads to try; nothing on a GPU, or if the user has typed a number.
+
+        The default number is left out. The numbers are for a single process.
+        """
         default = default_threads(self.session.device, self.base.workload.num_data_workers)
         count = self._cores
         while self._on_cpu and self._is_free("device.threads") and count:
@@ -188,9 +191,9 @@ class Candidates:
     def _processes(self, chosen: Overrides) -> Iterator[Overrides]:
         """Yield `chosen`, extended by a number of processes and by options that the mode proposes to `tune`.
 
-        The numbers of processes are powers of two, up to the number of cores or GPUs. They are left out if the user has
-        typed a number, or the mode uses one process. If the mode is refused or is not a `MultiProcess`, only `chosen`
-        is yielded.
+        The numbers of processes are powers of two, up to the number of cores or GPUs. No number is added if the user
+        has typed one, or if the mode is a `MultiProcess` whose options make it use one process (`in_processes` is
+        false). If the mode is refused or is not a `MultiProcess`, `chosen` is yielded without additions.
 
         Args:
             chosen: overrides that choose the mode; empty for the mode of the run as it is.
@@ -211,8 +214,8 @@ class Candidates:
     def _alternatives(self, words: Overrides, is_base: bool) -> Iterator[Overrides]:
         """Yield `words`, extended by each set of options that the parallel mode proposes to `tune`.
 
-        A set is left out if it has an option that the user has typed, or if `words` and the set together change
-        nothing. If the run is refused with `words`, only `words` is yielded, so that its candidate reports the reason.
+        A set is left out if it has an option that the user has typed, or if the result would be the run as it is. If
+        the run is refused with `words`, only `words` is yielded, so that its candidate reports the reason.
 
         Args:
             words: overrides that choose the mode and its processes.
@@ -239,10 +242,11 @@ class Candidates:
     # -----------------------------------------------------------------------------------------------------------------
 
     def groups(self) -> list[Callable[[Overrides], Iterator[Candidate]]]:
-        """Return functions that are called in order, each of which yields a group of candidates.
+        """Return functions that each yield one group of candidates; they must be called in order.
 
-        The argument of a function is the overrides of the fastest candidate so far. In the candidates that the function
-        yields, one option is changed, or the parallel mode with its processes and threads.
+        Each function takes the overrides of the fastest candidate so far, and yields variants of this candidate. One
+        function varies the parallel mode together with the numbers of processes and threads. Every other function
+        varies one option at a time.
         """
         changes = [
             partial(self._changed, "precision", self._precisions()),
@@ -282,13 +286,16 @@ class Candidates:
         return ["bf16"] if self._on_cpu else ["tf32", "bf16", "16"]
 
     def _workers(self) -> list[int]:
-        """Return numbers of data workers; an empty list if the data set is not read by workers."""
+        """Return the numbers of data workers to try; an empty list if the data set is not read by workers."""
         if "workers" not in (option_fields(type(_data(self.base))) if _data(self.base) else ()):
             return []
         return sorted({0, 1, max(1, self._cores // 2), self._cores})
 
     def _is_free(self, key: str) -> bool:
-        """Return whether the user has typed neither `key` nor, if it is a group, one of the group's options."""
+        """Return whether the user has not typed the option `key`.
+
+        If `key` is a group, such as `parallel`, the result is False also if the user has typed an option of the group.
+        """
         return not any(typed == key or typed.startswith(f"{key}.") for typed in self._keys)
 
 
@@ -300,7 +307,7 @@ def _composed(compose: Compose, words: Overrides) -> Run | None:
 
 
 def _first_process(run: Run | None) -> Process | None:
-    """Return rank 0 of the run; None if its processes or devices are refused."""
+    """Return the description of rank 0's process; None if `run` is None, or its processes or devices are refused."""
     try:
         return None if run is None else first_process(run)
     except ConfigError:
@@ -317,13 +324,14 @@ def _data(run: Run) -> Any:
 
 
 def _normalized_together(run: Run, context: Context) -> Any:
-    """Return the groups of samples that batch normalization normalizes together, to compare them with another run's.
+    """Return which samples batch normalization normalizes together, in a form that can be compared between runs.
 
-    The result is a list of items. All ranks that have the same groups share one item. If the statistics are
-    synchronized, there is only one item, in which group i is the union of the groups i of all ranks.
+    The result is a list that contains one list of groups per rank; equal lists of several ranks are included only once.
+    If the statistics are synchronized over the ranks, there is only one list of groups: its group i is the union of
+    group i of every rank.
 
-    An item is a list of groups, in the order in which they update the running statistics. A group is described by the
-    positions of its samples in the batch: a range (start, stop), or a tuple of ranges if there are gaps.
+    A group is a set of samples that are normalized together, given by their positions in the batch: a range (start,
+    stop), or a tuple of ranges if there are gaps. The groups are in the order in which they are normalized.
     """
     synchronized = run.parallel.synchronizes_batch_norm
     parts = run.parallel.num_microbatches(context)

@@ -34,7 +34,8 @@ def measured_choice(
             measurement of the run without further overrides.
         allowed: the kinds of effect that the choice may have on the results (see `RESULTS`), in addition to `ALLOWED`.
         report: function that is called with a line about each candidate that has been tried.
-        config_dir: a directory with options of the user's own, parallel modes among them; None if there is none.
+        config_dir: a directory with the user's own option files, which may define parallel modes; None if there is
+            none.
         budget_for: function that returns the seconds that all other candidates together may take, or 0 to measure none
             of them. It is called once the run without further overrides has been measured, with the session of this
             run and its measured seconds per step. None to apply `budget` to the whole search.
@@ -65,7 +66,7 @@ def measured_modes(
 
     Args:
         compose: function that returns the run with further overrides; it may raise ConfigError.
-        modes: options of `parallel=`.
+        modes: names of the parallel modes.
         budget: seconds that the measurement may take.
         report: function that is called with a line about each mode that has been tried.
 

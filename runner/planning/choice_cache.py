@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 
     Args:
         overrides: the chosen overrides; empty if nothing was faster than the run as it is.
-        speedup: how many times as fast the run is with these overrides as without them.
+        speedup: the speed of the run with these overrides, divided by its speed without them.
         measured: the date of the measurement, such as 2026-01-31.
     """
 
@@ -55,8 +55,8 @@ class ChoiceCache:
     Args:
         config: the composed config, to which no choice has been applied.
         typed: the overrides that the user has typed; a choice does not set their keys.
-        config_dir: a directory with options of the user's own, whose parallel modes a choice may use; None if there is
-            none.
+        config_dir: a directory with the user's own options, or None. A choice may use the parallel modes that are
+            defined in this directory.
         root: the directory of the cache; None for the one in the user's cache directory.
     """
 

@@ -40,9 +40,9 @@ class Costs:
     """The costs of the operations of one process so far.
 
     Args:
-        operations: a dict from each cost to the number of operations that have this cost. A cost is a pair: the
-            floating-point operations, and the bytes of arguments and results together. Views and communication are not
-            included.
+        operations: a dict from each cost to the number of torch operations that have this cost. A cost is a pair: the
+            number of floating-point operations, and the total size of the arguments and results in bytes. Views and
+            communication are not included.
         backward_flops: floating-point operations in backward passes, including forward passes that are recomputed
             there.
         messages: a dict from the name of each collective, or `send`, to a pair: the number of calls, and the sum of
@@ -91,7 +91,7 @@ class Costs:
 
         For example, if these are the costs of a step with three micro-batches, and `shorter` those with two, the result
         is the costs of a step with 3 + `times` micro-batches. The number of operations is extrapolated separately for
-        each cost. It is negative, for example, for a cost that occurs in `shorter` but not here.
+        each cost. This number is negative if, for example, a cost occurs in `shorter` but not in these costs.
         """
         operations = Counter({each: count * (times + 1) for each, count in self.operations.items()})
         operations.subtract({each: count * times for each, count in shorter.operations.items()})
@@ -106,7 +106,7 @@ class Costs:
         )
 
     def sent_bytes(self, world_size: int) -> float:
-        """Return how many bytes the process sends, if collectives are rings of `world_size` processes.
+        """Return how many bytes the process sends, assuming ring collectives over `world_size` processes.
 
         In a ring of n processes, each process sends (n − 1)/n of the tensor for an all-gather or a reduce-scatter, and
         twice as much for an all-reduce: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms (2009).
@@ -116,7 +116,7 @@ class Costs:
         return sum(size * times[name] for name, (_, size) in self.messages.items())
 
     def seconds(self, machine: Machine, world_size: int) -> float:
-        """Return a lower bound on the time of the operations in seconds, if no message overlaps with a computation.
+        """Return a lower bound on the time in seconds, assuming that communication does not overlap with computation.
 
         Each operation takes the time of its arithmetic or that of its memory traffic, whichever is longer: Williams et
         al., Roofline (2009).

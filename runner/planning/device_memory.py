@@ -20,8 +20,8 @@ _USABLE = 0.95
 def available_bytes(process: Process) -> float:
     """Return the memory in bytes that all processes of a run together may use.
 
-    With CUDA, this is the usable part of the memory of all GPUs, including what is in use at the moment; otherwise, it
-    is the host memory that is available at the moment.
+    With CUDA, this is a fixed fraction of the total memory of the run's GPUs, even if some of this memory is in use at
+    the moment. Otherwise, it is the host memory that is available at the moment.
 
     Args:
         process: any process of the run.

@@ -78,7 +78,7 @@ def trace(session: Session) -> list[RankPlan]:
     with three; each further micro-batch is assumed to add the same costs as the third.
 
     Raises:
-        ConfigError: if torch refuses the config in its first step.
+        ConfigError: if the step fails because torch cannot train with this config.
     """
     count = session.plan.accumulation
     if count <= _TRACED:
@@ -110,7 +110,7 @@ def _trace_ranks(session: Session) -> list[RankPlan]:
 
 
 def trace_blocks(session: Session, size: int) -> list[float]:
-    """Return the floating-point operations of each block of the network in a forward and a backward pass, in 10⁹.
+    """Return the floating-point operations of a forward and a backward pass of each block, in billions.
 
     Args:
         session: the prepared run, whose network has blocks.
@@ -145,7 +145,7 @@ def trace_rank(session: Session, rank: int, world_size: int, sent: list[Any] | N
             for the other ranks read them. None for an empty list.
 
     Raises:
-        ConfigError: if torch refuses the config in its first step.
+        ConfigError: if the step fails because torch cannot train with this config.
     """
     run, cpu = session.run, torch.device("cpu")
     if isinstance(run.parallel, Hogwild):  # each worker trains by itself, as a single device does
@@ -335,7 +335,7 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings and info messages within this context: the run that they are about is only planned."""
+    """Suppress warnings and info messages within this context, because the run is only planned."""
     logger = logging.getLogger("runner")
     before, logger.disabled = logger.disabled, True
     logging.disable(logging.WARNING)
@@ -351,8 +351,9 @@ class FakeCollectives(Collectives):
 
     Args:
         rank, world_size: the rank of the process, and the number of processes.
-        sent: list of the results of `from_rank_0` on rank 0, in the order of the calls. Rank 0 appends its results.
-            Any other rank returns the results in the list; once it has returned all of them, it calls `make` itself.
+        sent: list of the results of `from_rank_0` on rank 0, in the order of the calls. On rank 0, each call appends
+            its result. On any other rank, each call returns the next result in the list; if none is left, it calls the
+            given function on this rank.
     """
 
     def __init__(self, rank: int, world_size: int, sent: list[Any]):

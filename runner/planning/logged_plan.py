@@ -1,4 +1,4 @@
-"""Logs the plan of a run, beside what the run has measured, as a text in TensorBoard."""
+"""Logs the plan of a run, together with the measurements of the run, as a text in TensorBoard."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WIDTH = 160
 def log_plan(session: Session, result: Result, directory: Path) -> None:
     """Log the plan of a run that has just ended, as the last text of its event files.
 
-    If the plan fails, the run does not: the error is only written to `log.txt`.
+    An error in this function does not make the run fail; it is only written to `log.txt`.
 
     Args:
         session: the session of the run in this process.

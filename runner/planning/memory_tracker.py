@@ -122,7 +122,7 @@ class MemoryTracker(TorchDispatchMode):
         autocast: Callable[[], AbstractContextManager],
         has_input_grad: bool,
     ) -> float:
-        """Return an estimate of the time of a block: its number of floating-point operations, in 10⁹.
+        """Return an estimate of the time of a block: its number of floating-point operations, in billions.
 
         Used in place of `runner.parallel.pipelining.block_time.measured_seconds`, with the same arguments.
         """

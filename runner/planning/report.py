@@ -55,7 +55,8 @@ def report_of(
         - `step`: the predicted `seconds` and `samples_per_second`, the measured `parts` and, for a pipeline, the
           `fastest` schedule; None without `parts`;
         - `checkpoint`: the `bytes` of a checkpoint, and the `disk_bytes` that the run needs at most;
-        - `host`: the `tensor_bytes` and `available_bytes` of this machine; None if `num_devices` is given;
+        - `host`: a dict: `tensor_bytes`, the host memory that the tensors of all processes need, and `available_bytes`,
+          the host memory that this machine has available; None if `num_devices` is given;
         - `notes`: a list of remarks, such as what the memory does not include;
         - `memory_bytes`, `fits` and `measured`, which are None, and `remedies`, an empty list; the caller may set them.
     """
@@ -190,15 +191,17 @@ def _pipeline(session: Session, ranks: Sequence[RankPlan], parts: Parts | None) 
 
 
 def _corrected(cell: dict[str, float], own: dict[str, float], measured: float) -> float:
-    """Return the seconds that a pipeline needs for one accumulation step, corrected by a measurement.
+    """Return the predicted time of one accumulation step of a pipeline in seconds, corrected by a measurement.
 
-    If the config needs more time than was simulated, the rest is attributed to its micro-batches, each of which costs
-    this time in every schedule. If it needs less, all simulated times are too long by the same factor.
+    If the measured time of the config is longer than its simulated time, the difference is divided by the `rounds` of
+    the config, which gives the overhead of one round. The simulated time of `cell` is increased by this overhead for
+    each of its own `rounds`. If the measured time is shorter, the simulated time of `cell` is multiplied by the ratio
+    of the measured to the simulated time of the config.
 
     Args:
-        cell: the simulated schedule, as in the result of `bubbles`.
-        own: the simulated schedule of the config.
-        measured: the seconds that were measured with the config.
+        cell: the simulation to correct, as in the result of `bubbles`.
+        own: the simulation of the schedule and the split size in the config.
+        measured: the measured time of an accumulation step with the config, in seconds.
     """
     overhead = max(0.0, measured - own["time"]) / own["rounds"]
     return cell["time"] * min(1.0, measured / own["time"]) + cell["rounds"] * overhead

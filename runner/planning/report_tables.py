@@ -85,7 +85,7 @@ def _comparison(report: dict[str, Any]) -> list[list[str]]:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Return a text that says whether the run fits into the memory of the devices; empty if no memory was given."""
+    """Return whether the run fits into the memory of the devices, as text; empty if `fits` in `report` is None."""
     if report["fits"] is None:
         return ""
     peak = max(rank["peak_bytes"] for rank in report["ranks"])

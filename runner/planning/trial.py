@@ -207,9 +207,10 @@ def _reason(error: BaseException) -> TrialError:
 
 
 def _train_rank(config: dict[str, Any], directory: Path, connection: Connection, process: Process) -> Result:
-    """Train one iteration; then train as many as each message to rank 0 asks for, until a message asks for 0.
+    """Train for one iteration; then, for each message to rank 0, for the number of iterations in the message.
 
-    Rank 0 receives these messages over `connection`, and sends the fields of a `Burst` after each training.
+    The message 0 ends the training. Rank 0 receives the messages over `connection`. After the first iteration, and
+    after the iterations of each message, it sends the fields of a `Burst`.
     """
     run = build_run(config)
     session = run.prepare(process)

@@ -113,7 +113,7 @@ class Row:
 
 
 class Ratio(NamedTuple):
-    """How many times as long a step of one row takes as a step of another one, and the uncertainty of this number."""
+    """The step time of one row divided by the step time of another row, and the uncertainty of this ratio."""
 
     value: float
     uncertainty: float
@@ -148,8 +148,8 @@ class Search:
     """The search for the fastest candidate.
 
     Args:
-        start: function that starts a trial, given the candidate and the seconds that this may take; it may raise
-            TrialError.
+        start: function that takes a candidate and the seconds that the start may take, and returns a started trial. It
+            may raise TrialError.
         budget: seconds that the search may take.
         allowed: the effects that a candidate may have on the results of the run, as keys of `candidates.RESULTS`. Those
             in `candidates.ALLOWED` are always allowed. A candidate with any other effect is not tried.
@@ -184,12 +184,12 @@ class Search:
         Args:
             default: the run as it is.
             groups: functions that are called in order. Each takes the overrides of the fastest candidate so far, and
-                returns further candidates. These are started within half of the time that remains when the function is
-                called, or, for the last function, within all of that time. The time that is reserved for the last
-                rounds is not counted as remaining.
-            budget_for: function that is called with the row of the default when it has been measured. It returns the
-                seconds for all other candidates, or 0 to measure none of them. If it returns None, the budget of the
-                search applies, which includes the time of the default.
+                returns further candidates. When a function is called, the remaining time is computed, without the time
+                that is reserved for the last rounds. The candidates that the last function returns may be started in
+                all of the remaining time; those that any other function returns, in half of it.
+            budget_for: function that takes the row of the default after the default has been measured. It returns the
+                number of seconds for all other candidates, or 0 to measure none of them. It may also return None: then
+                the other candidates have what the default has left of the budget of the search.
 
         Raises:
             TrialError: if the default, with which all others are compared, cannot train or fails later.
@@ -281,7 +281,10 @@ class Search:
         return True
 
     def _begin(self, row: Row, seconds: float) -> None:
-        """Start the trial of `row` and choose its burst length within `seconds`, and then measure a burst."""
+        """Start the trial of `row`, choose its burst length, and measure a burst.
+
+        The start and the choice of the burst length together may take `seconds`.
+        """
         until = self._clock() + seconds
         try:
             row.trial = self._start(row.candidate, seconds)
@@ -468,7 +471,7 @@ def _break_even(row: Row, default: Row, value: float) -> float | None:
     Args:
         row: a measured row.
         default: the row of the run as it is.
-        value: how many times as long a step of `row` takes as one of the default.
+        value: the step time of `row` divided by the step time of the default.
     """
     if value >= 1:
         return None

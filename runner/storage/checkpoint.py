@@ -73,7 +73,7 @@ class Checkpoint:
         state: the state that is the same on all ranks.
         local: the state of this rank; empty if the checkpoint has no state for this rank.
         world_size: number of ranks that wrote the checkpoint.
-        ema: the full tensors of the model with averaged weights, as `tensors`; empty if the run has no average.
+        ema: as `tensors`, but with averaged weights; empty if the run does not average the weights.
     """
 
     step: int
@@ -89,8 +89,8 @@ class Checkpoints:
 
     Args:
         directory: the run directory.
-        keep: number of newest checkpoints to keep, in addition to the checkpoint with the best evaluation. With 0, the
-            newest one is kept until the run is done.
+        keep: number of newest checkpoints to keep, in addition to the checkpoint with the best evaluation. 0 has the
+            same effect as 1 in this class, but the caller then deletes all checkpoints when the run is done.
         rank: the rank of this process.
         world_size: the number of ranks, all of which must call `save`.
         barrier: function that returns once all ranks have called it.
@@ -194,7 +194,7 @@ class Checkpoints:
         """A context manager that deletes this rank's files in the directory `part` if they cannot be written.
 
         This frees space for the log and the result. Rank 0 also deletes the directory, if it is empty. The other ranks
-        do not: rank 0 might then fail for lack of the directory, with an error that does not show the cause.
+        leave the directory: if it were missing, rank 0 might fail with an error that does not show the cause.
 
         Raises:
             StorageError: if an OSError was raised in the context.
@@ -285,8 +285,8 @@ class Checkpoints:
         checkpoint is intact, nothing is renamed. Damaged checkpoints are never deleted.
 
         Raises:
-            ConfigError: if no checkpoint is intact, but there are damaged ones, including those that were renamed
-                earlier; if the newest intact checkpoint was written by an incompatible version of this project or by
+            ConfigError: if the run has damaged checkpoints (including those that were renamed earlier), but no intact
+                one; if the newest intact checkpoint was written by an incompatible version of this project or by
                 something else; or if `checkpoints` is a link.
             OSError: if a file cannot be read for another reason, or a damaged checkpoint cannot be renamed.
         """
@@ -382,7 +382,11 @@ def _unfinished(path: Path) -> Path:
 
 
 def _write_synced(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` to write the file `path`, and sync the file to disk; all errors of a full disk become OSErrors."""
+    """Call `write` to write the file `path`, and sync the file to disk.
+
+    Raises:
+        OSError: if this fails. Errors of torch and safetensors, for example on a full disk, are converted to OSErrors.
+    """
     try:
         write(path)
     except (RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk

@@ -29,7 +29,7 @@ class TensorSpec(NamedTuple):
 
     Args:
         dtype: the dtype of the tensor; float64 is also accepted for float32, and float32 for float64.
-        shape: the shape of the tensor; None for a dimension of any size.
+        shape: the size of each dimension; a dimension that is None may have any size.
     """
 
     dtype: torch.dtype
@@ -73,10 +73,10 @@ def check_like(value: Any, like: Any, where: str) -> None:
 
 
 def check_plain(content: Any, where: str) -> None:
-    """Check that `content` consists of plain values and tensors, and can be examined in a short time.
+    """Check that `content` consists of plain values and tensors, and is small enough to be examined quickly.
 
-    The time has to be checked because a small file can contain values that would take any amount of time to examine:
-    lists that contain the same list many times, or a tensor whose elements share memory.
+    The size of the file is no limit for the size of its content: a small file can contain nested lists in which the
+    same list occurs many times, or a huge tensor whose elements share memory.
 
     Args:
         content: the values that were loaded from a file.

@@ -91,7 +91,7 @@ def saved_text(directory: Path, name: str) -> str | None:
 
 
 def untrusted(directory: Path, why: str) -> ConfigError:
-    """Return the error to raise for a checkpoint that, for the reason `why`, cannot have been written by a run."""
+    """Return the error for a checkpoint that no run can have written; its message contains the reason `why`."""
     remedy = "no run writes such a checkpoint: do not trust it, and resume another one"
     return ConfigError("resume", str(directory), why, remedy)
 

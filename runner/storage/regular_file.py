@@ -40,7 +40,9 @@ def read_regular(path: Path, limit_bytes: int) -> bytes:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading, without waiting for the writer of a pipe.
+    """Open a regular file for reading.
+
+    If `path` is a pipe, this function raises an error at once, instead of waiting until another process opens the pipe.
 
     Raises:
         UnsafeFileError: if `path` is a link, a pipe, a socket or a device.
@@ -145,7 +147,8 @@ def walk(top: Path, onerror: Callable[[OSError], object] | None = None) -> Itera
 
     Args:
         top: the directory at which the walk begins.
-        onerror: function that is called with the error if a directory cannot be listed; None to skip the directory.
+        onerror: function that is called with the error if a directory cannot be listed; None to ignore the error. The
+            directory is skipped unless `onerror` raises an exception.
     """
     levels = os.path.join(top, "").count(os.sep)
     for folder, folders, files in os.walk(top, onerror=onerror):

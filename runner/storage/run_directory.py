@@ -306,7 +306,7 @@ def check_regular(directory: Path, most_levels: int = MOST_LEVELS, skipped: tupl
 
 
 def free_name(path: Path, suffix: str) -> Path:
-    """Return `path` with `.suffix` appended, followed by a number if that path already exists."""
+    """Return a path that does not exist: `path` with a dot, `suffix` and, if needed, a number from 2 on appended."""
     number, name = 2, path.with_name(f"{path.name}.{suffix}")
     while name.exists():
         number, name = number + 1, path.with_name(f"{path.name}.{suffix}{number}")

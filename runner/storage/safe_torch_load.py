@@ -36,10 +36,10 @@ def load_tensors(path: Path) -> Any:
     so that no storage can have more bytes than the file.
 
     Raises:
-        UnusualFileError: if the file is a zip archive that has compressed entries, has overlapping entries (larger in
-            total than the archive), or contains objects other than tensors and plain values; if a pickle in the file
-            names a function that can allocate any amount of memory or read outside of a tensor; or if the tensors are
-            far larger than the file.
+        UnusualFileError: if the file is a zip archive whose entries are compressed, or are larger in total than the
+            archive because they overlap; if such an archive contains objects other than tensors and plain values; if a
+            pickle in the file names a function that can allocate any amount of memory or read outside of a tensor; or
+            if the tensors are far larger than the file.
         OSError: if the file cannot be read.
         Exception: any exception that torch, `zipfile` or `pickletools` raises for other content.
     """

@@ -64,7 +64,7 @@ def saved_config(source: Path) -> SavedConfig:
 
 
 def _config_files(source: Path) -> tuple[list[Path], list[str]]:
-    """Return the config files to try, in this order, and a list of error messages.
+    """Return the config files in the order in which to try them, and a list of error messages.
 
     If the checkpoints of the run cannot be listed, their config files are left out, and there is one error message.
     Otherwise, the list of error messages is empty.

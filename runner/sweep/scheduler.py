@@ -93,7 +93,7 @@ class JobSource(ABC):
         `next` may later return such a job again. The job then continues from its checkpoint.
 
         Args:
-            running: the numbers of all running jobs.
+            running: the numbers of the running jobs that have not been asked to stop yet.
         """
         return []
 
@@ -135,9 +135,10 @@ class Scheduler:
         Raises:
             KeyboardInterrupt: if the user presses Ctrl-C after a stop signal. The jobs are killed when the context of
                 the pool ends.
-            StorageError: if the ledger cannot be written. The running jobs have saved a checkpoint and exited.
+            StorageError: if the ledger, or the study of a search, cannot be written.
             ConfigError: if a cluster rejects the first jobs, or if the result of a job shows that the sweep cannot
-                continue. The running jobs have saved a checkpoint and exited.
+                continue. A StorageError or ConfigError is raised only after the running jobs have been asked to save a
+                checkpoint and have exited.
         """
         self._take_over()
         while not self._stopping or self._running or self._has_earlier():
@@ -355,8 +356,8 @@ def _storage_error(error: OSError, path: Path) -> StorageError:
 def _exit_code(ended: Ended, directory: Path | None) -> int | None:
     """Return the exit code of a job; None if it is not known.
 
-    If the job is lost, or an earlier command has started it, the exit code is derived from the result in the job's run
-    directory, if there is one.
+    The engine may not know the exit code, for example of a job that an earlier command started. The exit code is then
+    derived from the result in `directory`, the run directory of the job, if there is a result.
     """
     if ended.code is not None or directory is None:
         return ended.code

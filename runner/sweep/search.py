@@ -4,8 +4,9 @@ In a grid search, all combinations are tried. In any other search, Optuna choose
 search are stored in an Optuna study.
 
 A trial is one combination of values, with one job for each seed. The ledger records the state of each job. The study,
-which is the file `study.log` next to the ledger, records the values and the result of each trial. A trial is complete
-only when all of its jobs have ended, so that a killed search can be resumed without repeating jobs or losing results.
+which is the file `study.log` next to the ledger, records the values and the result of each trial. The result is
+recorded only when all jobs of the trial have ended, so that a killed search can be resumed without repeating jobs or
+losing results.
 """
 
 from __future__ import annotations
@@ -203,9 +204,10 @@ class SearchJobs(JobSource):
             self._trials.clear()
 
     def best(self) -> tuple[list[str], float] | None:
-        """Return the overrides of the best trial and its value; None if no trial is complete.
+        """Return the overrides of the best trial and its value; None if there is no successful trial.
 
-        The overrides do not include the seeds that the search sets. The value is the mean over the jobs of the trial.
+        A trial is successful if each of its jobs has ended with exit code 0. The overrides do not include the seeds
+        that the search sets. The value is the mean over the jobs of the trial.
         """
         from optuna.trial import TrialState
 
@@ -229,8 +231,8 @@ class SearchJobs(JobSource):
         """Return the overrides that set `dimension` to the value that Optuna's sampler suggests.
 
         The value depends only on the sampler's seed, the number of the trial, the dimension and the results so far. If
-        a search is killed after it has stored some values of a trial, the resumed search therefore draws the same
-        remaining values.
+        a search is killed after it has stored some values of a trial, the resumed search therefore draws the remaining
+        values just as the killed search would have drawn them.
         """
         import optuna
 
@@ -301,8 +303,9 @@ class SearchJobs(JobSource):
             self._study.tell(trial.optuna, state=TrialState.PRUNED)
 
     def _all_curves(self) -> dict[int, list[float]]:
-        """Return a dictionary that maps the number of each trial to its curve, averaged over the jobs of the trial.
+        """Return a dictionary that maps the number of each trial to its curve.
 
+        The curve is the list of the metric's values, one for each evaluation, averaged over the jobs of the trial.
         Trials without evaluations are left out.
         """
         by_trial: dict[int, list[list[float]]] = {}
@@ -313,7 +316,10 @@ class SearchJobs(JobSource):
         return {index: mean_curve(curves) for index, curves in by_trial.items()}
 
     def _passes(self, index: int, curves: dict[int, list[float]]) -> bool:
-        """Return whether trial `index` may continue after the first evaluation that the pruner has not judged yet."""
+        """Return whether trial `index` passes its next evaluation, that is, whether the pruner lets the trial continue.
+
+        The next evaluation is the one with the number `num_passed + 1`. A paused trial has not passed it so far.
+        """
         assert self._pruner is not None
         indices = list(curves)
         listed = [curves[each] for each in indices]

@@ -78,7 +78,7 @@ class _Sweep:
         return sorted(self.measured, key=lambda pair: -pair[1] if self.goal == "max" else pair[1])
 
     def over(self, key: str) -> list[tuple[Any, float]]:
-        """Return a pair for each job that has both values: the value of `key`, and the best value of the metric.
+        """Return pairs of the value of `key` and the best value of the metric, one pair for each job that has both.
 
         Jobs with the same value of `key` are adjacent. The values of `key` are in the order in which they first occur
         in the ledger.

@@ -70,8 +70,8 @@ def server_stopped() -> Iterator[None]:
 def without_main_module() -> Iterator[None]:
     """A context manager in which the processes that `multiprocessing` starts do not import this program's main module.
 
-    Ranks and data workers do not need the main module. If it is a script that trains without
-    `if __name__ == "__main__":`, each process that imports it would begin to train.
+    Ranks and data workers do not need the main module. If it is a script that starts training at its top level, outside
+    of an `if __name__ == "__main__":` block, each process that imports it would begin to train.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

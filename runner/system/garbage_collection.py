@@ -1,4 +1,7 @@
-"""Pauses the garbage collector during slow imports, which create a million objects that it would examine repeatedly."""
+"""Pauses the garbage collector during slow imports.
+
+These imports create a million objects, which the garbage collector would otherwise examine repeatedly.
+"""
 
 from __future__ import annotations
 

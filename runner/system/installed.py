@@ -4,6 +4,6 @@ from importlib.util import find_spec
 
 
 def is_installed(package: str) -> bool:
-    """Return whether `import package` would find a package, and not only a directory of this name without code."""
+    """Return whether `package` is installed. A directory of this name without `__init__.py` does not count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None

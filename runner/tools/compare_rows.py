@@ -64,7 +64,7 @@ class Row:
 
 
 class Failure(NamedTuple):
-    """A run that is not done, or a job of a sweep that has no run directory.
+    """A run that is not done, or a job that is not done and has no run directory.
 
     Args:
         values: the values of the config keys in which the runs differ, by key; keys that this run lacks are left out.
@@ -94,12 +94,13 @@ class Comparison:
             `best` or, if no run has a best value of the metric, `last`.
 
     Attributes:
-        keys: the config keys whose values differ among all runs (see `swept_keys`), in the order of their columns.
+        keys: the config keys in which any of the runs differ (see `swept_keys`), in the order of their columns.
         metric: the tag of the metric; empty if no run that is done has any metric.
         direction: `max` if larger values of the metric are better, otherwise `min`.
         measures: the measures that at least one row has, in the order of their columns.
         rows: the rows of the runs that are done, sorted.
-        failures: the runs that are not done and the jobs without a run directory, sorted by name.
+        failures: a `Failure` for each run that is not done, and for each job that is not done and has no run directory,
+            sorted by name.
 
     Raises:
         ConfigError: if there are no runs, no run that is done has `metric`, or there is no column `sort`.

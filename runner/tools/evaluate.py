@@ -1,8 +1,8 @@
 """`python -m runner.tools.evaluate RUN [OVERRIDE …]` evaluates a checkpoint of a run on its held-out data.
 
 The checkpoint is evaluated as in the run, in the same parallel mode, so that the metrics equal the run's own to the
-last bit. Overrides change the config of the run: `parallel=single device=cpu` evaluates the checkpoint on the CPU,
-`data.root=DIR` on other images. Nothing is written to the run directory.
+last bit. Overrides change the config of the run: `parallel=single device=cpu` evaluates the checkpoint on the CPU, and
+`data.root=DIR` evaluates it on the images in DIR. Nothing is written to the run directory.
 
 Exit codes: 0: evaluated. 1: the evaluation crashed. 2: there is no such run or checkpoint, or the config is refused.
 """

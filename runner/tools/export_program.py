@@ -29,7 +29,8 @@ The difference is relative to the model's largest absolute output or, if this ou
 def export_program(source: Path, choice: str | int, path: Path) -> str:
     """Export the model of a checkpoint to `path`, in the format given by the suffix, and return the checkpoint's path.
 
-    The program takes inputs float32 [n, …] of any n, normalized as in the evaluation, and returns the model's outputs.
+    The program takes float32 inputs of shape [n, …], where n is any batch size, and returns the model's outputs. The
+    inputs must be normalized as in the evaluation.
     A file at `path` is replaced only after the outputs of the program have been compared with those of the model.
 
     Args:

@@ -90,7 +90,9 @@ def _builder(source: Path | None, config_dir: str | None) -> Callable[[Sequence[
 def remedies(
     run: Run, overrides: Sequence[str], build: Callable[[Sequence[str]], Run], num_devices: int, memory: float
 ) -> list[dict[str, Any]]:
-    """Try changes of how the run is trained, the cheapest first, until four of them make the run fit.
+    """Try changes of how the run is trained, the cheapest first, until four have been found that make the run fit.
+
+    Each change is tried separately: it is not combined with the changes that were tried before.
 
     Args:
         run: the run that does not fit.

@@ -1,9 +1,9 @@
 """`python -m runner.tools.play RUN [OVERRIDE …]` shows a trained agent in a window; `--film FILE.gif` films it instead.
 
 The agent always takes the action with the highest value, as in an evaluation. The return and the length of each episode
-are printed. Overrides change the config of the run: `env.max_episode_steps=1000` plays longer episodes. If Ctrl-C ends
-the film, or the film would become too long, the episodes that have ended are still written, and the exit code is 130
-or 2. Drawing needs pygame: pip install -e '.[render]'.
+are printed. Overrides change the config of the run: `env.max_episode_steps=1000` permits longer episodes. If Ctrl-C
+ends the film, or the film would become too long, the episodes that have ended are still written to the file. Drawing
+needs pygame: pip install -e '.[render]'.
 
 Exit codes: 0: played. 1: crashed. 2: there is no such run or checkpoint, it cannot be shown, or the film would become
 too long. 130: ended with Ctrl-C.

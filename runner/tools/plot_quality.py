@@ -261,7 +261,10 @@ def _ranking(study: Study, caption: str) -> Figure:
 
 
 def _over_each_key(study: Study, caption: str, keys: list[str]) -> Figure:
-    """Draw a panel for each of `keys`: the metric of every run over this key, for all values of the other keys."""
+    """Draw a panel for each of `keys`, with the metric of all runs over the values of this key.
+
+    All runs that have the key are in its panel, whatever their values of the other keys.
+    """
     metric, quality = _quality(study)
     across = 2 if len(keys) == 4 else 3
     title = f"{metric} over each key, for all values of the others"

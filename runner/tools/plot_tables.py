@@ -72,8 +72,8 @@ def _cells(study: Study, point: Point) -> dict[str, str]:
 def plus_minus(spread: Spread) -> str:
     """Return `mean ± deviation` as text, both with the same number of decimals.
 
-    The number of decimals is the largest for which the deviation has at most two significant digits, and the mean at
-    most five. Digits before the decimal point are always kept, even if there are more of them. If there is only one
+    The deviation has at most two significant digits, and the mean at most five; there are as many decimals as these
+    limits permit. Digits before the decimal point are always kept, even beyond these limits. If there is only one
     value, and therefore no deviation, return the value with at most four significant digits.
     """
     if math.isnan(spread.deviation):

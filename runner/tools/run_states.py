@@ -19,7 +19,7 @@ config that cannot be read or a number that is not valid."""
 
 
 def is_locked(directory: Path) -> bool:
-    """Return whether a process is writing to `directory`, a run directory or a sweep, and therefore holds its lock."""
+    """Return whether a process is writing to the run or the sweep in `directory`, and therefore holds its lock."""
     return regular_file.is_locked(directory / ".lock")
 
 

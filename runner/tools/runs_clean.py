@@ -42,8 +42,9 @@ class KeptError(Exception):
 def remove_run(path: Path, end: Path) -> None:
     """Remove the run directory `path`, and then its parent directories below `end` that have become empty.
 
-    First, the directory is renamed, so that the tools recognize it as the remains of a run. If the run was the last run
-    of a sweep, the sweep is removed as well, unless its directory contains files that the sweep has not written.
+    The directory is renamed first. If the removal is interrupted, the new name shows that these are the remains of a
+    run. If the run was the only one left in its sweep, the files of the sweep are removed as well, unless the sweep's
+    directory also contains files that the sweep has not written.
 
     Args:
         path: a run directory.
@@ -65,8 +66,8 @@ def remove_run(path: Path, end: Path) -> None:
 def remove_sweep(path: Path, end: Path) -> None:
     """Remove the sweep at `path` with all its runs, and then its parent directories below `end` that have become empty.
 
-    The ledger is removed first, so that it never lists runs that no longer exist, and then the runs are removed. If the
-    directory contains any other files that the sweep has not written, nothing more is removed.
+    The ledger is removed first, so that it never lists runs that no longer exist. Then the runs are removed. Finally,
+    the other files of the sweep are removed, unless the directory also contains files that the sweep has not written.
 
     Args:
         path: the directory of the sweep.

@@ -42,8 +42,8 @@ class MeasuredRun:
         labels: the values in the run's config by dotted key (`model.depth`), and the chosen options by config group
             (`model`).
         result: the content of `result.json`; empty if the file does not exist or is damaged. If the config cannot be
-            read, or a number in the config or the result is not valid, `result` has only the key `status`, a text that
-            says so.
+            read, or a number in the config or the result is not valid, `result` has only the key `status`, whose value
+            is a description of the problem.
         machine: a short description of the machine on which the run was trained.
     """
 
@@ -176,7 +176,9 @@ def _options(group: str) -> dict[str, dict[str, Any]]:
 
 
 def swept_keys(runs: list[MeasuredRun]) -> list[str]:
-    """Return the config keys whose values differ among `runs`, except
+    """Return the config keys whose values differ among `runs`, with some exceptions.
+
+    The exceptions are:
 
     - the keys in `REPEATS`, such as the seed;
     - the keys in `_WRITTEN`, which determine where a run is saved;

@@ -104,8 +104,9 @@ def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
 def follow(path: Path) -> int:
     """Print each change of a job's state while the sweep runs.
 
-    Once the sweep has ended, print a description of it. Return 1 if a job has crashed, was refused or has diverged,
-    otherwise 0. In a search, divergence does not count as a failure, because it is a result of the trial.
+    Once the sweep has ended, print a description of the sweep (see `lines`). Return 1 if a job has crashed, was refused
+    or has diverged, otherwise 0. In a search, a job that has diverged does not count as failed, because divergence is a
+    valid result of a trial.
     """
     failed = [state for state in _FAILED if state != "diverged" or not (path / STUDY).exists()]
     known: dict[str, str] = {}

@@ -1,16 +1,16 @@
 """`python -m runner.tools.tune [OVERRIDE …]` finds the fastest way to train a config on this machine.
 
-Each candidate is the config with other values of some of these: parallel mode, number of processes and threads, split
-size and schedule, memory format, accumulation, data workers and compilation. What is typed is kept: with
-`parallel=ddp`, other modes are not tried. The candidates train real steps in turn. The slower candidates are dropped
-early; the others are compared until they can be told apart.
+Each candidate is the config with some of these settings changed: parallel mode, number of processes and threads, split
+size and schedule, memory format, accumulation, data workers and compilation. Settings that are given as overrides are
+not changed: with `parallel=ddp`, no other modes are tried. The candidates train real steps in turn. The slower
+candidates are dropped early; the others are compared until they can be told apart.
 
 By default, the results of a candidate differ from those of the config only by rounding errors, because sums may be
 computed in another order. `--allow` permits further changes of the results:
 
-- rounding: products of fewer bits (TF32);
+- rounding: multiplications with fewer bits (TF32);
 - 16bit: 16-bit arithmetic;
-- statistics: batch normalization sees other groups of samples;
+- statistics: batch normalization computes its statistics over different groups of samples;
 - asynchronous: Hogwild's workers do not wait for each other.
 
 The choice is printed as overrides, and written as an experiment to a directory in `outputs/tuned/`, together with all

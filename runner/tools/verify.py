@@ -10,8 +10,9 @@ weights, three steps by default, in float64 and in the precision of the config. 
 
 A config cannot be judged if rounding errors cannot be told apart from mistakes. This happens if rounding to the
 precision of the config changes the results of the reference by more than half of the limit for this precision, or if
-something computes in float32 although float64 was requested. Even in these cases, a config is the same if it agrees
-very closely: within the limits above in float64, and to 1e-6 (TF32 to 5e-3, 16 bits to 4e-2) in its own precision.
+something computes in float32 although float64 was requested. Even in these cases, the verdict is `the same` if the
+config and its reference agree very closely: within the limits above in float64, and to 1e-6 (TF32 to 5e-3, 16 bits to
+4e-2) in the precision of the config.
 
 Exit codes: 0: the same. 1: different. 2: the config is refused, or cannot be the same (hogwild, ensemble). 3: cannot be
 judged, which includes a config that crashes.

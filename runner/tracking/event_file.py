@@ -38,7 +38,8 @@ class EventFile:
 
     Args:
         directory: the run directory.
-        first_step: the first step of the session. TensorBoard drops all points of earlier sessions from this step on.
+        first_step: the first step of the session. TensorBoard drops the points that earlier sessions have logged for
+            this step and for later steps.
 
     Raises:
         StorageError: if the disk is full or fails. `add` and `sync` also raise this error.

@@ -2,8 +2,8 @@
 
 A run that is resumed repeats the steps after its last checkpoint, with the same results. TensorBoard ignores the
 earlier points of these steps, and a CSV file is written again without them; but points in a remote database cannot be
-removed. The points since the second-last checkpoint are kept, because a run is resumed from that checkpoint if the last
-checkpoint is damaged or incomplete.
+removed. Therefore, a file in the run directory lists the points that were logged since the second-last checkpoint. If
+the last checkpoint is damaged or incomplete, the run is resumed from the second-last one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class LoggedPoints:
 
     Args:
         path: the file. An incomplete last line is ignored; a run that was killed may have left one.
-        first_step: the first step of the session. Only points from this step on can be logged again.
+        first_step: the first step of the session. Points of earlier steps are removed from the file, because the
+            session does not repeat these steps.
 
     Raises:
         OSError: if the file cannot be read or written, or is too large. `add` and `begin_interval` also raise this

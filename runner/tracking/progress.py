@@ -11,7 +11,9 @@ from runner.system.section_timer import timer
 
 
 class Progress:
-    """A progress display that prints a line to standard error every `interval` seconds, for files, pipes and CI.
+    """A progress display that prints a line to standard error every `interval` seconds.
+
+    It is used if standard error is not a terminal, and in CI.
 
     Args:
         num_steps: total number of optimizer steps of the run.
@@ -35,7 +37,7 @@ class Progress:
         self.close()
 
     def metrics(self, values: dict[str, float]) -> None:
-        """Update the metrics that are shown; `values` are by tag."""
+        """Set the metrics to show, by tag; metrics that are not in `values` keep their last values."""
         self._metrics.update(values)
 
     def step(self, step: int) -> None:

@@ -49,11 +49,14 @@ class Recorder:
         self._tracker.images(images, step)
 
     def texts(self, texts: dict[str, str]) -> None:
-        """Log preformatted texts by tag, with secrets masked, at the first step of the session."""
+        """Log preformatted texts by tag, with secrets masked; the logged step is the first step of the session."""
         self._tracker.texts({tag: printable(redacted(text)) for tag, text in texts.items()}, self._first_step)
 
     def hyperparameters(self, config: dict[str, Any]) -> None:
-        """Log the config of the run, and separately the values that the user overrode, without secrets."""
+        """Log the config of the run with secrets masked, and separately the values that the user overrode.
+
+        Overrides that contain secrets are left out.
+        """
         config = redacted_values(config)  # an override may be `${oc.env:TOKEN}`, but the config has the token itself
         typed = typed_values(saved_overrides(self._directory), config)
         self._tracker.hyperparameters(_shown(flatten(config)), _shown(typed))

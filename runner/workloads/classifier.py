@@ -208,7 +208,7 @@ class Classifier(DataWorkload[LabeledSamples]):
 
 
 def _of_each_class(shown: torch.Tensor, targets: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the indices of at most 36 samples, in rounds: one sample of each class, then another one, and so on.
+    """Return the indices of at most 36 samples, in rounds; each round has one sample of each class that has any left.
 
     Args:
         shown: bool [n]: which samples may be returned.

@@ -21,10 +21,10 @@ _LOSSES = ("mse", "mae", "huber")
 class Regression(DataWorkload[RegressionSamples]):
     """The training and evaluation of a network that predicts numbers.
 
-    The loss is the mean over samples and targets. It is computed from the targets in the batches, which some data sets
-    standardize. The metric `mae` is the mean absolute error in the units of the data. The metric `r2` is the
-    coefficient of determination 1 − Σ(y − ŷ)² / Σ(y − ȳ)² of the held-out samples, averaged over targets: 1 is perfect,
-    and 0 is as good as predicting the mean ȳ.
+    The loss is the mean over samples and targets. If the data set standardizes the targets, the loss is computed from
+    the standardized targets. The metric `mae` is the mean absolute error in the units of the data. The metric `r2` is
+    the coefficient of determination 1 − Σ(y − ŷ)² / Σ(y − ȳ)² of the held-out samples, averaged over targets: 1 is
+    perfect, and 0 is as good as predicting the mean ȳ.
 
     Args:
         model: the network, as in `DataWorkload`.

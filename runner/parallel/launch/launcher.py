@@ -43,9 +43,9 @@ class Launcher:
     def launch(
         self, train: Callable[[], Any], train_rank: Callable[[Process], Any], context: Context, directory: Path
     ) -> Any:
-        """Train on every rank of the run, and return the result.
+        """Start the ranks, train in them, and return the result of rank 0.
 
-        A launcher that starts the ranks returns the result of rank 0; any other returns the result of this process.
+        A launcher that starts no ranks trains in this process instead, and returns the result of this process.
 
         Args:
             train: function that trains in this process; called by launchers that do not start the ranks.

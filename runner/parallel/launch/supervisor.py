@@ -278,10 +278,10 @@ class Supervisor:
         return [rank for rank in ended if self.reports[rank] is None]
 
     def _first_error(self) -> Exception:
-        """Return the error to raise, after giving the other ranks time to report.
+        """Return the error to raise after a rank has failed, died or hung; first give all ranks time to report.
 
-        If a rank has reported a config error, return that error. Otherwise, the error names the fork server if it has
-        ended, or else the rank that seems to have failed first.
+        If a rank has reported a config error, return this config error. Otherwise, if the fork server has ended, return
+        a `ForkServerError`. Otherwise, return a `RankError` for the rank that seems to have failed first.
         """
         silent = [rank for rank, seconds in enumerate(self.silence) if seconds > self.timeout]
         self._tell(GIVE_UP)

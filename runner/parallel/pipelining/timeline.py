@@ -1,4 +1,4 @@
-"""The times at which the stages of a pipeline compute, and the bubble: the share of time in which stages are idle."""
+"""The times at which the stages of a pipeline compute, and the bubble: the idle fraction of the workers' time."""
 
 from __future__ import annotations
 

@@ -114,7 +114,10 @@ class Child:
         return self.wait()
 
     def wait(self) -> int:
-        """Wait until the task has ended, and return its exit code; 75 if it has not begun."""
+        """Wait until the task has ended, and return its exit code.
+
+        If the task has not begun, return 75 without waiting.
+        """
         if self.code is None and self._process is None:  # it never began
             self.code = STOPPED
         if self.code is None:

@@ -273,9 +273,9 @@ class SlurmPool(Pool):
         return f"{self._name}-{batch.token}"
 
     def _submit_batches(self) -> None:
-        """Submit the batches of jobs that are due, each as one job array.
+        """Submit each new batch, and each rejected batch whose waiting time is over, as one job array.
 
-        If SLURM rejects a batch, the batch is submitted again later, a limited number of times.
+        A batch that SLURM rejects is submitted again later, a limited number of times.
 
         Raises:
             ConfigError: if SLURM rejects a batch before any job has been submitted or adopted. The cause is then

@@ -116,9 +116,9 @@ class Actor:
 
         The least return is that of an endless episode in which every reward is the smallest reward seen so far, or 0
         if no reward was negative. The greatest return is that of an endless episode in which every reward is the
-        largest reward seen so far, or 0 if no reward was positive. The reason for 0 is that an episode may end. If
-        rewards are not discounted, or if one of the two returns exceeds the range of float32, the result is
-        (-inf, inf).
+        largest reward seen so far, or 0 if no reward was positive. The range always contains 0, because the return
+        after the end of an episode is 0. If rewards are not discounted, or if one of the two returns exceeds the range
+        of float32, the result is (-inf, inf).
         """
         scale = 1 - self.n_step_buffer.discount
         in_range = all(abs(reward) < scale * _LARGEST for reward in (self._least_reward, self._greatest_reward))
