@@ -33,7 +33,7 @@ class Average:
         The result is empty if there is no average, and on ranks other than 0. Called on every rank.
 
         Args:
-            collect: the parallel mode's `full_state` for the model. It takes an optimizer, here the one whose state is
+            collect: the parallel mode's `full_state` for the model. This method calls it with the optimizer that holds
                 the average. It returns a pair of dicts: the full tensors of the model by name, and the state of the
                 optimizer by parameter name. Both dicts are empty except on rank 0.
         """
@@ -54,8 +54,8 @@ class Average:
         An example is the averaged weights of this rank's ensemble member. The result is empty if there is no average.
 
         Args:
-            state_of: the parallel mode's `local_state` for the model. It takes an optimizer, here the one whose state
-                is the average, and returns the part of this rank's state that `full_state` does not include.
+            state_of: the parallel mode's `local_state` for the model. This method calls it with the optimizer that
+                holds the average. It returns the part of this rank's state that `full_state` does not include.
         """
         return {}
 
@@ -64,6 +64,6 @@ class Average:
 
         Args:
             state: the state; empty if the checkpoint has none.
-            load: the parallel mode's `load_local_state` for the model. It takes an optimizer, here the one whose state
-                is the average, and the state to load into it.
+            load: the parallel mode's `load_local_state` for the model. This method calls it with the optimizer that
+                holds the average, and the state to load into it.
         """

@@ -184,12 +184,11 @@ class Search:
         Args:
             default: the run as it is.
             groups: functions that are called in order. Each takes the overrides of the fastest candidate so far, and
-                returns further candidates. When a function is called, the remaining time is computed, without the time
-                that is reserved for the last rounds. The candidates that the last function returns may be started in
-                all of the remaining time; those that any other function returns, in half of it.
-            budget_for: function that takes the row of the default after the default has been measured. It returns the
-                number of seconds for all other candidates, or 0 to measure none of them. It may also return None: then
-                the other candidates have what the default has left of the budget of the search.
+                returns further candidates. Starting these may take half of the time that is left then, or all of it if
+                the function is the last one. Time that is reserved for the last rounds is not counted.
+            budget_for: function that is called with the row of the default, after the default has been measured. It
+                returns the number of seconds for all other candidates, or 0 to measure none of them. If it returns
+                None, the other candidates have the rest of the budget of the search.
 
         Raises:
             TrialError: if the default, with which all others are compared, cannot train or fails later.
