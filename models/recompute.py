@@ -69,12 +69,14 @@ class Block(nn.Sequential):
 
 
 class _FrozenStatistics:
-    """A context manager in which batch normalization layers of `block` do not update their running statistics.
+    """A context manager in which the batch normalization layers of `block` do not update their running statistics.
 
     The layers update temporary buffers instead. Two simpler ways fail. `track_running_stats=False` would change which
     tensors are saved for the backward pass. A momentum of zero would still increase `num_batches_tracked`, and would
-    make running statistics NaN if those of the batch are infinite (0·∞). The context manager is a class, not a
-    generator function, because each backward pass through a retained graph enters it again.
+    make the running statistics NaN if the statistics of the batch are infinite (0·∞).
+
+    If the graph is retained, each backward pass enters the same context manager again. Therefore, it is a class: a
+    context manager made from a generator function can be entered only once.
     """
 
     def __init__(self, block: nn.Module):

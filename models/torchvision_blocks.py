@@ -114,10 +114,10 @@ CHAINS: dict[type[nn.Module], Callable[[Any], Layers]] = {
 
 
 def blocks_of_chain(network: nn.Module) -> Layers:
-    """Return the blocks of `network`, an instance of a class in `CHAINS`: stem, …, head.
+    """Return the blocks of `network` in forward order: stem, …, head.
 
-    Blocks that group several layers are created in each call, so that they contain the current layers: a wrapper may
-    have replaced a layer.
+    The class of `network` must be in `CHAINS`. Blocks that group several layers are created in each call, so that they
+    contain the current layers: a wrapper may have replaced a layer.
     """
     groups = list(_grouped(_flattened(CHAINS[_listed_class(network)](network))))
     names = ["stem", *(_name(group) for group in groups[1:-1]), "head"]
@@ -176,11 +176,13 @@ def _flattened(layers: Layers) -> Iterator[tuple[str, nn.Module]]:
 def _grouped(layers: Iterable[tuple[str, nn.Module]]) -> Iterator[Layers]:
     """Yield groups of layers that stay together, in forward order.
 
-    Each group contains one convolution, linear layer or module with submodules, and the simple layers (normalization,
-    activation, pooling) that belong to it. Simple layers belong to the layer before them, with one exception: if they
-    follow a module with submodules, and a convolution or linear layer follows them, they belong to that convolution or
-    linear layer. In the networks of `CHAINS`, no group begins with an in-place activation, which would overwrite the
-    inputs of a stage.
+    Each group contains one main layer, which is a convolution, a linear layer, or a module with submodules. Simple
+    layers (normalization, activation, pooling) join the group of the main layer before them. There is one exception:
+    simple layers between a module with submodules and a convolution or linear layer join the group of the convolution
+    or linear layer.
+
+    In the networks of `CHAINS`, no group begins with an in-place activation, which would overwrite the inputs of a
+    stage.
     """
     group: Layers = []
     waiting: Layers = []  # simple layers after a module with submodules: the next layer decides on their group

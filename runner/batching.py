@@ -57,10 +57,10 @@ class MicroBatch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One iteration of the training loop: an optimizer step, in which all processes take part.
+    """One iteration of the training loop.
 
-    If the processes divide the steps instead of the batches among themselves (see `Plan.step_shard`), one iteration is
-    a round of several optimizer steps, one on each process.
+    Usually, an iteration is one optimizer step, and each process computes a part of its batch. If each process computes
+    whole steps by itself (see `Plan.step_shard`), an iteration is a round: several optimizer steps, one per process.
     """
 
     number: int
@@ -115,7 +115,8 @@ class Plan:
     def worker(self) -> int:
         """The index of this process among the processes that train on different samples.
 
-        In reinforcement learning, the seed of the process's environments is derived from this index.
+        Processes that train on the same samples have the same index. In reinforcement learning, the seed of the
+        process's environments is derived from this index.
         """
         return self.data_shard[0] * self.step_shard[1] + self.step_shard[0]
 

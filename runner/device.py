@@ -24,10 +24,10 @@ class Device:
         indices: the indices of the CUDA devices that a parallel mode with several devices may use; empty for all
             visible devices.
         threads: the number of CPU threads that each process uses for an operation (`torch.set_num_threads`). null
-            chooses torch's default or, if there are several processes, an equal share of the cores. If the device is
-            the CPU, null also reserves one of the process's cores for each data worker, but at most half of the
-            process's cores (rounded up). If the environment variable OMP_NUM_THREADS is set, null always chooses
-            torch's default.
+            for torch's default in a run with one process, and for an equal share of the cores in a run with several
+            processes. In both cases, if the device is the CPU, one core is left free for each data worker, but at most
+            half of the process's cores (rounded up). If the environment variable OMP_NUM_THREADS is set, null always
+            chooses torch's default.
     """
 
     kind: str = "auto"

@@ -24,7 +24,7 @@ class ParameterGroup(NamedTuple):
         name: the pattern or the block that determines the learning rate; empty for the base learning rate.
         lr: the learning rate, which the schedule multiplies by a factor.
         weight_decay: as in `Optimizer`.
-        parameters: names of the parameters; empty if all parameters are in other groups.
+        parameters: names of the parameters. Only the group of the base learning rate may be empty.
     """
 
     name: str
@@ -182,7 +182,7 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters of `model` that require gradients; the parameters of a frozen target network do not."""
+    """Return the parameters of `model` that require gradients. Frozen parameters are left out."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 

@@ -80,12 +80,12 @@ class Precision:
         Args:
             optimizer: the optimizer of the parameters.
             clip: function that clips the gradients and returns their norm before clipping; None for no clipping.
-            combine_overflow: function that sets an overflow flag, in place, to its maximum over the ranks; it is needed
-                if ranks hold the gradients of different parameters of one model.
+            combine_overflow: function that is called with an overflow flag, and sets it in place to its maximum over
+                the ranks. It is needed if ranks hold the gradients of different parameters of one model.
 
         Returns:
-            The norm of the gradients before clipping, a scalar tensor on the device; None if the norm was computed
-            neither by `clip` nor for loss scaling.
+            The norm of the gradients before clipping, a scalar tensor on the device; None if `clip` is None and the
+            precision uses no loss scaling.
         """
         norm = clip() if clip is not None else None
         optimizer.step()

@@ -393,7 +393,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _has_begun(path: Path) -> bool:
-    """Return whether the run in the directory `path` has written its config, or a checkpoint, which contains it."""
+    """Return whether the run directory `path` contains a config file or a directory of checkpoints."""
     return (path / run_directory.CONFIG).exists() or (path / "checkpoints").exists()
 
 
@@ -401,8 +401,8 @@ def _has_same_config(path: Path, session: Session) -> bool:
     """Return whether the run in the directory `path` has the config of `session`; False if there is no run in it.
 
     Raises:
-        ConfigError: if the config cannot be read, and the directory has checkpoints or they cannot be listed. In this
-            case, the run may be the one to resume.
+        ConfigError: if the config cannot be read, and the directory has checkpoints or may have some (see
+            `_may_have_checkpoints`). The run may then be the one to resume.
     """
     try:
         saved = saved_config(path).values
@@ -469,7 +469,7 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
 
 
 def is_same_config(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether `resume=auto` continues a run with the config `saved` in a session with the config `now`.
+    """Return whether a session with the config `now` and `resume=auto` continues a run with the config `saved`.
 
     Raises:
         ConfigError: if a config names a class that cannot be loaded.

@@ -1,8 +1,8 @@
 """Random number streams, each seeded by the root seed and the name of the stream, and independent of the others.
 
-The seed of the initial weights has no other inputs, so that every rank builds the same model. The seeds of exploration,
-dropout and environments also depend on an index that the parallel mode gives to each process. The random numbers of
-augmentation also depend on the epoch and the sample.
+The seed of the initial weights depends only on these two, so that every rank builds the same model. The seeds of
+exploration, dropout and environments also depend on an index that the parallel mode gives to each process. The random
+numbers of augmentation also depend on the epoch and the sample.
 """
 
 from __future__ import annotations

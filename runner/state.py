@@ -73,7 +73,7 @@ class State:
 
     @property
     def last_step(self) -> int:
-        """The last step of the run: the current step if the rule `patience` or `target` ends it, else `num_steps`."""
+        """The last step of the run: `num_steps`, or the current step if `patience` or `target` ends the run."""
         return self.step if self.stopping.reason else self.session.num_steps
 
     def resume(self) -> None:

@@ -257,7 +257,7 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
 
 
 def introduce(state: State, recorder: Recorder) -> None:
-    """Log what is trained, a table of the model, the config and the environment."""
+    """Log a description of the session, a table of the model, the config, and the environment."""
     session = state.session
     config = config_yaml(session.run.config)
     log.info("%s", session.describe(state.model_description, state.directory))

@@ -15,7 +15,7 @@ from runner.system.forkserver import server_stopped
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """A context in which a run may change global settings, which are restored at its end.
+    """A context in which a run may change global settings. They are restored at the end of the context.
 
     The restored settings are the environment variables, the settings of logging, and the following settings of torch:
     random states, current CUDA device, number of threads, and defaults such as the default dtype. The fork

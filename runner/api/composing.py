@@ -54,7 +54,9 @@ class Config(Mapping[str, Any]):
 
 
 def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str] | None = None) -> Config:
-    """Return the config that `python -m runner OVERRIDES` would train. Its values are checked when it is trained.
+    """Return the config that `python -m runner OVERRIDES` would train.
+
+    The values in the config are not checked until the config is passed to `runner.train`.
 
     Args:
         overrides: what is typed after the command: `["parallel=ddp", "optimizer.lr=0.1"]`. With `resume=PATH`, the

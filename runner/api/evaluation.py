@@ -35,8 +35,8 @@ class Evaluation(NamedTuple):
 def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> Evaluation:
     """Evaluate `checkpoint`. Nothing is written to its run.
 
-    With the parallel mode, the device and the precision of the run, the metrics equal, to the last bit, those that
-    the run computed at the step of the checkpoint.
+    If the parallel mode, the device and the precision are those of the run, the metrics equal, to the last bit, those
+    that the run computed at the step of the checkpoint.
 
     Args:
         checkpoint: the path of a checkpoint in a run directory.
@@ -72,13 +72,13 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> Eval
 
 
 def _check_signature(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Check that the names of the classes or targets are those with which the model was trained.
+    """Check that the evaluation data has the same names of classes or targets as the training data.
 
-    Inputs may have another size, because some networks take images of any size.
+    The size of the inputs is not checked, because some networks take images of any size.
 
     Args:
-        own: the signature of the workload with the data of the evaluation (see `Workload.signature`).
-        saved: the signature in the checkpoint. If it contains no such names, nothing is checked.
+        own: the signature of the workload with the evaluation data (see `Workload.signature`).
+        saved: the signature in the checkpoint. If it contains no names of classes or targets, nothing is checked.
 
     Raises:
         ConfigError: with the key `data`, if the names differ.

@@ -88,7 +88,7 @@ class SavedRun:
         return chosen_checkpoint(self.directory, choice)
 
     def curves(self) -> dict[str, dict[int, float]]:
-        """Return the scalars in TensorBoard: for each tag, a dict from steps to values.
+        """Return the scalars that the run logged to TensorBoard: for each tag, a dict from steps to values.
 
         The result is empty if there are no event files.
         """
@@ -247,10 +247,11 @@ class SavedRun:
         return ImageInput.from_dict(signature["image"])
 
     def _step(self, choice: str | int) -> int:
-        """Return the step of a checkpoint, which identifies the checkpoint even while the run writes new ones.
+        """Return the step of the checkpoint that `choice` selects now.
 
-        In contrast, `best` and `last` may mean another checkpoint later. It is also faster to find a checkpoint by its
-        step: for `best` and `last`, the newest checkpoint is read.
+        While the run writes new checkpoints, `best` and `last` may come to mean other checkpoints, but the step always
+        identifies the same one. Finding a checkpoint by its step is also faster, because the newest checkpoint has to
+        be read for `best` and `last`.
         """
         return int(self.checkpoint(choice).name.removeprefix("step_"))
 

@@ -1,6 +1,6 @@
-"""Options that are chosen before a run begins.
+"""Before a run begins, replaces `accumulation=auto` and `how=auto` by specific options.
 
-`accumulation=auto` is chosen so that the run fits into memory, and `how=auto` so that it is fast.
+The options for `accumulation` are chosen so that the run fits into memory. Those for `how` make the run fast.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def _without(overrides: Iterable[str], keys: Collection[str]) -> list[str]:
 def _continued(job: Job, keys: Collection[str], compose: Compose, directory: Path | None) -> Job | None:
     """Return `job` with the choices of the earlier run that `job` continues; None if there is no such run.
 
-    If `directory` is given, only the run in `directory` is considered; otherwise, all unfinished runs are, newest
-    first. The choices of each run are applied to `job`, and `job` continues the first run whose config is the same as
-    the resulting config.
+    If `directory` is given, only the run in `directory` is tried. Otherwise, all unfinished runs are tried, newest
+    first. To try a run, its choices are applied to `job`. If the result has the same config as the run, `job` continues
+    this run.
 
     A run directory may come from somebody else. Therefore, a run is skipped if its choices set an option that
     `accumulation=auto` and `how=auto` cannot choose.
@@ -166,8 +166,8 @@ def _to_continue(config: Mapping[str, Any], directory: Path | None) -> list[Path
 def _chosen(job: Job, typed: list[str], compose: Compose, config_dir: str | None) -> list[str]:
     """Return the overrides that `how=auto` chooses for the config, and print their measured speedup.
 
-    The choice is read from the cache, or measured and then cached. The list is empty if no other way to train is
-    faster, if the run is too short for measuring to pay off, or if its steps cannot be measured.
+    The choice is read from the cache, or measured and then cached. The list is empty if the config as typed is
+    already the fastest, if the run is too short for measuring to pay off, or if its steps cannot be measured.
 
     Args:
         job: the composed config with `how=auto`.

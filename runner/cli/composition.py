@@ -187,11 +187,11 @@ class Composer:
     def _explained(self, error: Exception, overrides: list[str], mode: RunMode) -> Exception:
         """Return a config error that names the override that caused `error`.
 
-        If `config_error` can translate `error`, or if no override is found to be the cause, return `error` itself.
+        Return `error` itself if `config_error` can translate it, or if the cause is not found.
 
-        The cause is the first override without which the config can be composed. If several overrides are wrong, there
-        is no such override. The overrides are then added one after another, and the cause is the first one with which
-        the same error occurs.
+        First, one override at a time is left out. If the config can then be composed, this override is the cause. If
+        this finds no cause, as when several overrides are wrong, the overrides are added one after another. The cause
+        is then the override that makes the same error occur.
         """
         if config_error(error) is not None:
             return error

@@ -71,7 +71,7 @@ class ConfigLoader(ConfigLoaderImpl):
         return config
 
     def _is_option(self, override: Override) -> bool:
-        """Return whether `override` changes the defaults list; Hydra decides it in the same way."""
+        """Return whether `override` changes the defaults list, by the same rule as Hydra."""
         return self.repository.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
 
     def _keep(

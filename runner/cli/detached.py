@@ -74,8 +74,8 @@ class Background:
     def leave_terminal(self, path: Path) -> None:
         """Redirect all further output of this process to a file in the sweep's directory.
 
-        The command that started this sweep is told the directory. If the sweep fails before `announce_start`, the
-        command shows the end of the file.
+        This method also sends the directory to the command that started this sweep. If the sweep fails before it calls
+        `announce_start`, that command shows the end of the file.
 
         Args:
             path: the directory of the sweep.

@@ -83,8 +83,7 @@ def _other_key(key: str, chosen: Collection[str]) -> str:
 
     Args:
         key: the unknown key, such as `optimizer.lrr`.
-        chosen: the valid keys of the option that the config chooses in the group of `key` (`optimizer`), without the
-            prefix `optimizer.`; empty if they are not known.
+        chosen: the keys of the selected option (here, of the selected optimizer), such as `lr`; empty if not known.
     """
     group, _, name = key.partition(".")
     if group == "hydra":

@@ -52,8 +52,8 @@ class Planner:
         config_dir: the directory of `--config-dir`; None if the flag was not typed.
 
     Attributes:
-        config: the config of the first job that can run, or that is refused only because of the value of a swept key
-            (other jobs have other values of this key).
+        config: the config of the first job that can run. An error about the value of a swept key is ignored here,
+            because other jobs have other values of this key.
         path: the directory of the sweep. It must be set before `plan` is called.
 
     Raises:

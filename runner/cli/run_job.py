@@ -85,8 +85,8 @@ def is_worth_planning(directory: Path, result: Result) -> bool:
     """Return whether to log a plan, which describes the memory and the costs of a run, at the end of the run.
 
     A plan is logged only if the run is done, took at least a minute, and logged to TensorBoard. For a shorter run, the
-    2 s that planning takes are too long. Under torchrun or SLURM, no plan is logged: planning would initialize a
-    default process group, but the one of the run still exists.
+    2 s that planning takes are too long. Under torchrun or SLURM, no plan is logged: planning needs its own default
+    process group, but the default process group of the run still exists.
     """
     is_tracked = any(directory.glob("events.out.tfevents.*"))
     return is_tracked and result.status == "done" and result.seconds >= _PLANNED_SECONDS and not is_initialized()

@@ -92,8 +92,8 @@ def _plain(value: Any, key: str, overridden: set[str]) -> Any:
 def _check(config: dict[str, Any], overridden: set[str]) -> None:
     """Check that every key is an option of the run or of a component, and that each value has the right type.
 
-    A component may reject or change saved values that it does not trust: see `untrusted_values` of `Env`,
-    `Downloadable` and `RemoteTracker`. The values of the keys in `overridden` are not checked.
+    The values of the keys in `overridden` are not checked. Components may reject saved values that they do not trust,
+    or replace them in `config`: see `untrusted_values` of `Env`, `Downloadable` and `RemoteTracker`.
     """
     options = [name for name in option_fields(Run) if name not in CONFIG_GROUPS]
     known = [*options, *_GROUPS]

@@ -83,9 +83,10 @@ class SweepJobs:
             yield list(itertools.chain(*words))
 
     def samples(self) -> Iterator[list[str]]:
-        """Yield the overrides of one job for each combination of options of config groups.
+        """Yield the overrides of the jobs that the sweep would have if only config groups were swept.
 
-        All other keys have their first value. Options are combined because they decide which other keys exist.
+        Every other key has its first value. For `model=tiny,resnet18 optimizer.lr=0.1,0.2`, there are two jobs: one for
+        each model, both with the first learning rate. The options of the groups decide which keys exist.
         """
         groups = groups_in_defaults()
         few = [

@@ -54,9 +54,9 @@ def option_keys(group: str, option: str) -> list[str]:
 
 
 def description(option: Path) -> str:
-    """Return the first comment line in an option file that is neither a directive nor an example command.
+    """Return the first line of comment text in an option file; an empty string if there is none.
 
-    If there is none, return an empty string.
+    Comments that are directives (`# @package`) or example commands (`# python -m …`) are skipped.
     """
     comments = [line[1:].strip() for line in option.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     sentences = [line for line in comments if not line.startswith(("python -m", "@package"))]

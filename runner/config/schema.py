@@ -65,8 +65,8 @@ def _constructed(cls: type[Component], values: dict[str, Any], parts: dict[str, 
         parts: the components that the new component holds, by field name.
 
     Raises:
-        ConfigError: if the operating system reports an error when `__post_init__` accesses a file or directory, for
-            example that its name is too long.
+        ConfigError: if `__post_init__` rejects an option or raises an `OSError`, for example because a path is too
+            long.
     """
     try:
         return cls(**values, **parts)

@@ -12,7 +12,7 @@ not the change time (`st_ctime`). Therefore, a listing is cached
   without changing the times of the directory that contains the link;
 - with a checksum, by which a damaged cache file is recognized.
 
-The content of image files is not cached. A file that is deleted after the listing counts as unreadable.
+The content of image files is not cached. If a file is deleted during a run, the run treats it as unreadable.
 """
 
 from __future__ import annotations

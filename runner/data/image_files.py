@@ -150,8 +150,7 @@ class FileSamples(LabeledSamples):
         unreadable: record of the files that cannot be read; may be shared with another `FileSamples`.
         augment: further transforms of training images, applied to the images that `read` returns.
         centre: side of the central square to which `read` crops images in evaluations, as a fraction of the image's
-            shorter side. None if `read` does not crop images in this way; the method `image_input`, which describes how
-            images become inputs, then returns None.
+            shorter side. None if `read` does not crop images in this way; the method `image_input` then returns None.
     """
 
     def __init__(
@@ -254,7 +253,7 @@ class FileSamples(LabeledSamples):
         return Job(indices, [self.paths[i] for i in indices], [self.targets[i] for i in indices], epochs)
 
     def _readable(self, loaded: Loaded) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return indices, images and targets of the rows that could be read; record the files of the other rows."""
+        """Return indices, images and targets of the samples that could be read, and record the unreadable files."""
         indices = torch.tensor(loaded.job.indices)
         if not loaded.failures:
             return indices, loaded.images, loaded.targets

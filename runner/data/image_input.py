@@ -1,4 +1,4 @@
-"""How evaluations turn an image file into an input of the model, as plain values that are saved with the model."""
+"""The transform that turns image files into inputs of the model in evaluations. It is saved with the model."""
 
 from __future__ import annotations
 

@@ -181,8 +181,7 @@ def _check_unpacked(path: Path, content: bytes) -> None:
     """Check that the `.npz` archive `content` does not become too large when it is decompressed.
 
     A small archive could fill the memory, because zeros are compressed to about a thousandth of their size. The check
-    uses the sizes that the archive states. They are reliable: if an entry has more bytes than stated, the rest is not
-    read.
+    uses the sizes that the archive states. An entry is read only up to its stated size, so that false sizes do no harm.
 
     Raises:
         ConfigError: if the decompressed archive would have more than `_MOST_BYTES` bytes, or more than `_MOST_TIMES`

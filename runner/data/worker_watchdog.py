@@ -47,7 +47,8 @@ class Watch:
         """Return the next batch.
 
         Args:
-            batches: the iterator of a DataLoader; if it has workers, its timeout must be `POLL`.
+            batches: the iterator of a DataLoader. A DataLoader with workers must have been created with
+                `timeout=POLL`.
 
         Raises:
             DataError: if a worker died, or no batch arrived within `timeout` seconds; in both cases, all workers

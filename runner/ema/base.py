@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 class Average:
-    """The base class of averages, which computes no average: evaluations use the weights of the model itself."""
+    """No average: evaluations use the weights of the model itself. Also the base class of all averages.
+
+    A subclass keeps its average as the state of a `torch.optim.Optimizer`, because parallel modes can save and load
+    such a state.
+    """
 
     def update(self) -> None:
         """Update the average with the current weights of the model; called after each optimizer step."""
@@ -28,14 +32,12 @@ class Average:
         yield
 
     def full_tensors(self, collect: CollectState) -> dict[str, torch.Tensor]:
-        """Return a dict of the full tensors of the model by name, in which averages replace the trained parameters.
+        """Return the full tensors of the model by name, with the averaged weights in place of the trained parameters.
 
-        The result is empty if there is no average, and on ranks other than 0. Called on every rank.
+        Called on every rank. The dict is empty on ranks other than 0, and if there is no average.
 
         Args:
-            collect: the parallel mode's `full_state` for the model. This method calls it with the optimizer that holds
-                the average. It returns a pair of dicts: the full tensors of the model by name, and the state of the
-                optimizer by parameter name. Both dicts are empty except on rank 0.
+            collect: function `collect(optimizer)`, which returns `full_state(model, optimizer)` of the parallel mode.
         """
         return {}
 
@@ -44,18 +46,19 @@ class Average:
 
         Args:
             tensors: the tensors; empty if the checkpoint has no average. The average then begins after the next step.
-            load: function that loads the state of an optimizer from full tensors by parameter name; called on every
-                rank.
+            load: function `load(optimizer, state)`, which loads `state` into the optimizer. `state` is a dict by
+                parameter name, and contains full tensors. Called on every rank.
         """
 
     def local_state(self, state_of: Callable[[torch.optim.Optimizer], dict[str, Any]]) -> dict[str, Any]:
-        """Return the part of the average that `full_tensors` does not include, for this rank's own checkpoint file.
+        """Return the part of the average that `full_tensors` does not include; empty if there is no average.
 
-        An example is the averaged weights of this rank's ensemble member. The result is empty if there is no average.
+        For example, each rank of an ensemble returns the averaged weights of its own member. The result is saved in the
+        rank's own checkpoint file.
 
         Args:
-            state_of: the parallel mode's `local_state` for the model. This method calls it with the optimizer that
-                holds the average. It returns the part of this rank's state that `full_state` does not include.
+            state_of: function `state_of(optimizer)`, which returns `local_state(model, optimizer)` of the parallel
+                mode.
         """
         return {}
 
@@ -64,6 +67,6 @@ class Average:
 
         Args:
             state: the state; empty if the checkpoint has none.
-            load: the parallel mode's `load_local_state` for the model. This method calls it with the optimizer that
-                holds the average, and the state to load into it.
+            load: function `load(optimizer, state)`, which calls `load_local_state(model, optimizer, state)` of the
+                parallel mode.
         """

@@ -66,7 +66,7 @@ class MovingAverage(Average):
 
 
 class _Averages(torch.optim.Optimizer):
-    """The averages as the state of an optimizer, which parallel modes already shard, gather, save and load."""
+    """The averages, as the state of an optimizer: parallel modes can shard, gather, save and load such a state."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], decay: float):
         super().__init__(parameters, {"decay": decay})

@@ -1,4 +1,4 @@
-"""Vectorized environments that report which environments a step has reset."""
+"""Vectorized environments. The result of a step shows which environments were reset in this step."""
 
 from __future__ import annotations
 
@@ -75,13 +75,15 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
 
 
 def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
-    """Make this process exit on SIGTERM and ignore Ctrl-C, unless it is the process of the run; return `env`.
+    """Make the process of an environment exit on SIGTERM and ignore Ctrl-C; return `env` unchanged.
 
-    The process of an environment is forked from the run and inherits signal handlers that only record a signal.
+    Gymnasium calls this function as a wrapper: in the process of each environment, and also in the process of the run,
+    where it does nothing. The process of an environment is forked from the run. Without this function, it would keep
+    the signal handlers of the run, which do not end the process.
 
     Args:
         env: the environment.
-        parent: the process ID of the run. In that process, the signal handlers are kept.
+        parent: the process ID of the run.
     """
     if os.getpid() != parent:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -139,7 +139,10 @@ def _parts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def _children(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return (name, module) of each child of `model`. A `ModuleList` has no forward pass: its modules replace it."""
+    """Return (name, module) of each child of `model`.
+
+    A child that is a `ModuleList` has no forward pass. The modules that it contains are returned in its place.
+    """
     found = []
     for name, child in model.named_children():
         inside = child.named_children() if isinstance(child, torch.nn.ModuleList) else []

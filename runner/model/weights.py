@@ -113,7 +113,7 @@ _OTHER_NETWORK = "choose the model that the weights belong to, or weights of thi
 def _head(model: torch.nn.Module) -> set[str]:
     """Return the names of the parameters of the last layer; an empty set if the network has no `blocks()`.
 
-    The last block may begin with other layers, such as a normalization. Layers without parameters do not count.
+    The last layer is the last one that has parameters. Other layers of the last block are not included.
     """
     layer, parts = torch.nn.Identity(), [block for _, block in blocks_of(model)]
     while parts := [part for part in parts if any(True for _ in part.parameters())]:

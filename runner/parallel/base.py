@@ -197,7 +197,7 @@ class Parallel:
         return {}
 
     def images(self, directory: Path) -> dict[str, torch.Tensor]:
-        """Return images that show a step in this mode; called on rank 0.
+        """Return images that show how the mode computed a step, such as the timeline of a pipeline; called on rank 0.
 
         Args:
             directory: the run directory, to which the mode may write files.

@@ -69,9 +69,9 @@ class Context:
         channels_last: whether convolutions use the NHWC memory format.
         compile: true to compile the model as a whole with `torch.compile`; `blocks` to compile each of its blocks;
             false to compile nothing.
-        time_block: function that returns how many seconds the forward and backward pass of a block take. Modes that
-            split a network into stages choose the stages from these times. `runner.planning.fake_step`, whose tensors
-            have no values, passes a function that counts floating-point operations instead.
+        time_block: function that takes the arguments of `measured_seconds`, and returns the time of the forward and
+            backward pass of a block. Modes that split a network into stages choose the stages from these times.
+            `runner.planning.fake_step` uses tensors without values, so its function counts floating-point operations.
     """
 
     process: Process

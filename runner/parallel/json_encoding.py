@@ -58,7 +58,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _tagged(value: Any) -> tuple[str, Any]:
-    """Return the tag and the content with which to write `value`, which is not a plain JSON value."""
+    """Return the tag and the content that represent `value`, which is not a plain JSON value."""
     if type(value) in (tuple, dict):
         return type(value).__name__, [_to_json(each) for each in (value.items() if type(value) is dict else value)]
     if isinstance(value, Path):
@@ -80,7 +80,10 @@ def _tagged(value: Any) -> tuple[str, Any]:
 
 
 def _sendable(got: Any) -> Any:
-    """Return `got`, the rejected value in a `ConfigError`; if it cannot be encoded, return its `repr`, for display."""
+    """Return `got` if it can be encoded, and its `repr` otherwise.
+
+    `got` is the rejected value of a `ConfigError`, and is only displayed.
+    """
     try:
         _to_json(got)
     except TypeError:

@@ -1,1 +1,1 @@
-"""Predicts what a run will take, and chooses the fastest way to train it on this machine."""
+"""Predicts the time and memory that a run needs, and chooses the fastest way to train it on this machine."""

@@ -29,12 +29,18 @@ def fitting_accumulation(
     """Return a number of micro-batches per step, as small as possible, with which a run fits into memory.
 
     The numbers are tried in increasing order, each at least twice as large as the one before. For each number, the peak
-    memory is predicted. If the peak exceeds the available memory, the next number is tried. If it is more than half of
-    the available memory, or if an earlier trial has run out of memory, a trial of two steps decides. A trial has its
-    own processes, so that the weights, the random states and the curves of the run do not change.
+    memory is predicted:
+
+    - If the peak is larger than the available memory, the number is rejected.
+    - If the peak is at most half of the available memory, and no trial has run out of memory so far, the number is
+      accepted.
+    - Otherwise, a trial of two steps decides.
+
+    A trial has its own processes, so that the weights, the random states and the curves of the run do not change.
 
     Args:
-        compose: function that returns the run with a number of micro-batches; it may raise ConfigError.
+        compose: function that takes the number of micro-batches per step, and returns the run with this number; it may
+            raise ConfigError.
         report: function that is called with a line about each attempt.
         available: function that takes any process of the run, and returns the memory in bytes that all processes of the
             run together may use.

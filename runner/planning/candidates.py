@@ -1,4 +1,4 @@
-"""Other ways to train a run, and how each of them affects the results of the run."""
+"""Candidates for a faster way to train a run, and how each of them affects the results of the run."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Candidates:
     An option that the user has typed is kept: no candidate sets it.
 
     Args:
-        compose: function that returns the run with further overrides; it may raise ConfigError.
+        compose: function that takes further overrides, and returns the run with them; it may raise ConfigError.
         typed: the overrides of the run.
         config_dir: a directory with the user's own option files; None if there is none.
 
@@ -192,8 +192,9 @@ class Candidates:
         """Yield `chosen`, extended by a number of processes and by options that the mode proposes to `tune`.
 
         The numbers of processes are powers of two, up to the number of cores or GPUs. No number is added if the user
-        has typed one, or if the mode is a `MultiProcess` whose options make it use one process (`in_processes` is
-        false). If the mode is refused or is not a `MultiProcess`, `chosen` is yielded without additions.
+        has typed one, or if the mode runs in one process with its present options (`in_processes` is false).
+
+        If the mode is refused or is not a `MultiProcess`, only `chosen` itself is yielded.
 
         Args:
             chosen: overrides that choose the mode; empty for the mode of the run as it is.
@@ -264,7 +265,7 @@ class Candidates:
         return (self.judged((*layout, *overrides)) for layout in self.layouts() if layout)
 
     def _retuned(self, overrides: Overrides) -> Iterator[Candidate]:
-        """Yield candidates that add to `overrides` another value of one of the parallel mode's `speed_options`."""
+        """Yield candidates with `overrides` and a different value for one of the parallel mode's `speed_options`."""
         for name, values in self.compose(overrides).parallel.speed_options.items():
             if self._is_free(f"parallel.{name}"):
                 yield from self._changed(f"parallel.{name}", values, overrides)
@@ -326,12 +327,12 @@ def _data(run: Run) -> Any:
 def _normalized_together(run: Run, context: Context) -> Any:
     """Return which samples batch normalization normalizes together, in a form that can be compared between runs.
 
-    The result is a list that contains one list of groups per rank; equal lists of several ranks are included only once.
-    If the statistics are synchronized over the ranks, there is only one list of groups: its group i is the union of
-    group i of every rank.
+    Samples that are normalized together form a group. A group is a range (start, stop) of positions in the batch, or a
+    tuple of such ranges if there are gaps between them.
 
-    A group is a set of samples that are normalized together, given by their positions in the batch: a range (start,
-    stop), or a tuple of ranges if there are gaps. The groups are in the order in which they are normalized.
+    Each rank has a list of groups, in the order in which they are normalized. The result is a list of these lists,
+    without duplicates. If the statistics are synchronized over the ranks, the result contains a single list of groups:
+    its first group is the union of the first groups of all ranks, and so on.
     """
     synchronized = run.parallel.synchronizes_batch_norm
     parts = run.parallel.num_microbatches(context)

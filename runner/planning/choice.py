@@ -28,17 +28,18 @@ def measured_choice(
     """Measure the candidates of a run, and return the result as plain values.
 
     Args:
-        compose: function that returns the run with further overrides; it may raise ConfigError.
-        typed: the overrides of the run; what they set is kept.
+        compose: function that takes further overrides, and returns the run with them; it may raise ConfigError.
+        typed: the overrides of the run. No candidate changes the options that they set.
         budget: maximum duration of the search in seconds. If `budget_for` is given, `budget` only limits the
             measurement of the run without further overrides.
         allowed: the kinds of effect that the choice may have on the results (see `RESULTS`), in addition to `ALLOWED`.
         report: function that is called with a line about each candidate that has been tried.
         config_dir: a directory with the user's own option files, which may define parallel modes; None if there is
             none.
-        budget_for: function that returns the seconds that all other candidates together may take, or 0 to measure none
-            of them. It is called once the run without further overrides has been measured, with the session of this
-            run and its measured seconds per step. None to apply `budget` to the whole search.
+        budget_for: function that is called after the run without further overrides has been measured. It takes the
+            session of this run and the measured seconds per step. It returns the number of seconds for all other
+            candidates together, or 0 to measure none of them. If `budget_for` is None, `budget` applies to the whole
+            search.
 
     Returns:
         The dict of `runner.planning.tuning.as_plain`, with the additional key `seconds`: how long this call took.
@@ -65,7 +66,7 @@ def measured_modes(
     """Measure a run in several parallel modes against the run as it is.
 
     Args:
-        compose: function that returns the run with further overrides; it may raise ConfigError.
+        compose: function that takes further overrides, and returns the run with them; it may raise ConfigError.
         modes: names of the parallel modes.
         budget: seconds that the measurement may take.
         report: function that is called with a line about each mode that has been tried.
@@ -94,9 +95,9 @@ def _start(candidate: Candidate, seconds: float) -> Trial:
 def _has_room(candidate: Candidate, default: Row, waiting: Sequence[Row]) -> bool:
     """Return whether there is enough memory for the trial of a candidate.
 
-    If the candidate's micro-batches are not larger than those of the run as it is, each of its processes is assumed to
-    need at most the memory that was measured for that run. If this is too much, or if the micro-batches are larger, the
-    memory is predicted.
+    The first estimate is that each process of the candidate needs the memory that was measured for the run as it is. If
+    this is more than the available memory, or if the candidate has larger micro-batches than the run as it is, the
+    memory of the candidate is predicted instead.
 
     Args:
         candidate: the candidate.

@@ -54,7 +54,7 @@ class ChoiceCache:
 
     Args:
         config: the composed config, to which no choice has been applied.
-        typed: the overrides that the user has typed; a choice does not set their keys.
+        typed: the overrides that the user has typed. A choice does not change the options that they set.
         config_dir: a directory with the user's own options, or None. A choice may use the parallel modes that are
             defined in this directory.
         root: the directory of the cache; None for the one in the user's cache directory.
@@ -150,8 +150,8 @@ def fingerprint() -> dict[str, Any]:
     """Return what a choice depends on besides the config.
 
     Returns:
-        A dict: `cpu`, the name of the processor; `cores`, the number of usable cores; `memory` of the machine in GiB;
-        `gpus`, their names; and the versions of `python`, `torch` and this project (`runner`).
+        A dict: `cpu`, the name of the processor; `cores`, the number of usable cores; `memory`, the memory of the
+        machine in GiB; `gpus`, their names; and the versions of `python`, `torch` and this project (`runner`).
     """
     return {
         "cpu": cpu_model(),

@@ -40,9 +40,9 @@ class Costs:
     """The costs of the operations of one process so far.
 
     Args:
-        operations: a dict from each cost to the number of torch operations that have this cost. A cost is a pair: the
-            number of floating-point operations, and the total size of the arguments and results in bytes. Views and
-            communication are not included.
+        operations: a dict that counts the torch operations, except views and communication. Operations with the same
+            cost are counted together. The key is their cost, a pair: the number of floating-point operations, and the
+            total size of the arguments and results in bytes. The value is the number of these operations.
         backward_flops: floating-point operations in backward passes, including forward passes that are recomputed
             there.
         messages: a dict from the name of each collective, or `send`, to a pair: the number of calls, and the sum of
@@ -69,7 +69,7 @@ class Costs:
             func: the operation.
             args, kwargs: its arguments.
             result: its result.
-            in_backward: whether it is part of a backward pass.
+            in_backward: whether the operation is part of a backward pass.
         """
         packet = func.overloadpacket
         if func.namespace == "c10d":
@@ -90,8 +90,8 @@ class Costs:
         """Return these costs plus `times * (these costs - shorter)`, to extrapolate to more micro-batches.
 
         For example, if these are the costs of a step with three micro-batches, and `shorter` those with two, the result
-        is the costs of a step with 3 + `times` micro-batches. The number of operations is extrapolated separately for
-        each cost. This number is negative if, for example, a cost occurs in `shorter` but not in these costs.
+        is the costs of a step with 3 + `times` micro-batches. Each count in `operations` is extrapolated separately. A
+        count in the result can be negative, for example that of an operation that occurs only in `shorter`.
         """
         operations = Counter({each: count * (times + 1) for each, count in self.operations.items()})
         operations.subtract({each: count * times for each, count in shorter.operations.items()})

@@ -187,7 +187,8 @@ def _counted(parallel: Parallel, tracker: MemoryTracker) -> Parallel:
 def _planned(workload: Workload, tracker: MemoryTracker) -> Workload:
     """Return a copy of `workload` whose batches have no values; the original and its data do not change.
 
-    `tracker` counts as `data` what is allocated for batches, and also the tensors that hold the samples of `workload`.
+    `tracker` counts the memory of batches under the kind `data`, and also that of the tensors that hold the samples of
+    `workload`.
     """
     copied = copy.copy(workload)
     for name, value in vars(copied).items():
@@ -289,7 +290,7 @@ def _classify(tracker: MemoryTracker, state: State) -> None:
 
 
 class CpuWorkspace:
-    """A callable that returns the bytes that operations allocate for themselves on the CPU, in addition to results.
+    """A callable that returns the size of the temporary buffers that an operation needs on the CPU, in bytes.
 
     Args:
         threads: number of threads that execute an operation.
@@ -299,9 +300,9 @@ class CpuWorkspace:
         self._threads, self._sent = threads, 0
 
     def __call__(self, func: Any, args: tuple[Any, ...]) -> int:
-        """Return the bytes that `func` allocates for itself, plus those that the latest reduce-scatter holds.
+        """Return the size of the temporary buffers of `func` and of the latest reduce-scatter, in bytes.
 
-        Gloo's reduce-scatter runs in the background on a copy of its input. The copy counts until the next
+        Gloo's reduce-scatter runs in the background on a copy of its input. This copy is counted until the next
         reduce-scatter.
         """
         own = 0

@@ -34,8 +34,8 @@ class MemoryTracker(TorchDispatchMode):
     Args:
         fake_mode: the fake mode whose tensors are counted. Torch creates fake tensors of other modes to find out
             shapes; these are not counted.
-        workspace: function that returns the bytes that an operation allocates for itself and releases at its end, given
-            the operation and its arguments.
+        workspace: function that is called with an operation and its arguments. It returns the size of the operation's
+            temporary buffers in bytes.
     """
 
     def __init__(self, fake_mode: Any, workspace: Callable[[Any, tuple[Any, ...]], int]):

@@ -55,8 +55,8 @@ def report_of(
         - `step`: the predicted `seconds` and `samples_per_second`, the measured `parts` and, for a pipeline, the
           `fastest` schedule; None without `parts`;
         - `checkpoint`: the `bytes` of a checkpoint, and the `disk_bytes` that the run needs at most;
-        - `host`: a dict: `tensor_bytes`, the host memory that the tensors of all processes need, and `available_bytes`,
-          the host memory that this machine has available; None if `num_devices` is given;
+        - `host`: None if `num_devices` is given. Otherwise a dict: `tensor_bytes`, the host memory that the tensors of
+          all processes need, and `available_bytes`, the host memory that this machine has available;
         - `notes`: a list of remarks, such as what the memory does not include;
         - `memory_bytes`, `fits` and `measured`, which are None, and `remedies`, an empty list; the caller may set them.
     """
@@ -88,7 +88,7 @@ def measured(session: Session, result: Mapping[str, Any], directory: Path) -> di
 
     Returns:
         A dict: `seconds`, the median time of a step; `samples_per_second`; `peak_bytes`, the peak of the memory, and
-        `peak_of`, a text that says what it counts; and `checkpoint_bytes`, None if there is no checkpoint.
+        `peak_of`, a text that says what this peak counts; and `checkpoint_bytes`, None if there is no checkpoint.
     """
     if not result.get("step_seconds"):
         return None
@@ -193,10 +193,10 @@ def _pipeline(session: Session, ranks: Sequence[RankPlan], parts: Parts | None) 
 def _corrected(cell: dict[str, float], own: dict[str, float], measured: float) -> float:
     """Return the predicted time of one accumulation step of a pipeline in seconds, corrected by a measurement.
 
-    If the measured time of the config is longer than its simulated time, the difference is divided by the `rounds` of
-    the config, which gives the overhead of one round. The simulated time of `cell` is increased by this overhead for
-    each of its own `rounds`. If the measured time is shorter, the simulated time of `cell` is multiplied by the ratio
-    of the measured to the simulated time of the config.
+    Only one schedule was measured: that of the config. The error of its simulated time is used to correct `cell`. If
+    the simulated time was too short, the difference divided by the number of rounds is the overhead of a round. This
+    overhead is then added to the time of `cell`, once for each of its rounds. If the simulated time was too long, the
+    time of `cell` is multiplied by the ratio of the measured to the simulated time.
 
     Args:
         cell: the simulation to correct, as in the result of `bubbles`.

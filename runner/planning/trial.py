@@ -207,10 +207,10 @@ def _reason(error: BaseException) -> TrialError:
 
 
 def _train_rank(config: dict[str, Any], directory: Path, connection: Connection, process: Process) -> Result:
-    """Train for one iteration; then, for each message to rank 0, for the number of iterations in the message.
+    """Train for one iteration, and then for as many iterations as the messages from `connection` ask for.
 
-    The message 0 ends the training. Rank 0 receives the messages over `connection`. After the first iteration, and
-    after the iterations of each message, it sends the fields of a `Burst`.
+    Each message is a number of iterations; 0 ends the training. Only rank 0 receives the messages. After the first
+    iteration, and after the iterations of each message, rank 0 sends the fields of a `Burst` over `connection`.
     """
     run = build_run(config)
     session = run.prepare(process)

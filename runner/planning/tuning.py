@@ -148,13 +148,13 @@ class Search:
     """The search for the fastest candidate.
 
     Args:
-        start: function that takes a candidate and the seconds that the start may take, and returns a started trial. It
-            may raise TrialError.
+        start: function that starts a trial of a candidate, and returns the trial. It is called with the candidate and
+            the number of seconds that the start may take. It raises TrialError if the trial cannot start.
         budget: seconds that the search may take.
-        allowed: the effects that a candidate may have on the results of the run, as keys of `candidates.RESULTS`. Those
-            in `candidates.ALLOWED` are always allowed. A candidate with any other effect is not tried.
-        has_room: function that returns whether there is memory for a candidate, given the candidate, the row of the
-            default and the rows whose trials are waiting.
+        allowed: keys of `candidates.RESULTS`, the kinds of effect on the results of the run. A candidate is tried only
+            if its effect is in `allowed` or in `candidates.ALLOWED`.
+        has_room: function that returns whether there is enough memory to start a candidate. It is called with the
+            candidate, the row of the default, and the rows whose trials are waiting.
         clock: function that returns the time in seconds.
         report: function that is called with a line about each candidate that has been tried.
     """
@@ -183,9 +183,9 @@ class Search:
 
         Args:
             default: the run as it is.
-            groups: functions that are called in order. Each takes the overrides of the fastest candidate so far, and
-                returns further candidates. Starting these may take half of the time that is left then, or all of it if
-                the function is the last one. Time that is reserved for the last rounds is not counted.
+            groups: functions that are called in order. Each is called with the overrides of the fastest candidate so
+                far, and returns further candidates. These have half of the remaining time to start; the candidates of
+                the last function have all of it. Time reserved for the last rounds is not part of the remaining time.
             budget_for: function that is called with the row of the default, after the default has been measured. It
                 returns the number of seconds for all other candidates, or 0 to measure none of them. If it returns
                 None, the other candidates have the rest of the budget of the search.
@@ -235,8 +235,8 @@ class Search:
     def _try(self, candidate: Candidate) -> Row:
         """Measure a candidate if this is worthwhile and possible, and return its row.
 
-        It is not measured if it is refused, not allowed, or similar to a much slower one (see `_slow_relative`), or if
-        there is not enough time or memory. The row then has the reason.
+        A candidate is not measured if it is refused or not allowed, if a similar candidate was much slower than the
+        fastest one (see `_slow_relative`), or if there is not enough time or memory. The row then has the reason.
         """
         row = Row(candidate)
         self.rows.append(row)
@@ -263,7 +263,7 @@ class Search:
         return max(_RESERVED * self._budget, 2 * self.default.step_seconds * self.default.burst_length)
 
     def _slow_relative(self, candidate: Candidate) -> Row | None:
-        """Return a row with `is_much_slower` that has the same parallel mode and processes as `candidate`, or None."""
+        """Return a much slower row with the same parallel mode and processes as `candidate`; None if there is none."""
         same = candidate.overrides[:2]
         if not same or not same[0].startswith("parallel"):
             return None
@@ -311,7 +311,10 @@ class Search:
             count = min(row.burst_length, 8 * count)
 
     def _round_of(self, rows: list[Row]) -> None:
-        """Let each of the rows train for a burst, in another order each time; see `_fail` for a row that fails."""
+        """Let each of the rows train for a burst; each round begins with a different row.
+
+        A row whose trial fails is passed to `_fail`.
+        """
         self._round += 1
         first = self._round % len(rows)
         for row in [*rows[first:], *rows[:first]]:
@@ -355,8 +358,8 @@ class Search:
     def _halve(self, rounds: int) -> None:
         """Let the trials train for `rounds` rounds, and end the slower half of them after each round.
 
-        The default and at least `_FINALISTS` rows remain, and so do rows that cannot be told apart from the best one.
-        If there is no time for a round, it is left out.
+        The default is never ended, nor is a row that cannot be told apart from the fastest one. At least `_FINALISTS`
+        rows remain. If there is no time for a round, the function returns early.
         """
         for _ in range(rounds):
             live = self._live()
@@ -381,9 +384,10 @@ class Search:
             self._round_of(live)
 
     def _fastest(self) -> Row:
-        """Return the fastest row, or a row that cannot be told apart from it.
+        """Return the row that the search chooses.
 
-        Among such rows, the default is preferred, then the row with the shortest startup.
+        If no row is clearly faster than the default, this is the default. Otherwise, it is the fastest row, or the row
+        with the shortest startup if several rows cannot be told apart from the fastest one.
         """
         best, *others = self._live()
         equal = [best, *(row for row in others if not ratio(row, best).is_clear)]

@@ -82,8 +82,8 @@ class Stop:
 
         Args:
             directions: see `check_evaluations`.
-            from_rank_0: function that takes a function, calls it on rank 0 only, and returns its result on every rank.
-                It is needed so that all ranks make the same decision.
+            from_rank_0: a collective function. `from_rank_0(f)` calls `f()` on rank 0 only, and returns the result on
+                every rank. It is needed so that all ranks make the same decision.
         """
         return Stopping(self, directions.get((self.metric or "").removeprefix("eval/"), "max"), from_rank_0)
 

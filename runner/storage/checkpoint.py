@@ -89,12 +89,12 @@ class Checkpoints:
 
     Args:
         directory: the run directory.
-        keep: number of newest checkpoints to keep, in addition to the checkpoint with the best evaluation. 0 has the
-            same effect as 1 in this class, but the caller then deletes all checkpoints when the run is done.
+        keep: number of newest checkpoints to keep. The checkpoint with the best evaluation is also kept. 0 is treated
+            as 1 here; when a run with `keep=0` is done, the caller deletes all of its checkpoints.
         rank: the rank of this process.
         world_size: the number of ranks, all of which must call `save`.
         barrier: function that returns once all ranks have called it.
-        timeout: seconds that rank 0 waits for the files of the other ranks, once its own are written.
+        timeout: seconds that rank 0 waits for the files of the other ranks, after it has written its own files.
         config_hash: hash of the config, for the manifest.
         config: the text of the config, which is written to each checkpoint; empty to write no config.
         signature: the text of `model.json`, which says what a program has to know to use the model; empty to write no
@@ -161,9 +161,10 @@ class Checkpoints:
             writing.result()
 
     def finish_after_error(self) -> None:
-        """Wait until the last checkpoint is written, after the training has failed. Errors of the writing are ignored.
+        """After the training has failed, wait until the thread of the last `save` has ended, and ignore its errors.
 
-        Other ranks may have failed too, so rank 0 does not wait for their files.
+        Other ranks may have failed too, so rank 0 does not wait for their files. If a file is missing, the checkpoint
+        is not committed.
         """
         self._failed.set()
         if self._writing is not None:

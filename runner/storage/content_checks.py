@@ -83,8 +83,9 @@ def check_plain(content: Any, where: str) -> None:
         where: the name of the content in the error message.
 
     Raises:
-        UnexpectedContentError: if `content` contains any other object, an integer of 2**256 or more, or a tensor whose
-            elements share memory; or if it has more values, or deeper nesting, than any run saves.
+        UnexpectedContentError: if `content` contains an object that is neither a plain value nor a tensor; if it
+            contains an integer of 2**256 or more, or a tensor whose elements share memory; or if it has too many
+            values or is nested too deeply.
     """
     remaining, count = [(content, 0)], 0
     while remaining:

@@ -36,8 +36,8 @@ def manifest_of(directory: Path, **facts: Any) -> str:
     """Return the text of the manifest of a checkpoint.
 
     Args:
-        directory: the directory of the checkpoint. The manifest lists the hash of every file in it.
-        facts: other keys and values to store in the manifest.
+        directory: the directory of the checkpoint. The manifest lists the hashes of all files in this directory.
+        facts: additional keys and values to store in the manifest.
 
     Raises:
         OSError: if a file cannot be read.
@@ -51,11 +51,11 @@ def verified_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest in `directory`, after verifying the hashes of the files that it lists.
 
     Returns:
-        A dict with the keys `schema`, `files` (a dict from file name to SHA-256), `step`, `world_size` and any others
-        that were passed to `manifest_of`.
+        A dict with the keys `schema`, `files` (a dict from file name to SHA-256), `step` and `world_size`, and all
+        additional keys that were passed to `manifest_of`.
 
     Raises:
-        DamagedError: if the manifest or a file is missing, or does not match its hash.
+        DamagedError: if the manifest or a listed file is missing, or does not match its hash.
         ConfigError: if the checkpoint was written by an incompatible version of this project, or by something else.
         OSError: if a file cannot be read for another reason.
     """
@@ -91,7 +91,7 @@ def saved_text(directory: Path, name: str) -> str | None:
 
 
 def untrusted(directory: Path, why: str) -> ConfigError:
-    """Return the error for a checkpoint that no run can have written; its message contains the reason `why`."""
+    """Return a ConfigError saying that the checkpoint in `directory` cannot be trusted, with the reason `why`."""
     remedy = "no run writes such a checkpoint: do not trust it, and resume another one"
     return ConfigError("resume", str(directory), why, remedy)
 
@@ -120,7 +120,7 @@ def _read(directory: Path) -> dict[str, Any]:
 
     Raises:
         DamagedError: if the manifest cannot be parsed, or does not match its hash.
-        ConfigError: if it has another schema, or an invalid value.
+        ConfigError: if this version of the project does not support its schema, or if it has an invalid value.
         OSError: if it cannot be read (see `_refusals`).
     """
     check_no_link(directory)

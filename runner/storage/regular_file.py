@@ -18,7 +18,7 @@ MOST_LEVELS = 50
 
 
 class UnsafeFileError(OSError):
-    """Raised when a path is a link or not of the expected type, a file is too large, or directories nest too deeply."""
+    """Raised for a link, a path of an unexpected type, a file that is too large, or directories nested too deeply."""
 
 
 def read_regular(path: Path, limit_bytes: int) -> bytes:
@@ -85,18 +85,17 @@ def check_no_link(directory: Path) -> None:
 
 
 def check_readable(key: str, path: Path) -> None:
-    """Check that permissions allow this process to see whether `path` exists and, if it is a directory, to list it.
+    """Check that this process has permission to look up `path` and, if it is a directory, to list its entries.
 
     Call this before `path.exists()`, `path.is_file()` or `path.is_dir()`, which raise an error if this process lacks
     the permission to search a directory above `path`.
 
     Args:
-        key: the key of the error.
+        key: the config key that the error names.
         path: a path that need not exist.
 
     Raises:
-        ConfigError: with the key `key`, if this process lacks the permission to search a directory above `path`, if
-            `path` is a directory that it may not list, or if the path is too long.
+        ConfigError: with the key `key`, if this process lacks one of these permissions, or if `path` is too long.
     """
     try:
         if stat.S_ISDIR(os.stat(path).st_mode):

@@ -16,12 +16,12 @@ log = logging.getLogger(__name__)
 
 
 def delete_outdated(root: Path, keep: int, best_step: int | None) -> None:
-    """Delete the checkpoints that are neither among the newest nor the best one; if this fails, log a warning.
+    """Delete all checkpoints except the newest ones and the best one; if this fails, log a warning.
 
     Args:
         root: the directory of the checkpoints.
-        keep: the number of newest checkpoints to keep. 0 has the same effect as 1 here, but a run with `keep=0` calls
-            `delete_all` when it is done.
+        keep: the number of newest checkpoints to keep. 0 is treated as 1 here; when a run with `keep=0` is done,
+            `delete_all` is called.
         best_step: the step of the best checkpoint; None if there is none.
     """
     try:

@@ -55,8 +55,8 @@ class StorageError(Exception):
 def unique_name(overrides: Iterable[str] = ()) -> str:
     """Return `<date>_<time>-<id>-<overrides>`; the random id distinguishes runs that start in the same second.
 
-    The names sort by time. Unlike the names of a sweep's jobs, they contain no commas. A user may type such a name in
-    the overrides of a sweep, as in `-m model.weights=DIR/…`, where a comma would separate two values.
+    The names sort by time. They contain no commas, because a user may type the name of a run in the overrides of a
+    sweep, as in `-m model.weights=DIR/…`. A comma would separate two values there.
 
     Args:
         overrides: the overrides of the run. The name contains as many of them as fit, except overrides with secrets
@@ -123,8 +123,8 @@ def _make(directory: Path) -> None:
 def nearest_existing(path: Path) -> Path:
     """Return `path` if it exists, else its nearest parent that exists.
 
-    A path inside a directory that this process may not search is treated as if it did not exist. No error is raised
-    here, because creating something in such a directory fails anyway, with an error that says why.
+    If this process lacks the permission to search a directory, the paths in this directory are treated as missing. No
+    error is raised here: the attempt to create something in the directory will raise a clear error.
     """
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
 
@@ -288,8 +288,9 @@ def check_regular(directory: Path, most_levels: int = MOST_LEVELS, skipped: tupl
 
     Args:
         directory: the run directory.
-        most_levels: maximum depth of nested directories; Python cannot delete a thousand nested directories.
-        skipped: names of directories directly in the run directory that are not looked into.
+        most_levels: maximum depth of nested directories. A limit is needed, because Python cannot delete a thousand
+            nested directories.
+        skipped: names of subdirectories of the run directory whose content is not checked.
 
     Raises:
         UnsafeFileError: if the directory contains a link, a pipe or a device, or is nested too deeply.
@@ -306,7 +307,7 @@ def check_regular(directory: Path, most_levels: int = MOST_LEVELS, skipped: tupl
 
 
 def free_name(path: Path, suffix: str) -> Path:
-    """Return a path that does not exist: `path` with a dot, `suffix` and, if needed, a number from 2 on appended."""
+    """Return the first path of `PATH.SUFFIX`, `PATH.SUFFIX2`, `PATH.SUFFIX3`, … that does not exist."""
     number, name = 2, path.with_name(f"{path.name}.{suffix}")
     while name.exists():
         number, name = number + 1, path.with_name(f"{path.name}.{suffix}{number}")

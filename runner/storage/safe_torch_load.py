@@ -36,12 +36,12 @@ def load_tensors(path: Path) -> Any:
     so that no storage can have more bytes than the file.
 
     Raises:
-        UnusualFileError: if the file is a zip archive whose entries are compressed, or are larger in total than the
-            archive because they overlap; if such an archive contains objects other than tensors and plain values; if a
-            pickle in the file names a function that can allocate any amount of memory or read outside of a tensor; or
-            if the tensors are far larger than the file.
+        UnusualFileError: if the file is a zip archive with compressed or overlapping entries; if it is a zip archive
+            with objects other than tensors and plain values; if a pickle in the file names a function that can
+            allocate any amount of memory or read outside of a tensor; or if the tensors are far larger than the file.
         OSError: if the file cannot be read.
-        Exception: any exception that torch, `zipfile` or `pickletools` raises for other content.
+        Exception: any exception of torch, `zipfile` or `pickletools`, if the file is not a valid `torch.save` file or
+            torch refuses to load it.
     """
     mapped = _checked(path)
     with utf8_path(path) as file:
@@ -54,8 +54,8 @@ def _checked(path: Path) -> bool:
     """Check that the file at `path` is safe to load with `weights_only`; return whether it is a zip archive.
 
     No pickle in the file may name a function in `_HARMFUL`. The pickles in a zip archive must also pass `_check_names`.
-    The entries of the archive may be neither compressed nor larger in total than the archive. Files of PyTorch 1.5 or
-    earlier are not zip archives.
+    The entries of a zip archive must not be compressed, and their total size must not exceed the size of the archive.
+    Files of PyTorch 1.5 or earlier are not zip archives.
 
     Raises:
         UnusualFileError: if a check fails.
@@ -90,7 +90,7 @@ def _check_names(pickled: bytes) -> None:
     or functions. It also refuses many names that pass this check.
 
     Raises:
-        UnusualFileError: if the pickle names anything else, or a function in `_HARMFUL`.
+        UnusualFileError: if the pickle names a class or function from elsewhere, or a function in `_HARMFUL`.
     """
     for name in _check_harmless(io.BytesIO(pickled)):
         module = name.partition(" ")[0]

@@ -19,7 +19,8 @@ class SavedConfig(NamedTuple):
     Args:
         values: the config as plain values.
         file: the path of the file.
-        unreadable: for each file that was tried before and rejected, a text with its path and the reason.
+        unreadable: messages about the files that were tried before `file` and rejected. Each message contains the path
+            of a file and the reason.
     """
 
     values: dict[str, Any]
@@ -37,8 +38,8 @@ def saved_config(source: Path) -> SavedConfig:
 
     Each checkpoint has a copy of the config of the run that wrote it. If the config of a run directory is damaged, the
     newest intact copy in its checkpoints is read instead; if the copy in a checkpoint is damaged, the config of its run
-    directory is read instead. A config without a SHA-256, as earlier versions wrote it, is used only if no other file
-    has an intact config with a SHA-256.
+    directory is read instead. Earlier versions of this project wrote configs without a SHA-256. Such a config is used
+    only if none of these files contains an intact config with a SHA-256.
 
     Raises:
         UnreadableConfigError: if no config can be read.

@@ -31,7 +31,8 @@ def saved_signature(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         DamagedError: if the manifest is missing or damaged, or if it lists a `model.json` that is missing or damaged.
-        ConfigError: if one of these files is unsafe to read, or has content that no run of this version writes.
+        ConfigError: if one of these files is unsafe to read, has invalid content, or was written by an incompatible
+            version of this project.
         OSError: if one of these files cannot be read for another reason.
     """
     text = saved_text(checkpoint, SIGNATURE)

@@ -20,8 +20,9 @@ def is_running(console: Path) -> bool:
 def is_open_in(pid: int, path: Path) -> bool:
     """Return whether the process `pid` has opened the file `path`; False on systems without /proc.
 
-    The result is also False if the process has opened the same file by another name: `path` may then be a hard link
-    that somebody has made to a file of another sweep.
+    The result is also False if the process has opened the same file under another name. Otherwise, if somebody
+    made `path` a hard link to a console file of another sweep, a job of the other sweep would be taken for a job of
+    this sweep.
     """
     name = os.path.realpath(path)
     try:

@@ -34,11 +34,14 @@ SETTLED = (0, 3)
 
 
 class Ledger:
-    """The ledger of a new sweep or, with `resume=auto`, of the newest unfinished sweep with the overrides `typed`.
+    """The ledger of a sweep, which is stored in the file `sweep.json`.
 
-    The ledger is stored in the file `sweep.json`. This class is a context manager. It locks the sweep's directory until
-    the context ends, so that only one process at a time can run the sweep. If the sweep is new and none of its jobs has
-    run, its directory is removed at the end. Credentials in overrides and error messages are not stored.
+    With `resume=auto`, the newest unfinished sweep with the overrides `typed` is resumed, if there is one. Otherwise, a
+    new sweep is created.
+
+    This class is a context manager. It locks the sweep's directory until the context ends, so that only one process at
+    a time can run the sweep. If the sweep is new and none of its jobs has run, its directory is removed at the end.
+    Credentials in overrides and error messages are not stored.
 
     Args:
         typed: the overrides on the command line.
@@ -48,8 +51,8 @@ class Ledger:
 
     Attributes:
         path: the directory of the sweep.
-        typed: the overrides that identify the sweep, sorted, without overrides that may differ when it is
-            resumed, such as `resume=auto`.
+        typed: the overrides that identify the sweep, sorted. Overrides that may change when the sweep is resumed, such
+            as `resume=auto`, are left out.
         jobs: a dictionary from job number to entry. It contains the jobs that were started, and the jobs that were
             refused before they could start. An entry is a dictionary; see `runner.sweep.ledger_reader` for its keys.
         num_jobs: the number of all jobs; 0 until the caller sets it.

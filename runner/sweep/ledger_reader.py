@@ -55,7 +55,7 @@ def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
         job, by its number as a string), and usually `command`, `num_jobs` and `pid` (of the scheduler).
 
     Raises:
-        ConfigError: if `typed` is not None, and the ledger is damaged but can be parsed and has the overrides `typed`.
+        ConfigError: if the ledger is damaged, but it can be parsed as JSON and its overrides are `typed`.
     """
     ledger = None
     try:

@@ -18,7 +18,7 @@ class Objective(NamedTuple):
     Args:
         tag: the TensorBoard tag of the metric.
         goal: `min` if smaller values are better, `max` if larger values are better.
-        best: whether the best value of a job counts instead of its last value.
+        best: True to compare the best values of the jobs; False to compare their last values.
     """
 
     tag: str

@@ -356,7 +356,7 @@ def _storage_error(error: OSError, path: Path) -> StorageError:
 def _exit_code(ended: Ended, directory: Path | None) -> int | None:
     """Return the exit code of a job; None if it is not known.
 
-    The engine may not know the exit code, for example of a job that an earlier command started. The exit code is then
+    The pool may not know the exit code, for example if an earlier command started the job. The exit code is then
     derived from the result in `directory`, the run directory of the job, if there is a result.
     """
     if ended.code is not None or directory is None:

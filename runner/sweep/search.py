@@ -56,7 +56,8 @@ class Space:
     def overrides(self, value: Callable[[Dimension], list[str]]) -> list[str]:
         """Return the overrides of one combination.
 
-        A dimension is left out if one of its keys does not exist in the chosen options of the config groups.
+        The options of the config groups are chosen first. Any other dimension is left out if one of its keys does not
+        exist in the config that is composed with these options.
 
         Args:
             value: a function that chooses a value of a dimension, and returns the overrides that set this value.
@@ -318,7 +319,8 @@ class SearchJobs(JobSource):
     def _passes(self, index: int, curves: dict[int, list[float]]) -> bool:
         """Return whether trial `index` passes its next evaluation, that is, whether the pruner lets the trial continue.
 
-        The next evaluation is the one with the number `num_passed + 1`. A paused trial has not passed it so far.
+        The next evaluation is the one with the number `num_passed + 1`. A trial that was paused at this evaluation may
+        pass it later, when the pruner has more results of other trials.
         """
         assert self._pruner is not None
         indices = list(curves)
@@ -401,7 +403,7 @@ class _NoLock:
 
 
 def _drop_incomplete_line(path: Path) -> None:
-    """Remove the last line of the file `path` if it is incomplete, because a process was killed while writing it."""
+    """Remove the last line of the file `path` if a process was killed before it had written the whole line."""
     if path.exists() or path.is_symlink():
         content = read_regular(path, _LIMIT_BYTES)
         if content and not content.endswith(b"\n"):

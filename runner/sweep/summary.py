@@ -138,7 +138,7 @@ def _write(path: Path) -> None:
 
 
 def _typed(overrides: list[Any]) -> dict[str, str]:
-    """Return a dictionary that maps the key of each override to its value, as typed."""
+    """Return a dictionary that maps the key of each override to its value, as the text that the user typed."""
     pairs = (str(text).lstrip("+").partition("=") for text in overrides)
     return {key: value for key, equals, value in pairs if equals}
 
@@ -154,9 +154,9 @@ def _best(job: _Job, metric: str) -> float | None:
 
 
 def _value(key: str, typed: str) -> float | str | bool | None:
-    """Convert the typed value of `key` to a float, bool or None if possible.
+    """Convert `typed`, the text of the value of `key`, to a float, bool or None; return it as text if this fails.
 
-    The name of a config group's option stays text, such as `16` in `precision=16`.
+    Quoted values and options of config groups, such as `16` in `precision=16`, are always returned as text.
     """
     if key.partition("@")[0] in groups_in_defaults() or typed[:1] in ("'", '"'):
         return printable(typed.strip("'\""))
@@ -192,7 +192,11 @@ def _metrics(sweep: _Sweep) -> list[str]:
 
 
 def _tables(sweep: _Sweep) -> str:
-    """Return the tables as Markdown: the states of the jobs, the best jobs, and the metric for each value of a key."""
+    """Return Markdown text with the number of jobs in each state, and tables of the results.
+
+    The first table lists the best jobs. For each swept key except those in `_REPEATS`, a further table lists the mean
+    of the metric over the jobs with the same value of this key. There are at most `_MOST_KEYS` such tables.
+    """
     ended = ", ".join(f"{count} {state}" for state, count in sweep.states.most_common())
     parts = [f"{sum(sweep.states.values())} jobs: {ended}"]
     if sweep.measured:
@@ -220,7 +224,11 @@ def _digits(value: float) -> str:
 
 
 def _figure(sweep: _Sweep) -> Figure | None:
-    """Plot the metric against each swept key; return None without matplotlib, or if no key has two jobs to plot."""
+    """Plot the metric against each swept key.
+
+    The keys in `_REPEATS` and keys with fewer than two jobs to plot are left out. At most `_MOST_KEYS` keys are shown.
+    The result is None if no key remains, or if matplotlib is not installed.
+    """
     keys = [key for key in sweep.swept if key not in _REPEATS and len(sweep.over(key)) > 1][:_MOST_KEYS]
     if not keys or not is_installed("matplotlib"):
         return None

@@ -20,7 +20,7 @@ _LIMIT_BYTES = 1_000_000
 
 
 def remember_command(sweep: Path, words: list[str]) -> None:
-    """Store `words`, the command line of the sweep at `sweep`, in the cache; do nothing if it cannot be written to."""
+    """Store `words`, the command line of the sweep at `sweep`, in the cache. Errors of the file system are ignored."""
     path = _file(sweep)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

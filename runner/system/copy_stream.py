@@ -49,7 +49,7 @@ class NoCopy:
 
 
 class CopyStream(NoCopy):
-    """A stream for copies from host memory to a CUDA device. Copies from pageable memory block the host.
+    """A stream for copies from host memory to a CUDA device. The host waits for a copy if the memory is not pinned.
 
     Args:
         target: the CUDA device.

@@ -21,8 +21,9 @@ from runner.system.signals import exceptions_postponed
 
 
 class _Lazy(ModuleType):
-    """A module object that loads its package when an attribute is read that the object does not have yet.
+    """A module object that loads its package only when one of the package's attributes is read.
 
+    Reading an attribute that the object itself has, such as `__spec__`, does not load the package.
     `importlib.util.LazyLoader` is not used because, before Python 3.12, it loads the package too early: at the second
     `import` statement, which reads `__spec__`.
     """

@@ -128,8 +128,13 @@ def _masked(match: re.Match[str]) -> str:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Return whether `value`, whose key ends with `name`, is a credential.
+    """Return whether `value` is a credential.
 
-    A number may be a password; but if `name` is `token`, a number is the token ID of a language model.
+    Values such as `null` and `true` are not credentials. A number may be a password. If `name` is `token`, however, a
+    number is the ID of a token of a language model, and not a credential.
+
+    Args:
+        name: the end of the key of `value`, such as `password`; empty if `value` was recognized without a key.
+        value: the text that may be a credential.
     """
     return not _NO_SECRET.fullmatch(value) and not (name.lower() == "token" and value.isdecimal())

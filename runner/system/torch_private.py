@@ -32,8 +32,8 @@ def defer_compiler() -> None:
     """Defer loading `torch._dynamo`, the front end of the compiler, until a function is compiled.
 
     All optimizers of torch import it, in order to call two functions that do nothing unless a function is being
-    compiled. That takes about a second before the first step of every run. If torch imported it only to compile, this
-    function would be unnecessary. No torch issue is known.
+    compiled. The import takes about a second before the first step of every run. If torch imported it only to compile,
+    this function would be unnecessary. No torch issue is known.
     """
     disabled: list[Any] = []
 
@@ -66,11 +66,12 @@ def allow_recompilations(count: int) -> None:
 
 
 def split_compiled_ddp(split: bool) -> None:
-    """Set whether the compiler splits a network inside DDP, so that gradients are sent during the backward pass.
+    """Set whether the compiler splits a network inside DDP into several parts.
 
-    Splitting fails with buckets of less than 1 MiB, or if the network contains an autograd function, as synchronized
-    batch normalization does (`DDPOptimizer` in torch/_dynamo/backends/distributed.py). The setting applies to the whole
-    process. See https://github.com/pytorch/pytorch/issues/137481
+    If the network is split, gradients are sent during the backward pass. Splitting fails with buckets of less than
+    1 MiB, or if the network contains an autograd function, as synchronized batch normalization does (`DDPOptimizer` in
+    torch/_dynamo/backends/distributed.py). The setting applies to the whole process. See
+    https://github.com/pytorch/pytorch/issues/137481
     """
     import torch._dynamo
 

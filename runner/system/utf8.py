@@ -11,9 +11,9 @@ _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 def printable(text: str) -> str:
     r"""Return `text` with each byte that is not valid UTF-8 replaced by an escape sequence such as `\xff`.
 
-    Python represents such bytes, which occur in some file names, as surrogates, and UTF-8, JSON and TensorBoard's event
-    files cannot contain surrogates. Control characters are escaped too: a terminal would execute them, and somebody
-    else may have chosen the text, for example a file name.
+    Such bytes occur in some file names. Python represents them as surrogates, which neither UTF-8 nor JSON nor
+    TensorBoard's event files can contain. Control characters are escaped too: a terminal would execute them, and
+    somebody else may have chosen the text, for example a file name.
     """
     try:
         text = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

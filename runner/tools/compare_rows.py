@@ -158,7 +158,7 @@ class Comparison:
         return Failure(values, self._name(run.directory), state, steps_of(run.directory, run.result), _shown(reason))
 
     def _jobs_without_run(self, sweep: Path, ledger: dict[str, Any]) -> Iterator[Failure]:
-        """Yield a failure for each job without a run directory, such as a refused job, except jobs that are done."""
+        """Yield a failure for each job that is not done and has no run directory, such as a refused job."""
         runs = {entry.name for entry in os.scandir(sweep) if entry.is_dir(follow_symlinks=False)}
         for entry in ledger["jobs"].values():
             name, state = entry.get("directory", ""), one_line(entry.get("state", "killed"))

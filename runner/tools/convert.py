@@ -97,13 +97,13 @@ def exported(source: Path, destination: Path, best: bool, module_prefix: bool) -
     Args:
         source: a run directory, or a checkpoint in one.
         destination: a .pt2 or .onnx file; replaced if it exists.
-        best: whether to export the best checkpoint of the run instead of the newest. It must be False if `source` is a
-            checkpoint.
-        module_prefix: whether --module-prefix was typed. It must be False, because a program has no names of
+        best: whether to export the best checkpoint of the run instead of the newest. This is not allowed if `source` is
+            a checkpoint.
+        module_prefix: whether --module-prefix was typed. This flag is not allowed, because a program has no names of
             parameters.
 
     Raises:
-        ConfigError: if `best` or `module_prefix` is True where it must be False, a package is missing, there is no such
+        ConfigError: if `best` or `module_prefix` is True but not allowed, a package is missing, there is no such
             checkpoint, it cannot be read, or its model cannot be exported.
     """
     from runner.tools.export_program import check_exporter, export_program  # imported here: they need a run's modules

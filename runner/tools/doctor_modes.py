@@ -24,12 +24,14 @@ LARGE = {
 
 
 def speed_of_modes(names: Sequence[str], kind: str, budget: float = BUDGET_SECONDS) -> dict[str, Any]:
-    """Train a small and a larger network for some seconds in each mode that may be faster than a single device.
+    """Measure how fast a small and a larger network train in each of the parallel modes `names`.
+
+    Modes that cannot be faster than a single device are left out.
 
     Args:
-        names: the parallel modes to choose from, as options of `parallel=`.
+        names: the parallel modes, as options of `parallel=`.
         kind: the kind of device that `device=auto` chooses: `cpu`, `cuda` or `mps`.
-        budget: seconds for each network, over all modes.
+        budget: the time in seconds that all modes together may take for one network.
 
     Returns:
         A dict with the keys `small network` and `larger network`. Each value is the dict that `measured_modes` returns,

@@ -11,10 +11,10 @@ step.
 With a run directory RUN, the config of the run is planned, and its measurements are shown beside the predictions.
 Overrides change the config of the run; the measurements are then left out.
 
-With `--measure`, the plan also predicts the time of a step; for a pipeline, with each schedule and `split_size`. The
-prediction is based on measurements of the parts of a step, which take some seconds: making a batch, the forward and
-backward pass (for a pipeline, of each block), the update and the messages. The processes of the parallel mode make the
-measurements.
+With `--measure`, the plan also predicts the time of a step. For a pipeline, it predicts this time for each schedule and
+each `split_size`. The predictions are based on measurements, which take some seconds. The processes of the parallel
+mode measure the parts of a step: making a batch, the forward and backward pass, the update and the messages. In a
+pipeline, the forward and backward pass of each block are measured, too.
 
 Exit codes: 0: planned. 1: the plan crashed. 2: the config is refused. 3: planned, but it does not fit into `--memory`.
 """

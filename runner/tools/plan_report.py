@@ -103,11 +103,12 @@ def remedies(
 
     Returns:
         A list with a dict for each change that was tried. Changes that are refused or that the config contains already
-        are left out. Each dict has the fields of a `Change` as keys, where `results` describes all effects on the
-        results, and two more keys:
+        are left out. Each dict has the fields of a `Change` as keys, and two more keys:
 
-        - `peak_bytes`: the memory of the rank that needs most;
-        - `fits`: whether the run now fits.
+        - `peak_bytes`: the memory of the rank that needs most, with the change;
+        - `fits`: whether the run fits with the change.
+
+        Unlike in a `Change`, the value of `results` includes the effect of `divides_batches`.
     """
     found: list[dict[str, Any]] = []
     for change in changes(num_devices):

@@ -5,8 +5,8 @@ are printed. Overrides change the config of the run: `env.max_episode_steps=1000
 ends the film, or the film would become too long, the episodes that have ended are still written to the file. Drawing
 needs pygame: pip install -e '.[render]'.
 
-Exit codes: 0: played. 1: crashed. 2: there is no such run or checkpoint, it cannot be shown, or the film would become
-too long. 130: ended with Ctrl-C.
+Exit codes: 0: played. 1: crashed. 2: there is no such run or checkpoint, the agent cannot be shown, or the film would
+become too long. 130: ended with Ctrl-C.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def _over_one_key(study: Study, caption: str, key: str, other: str | None) -> Fi
         study: the study.
         caption: a line below the title.
         key: the key on the x-axis.
-        other: a second key, each of whose values has its own line or its own color of bars; None if there is none.
+        other: a second key; None if there is none. Each of its values has its own line, or bars of its own color.
     """
     metric, quality = _quality(study)
     panels = {metric: quality} | {_SECONDS: {point: point.seconds for point in study.points}}

@@ -26,11 +26,14 @@ def run_parser(tool: str, description: str | None, run_help: str = "a run direct
 
 
 def check_no_flags(words: Sequence[str], remedy: str = "--help lists them") -> None:
-    """Raise a ConfigError if there is a flag in `words`, because the tool does not have this flag.
+    """Check that none of `words` is a flag.
 
     Args:
-        words: the words of a command line that are not the tool's own flags.
-        remedy: the last part of the error message.
+        words: the words of the command line that the parser of the tool did not recognize.
+        remedy: the last part of the error message, which says what to do.
+
+    Raises:
+        ConfigError: if one of the words is a flag.
     """
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]
     check(not flags, " ".join(flags[:1]), ABSENT, "there is no such flag of this tool;", remedy)

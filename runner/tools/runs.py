@@ -108,12 +108,15 @@ def _filter(options: argparse.Namespace) -> Filter:
 
 
 def clean(root: Path, entries: list[Entry], yes: bool) -> int:
-    """Remove the directories of `entries`, and return the exit code: 0, or 1 if something could not be removed.
+    """Remove the directories of `entries`, and then their parent directories that have become empty.
 
     Args:
-        root: a directory that is kept even if it becomes empty, unless it is itself one of the entries.
+        root: the directory in which the entries were found. It is removed only if it is itself one of the entries.
         entries: the runs or sweeps to remove. Entries that are running are kept.
         yes: whether to remove the entries without asking the user.
+
+    Returns:
+        The exit code: 0, or 1 if something could not be removed.
     """
     chosen = [entry for entry in entries if entry.state != "running"]
     if len(chosen) < len(entries):

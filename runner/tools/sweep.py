@@ -77,8 +77,8 @@ def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
 
     Args:
         path: the directory of the sweep.
-        ledger: the content of the sweep's ledger. Control characters in it are escaped, because somebody else may have
-            written it.
+        ledger: the content of the sweep's ledger. Somebody else may have written it; therefore, control characters are
+            escaped in the returned lines.
     """
     jobs = ledger.get("jobs", {})
     counts = Counter(str(entry.get("state", "")) for entry in jobs.values())
@@ -159,9 +159,9 @@ def resume(path: Path) -> int:
     """Run the command of the sweep at `path` again with `resume=auto`, and return the exit code of the command.
 
     Raises:
-        ConfigError: if the sweep is running or complete; if the current user's cache has no command for `path`, for
-            example because another user started the sweep, or its directory was moved; or if the command contained a
-            credential, which is not stored.
+        ConfigError: if the sweep is running or complete, or if its full command is not in the current user's cache. The
+            cache lacks the command if, for example, another user started the sweep, or the sweep's directory was moved.
+            Credentials are not stored, so a command with a credential is not complete.
     """
     ledger, words = read_ledger(path), remembered_command(path)
     check(not is_locked(path), "PATH", str(path), "a process runs this sweep", "--follow shows it")

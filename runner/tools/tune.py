@@ -133,7 +133,7 @@ def tune(
         budget: seconds from `began` until the files are written.
         allowed: the changes of the results that are permitted (see `permitted`). By default, the results may change
             only by rounding errors, because sums may be computed in another order.
-        quiet: do not print a line about each candidate that has been tried.
+        quiet: whether to omit the line that is printed for each candidate that has been tried.
         began: the value of `time.perf_counter()` from which the budget counts; None to count from the call.
 
     Returns:

@@ -219,8 +219,8 @@ class Recorder:
     def _watch(self, workload: Workload, in_float64: bool) -> None:
         """Replace methods of `workload`, so that the losses of a supervised workload are recorded.
 
-        If `in_float64` is True, also record whether the backward pass of a loss has gradients of fewer than 64 bits. In
-        modes that call `loss_of` instead of `loss`, such as a pipeline, this is not recorded.
+        If `in_float64` is True, also record whether the backward pass of a loss has gradients of fewer than 64 bits.
+        Such gradients are not detected in modes that call `loss_of` instead of `loss`, such as a pipeline.
         """
         if isinstance(workload, SupervisedWorkload):
             loss_of = workload.loss_of
@@ -244,7 +244,10 @@ class Recorder:
         self.computes_below_float64 |= gradient.is_floating_point() and gradient.dtype != torch.float64
 
     def _keep_first_gradients(self, *_: Any) -> None:
-        """Keep only the gradients of the first step: later, the weights may already differ from the reference's."""
+        """Store a copy of the gradients if this is the first step.
+
+        The gradients of later steps are not compared, because the weights of the two runs may differ by then.
+        """
         if len(self._samples) == 1:
             named = self._model.named_parameters()
             self._gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
@@ -262,9 +265,8 @@ class Recorder:
     def all_losses(self) -> Tensors:
         """Return the losses of all samples of each step, in ascending order. Every rank must call this.
 
-        The losses are sorted because a mode may process the samples of a batch in any order. If several ranks have the
-        same shard of the data, they record the same losses or none. Of these ranks, only the first one that recorded
-        losses is counted.
+        The losses are sorted because a mode may process the samples of a batch in any order. Several ranks may have the
+        same shard of the data. Those that record losses record the same ones, and these are returned only once.
 
         Returns:
             A dict with the keys `step 1`, `step 2`, …, whose values are float64 tensors [batch_size]. The dict is empty

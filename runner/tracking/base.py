@@ -60,7 +60,7 @@ class Tracker:
 
         Args:
             config: the whole config.
-            typed: the values of only those keys that the user overrode. These keys are the same in all runs of a sweep.
+            typed: the part of the config that the user overrode. In a sweep, it has the same keys in all runs.
         """
 
     def flush(self) -> None:

@@ -91,9 +91,9 @@ def shown(value: object, longest: int = _LONGEST_NAME) -> str:
 
 
 def distinct(texts: Iterable[str]) -> list[str]:
-    """Return `texts`, with a number after each text that occurred before, such as `text (2)`.
+    """Make texts distinct by appending a number to each repetition of a text, such as `text (2)`.
 
-    The numbers are needed because values that differ may be equal once they are shortened.
+    Repetitions occur because different values may become the same text when they are shortened.
     """
     counts, found = Counter[str](), []
     for text in texts:
@@ -181,8 +181,8 @@ def bars(axes: Axes, groups: dict[str, list[tuple[str, Spread]]], values: bool =
 
     Args:
         axes: the axes to draw on.
-        groups: a dict from the label of each group in the legend to a list of pairs (name, spread). A group may lack
-            some of the names.
+        groups: the bars of each group, as a list of pairs (name, spread). The keys are the labels of the groups in the
+            legend. A group may lack some of the names.
         values: whether to write the mean above each bar.
     """
     names = list(dict.fromkeys(name for pairs in groups.values() for name, _ in pairs))

@@ -105,8 +105,8 @@ def _tables(level: int) -> Any:
     """Return the tables in which `_after_zeros` looks up the effect of 2**level zero bytes on a register.
 
     Returns:
-        uint32 [4, 256]. Entry [i, v] is the new value of a register whose byte i, counted from the least significant
-        byte, is v, and whose other bytes are 0.
+        uint32 [4, 256]. Entry [i, v] is the new value of a register in which byte i was v, and all other bytes were 0.
+        Byte 0 is the least significant byte.
     """
     if level > 0:
         return _after_zeros(_tables(level - 1), level - 1)

@@ -48,8 +48,8 @@ def columns(values: dict[str, list[float | str | bool]], metrics: Iterable[str])
     """Return the summary that sets the columns of the HPARAMS tab for all runs in TensorBoard's log directory.
 
     Args:
-        values: all distinct values that the runs have for each hyperparameter, by name; at least one for each.
-            TensorBoard hides runs with a text or a boolean that is not listed.
+        values: a dict from the name of each hyperparameter to a list of all distinct values that it has in the runs; no
+            list is empty. TensorBoard hides runs with a text or a boolean that is not in the list.
         metrics: the tags of the metrics, in the order of their columns.
     """
     experiment = Experiment(time_created_secs=time.time())

@@ -30,8 +30,8 @@ _MEASURED = ("time/", "memory/")
 class LoggedPoints:
     """A text file with a line `step tag value` for each point.
 
-    It holds the points of the last two intervals between checkpoints: a run may be killed while the newest checkpoint
-    is being written, and is then resumed from the one before.
+    It holds the points since the second-last checkpoint, because a run that is killed while the newest checkpoint is
+    being written is resumed from the one before.
 
     Args:
         path: the file. An incomplete last line is ignored; a run that was killed may have left one.
@@ -54,16 +54,17 @@ class LoggedPoints:
         write_text(path, "".join(self._earlier))
 
     def new(self, values: Mapping[str, T], step: int) -> dict[str, T]:
-        """Return the entries of `values` that earlier sessions have not logged for `step`, according to the file.
+        """Return the entries of `values` that still have to be logged at `step`.
 
-        An entry that was logged with another value is returned too, unless it is a measurement such as a time (see
-        `_MEASURED`). The file contains no points from before the second-last checkpoint. If the run was resumed from an
-        earlier checkpoint, these points are therefore returned, and so logged again.
+        An entry is left out if, according to the file, an earlier session logged the same value at the same step.
+        Measurements such as times (see `_MEASURED`) are left out even if the values differ. The file contains no points
+        from before the second-last checkpoint. If a run is resumed from an even earlier checkpoint, such points are
+        therefore logged again.
 
         Args:
             values: scalars or images by tag.
-            step: the number of completed optimizer steps. `begin_interval` uses the largest step so far as the step of
-                the checkpoint that is about to be saved.
+            step: the number of completed optimizer steps. `begin_interval` assumes that the next checkpoint is saved
+                at the largest step that was passed to this method.
         """
         self._step = max(self._step, step)
         if not self._repeated:
@@ -81,9 +82,9 @@ class LoggedPoints:
         """Remove old points from the file. This must be called before each checkpoint is saved.
 
         The checkpoint that was saved after the previous call is complete by now. No resumed run repeats the steps up to
-        that checkpoint, so their points are removed. The points of later steps are kept. They include points of earlier
-        sessions for steps that this session has not reached yet, because this session may be killed before it reaches
-        them.
+        that checkpoint, so their points are removed. The points of all later steps are kept. Earlier sessions may have
+        logged points for steps that this session has not reached yet. These points are kept too, because this session
+        may be killed before it reaches those steps.
         """
         self._earlier = [line for line in self._earlier if _step_of(line) > self._boundary]
         write_text(self._path, "".join([*self._earlier, *self._added]))

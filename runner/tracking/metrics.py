@@ -69,7 +69,7 @@ class MetricBuffer:
         self._step = sums if self._step is None else self._step + sums
 
     def end_step(self, step: int) -> None:
-        """Complete `step` of this process, after the sums of all its micro-batches have been added."""
+        """End the current step, after the sums of all its micro-batches have been added; `step` is its number."""
         self._rows.append(self._zeros if self._step is None else self._step)
         self._steps.append(step)
         self._step = None
@@ -90,8 +90,8 @@ class MetricBuffer:
         Raises:
             DivergedError: if a sum is not finite. The error names the first step with such a sum. If the processes
                 divide the steps among themselves, each row contains the sums of a round of steps, one step on each
-                process. The error then names the step of this process in the first such round, although the step of
-                another process may be the cause.
+                process. In this case, the error names the step that this process did in the first round with such a
+                sum. The cause may be the step of another process in the same round.
         """
         if self._rows:
             self._combine()

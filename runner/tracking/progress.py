@@ -61,8 +61,8 @@ class Progress:
         """Return the metrics, the throughput and the remaining time after `step`, as text.
 
         Metrics with more than one slash in their tags are left out. The throughput is measured since the last display,
-        without the time for logging, evaluations and checkpoints. The remaining time includes the time for these, and
-        is estimated from all steps of this session.
+        without the time for logging, evaluations and checkpoints. The remaining time is estimated from the average time
+        per step in this session, including logging, evaluations and checkpoints.
         """
         parts = [
             f"{name.removeprefix('train/')} {value:.4g}" for name, value in self._metrics.items() if name.count("/") < 2

@@ -77,8 +77,9 @@ _LOCATION_KEYS = ("name", "output_root", "resume")
 def typed_values(overrides: Iterable[str], config: dict[str, Any]) -> dict[str, Any]:
     """Return the values that the user overrode, by key.
 
-    Secrets are left out, and so are keys that determine where a run is saved. The value of a config group is the option
-    name that the user typed, as text (`cosine`, `16`). All other values are taken from `config`, with their types.
+    Secrets are left out, and so are keys that determine where a run is saved. If an override selects an option of a
+    config group, as in `precision=16`, the value is the name of the option, as a string. All other values are taken
+    from `config`, with their types.
 
     Args:
         overrides: the overrides of a run, as typed.

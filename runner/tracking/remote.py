@@ -35,10 +35,10 @@ _MOST_WAITING = 10_000
 class RemoteTracker(Tracker, ABC):
     """The base class of trackers that call another package, such as wandb, in a separate thread.
 
-    Training does not wait for the calls, which are made in order. After the first error, a warning is logged, the run
-    goes on, and nothing more is tracked except the end of the session. It is also an error if too many calls are
-    waiting, or if `close` has waited for `patience` seconds. Calls that are still in the queue when the process ends
-    are lost. Animations are not logged.
+    Training does not wait for the calls: they are put into a queue, and the thread makes them in order. If a call
+    fails, the queue is full, or `close` has waited for `patience` seconds, a warning is logged and tracking ends. The
+    run goes on, and from then on the thread makes only the call of `finish`. Calls that are still in the queue when the
+    process ends are lost. Animations are not logged.
 
     Two files in the run directory are for resumed runs. The first contains the identifier of the run in the backend, so
     that a resumed run continues it. The second contains the points that were logged since the second-last checkpoint,

@@ -39,7 +39,8 @@ def scalars(directory: Path, tags: Container[str] | None = None) -> dict[str, di
     written by somebody else: each file is read up to its first damaged event.
 
     If a run has too many points, every second point of the longest curves is left out, repeatedly if necessary. If it
-    has too many curves or events, the rest of them is left out. In both cases, a warning is logged.
+    has too many curves, only the first ones are returned. If it has too many events, only the first ones are read. In
+    each of these cases, a warning is logged.
 
     Args:
         directory: a run directory.

@@ -22,8 +22,8 @@ class Wandb(RemoteTracker):
 
     Args:
         project: the project that the run belongs to.
-        mode: `offline` writes to the run directory, from where `wandb sync` uploads it; `online` uploads during the
-            run.
+        mode: `offline` writes the data to the run directory, and `wandb sync` uploads it later; `online` uploads it
+            during the run.
     """
 
     package: ClassVar[str] = "wandb"

@@ -83,7 +83,7 @@ class Workload(ABC):
         """
 
     def signature(self) -> dict[str, Any]:
-        """Return what a program has to know to use the trained model, as values for JSON.
+        """Return what a program needs to know to use the trained model, as a dict that can be saved as JSON.
 
         The signature is saved with every checkpoint, unless it is empty (the default). The key `inputs` is the shape of
         an input. For classification, `classes` are the names of the outputs, and `image` has the fields of the
@@ -93,9 +93,10 @@ class Workload(ABC):
         return {}
 
     def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
-        """Create the model of a checkpoint on the CPU. The caller loads the weights of the checkpoint into it.
+        """Return a new model on the CPU, into which the caller loads the weights of a checkpoint.
 
-        This implementation loads the data; a workload that can create the model from `signature` overrides it.
+        This implementation loads the data to create the model. A workload that needs only `signature` overrides this
+        method.
 
         Args:
             signature: the signature in the checkpoint; empty if the checkpoint has none.

@@ -208,16 +208,20 @@ class Classifier(DataWorkload[LabeledSamples]):
 
 
 def _of_each_class(shown: torch.Tensor, targets: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the indices of at most 36 samples, in rounds; each round has one sample of each class that has any left.
+    """Return the indices of at most 36 samples, taken in turn from all classes.
+
+    The samples are taken in rounds. Each round takes the next sample of every class, and skips classes that have no
+    samples left.
 
     Args:
-        shown: bool [n]: which samples may be returned.
+        shown: bool [n]; only samples for which it is True are taken.
         targets: the class of each sample, int64 [n].
-        keys: int64 [n]; samples with larger keys come first, both within a class and within a round. If None, samples
-            keep their order within a class, and a round is in the order of the classes.
+        keys: int64 [n]. Samples of a class are taken in descending order of their keys, and the samples of a round are
+            sorted in the same way. If None, samples of a class are taken in their original order, and the samples of a
+            round are sorted by class.
 
     Returns:
-        int64 [m].
+        The indices in the order in which they were taken, int64 [m].
     """
     indices = shown.nonzero().flatten()
     order = torch.zeros_like(indices) if keys is None else -keys[indices]

@@ -49,8 +49,8 @@ class Launcher:
 
         Args:
             train: function that trains in this process; called by launchers that do not start the ranks.
-            train_rank: function that trains in the process that its argument describes. It is called in each process
-                that a launcher starts, and must be picklable.
+            train_rank: function that takes the description of the current process, and trains in this process. It is
+                called in each process that a launcher starts, and must be picklable.
             context: context of this process.
             directory: the run directory. Each started rank N, except rank 0, writes its output to `log_rank_N.txt` in
                 this directory.

@@ -42,9 +42,10 @@ def bubbles(
         A list of dicts with the keys `split_size` and `num_micro_batches`, and one key for each schedule. The value for
         a schedule is a dict with three keys. `bubble` is the idle share of the workers' time. `time` is the time from
         the start of the first computation to the end of the last one, in the unit of `times`. `rounds` is v·m + p − 1
-        for p workers with v stages each and m micro-batches. Except under `zero_bubble`, this would be the time if each
-        stage took one unit of time for the forward and backward pass of a micro-batch. If the schedule does not support
-        this number of micro-batches or stages, the value is None instead of a dict.
+        for p workers with v stages each and m micro-batches: the time of an idealized pipeline, in which each stage
+        takes one unit of time for the forward and backward pass of a micro-batch. This interpretation does not hold for
+        `zero_bubble`. If the schedule does not support this number of micro-batches or stages, the value is None
+        instead of a dict.
     """
     return [
         {"split_size": samples // count, "num_micro_batches": count}

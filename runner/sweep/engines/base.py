@@ -80,7 +80,7 @@ class Pool(ABC):
     def has_room(self) -> bool:
         """Return False if the pool knows that no job can start now, however few resources it needs.
 
-        If the result is True, `submit` may still return None. This class always returns True.
+        If the result is True, `submit` may still return None. The default implementation always returns True.
         """
         return True
 
@@ -93,9 +93,10 @@ class Pool(ABC):
         """
 
     def adopt(self, job: Job, started: Started) -> bool:
-        """Take over `job`, which an earlier command started, if possible; return whether it was taken over.
+        """Try to take over `job`, which an earlier command started, and return whether this succeeded.
 
-        A job that is still running can be taken over. `wait` later returns its end. This class takes over no jobs.
+        A job can be taken over while it is still running. `wait` later returns its end. The default implementation
+        takes over no jobs.
 
         Args:
             job: the job. Only its number and its console are valid.
@@ -182,7 +183,9 @@ class Engine(ABC):
             check_choice(self, "prune", ("median", "halving"))
 
     def prepare(self, overrides: Sequence[str] = (), config_dir: str | None = None) -> None:
-        """Start slow preparations in the background before the first job starts. This class prepares nothing.
+        """Start slow preparations in the background before the first job starts.
+
+        The default implementation does nothing.
 
         Args:
             overrides: overrides of the first job; empty if they are not known. An engine may compose the config of this

@@ -1,4 +1,4 @@
-"""`sweep=local`: runs jobs on this machine, as many at once as there are GPUs or CPU cores for.
+"""`sweep=local`: runs jobs on this machine, as many at once as the GPUs and CPU cores allow.
 
 Each job is a process that is forked from a server. The server has already imported torch, so that a job starts in a
 fraction of a second. The server itself runs no jobs, so that no job inherits state from another job. A job starts only
@@ -56,7 +56,7 @@ class Local(Engine):
     """The engine that runs jobs on this machine.
 
     Args:
-        slots: the maximum number of jobs that run at once; `auto`: as many as the GPUs and CPU cores suffice for.
+        slots: the maximum number of jobs that run at once; `auto`: as many as the GPUs and CPU cores allow.
         threads: the number of CPU threads of each process of a job; `auto`: the cores are divided among the jobs that
             run at once. The option `device.threads` of a job takes precedence.
     """
@@ -179,7 +179,7 @@ class LocalPool(Pool):
         return min(self._num_cores, demand.processes * (demand.threads or self._threads))
 
     def _free_gpus(self, idle: list[str], count: int) -> list[str] | None:
-        """Return `count` of the `idle` GPUs that no other user uses; None if there are fewer.
+        """Return `count` of the `idle` GPUs that no other user uses; None if there are not enough.
 
         If other users occupy too many GPUs, calls in the next few seconds return None without checking again.
 

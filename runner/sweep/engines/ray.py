@@ -44,7 +44,7 @@ class Ray(ClusterEngine):
     """The engine that runs jobs with Ray.
 
     Args:
-        slots: the maximum number of jobs that run at once; `auto`: as many as the cluster has CPU cores and GPUs for.
+        slots: the maximum number of jobs that run at once; `auto`: as many as the cluster's CPU cores and GPUs allow.
         address: the address of the cluster (`auto`, `HOST:PORT` or `ray://HOST:PORT`); null: start Ray on this machine.
     """
 

@@ -273,9 +273,9 @@ class SlurmPool(Pool):
         return f"{self._name}-{batch.token}"
 
     def _submit_batches(self) -> None:
-        """Submit each new batch, and each rejected batch whose waiting time is over, as one job array.
+        """Submit the batches that are due, each as one job array.
 
-        A batch that SLURM rejects is submitted again later, a limited number of times.
+        A batch that SLURM rejects is due again after some time, but only a limited number of times.
 
         Raises:
             ConfigError: if SLURM rejects a batch before any job has been submitted or adopted. The cause is then
@@ -469,7 +469,10 @@ class SlurmPool(Pool):
 
 
 def _states(ids: list[str]) -> dict[str, str]:
-    """Return a dict from SLURM job ID to final state, for those of the jobs `ids` that sacct reports as ended."""
+    """Return the final states of the jobs in `ids` that have ended, by SLURM job ID.
+
+    The states are read with sacct. If sacct fails, log a warning and return an empty dict.
+    """
     from submitit.slurm.slurm import SlurmInfoWatcher  # imported here: an optional dependency
 
     if not ids:

@@ -90,7 +90,8 @@ def play_one(
         device: device of the model.
         seed: the seed of the initial state.
         render_mode: `rgb_array`, or `human` for a window.
-        before_step: called with the environment and the number of the step, from 0, before each step.
+        before_step: function that is called before each step. Its arguments are the environment and the number of the
+            step, which starts at 0.
     """
     total, length = 0.0, 0
     with env.vector(1, in_process=True, render_mode=render_mode) as vector:
@@ -114,7 +115,7 @@ def _greedy_actions(infer: Infer, observations: np.ndarray, device: torch.device
 
 
 def observation_scaling(env: Env, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what to subtract from each component of the observations, and what to multiply the difference by.
+    """Return the offset and the factor that scale each component of the observations.
 
     If the observation space has bounds, scaled observations are between -1 and 1. Otherwise, they have a mean of 0 and
     a standard deviation of 1 over the steps of a random policy. Bounds are preferred, because in many environments a
@@ -125,7 +126,8 @@ def observation_scaling(env: Env, num_steps: int) -> tuple[torch.Tensor, torch.T
         num_steps: number of steps with random actions, summed over all environments.
 
     Returns:
-        Two float32 tensors [observation_size], on the CPU.
+        Two float32 tensors [observation_size] on the CPU: the offset, which is subtracted from the observations, and
+        the factor, by which the difference is multiplied.
     """
     with env.vector(env.num_envs, in_process=True) as vector:
         if bounds := vector.bounds():

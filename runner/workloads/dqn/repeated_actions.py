@@ -31,7 +31,7 @@ class Repeats:
             explores: which environments begin a new repetition, bool [num_envs]; ignored for environments that are
                 still repeating an action.
             actions: the random action to repeat in each environment that begins a repetition, int64 [num_envs].
-            random: the generator that the numbers of steps are drawn from.
+            random: the generator for the lengths of the new repetitions.
         """
         begins = explores & (self._left == 0)
         drawn = np.searchsorted(self._cumulative, random.random(len(begins)), side="right") + 1

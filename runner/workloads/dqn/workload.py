@@ -221,8 +221,8 @@ class DQN(Workload):
     def _due(self, step: int) -> float:
         """Return the number of environment steps that each process must have taken before optimizer step `step`.
 
-        The steps in all environments of the process since the start of the run are counted. The number may be
-        fractional. A small tolerance is subtracted, so that rounding adds no environment step.
+        This is a total over all environments of the process since the start of the run. It may be fractional. It is
+        reduced by a small tolerance, so that a rounding error does not cause an additional environment step.
         """
         return (self.warm_up + step / self.replay_ratio - 1e-6) / self._count
 
