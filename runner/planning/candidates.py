@@ -189,7 +189,7 @@ class Candidates:
             count //= 2
 
     def _processes(self, chosen: Overrides) -> Iterator[Overrides]:
-        """Yield `chosen`, extended by a number of processes and by options that the mode proposes to `tune`.
+        """Yield variants of `chosen`: one for each number of processes and each of the mode's `alternatives`.
 
         The numbers of processes are powers of two, up to the number of cores or GPUs. No number is added if the user
         has typed one, or if the mode runs in one process with its present options (`in_processes` is false).
@@ -213,7 +213,7 @@ class Candidates:
             yield from self._alternatives(words, is_base=not chosen)
 
     def _alternatives(self, words: Overrides, is_base: bool) -> Iterator[Overrides]:
-        """Yield `words`, extended by each set of options that the parallel mode proposes to `tune`.
+        """Yield variants of `words`: one for each set of options that `Parallel.alternatives` yields.
 
         A set is left out if it has an option that the user has typed, or if the result would be the run as it is. If
         the run is refused with `words`, only `words` is yielded, so that its candidate reports the reason.

@@ -192,9 +192,9 @@ def find_sweeps(paths: Iterable[Path]) -> list[Path]:
 
 
 def _measures(result: dict[str, Any], metric: str) -> dict[str, float]:
-    """Return a dictionary that maps each measure to its number in the result of a run.
+    """Return the numbers in the result of a run, as a dictionary with the keys of `Row.measures`.
 
-    Measures whose number is missing or not finite are left out.
+    `best` and `last` are values of `metric`. Numbers that are missing or not finite are left out.
     """
     best = result.get("best", {})
     numbers = {
