@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -87,10 +86,9 @@ class _AllReduceSum(torch.autograd.Function):
         return total
 
 
-def _differentiable_sum(tensor: torch.Tensor) -> torch.Tensor:
+def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return _AllReduceSum.apply(tensor)  # pyright: ignore[reportReturnType]
 
 
-_sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = _differentiable_sum
 if torch.__version__ < "2.14":  # compiled by torch 2.11, the all-reduces give wrong sums; 2.14 was found to be right
-    _sum_over_ranks = cast(Any, torch.compiler.disable)(_differentiable_sum)
+    _sum_over_ranks = torch.compiler.disable(_sum_over_ranks)  # pyright: ignore[reportAssignmentType]

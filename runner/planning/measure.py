@@ -36,6 +36,7 @@ from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.micro_batches import divisors
 from runner.parallel.pipelining.partition import blocks_of, first_inputs
 from runner.run import Result, Run, Session, build_run
+from runner.training import initial_state
 
 _REPEATS = 3
 _MICRO_BATCHES_PER_STAGE = (1, 2, 4, 8, 16)
@@ -99,14 +100,10 @@ def measure_rank(config: dict[str, Any], directory: Path, process: Process) -> R
     run = build_run(config)
     session = run.prepare(process)
     with session.settings():
-        run.precision.prepare(session.device)
-        model = run.precision.convert(run.workload.build_model())
-        own: dict[str, Any] = {"blocks": _blocks(session, model)} if isinstance(run.parallel, Pipeline) else {}
-        groups = run.optimizer.parameter_groups(model)
-        model = run.parallel.place(model, session.context)
-        model.train()
-        own |= _passes(session, model)
-        own |= _update(session, model, run.optimizer.build(model, groups))
+        own: dict[str, Any] = {"blocks": _blocks(session)} if isinstance(run.parallel, Pipeline) else {}
+        state = initial_state(session, directory)
+        state.model.train()
+        own |= _passes(session, state.model) | _update(session, state.model, state.optimizer)
     gathered = session.collectives.all_gather(own)
     if session.rank == 0:
         (directory / "parts.json").write_text(json.dumps(_mean(gathered)), encoding="utf-8")
@@ -144,23 +141,21 @@ def _passes(session: Session, model: torch.nn.Module) -> dict[str, float]:
     return found | {"batch": _seconds(session, lambda: next(batches))}
 
 
-def _blocks(session: Session, model: torch.nn.Module) -> dict[str, list[float]]:
-    """Return the times of the blocks of `model` for several numbers of samples, as in the key `blocks` of `Parts`.
-
-    This moves the model to the device of this process. It must be called before `Parallel.place`.
-    """
-    plan, context = session.plan, session.context
+def _blocks(session: Session) -> dict[str, list[float]]:
+    """Return the times of the network's blocks for several numbers of samples, as in the key `blocks` of `Parts`."""
+    run, plan, context = session.run, session.plan, session.context
+    run.precision.prepare(session.device)
+    model = run.precision.convert(run.workload.build_model())
     move(model, session.device, context.channels_last)
     model.train()
     samples, stages = plan.batch_size // plan.accumulation, max(2, context.world_size, len(context.process.devices))
-    own = samples // session.run.parallel.num_microbatches(context)
+    own = samples // run.parallel.num_microbatches(context)
     sizes = measured_sizes(samples, stages, own)
     inputs = first_inputs(model, context, sizes[0])
     times = {}
     for size in sizes:
         session.collectives.barrier()
         times[str(size)] = _block_seconds(session, model, inputs[:size])
-    model.zero_grad()
     return times
 
 
@@ -213,13 +208,9 @@ def measured_sizes(samples: int, stages: int, own: int) -> list[int]:
 
 def _update(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Measure a step of `optimizer`, which updates the parameters of `model`."""
-
-    def update() -> None:
-        optimizer.step()
-
     for parameter in trainable(model):
         parameter.grad = torch.zeros_like(parameter)
-    return {"update": _seconds(session, update)}
+    return {"update": _seconds(session, optimizer.step)}
 
 
 def _seconds(session: Session, work: Callable[[], Any]) -> float:
