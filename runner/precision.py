@@ -12,6 +12,7 @@ import torch
 
 from runner.config.errors import check, check_range
 from runner.storage.content_checks import check_count, check_like
+from runner.system import fused_update
 from runner.system.torch_private import found_inf_flags, has_fast_bfloat16
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class Precision:
             precision uses no loss scaling.
         """
         norm = clip() if clip is not None else None
-        optimizer.step()
+        fused_update.step(optimizer)
         _drop_gradients(optimizer)
         return norm
 

@@ -1,0 +1,130 @@
+"""The update of torch's fused optimizers on a CPU, without the bookkeeping of `Optimizer.step`.
+
+For six small tensors, `Optimizer.step` takes 110 µs with Adam and 47 µs with SGD, of which the kernels take 33 and
+13 µs. The rest is spent on hooks, on a label for the profiler, and on sorting the tensors by device and dtype.
+
+The kernels have no public names in torch, and no torch issue is known that would give them one. If they are renamed,
+callers of `step` can call `optimizer.step()` instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """Do what `optimizer.step()` does, with the same result bit for bit.
+
+    The kernel is called directly if `optimizer` is torch's SGD, Adam or AdamW with `fused=True`, and all tensors are on
+    the CPU. `optimizer.step()` is called for all other optimizers, and also for the first update, which creates the
+    state, if hooks are registered, and while a profiler runs.
+    """
+    supported = type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+    groups = _groups(optimizer) if supported and not _is_observed(optimizer) else None
+    if groups is None:
+        optimizer.step()
+        return
+    update = _sgd if type(optimizer) is torch.optim.SGD else _adam
+    with torch.no_grad():
+        for group, tensors in groups:
+            update(group, *tensors)
+
+
+def _is_observed(optimizer: Any) -> bool:
+    """Return whether `optimizer.step()` has hooks to call, or a profiler to report to."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or any(_global_hooks())
+        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+    )
+
+
+@functools.cache
+def _global_hooks() -> tuple[Any, Any]:
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # loads torch
+
+    return _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list[list[torch.Tensor]]]] | None:
+    """Return the groups of `optimizer` with their tensors; None if `_sgd` or `_adam` cannot update them.
+
+    The tensors of a group are a list of its parameters, a list of their gradients, and a list for each kind of state.
+    """
+    found = []
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        gradients = [parameter.grad for parameter in parameters]
+        plain = group["fused"] and not group.get("amsgrad")
+        if not plain or not all(_fits(gradient, parameters[0].dtype) for gradient in gradients):
+            return None
+        names = _state_names(optimizer, group)
+        states = [optimizer.state[parameter] for parameter in parameters]
+        if any(name not in state for state in states for name in names):
+            return None  # before the first update
+        if parameters:
+            found.append((group, [parameters, gradients, *([state[name] for state in states] for name in names)]))
+    return found
+
+
+def _fits(gradient: torch.Tensor | None, dtype: torch.dtype) -> bool:
+    """Return whether `gradient` is a dense tensor of `dtype` on the CPU. Other classes, such as DTensor, do not fit."""
+    return type(gradient) is torch.Tensor and gradient.is_cpu and not gradient.is_sparse and gradient.dtype is dtype
+
+
+def _state_names(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
+    if type(optimizer) is torch.optim.SGD:
+        return ("momentum_buffer",) if group["momentum"] else ()
+    return ("exp_avg", "exp_avg_sq", "step")
+
+
+def _sgd(
+    group: dict[str, Any],
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    momentum_buffers: list[torch.Tensor] | tuple[()] = (),
+) -> None:
+    torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
+        parameters,
+        gradients,
+        momentum_buffers,
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+        is_first_step=False,
+    )
+
+
+def _adam(
+    group: dict[str, Any],
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    steps: list[torch.Tensor],
+) -> None:
+    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_  # pyright: ignore[reportPrivateImportUsage]
+    beta1, beta2 = group["betas"]
+    torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
+    kernel(
+        parameters,
+        gradients,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=group["maximize"],
+    )
