@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md, run as a package of somebody else's: found through its entry point."""
+"""Tests of the examples in docs/extending.md, as a separate package that is found through its entry point."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def run_python(*arguments: str, cwd: Path, path: tuple[Path, ...]) -> subprocess
 
 
 def train_in(cwd: Path, site: Path, *overrides: str, fresh: bool = False) -> dict[str, Any]:
-    """Train a command line with the examples' options; returns `result.json`, and the run directory as `directory`.
+    """Train with the examples' options; return the content of `result.json`, and the run directory as `directory`.
 
     Args:
-        fresh: in a fresh interpreter, as somebody types it, not in a child of one that has imported the runner.
+        fresh: run in a new interpreter, as a user does, and not in a fork of a process that has imported the runner.
     """
     words = (f"--config-dir={EXAMPLES / 'conf'}", *overrides)
     if fresh:
@@ -64,13 +64,13 @@ def train_in(cwd: Path, site: Path, *overrides: str, fresh: bool = False) -> dic
 
 @pytest.fixture
 def train(site: Path, tmp_path: Path) -> Train:
-    """`train_in` a directory of the test's own."""
+    """`train_in` with the temporary directory of the test as the working directory."""
     return partial(train_in, tmp_path, site)
 
 
 @pytest.fixture(scope="module")
 def single(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The run of a single device that the modes are compared with."""
+    """The run on a single device that the modes are compared with."""
     return train_in(tmp_path_factory.mktemp("single"), site, *TINY, "precision=64")
 
 
@@ -90,14 +90,14 @@ MODES = {
     "all_reduce": ("parallel=all_reduce",),
     "all_reduce with accumulation": ("parallel=all_reduce", "accumulation=2"),
 }
-"""One row for each mode of the examples that must compute what one device computes."""
+"""The overrides of each example mode that must compute what a single device computes."""
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_a_mode_of_another_package_computes_what_one_device_computes(
     mode: tuple[str, ...], single: dict[str, Any], train: Train
 ) -> None:
-    ours = train(*TINY, "precision=64", *mode, fresh=mode == MODES["all_reduce"])  # one of them as it is typed
+    ours = train(*TINY, "precision=64", *mode, fresh=mode == MODES["all_reduce"])  # one of them as a user runs it
     assert (single["world_size"], ours["world_size"]) == (1, 2)
     assert ours["steps"] == single["steps"] == 2
     assert ours["metrics"]["eval/accuracy"] == single["metrics"]["eval/accuracy"]
@@ -110,7 +110,7 @@ def test_a_workload_of_another_package_trains_and_reports_its_loss(train: Train)
     single = train(*autoencoder)
     assert single["steps"] == 2
     assert single["best"]["metric"] == "eval/loss"
-    # Inputs have a mean of zero and a variance of one: what predicts nothing has a loss of about one.
+    # Inputs have a mean of 0 and a variance of 1, so a model that has learned nothing has a loss of about 1.
     assert 0.5 < single["metrics"]["eval/loss"] < 2
     weights = final_weights(single)
     widths = [tuple(tensor.shape) for name, tensor in weights.items() if name.endswith("weight")]
@@ -122,7 +122,7 @@ def test_a_workload_of_another_package_trains_and_reports_its_loss(train: Train)
     assert largest_difference(final_weights(two), weights) < 1e-12
 
 
-def test_a_language_model_in_one_file_is_trained_alike_in_every_mode(train: Train, tmp_path: Path) -> None:
+def test_a_language_model_in_one_file_trains_the_same_in_every_mode(train: Train, tmp_path: Path) -> None:
     sentence = "the quick brown fox jumps over the lazy dog. "
     (tmp_path / "text.txt").write_text(sentence * 60)
     model = (
@@ -133,7 +133,7 @@ def test_a_language_model_in_one_file_is_trained_alike_in_every_mode(train: Trai
         "device=cpu",
         "device.threads=1",
     )
-    # In float64, plain sums: Adam divides by the size of a gradient, and with it the rounding of the smallest.
+    # In float64 and with SGD: Adam divides by the size of a gradient, and so amplifies the rounding of the smallest.
     options = (
         *model,
         "precision=64",
@@ -166,7 +166,7 @@ def test_a_data_set_of_another_package_is_learned(train: Train, tmp_path: Path) 
     assert train(*arrays, "steps=60", "data.flip=true")["metrics"]["eval/accuracy"] == 1.0
 
 
-def test_an_environment_of_another_package_is_acted_in(train: Train) -> None:
+def test_an_agent_trains_in_an_environment_of_another_package(train: Train) -> None:
     sizes = ("batch_size=8", "steps=2", "workload.warm_up=48", "workload.replay_size=100", "workload.eval_episodes=2")
     result = train("workload=dqn", "env=corridor", "device=cpu", *sizes)
     assert result["steps"] == 2
@@ -174,7 +174,7 @@ def test_an_environment_of_another_package_is_acted_in(train: Train) -> None:
 
 
 def losses_in(directory: Path) -> list[tuple[int, float]]:
-    """(step, loss) as the CSV tracker wrote them."""
+    """Return the pairs (step, loss) that the CSV tracker has written."""
     rows = [line.split(",") for line in (directory / "curves.csv").read_text().splitlines()]
     return [(int(step), float(value)) for step, tag, value in rows if tag == "train/loss"]
 

@@ -1,4 +1,4 @@
-"""README and docs/: what they quote, link to and tell to type."""
+"""Tests of README.md and docs/: the files that they quote, their links and their commands."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 
 
 def anchors(text: str) -> set[str]:
-    """The names by which the headings of a page are linked to."""
+    """Return the anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def commands(text: str) -> list[list[str]]:
-    """The overrides of every `python -m runner` in the code blocks of a page that can be composed as it stands."""
+    """Return the overrides of each `python -m runner` in the code blocks of a page that can be composed unchanged."""
     blocks = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("python -m runner ")]
     words = [shlex.split(line, comments=True)[3:] for line in lines]
-    # Files that are not there, directories of one's own, and what is not a run.
+    # Commands that need files or directories of the user, and commands that are not runs.
     left_out = ("resume=o", "model.weights=", "--config-dir", "--help", "--version", "--summary", "[")
     return [line for line in words if not any(word.startswith(left_out) for word in line)]
 
@@ -71,7 +71,7 @@ def test_every_example_is_quoted() -> None:
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_links_lead_somewhere(page: str) -> None:
+def test_targets_and_anchors_of_links_exist(page: str) -> None:
     for target, anchor in LINK.findall(TEXTS[page]):
         path = (ROOT / page).parent / target if target else ROOT / page
         assert path.exists(), f"{page} links to {target}"

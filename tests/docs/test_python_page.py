@@ -1,4 +1,4 @@
-"""docs/python.md: its Python runs as it stands, from top to bottom."""
+"""Tests that the Python code in docs/python.md runs unchanged, from top to bottom."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_code_of_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    start_server(*processes.PRELOADED)  # which is then not started and stopped by each block
+    start_server(*processes.PRELOADED)  # otherwise, each block would start and stop its own server
     names: dict[str, object] = {}
     for block in BLOCKS:
         exec(block, names)

@@ -1,4 +1,4 @@
-"""The average of the weights: that of a plain loop in every mode, evaluated, saved, and bitwise exact on resume."""
+"""Tests of averaged weights: equal to plain PyTorch in every mode, evaluated, saved, bitwise exact after resume."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def average_at(directory: Path, step: int) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def plain_average() -> dict[str, torch.Tensor]:
-    """The average in plain PyTorch: a = decay·a + (1 − decay)·w after each step, from the weights of the first."""
+    """The average in plain PyTorch: a = w after the first step, then a = decay·a + (1 − decay)·w after each step."""
     run = built(*FAST, *COMMON)
     averages: dict[int, torch.Tensor] = {}
 
@@ -122,7 +122,9 @@ def test_resume_is_bitwise_exact(options: tuple[str, ...], ranks: Callable[[int]
         assert_same(got, of_whole)
 
 
-def test_a_run_begun_in_one_mode_goes_on_in_another(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_the_average_continues_when_a_run_resumes_in_another_mode(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
     overrides = (*FAST, *COMMON, *CASES["sgd"][0], EMA)
     train_in(tmp_path, built(*overrides), partial(stop_at, 4, 0))
     ranks(2).train(composed(*overrides, "parallel=fsdp"), tmp_path, partial(stop_at, 7, 0))
@@ -130,7 +132,9 @@ def test_a_run_begun_in_one_mode_goes_on_in_another(ranks: Callable[[int], Ranks
     assert largest_difference(average_at(tmp_path, STEPS), plain_average()) <= 1e-6
 
 
-def test_an_average_begins_where_a_checkpoint_has_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_average_begins_after_resume_if_the_checkpoint_has_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     train_in(tmp_path, built(*FAST, *COMMON), partial(stop_at, STEPS - 1, 0))
     with caplog.at_level("INFO", logger="runner"):
         train_in(tmp_path, built(*FAST, *COMMON, EMA))
@@ -138,7 +142,7 @@ def test_an_average_begins_where_a_checkpoint_has_none(tmp_path: Path, caplog: p
     assert_same(average_at(tmp_path, STEPS), weights_at(tmp_path, STEPS))
 
 
-def test_it_is_torchs_averaged_model_with_its_own_buffers() -> None:
+def test_the_average_equals_that_of_torchs_averaged_model() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     model[0].bias.requires_grad_(False)
     average, theirs = Ema(0.9).build(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -155,7 +159,7 @@ def test_it_is_torchs_averaged_model_with_its_own_buffers() -> None:
     assert_same(dict(model.state_dict()), before)
 
 
-def test_without_a_decay_nothing_is_kept() -> None:
+def test_without_a_decay_there_is_no_average() -> None:
     model = torch.nn.Linear(2, 2)
     average = Ema().build(model)
     assert type(average) is Average
@@ -164,7 +168,7 @@ def test_without_a_decay_nothing_is_kept() -> None:
         assert average.full_tensors(lambda _: pytest.fail("nothing is collected")) == {}
 
 
-def test_weights_return_after_an_error_in_the_evaluation() -> None:
+def test_weights_are_restored_after_an_error_in_the_evaluation() -> None:
     model = torch.nn.Linear(2, 2)
     average = Ema(0.5).build(model)
     average.update()
@@ -176,7 +180,7 @@ def test_weights_return_after_an_error_in_the_evaluation() -> None:
     assert model.weight.equal(weight)
 
 
-def test_agents_are_averaged_too(tmp_path: Path) -> None:
+def test_the_weights_of_agents_are_averaged_too(tmp_path: Path) -> None:
     sizes = ("workload.warm_up=48", "workload.replay_size=100", "workload.eval_episodes=2", "batch_size=8", "steps=4")
     result = train_in(tmp_path, built("workload=dqn", "device=cpu", "device.threads=1", *sizes, EMA)).result
     assert result.status == "done"
@@ -186,14 +190,14 @@ def test_agents_are_averaged_too(tmp_path: Path) -> None:
     assert not any("target" in name for name in differ), "what is not trained is not averaged"
 
 
-def test_workers_that_do_not_wait_have_no_sequence_of_weights_to_average() -> None:
+def test_hogwild_with_an_average_is_refused() -> None:
     with pytest.raises(ConfigError) as refusal:
         prepared(built(*FAST, EMA, "parallel=hogwild"))
     assert (refusal.value.key, refusal.value.got) == ("ema.decay", DECAY)
 
 
 @pytest.mark.parametrize("decay", [0, 1, -0.1, 1.5])
-def test_a_decay_that_is_no_weight_is_refused(decay: float) -> None:
+def test_a_decay_that_is_not_between_0_and_1_is_refused(decay: float) -> None:
     with pytest.raises(ConfigError) as refusal:
         Ema(decay)
     assert (refusal.value.key, refusal.value.got) == ("decay", decay)

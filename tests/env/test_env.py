@@ -1,4 +1,4 @@
-"""Environments: which there are, that they are stepped as gymnasium steps them, and that their state comes back."""
+"""Tests of environments: their options, that they step as in gymnasium, restoring their state, and their errors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def prepared(id: str, **options: Any) -> Env:
         ("CartPole-v1", (4,), 2, 500),
         ("Acrobot-v1", (6,), 3, 500),
         ("MountainCar-v0", (2,), 3, 200),
-        ("FrozenLake-v1", (16,), 4, 100),  # a state's number becomes a one-hot vector
-        ("Blackjack-v1", (45,), 2, None),  # three numbers laid end to end: 32 + 11 + 2
+        ("FrozenLake-v1", (16,), 4, 100),  # the index of a state becomes a one-hot vector
+        ("Blackjack-v1", (45,), 2, None),  # three concatenated one-hot vectors: 32 + 11 + 2
     ],
 )
 def test_the_spaces_of_an_environment_are_known_after_prepare(
@@ -100,7 +100,7 @@ def test_a_restored_state_continues_bitwise(id: str, vectorization: str, tmp_pat
                 assert np.array_equal(mine, others)
 
 
-def test_environment_processes_terminate_whatever_the_run_does_with_signals() -> None:
+def test_environment_processes_do_not_keep_the_signal_handlers_of_the_run() -> None:
     env = prepared("CartPole-v1", num_envs=2, vectorization="async")
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
@@ -133,11 +133,11 @@ def test_environments_are_divided_evenly_or_refused(count: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Broken ones
+# Environments that fail
 
 
 class Broken(gymnasium.Env):
-    """Does what `wrong` says at step 3 of episode 2; episodes have five steps."""
+    """An environment that fails at step 3 of episode 2 in the way that `wrong` selects; episodes have five steps."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -158,7 +158,7 @@ class Broken(gymnasium.Env):
 
 
 class Dying(Broken):
-    """Its process dies in its second step if its seed is odd."""
+    """An environment whose process dies in the second step if its seed is odd."""
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
         self.dies = bool(seed and seed % 2)
@@ -172,8 +172,8 @@ class Dying(Broken):
 
 @pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting:UserWarning")
 @pytest.mark.parametrize("first_seed", [0, 1])
-def test_an_environment_whose_process_dies_ends_the_others(first_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With gymnasium's own end, the run would wait for ever for an answer that it has already received."""
+def test_all_environment_processes_end_if_one_of_them_dies(first_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gymnasium's own `close` would wait forever for a result that the run has already received."""
     env = prepared(registered(monkeypatch, Dying), num_envs=3, vectorization="async")
     processes = []
 
@@ -191,7 +191,7 @@ def test_an_environment_whose_process_dies_ends_the_others(first_seed: int, monk
 
 
 class Huge(Broken):
-    """Returns numbers that are finite in float64 only."""
+    """An environment whose observations are finite in float64, but not in float32."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
 
@@ -200,7 +200,7 @@ class Huge(Broken):
 
 
 class Unlicensed(Broken):
-    """Cannot be reset."""
+    """An environment that raises an error in `reset`."""
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
         raise OSError("no license")
@@ -272,7 +272,7 @@ def test_a_module_that_cannot_be_imported_is_named(module: str, why: str) -> Non
 
 
 class Counting(Broken):
-    """Its observations are discrete."""
+    """An environment with discrete observations."""
 
     observation_space = gymnasium.spaces.Discrete(5)  # pyright: ignore[reportAssignmentType]
 

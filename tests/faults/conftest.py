@@ -1,8 +1,8 @@
-"""Fixtures of the scenarios of faults, and the table of what was tried.
+"""Fixtures of the fault-injection tests, and a summary table of the injected faults.
 
-`make test` tries a fixed selection; `make faults` (RUNNER_FAULTS=all) tries everything, with random moments drawn from
-RUNNER_FAULTS_SEED, which is printed. How a scenario is declared: tests/helpers/faults.py. What it is judged by:
-tests/helpers/oracle.py.
+`make test` runs a fixed selection; `make faults` (RUNNER_FAULTS=all) runs everything, with faults at random times drawn
+from RUNNER_FAULTS_SEED, which is printed. See tests/helpers/faults.py for how a scenario is declared, and
+tests/helpers/oracle.py for what is checked after a fault.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def pytest_configure() -> None:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
-    """Random numbers of this test: the same ones for the same seed, whatever tests are run with it."""
+    """Return a random generator, which depends only on RUNNER_FAULTS_SEED and this test, not on other tests."""
     return random.Random(f"{SEED} {request.node.nodeid}")
 
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """`reference("ddp")`: the undisturbed run of that name in `helpers.faults.RUNS`, done when first asked for."""
+    """Return a function that trains the run `helpers.faults.RUNS[name]` without faults, at its first call per name."""
     done: dict[str, Reference] = {}
 
     def get(run: str) -> Reference:
@@ -47,9 +47,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
 @pytest.fixture
 def tally(request: pytest.FixtureRequest) -> Tally:
-    """`with tally("a killed rank"): …` counts one fault of that kind as tried; and as passed, if nothing is raised.
+    """Count faults: `with tally("a killed rank"): …` counts one fault of that kind, as passed if nothing is raised.
 
-    It gives a function to call where the fault did not happen: then it does not count.
+    The context manager yields a function to call if the fault did not happen, so that it is not counted.
     """
 
     @contextmanager
@@ -67,7 +67,7 @@ def tally(request: pytest.FixtureRequest) -> Tally:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """For each kind of fault, how many were tried and how many passed; tests that count none count as one each."""
+    """Print how many faults of each kind were tried and passed; a test that counts no faults counts as one fault."""
     tried: dict[str, list[bool]] = defaultdict(list)
     for outcome in ("passed", "failed", "error"):
         for report in terminalreporter.stats.get(outcome, []):
@@ -75,7 +75,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             if path.parent.name != "faults" or report.when != ("setup" if outcome == "error" else "call"):
                 continue
             faults = [entry for name, entry in report.user_properties if name == "fault"]
-            if outcome != "passed" and all(passed for _, passed in faults):  # what they all came to is wrong
+            if outcome != "passed" and all(passed for _, passed in faults):  # a check after the last fault failed
                 faults = [(kind, False) for kind, _ in faults]
             for kind, passed in faults or [(path.stem.removeprefix("test_").replace("_", " "), outcome == "passed")]:
                 tried[kind].append(passed)

@@ -1,7 +1,7 @@
-"""Plants bugs, one at a time, in a copy of the project: for each, a test must fail.
+"""Mutation testing: plants one bug at a time in a copy of the project, and checks that a test fails.
 
-`python tests/faults/mutations.py [WORD…]` tries all of them, or those whose name contains a WORD, and writes the table
-tests/faults/MUTATIONS.md. A bug that no test notices means that a test is missing.
+`python tests/faults/mutations.py [WORD…]` tries the bugs whose description contains a WORD. Without a WORD, it tries
+all bugs, and writes the table tests/faults/MUTATIONS.md. If no test notices a bug, a test is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 TABLE = Path(__file__).with_name("MUTATIONS.md")
 COPIED = ("runner", "models", "conf", "tests", "pyproject.toml", "constraints.txt", "Makefile")
 PATIENCE = 900.0
-"""Seconds after which tests count as hanging, which is noticed too."""
+"""Timeout of a test run in seconds. A bug that makes the tests hang counts as noticed."""
 
 POWER = "tests/faults/test_power_loss.py"
 CORRUPTION = "tests/faults/test_corruption.py"
@@ -31,7 +31,7 @@ RESUMED = f"{CORRUPTION}::test_a_damaged_run_that_is_resumed_ends_like_the_undis
 
 
 class Mutation(NamedTuple):
-    """A bug: in `file`, `old`, which is there once, is replaced by `new`. One of `tests` must fail."""
+    """A bug: `old`, which occurs exactly once in `file`, is replaced by `new`. One of `tests` must fail."""
 
     bug: str
     file: str
@@ -317,11 +317,11 @@ MUTATIONS = [
 
 
 class Outcome(NamedTuple):
-    """What became of a bug.
+    """The result of trying a bug.
 
     Args:
-        bug: its name.
-        file: where it was planted.
+        bug: its description.
+        file: the file in which it was planted.
         test: the first test that failed; empty if none did.
         rare: whether only `make faults` notices it.
     """
@@ -333,7 +333,7 @@ class Outcome(NamedTuple):
 
 
 def copy_of_project(to: Path) -> Path:
-    """Copy what tests need."""
+    """Copy the files that the tests need to the directory `to`, and return `to`."""
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -343,10 +343,10 @@ def copy_of_project(to: Path) -> Path:
 
 
 def first_failure(project: Path, test: str, faults: str) -> str:
-    """Run a test or the tests of a file in a copy of the project; returns the first that failed, empty if none did.
+    """Run a test or a test file in a copy of the project, and return the first test that failed; empty if none did.
 
     Args:
-        faults: `all` for what `make faults` runs, empty for the selection of `make test`.
+        faults: value of RUNNER_FAULTS: `all` to run what `make faults` runs, empty for the selection of `make test`.
     """
     path = os.pathsep.join([str(project), str(project / "tests")])
     variables = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "RUNNER_FAULTS": faults}
@@ -382,7 +382,7 @@ def try_out(mutation: Mutation) -> Outcome:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Return the table of what was tried."""
+    """Return the results as a Markdown document."""
     noticed = sum(bool(outcome.test) for outcome in outcomes)
     lines = [
         "# Planted bugs",
@@ -400,7 +400,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Try the bugs whose name contains one of `words`, or all; returns 1 if one is not noticed."""
+    """Try the bugs whose description contains one of `words`, or all bugs; return 1 if one is not noticed."""
     chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.bug for word in words)]
     outcomes = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:

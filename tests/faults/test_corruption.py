@@ -1,6 +1,6 @@
-"""Damaged files: a run is resumed from what is intact and ends as if nothing had been, or is refused in words.
+"""Tests with damaged files: a run resumes from its intact files with the same results, or is refused with an error.
 
-Each file of a run directory is damaged in many ways, of which `RUNNER_FAULTS=all` tries every one.
+Each file of a run directory is damaged in many ways; `RUNNER_FAULTS=all` tries all of them, otherwise some.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def wanted(whole: Path) -> dict[int, Checkpoint]:
 
 
 def copied(whole: Path, to: Path, until: int = 4) -> Path:
-    """A copy of the run, as if it had been killed after step `until`; rank 1 saved something too."""
+    """Copy the run, as if it had crashed after step `until` and rank 1 had saved the same state as rank 0."""
     path = Path(shutil.copytree(whole, to / "outputs/a" / whole.name))
     for step in range(until + 2, 10, 2):
         shutil.rmtree(path / f"checkpoints/step_0000000{step}")
@@ -99,7 +99,7 @@ def file_of(path: Path, name: str) -> Path:
 
 
 def assert_resumed_or_refused(path: Path, cwd: Path, wanted: dict[int, Checkpoint], auto: bool) -> str:
-    """Resume the run; returns how that ended."""
+    """Resume the run, check the error or the checkpoint, and return `refused`, `done` or `from step N`."""
     typed = [*OPTIONS, f"output_root={cwd}/outputs", "resume=auto"] if auto else [f"resume={path}"]
     found = probe(*typed, cwd=cwd)
     assert "Traceback" not in found.console, found.console
@@ -138,7 +138,7 @@ def test_damage_to_one_file_changes_no_value(
             damaged = file_of(path, file)
             data = damaged.read_bytes() or b"1\n"  # .lock is empty
             damaged.write_bytes(DAMAGE[kind](data, random.Random(number)))
-            list(find_runs([cwd]))  # the tools read whatever there is
+            list(find_runs([cwd]))  # the tools must be able to read damaged runs
             ended = assert_resumed_or_refused(path, cwd, wanted, auto=number % 2 == 0)
             if "step_00000004" in file:
                 assert ended == "from step 2", (kind, ended)
@@ -149,7 +149,9 @@ def test_damage_to_one_file_changes_no_value(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DAMAGE if ALL or kind.endswith(("2", "text", "ed"))])
-def test_a_damaged_event_file_shows_no_value_twice_and_no_other_value(kind: str, whole: Path, tmp_path: Path) -> None:
+def test_resume_with_a_damaged_event_file_adds_no_duplicate_or_wrong_points(
+    kind: str, whole: Path, tmp_path: Path
+) -> None:
     path = copied(whole, tmp_path)
     events = file_of(path, "events")
     events.write_bytes(DAMAGE[kind](events.read_bytes(), random.Random(kind)))
@@ -207,7 +209,7 @@ def test_swapped_files_are_noticed(
 
 
 def test_the_config_of_another_run_is_noticed(whole: Path, tmp_path: Path) -> None:
-    """Whole by itself, it is not the one of the checkpoints."""
+    """An intact config or checkpoint that belongs to another run is refused, and the error names the differing key."""
     root = tmp_path / "other"
     run_one(built(*OPTIONS, "seed=1", f"output_root={root}/outputs"), ["seed=1"])
     [other] = root.glob("outputs/a/*")
@@ -223,7 +225,7 @@ def test_the_config_of_another_run_is_noticed(whole: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", DAMAGE if ALL else ["bit flip 0", "emptied", "truncated 1", "twice"])
 @pytest.mark.parametrize("file", ["result.json", "checkpoints/step_00000008/state.pt"])
-def test_a_damaged_run_that_is_done_stays_done_or_does_its_last_steps_again(
+def test_a_damaged_completed_run_stays_done_or_repeats_its_last_steps(
     kind: str, file: str, whole: Path, wanted: dict[int, Checkpoint], tmp_path: Path
 ) -> None:
     path = copied(whole, tmp_path, until=8)
@@ -241,7 +243,7 @@ def test_a_damaged_run_that_is_done_stays_done_or_does_its_last_steps_again(
 
 
 @pytest.mark.parametrize("kind", DAMAGE if ALL else ["bit flip 1", "bit flip 7", "emptied", "truncated 3", "twice"])
-def test_a_damaged_ledger_of_a_sweep_is_left_out_or_refused(kind: str, tmp_path: Path, tally: Tally) -> None:
+def test_a_damaged_sweep_ledger_is_ignored_or_refused(kind: str, tmp_path: Path, tally: Tally) -> None:
     ledger = {"typed": ["seed=0,1"], "complete": False, "jobs": {"0": {"code": 0, "config_hash": "a" * 12}}}
     data = json.dumps(ledger, indent=2).encode()
     for number in range(10):
@@ -256,7 +258,7 @@ def test_a_damaged_ledger_of_a_sweep_is_left_out_or_refused(kind: str, tmp_path:
 def test_a_damaged_run_that_is_resumed_ends_like_the_undisturbed_one(file: str, whole: Path, tmp_path: Path) -> None:
     path = copied(whole, tmp_path)
     data: Any = file_of(path, file).read_bytes()
-    if file != "events":  # the curve up to here would be lost with it
+    if file != "events":  # if it were truncated, points of the curves would be lost
         file_of(path, file).write_bytes(data[: len(data) // 2])
     values = saved_config(path).values | {"resume": str(path)}
     assert run_one(build_run(values), [f"resume={path}"]).status == "done"

@@ -1,6 +1,6 @@
-"""Disks that are full, broken or read-only: a run ends in words with what it has saved, and is resumed to the same end.
+"""Tests with full, broken or read-only disks: a run ends with an error message, and resumes with the same results.
 
-Every call that writes fails once with every error. `RUNNER_FAULTS=all` tries all of them, otherwise some.
+In each case, one kind of call that writes fails with one error. `RUNNER_FAULTS=all` tries all cases, otherwise some.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FULL, LIMITED, BROKEN, READ_ONLY, TOO_MANY = errno.ENOSPC, errno.EDQUOT, errno.E
 EVENTS = "events.out.tfevents.*"
 
 START = ("overrides.yaml", "/.config.yaml", "environment.json")
-"""Without these, a run does not begin. `/.config.yaml` is the one of the run directory, while it is written."""
+"""Files that a run needs to begin. `/.config.yaml` is the temporary file of the config of the run directory."""
 
 SAVED = ("tmp.step_00000004/model.safetensors", "tmp.step_00000004/state.pt", "tmp.step_00000004/rank_0.pt")
 SAVED += ("tmp.step_00000004/config.yaml", "tmp.step_00000004/manifest.json")
@@ -89,7 +89,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def run(cwd: Path, fault: DiskFault, *arguments: str) -> tuple[int, str]:
-    """Run the command while a call fails."""
+    """Run the command while the calls of `fault` fail; return its exit code and console output."""
     with failing(fault) as failed:
         code, console = in_process([*OPTIONS, *arguments], cwd)
         assert failed(), "it was not come to"
@@ -135,7 +135,7 @@ def test_a_run_that_cannot_save_ends_with_what_it_has_saved(
 
 
 @pytest.mark.parametrize("fault", some(UNTOLD + DONE), ids=str)
-def test_a_run_that_cannot_write_the_rest_says_so(
+def test_disk_errors_outside_of_checkpoints_are_reported_and_lose_no_checkpoint(
     fault: DiskFault, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally
 ) -> None:
     with tally("disk: a run goes on"):
@@ -150,7 +150,7 @@ def test_a_run_that_cannot_write_the_rest_says_so(
 
 
 def disturbed_at(step: int, act: Callable[[Path], None]) -> Any:
-    """A `train_step` that does something to the run directory before a step."""
+    """Patch `train_step` so that it calls `act` with the run directory before step `step`."""
     original = runner.training.train_step
 
     def train_step(state: Any, batches: Any, number: Any, log_due: bool) -> Any:
@@ -163,7 +163,7 @@ def disturbed_at(step: int, act: Callable[[Path], None]) -> Any:
 
 @pytest.mark.parametrize("what", ["", "checkpoints"])
 @pytest.mark.parametrize("step", [1, 4, 8] if ALL else [4])
-def test_a_directory_that_is_removed_meanwhile_is_made_anew_or_ends_the_run_in_words(
+def test_a_directory_removed_during_training_is_recreated_or_reported(
     what: str, step: int, tmp_path: Path, tally: Tally
 ) -> None:
     def remove(path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_directory_that_is_removed_meanwhile_is_made_anew_or_ends_the_run_in_w
 
 
 @pytest.mark.parametrize("what", ["", "checkpoints"])
-def test_a_directory_that_becomes_read_only_is_named(
+def test_a_directory_that_becomes_read_only_ends_the_run_with_an_error(
     what: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally
 ) -> None:
     made: list[Path] = []

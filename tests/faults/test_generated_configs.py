@@ -1,6 +1,7 @@
-"""Generated command lines and option files: each is a config that builds, or is refused by its key within ten lines.
+"""Tests with generated command lines and option files: each builds a run, or is refused with a short error.
 
-`RUNNER_FAULTS=all` tries thousands; without it, the same few are tried each time.
+The error names a key that was given, and has at most ten lines. `RUNNER_FAULTS=all` tries thousands of random examples;
+otherwise, the same few examples are tried each time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ COMMANDS, FILES = (2000, 1000) if ALL else (100, 50)
 
 
 def generated(count: int) -> settings:
-    """The settings of a test with `count` examples: the same ones each time, unless all are asked for."""
+    """Return Hypothesis settings for `count` examples: random ones with `RUNNER_FAULTS=all`, otherwise fixed ones."""
     phases = (Phase.explicit, Phase.generate, Phase.shrink) if ALL else (Phase.explicit, Phase.generate)
     return settings(
         max_examples=count,
@@ -50,11 +51,11 @@ def generated(count: int) -> settings:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The command, up to the run that it has built
+# Running the command up to the point where training would begin
 
 
 class Outcome(NamedTuple):
-    """How a command ended: its exit code, how many runs it built, what it printed and what it left behind."""
+    """The exit code of a command, the number of runs that it built, what it printed, and the files that it left."""
 
     code: int
     runs: int
@@ -64,20 +65,20 @@ class Outcome(NamedTuple):
 
 
 TALLY: list[Tally] = []
-"""The tally of the test that runs."""
+"""The fixture `tally` of the current test."""
 
 
 @pytest.fixture(autouse=True)
 def counted(tally: Tally) -> None:
-    """Lets each command line be counted, instead of each test."""
+    """Count each generated command line in the table of faults, instead of each test."""
     TALLY[:] = [tally]
 
 
 def outcome(words: list[str], files: dict[str, bytes] | None = None) -> Outcome:
-    """Run the command in an empty directory, to where training would begin.
+    """Run the command in a new directory, up to the point where training would begin.
 
     Args:
-        files: the content of files in the directory by their paths; of a directory, the path ends in `/`.
+        files: files to create in the directory first, from path to content; a path that ends in `/` is a directory.
     """
     built: list[Any] = []
     with TALLY[0]("a generated command line or option file"):
@@ -104,7 +105,7 @@ def outcome(words: list[str], files: dict[str, bytes] | None = None) -> Outcome:
 
 
 class InThisProcess(Pool):
-    """Runs each job as it is started, instead of in a process of its own."""
+    """Runs each job in this process, as soon as it is submitted."""
 
     def __init__(self) -> None:
         self._ended: list[Ended] = []
@@ -137,7 +138,7 @@ def in_new_directory() -> Iterator[Path]:
 
 @contextmanager
 def as_before() -> Iterator[None]:
-    """Restore logging, which `--info` and `hydra.verbose` change, and Hydra's config."""
+    """Restore Hydra's config and the logging configuration, which `--info` and `hydra.verbose` change."""
     root, config = logging.getLogger(), HydraConfig.instance().cfg
     handlers, level = list(root.handlers), root.level
     yield
@@ -146,7 +147,7 @@ def as_before() -> Iterator[None]:
 
 
 def assert_built_or_refused(result: Outcome, keys: set[str]) -> None:
-    """Assert that the config was built, or refused by one of `keys` in a few printable lines."""
+    """Assert that the config was built, or refused with a few printable lines that name one of `keys`."""
     assert result.left == set(), "something is left behind"
     assert "Traceback" not in result.err, result.err
     assert result.code in (0, 2), result.err
@@ -240,7 +241,7 @@ PREFIXES = st.sampled_from(["", "", "", "", "+", "++", "~"])
 
 @st.composite
 def misspelt(draw: st.DrawFn) -> str:
-    """A key with a character too many, too few, or another one."""
+    """Draw a key with one character inserted, deleted or replaced."""
     key = draw(st.sampled_from([*KEYS, *ROOT_KEYS]))
     place, character = draw(st.integers(0, len(key))), draw(st.sampled_from("xX_.@/0é"))
     return key[:place] + character * draw(st.integers(0, 1)) + key[place + draw(st.integers(0, 1)) :]
@@ -248,7 +249,7 @@ def misspelt(draw: st.DrawFn) -> str:
 
 @st.composite
 def command_lines(draw: st.DrawFn) -> list[str]:
-    """A few words: options and keys with all sorts of values, misspelt keys, keys of Hydra, flags."""
+    """Draw a few arguments: options, keys with all kinds of values, misspelled keys, keys of Hydra, and flags."""
     words: list[str] = []
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
         kind = draw(st.integers(0, 10))
@@ -275,7 +276,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
 
 
 def keys_of(words: list[str]) -> set[str]:
-    """The keys and flags that were typed, and those that stand for them in a message."""
+    """Return the keys and flags in `words`, one of which an error message must name."""
     keys = {re.split("[=\n]", word)[0].lstrip("+~").partition("@")[0] for word in words}
     return {key for key in keys if key} | {word.partition("\n")[0] for word in words}
 
@@ -287,8 +288,8 @@ def test_a_command_line_builds_a_run_or_is_refused_by_its_key(words: list[str]) 
     assert_built_or_refused(outcome(words), keys_of(words))
 
 
-def test_the_examples_are_of_both_kinds() -> None:
-    """What the test above relies on: a valid run is built, an invalid one is refused."""
+def test_the_check_distinguishes_valid_and_invalid_command_lines() -> None:
+    """The test above relies on this: valid runs are built, and invalid ones are refused with the right key."""
     assert outcome(["seed=3"])[:2] == (0, 1)
     assert outcome(["-m", "seed=3,4"])[:2] == (0, 2)
     assert outcome(["seed=x"])[:2] == (2, 0)
@@ -394,7 +395,7 @@ PLAIN = st.one_of(
 
 @st.composite
 def option_files(draw: st.DrawFn) -> bytes:
-    """The content of conf/local/default.yaml."""
+    """Draw the content of the option file `local/default.yaml`."""
     if draw(st.booleans()):
         content = draw(st.sampled_from(SNIPPETS)).encode()
     elif draw(st.booleans()):

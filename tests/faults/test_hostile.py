@@ -1,8 +1,8 @@
-"""Run directories, checkpoints, weights and images that somebody made to do harm.
+"""Tests with malicious run directories, checkpoints, weights, images and data sets.
 
-Each is refused in words, or does no harm: nothing is executed, nothing is written or read elsewhere, and no secret of
-this machine is shown. Other content of a run directory is tried in tests/cli/test_saved_defaults.py, and
-checkpoints whose hashes are right in tests/storage/test_forged.py.
+Each is refused with an error message, or does no harm: no code is executed, no other file is written or read, and no
+secret of this machine is shown. Saved configs are also tested in tests/cli/test_saved_defaults.py, and forged
+checkpoints in tests/storage/test_forged.py.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ OPTIONS = (*FAST, "steps=4", "save_every=2", "eval_every=0", "log_every=1", "nam
 
 
 class World(NamedTuple):
-    """Where a case happens: the run directory or the file that came from elsewhere, and what it is after."""
+    """The malicious run directory or file `path`, and the directory `outside`, which must not be read or changed."""
 
     path: Path
     outside: Path
 
     @property
     def canary(self) -> Path:
-        """What appears if something is executed."""
+        """A file that a payload creates if it is executed."""
         return self.outside / "canary"
 
     @property
     def secret(self) -> Path:
-        """A file of this machine."""
+        """A file outside of the run directory, whose content must not be shown."""
         return self.outside / "secret.txt"
 
     def config(self, **values: Any) -> None:
-        """Write the saved config with other values, all of whose hashes are right."""
+        """Change values of the saved config and of its copies in the checkpoints, and update all hashes."""
         saved: Any = OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"))
         text = config_text({key: value for key, value in (saved | values).items() if value is not OMIT})
         (self.path / "config.yaml").write_text(text)
@@ -72,7 +72,7 @@ class World(NamedTuple):
             reseal(checkpoint)
 
     def text(self, content: str | bytes) -> None:
-        """Write any bytes in place of the saved config."""
+        """Replace the saved config and its copies by `content`, and update the hashes of the checkpoints."""
         data = content.encode() if isinstance(content, str) else content
         (self.path / "config.yaml").write_bytes(data)
         for checkpoint in self.path.glob("checkpoints/step_*"):
@@ -80,7 +80,7 @@ class World(NamedTuple):
             reseal(checkpoint)
 
     def link(self, name: str, target: Path) -> None:
-        """Put a link in place of a file."""
+        """Replace the file `name` in the run directory by a symbolic link."""
         (self.path / name).unlink(missing_ok=True)
         (self.path / name).symlink_to(target)
 
@@ -93,7 +93,7 @@ OMIT = object()
 
 
 class Runs:
-    """Unpickled, it runs a command."""
+    """An object that calls a function when it is unpickled."""
 
     def __init__(self, *call: Any):
         self.call = call
@@ -107,7 +107,7 @@ def touch(world: World) -> Runs:
 
 
 def snapshot(root: Path) -> dict[str, tuple]:
-    """What is below a directory, without following links."""
+    """Return mode, size, modification time and inode of everything below `root`, without following links."""
     found = {}
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):
@@ -219,13 +219,13 @@ def linked_run(world: World) -> None:
 
 def huge(name: str) -> Spoil:
     def spoil(world: World) -> None:
-        os.truncate(world.path / name, 10**11)  # takes no room on the disk
+        os.truncate(world.path / name, 10**11)  # a sparse file, which takes no space on the disk
 
     return spoil
 
 
 def deflated(file: str) -> Spoil:
-    """A state whose entries are compressed: a gigabyte in a megabyte."""
+    """Compress the entries of a `torch.save` file, and add an entry with 100 MB of zeros."""
 
     def spoil(world: World) -> None:
         stored = world.checkpoint / file
@@ -308,7 +308,7 @@ RUNS: dict[str, tuple[Spoil, tuple[int, ...]]] = {
     "class: the command itself": (classes("runner.__main__.main"), REFUSED),
     "class: a module here": (module_in_the_current_directory, REFUSED),
     "modules in the run directory": (module_in_the_run_directory, RESUMED),
-    # references
+    # interpolations
     "reference: a secret": (lambda world: world.config(name="${oc.env:MY_SECRET}"), REFUSED),
     "reference: in a path": (lambda world: world.config(output_root="x/${oc.env:MY_SECRET}"), REFUSED),
     "reference: nested": (lambda world: world.config(name="${oc.env:${oc.decode:MY_SECRET}}"), REFUSED),
@@ -500,7 +500,7 @@ def test_a_hostile_file_of_weights_is_refused(kind: str, suffix: str, world: Wor
 
 
 def test_the_payloads_work(world: World) -> None:
-    """Loaded by a program that trusts them, they do run."""
+    """The payloads are executed if they are loaded without checks, so the tests above are meaningful."""
     for kind in ("a plain pickle", "a pickle of protocol 0", "objects of NumPy"):
         pickle.loads(WEIGHTS[kind](world))
         assert world.canary.exists(), kind
@@ -514,7 +514,7 @@ def test_the_payloads_work(world: World) -> None:
 
 
 def png(width: int, height: int, data: bytes = b"", extra: bytes = b"") -> bytes:
-    """A PNG file of any size."""
+    """Return a PNG file whose header says `width` and `height`, whatever the size of its pixel data `data`."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -640,8 +640,8 @@ def test_a_hostile_data_set_is_refused(kind: str, world: World, tally: Tally) ->
         assert_no_harm(world, before, console, cwd)
 
 
-def test_safetensors_of_weights_are_read(world: World) -> None:
-    """What is refused above is not refused for its place."""
+def test_valid_weights_at_the_same_path_are_loaded(world: World) -> None:
+    """Valid weights at the same path are accepted: the files above are refused because of their content."""
     model = prepared(built(*FAST)).run.workload.build_model()
     cwd, path = world.path.parent / "cwd", world.path.with_suffix(".safetensors")
     cwd.mkdir()

@@ -1,4 +1,4 @@
-"""Runs that are killed, with all of their processes, at named points and at random moments."""
+"""Tests that kill all processes of a run, at named points and at random times, and then resume the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from helpers.faults import ALL, RUNS, Fault, Reference, Tally, Trial, strike_all
 
 DELETED = 9
-"""Checkpoints that are deleted in an undisturbed run: after the last of them no other is saved."""
+"""Number of checkpoints that an undisturbed run deletes. No checkpoint is saved after the last deletion."""
 
 SELECTED = {
     "single": [
@@ -30,7 +30,7 @@ SELECTED = {
     "streams": [Fault(at="before fsync manifest.json", count=2)],
     "dqn": [Fault(at="after fsync state.pt", count=2), Fault(at="after step", count=9)],
 }
-"""What `make test` tries: a run of each kind, and the moments that differ most."""
+"""The faults of `make test`: a few kinds of runs, each killed at points that have little in common."""
 
 
 @pytest.mark.parametrize("run", SELECTED)
@@ -47,7 +47,7 @@ everything = pytest.mark.skipif(not ALL, reason="part of `make faults`")
 
 
 def faults_at_each_point(points: list[str]) -> list[Fault]:
-    """Killed at each point of an undisturbed run: the second time that a process comes there, if it does."""
+    """Return a kill for each point of an undisturbed run: when a process reaches it the second time, if it does."""
     faults = []
     for line in dict.fromkeys(points):
         process, _, point = line.partition(": ")
@@ -71,7 +71,7 @@ def test_runs_killed_at_each_point_resume_bitwise(
 def test_runs_killed_at_random_moments_resume_bitwise(
     run: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally, rng: random.Random
 ) -> None:
-    """Anywhere between the start of a command and its end."""
+    """The time of a kill is drawn between the start of a command and the duration of an undisturbed run."""
     kills, number = 15, 0
     while kills > 0:
         number += 1

@@ -1,4 +1,4 @@
-"""Data workers and ranks that another launcher started: killed, stopped, or failing."""
+"""Tests with data workers, or ranks started by an external launcher, that are killed, stopped or fail."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ everything = pytest.mark.skipif(not ALL, reason="part of `make faults`")
 
 
 def strike_a_worker(cwd: Path, number: signal.Signals, steps: int) -> Callable[[Command], None]:
-    """What is done to the data worker of a run, once `steps` more steps are done."""
+    """Return a function that sends signal `number` to the data worker of a run after `steps` more training steps."""
 
     def read() -> int:
         path = cwd / "seen.txt"
@@ -64,11 +64,11 @@ def test_a_run_resumes_after_its_data_worker_died(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ranks that another launcher started
+# Ranks that an external launcher started
 
 
 class Launched:
-    """Two ranks of one run, each of them a command by itself, as `torchrun` starts them."""
+    """Two ranks of one run, each of which is a separate command, as `torchrun` starts them."""
 
     def __init__(self, cwd: Path, tally: Tally):
         cwd.mkdir(exist_ok=True)
@@ -84,7 +84,7 @@ class Launched:
         return config.parent
 
     def session(self, *arguments: str) -> list[tuple[int, str]]:
-        """The exit codes and consoles of both."""
+        """Start or resume the run, and return the exit code and console output of each rank."""
         begun = list(self.cwd.glob("outputs/*/*/config.yaml"))
         words = (f"resume={self.directory}",) if begun else (*RUNS["ddp"], f"output_root={self.cwd}/outputs")
         common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -119,10 +119,10 @@ STRUCK = [
 ]
 
 
-def test_a_run_of_torchrun_resumes_after_ranks_that_died(
+def test_a_torchrun_run_resumes_after_its_ranks_died(
     tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
 ) -> None:
-    """The other rank ends too, with exit code 1, as soon as it waits for the one that is gone."""
+    """The other rank also ends, with exit code 1, as soon as it waits for the dead rank."""
     launched = Launched(tmp_path, tally)
     for do, rank, at, count in STRUCK if ALL else STRUCK[:2]:
         ended = launched.strike(do, rank, at, count)

@@ -1,4 +1,4 @@
-"""The oracle of the scenarios notices what it is there for."""
+"""Tests of `helpers.oracle`: each check of the fault-injection tests detects the errors that it is meant for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from runner.storage.manifest import DamagedError
 from runner.tracking.event_file import EventFile, points
 
 STEPS = ["rank 0 7 1 1 a,b", "rank 1 8 1 1 c,d", "rank 0 7 2 2 d,c", "rank 1 8 2 2 b,a"]
-"""Two epochs of four samples, of which each of two ranks reads a half of each step; `process pid step own samples`."""
+"""Two epochs of four samples, two per rank, as lines of `seen.txt`: `process pid step own samples`."""
 
 WRONG = {
     "a sample twice": {3: "rank 1 8 2 2 b,d"},
@@ -46,19 +46,19 @@ def write_steps(cwd: Path, change: dict[int, str]) -> None:
     (cwd / "seen.txt").write_text("".join(f"{line}\n" for line in lines.values() if line))
 
 
-def test_each_sample_once(tmp_path: Path) -> None:
+def test_steps_redone_with_the_same_samples_are_accepted(tmp_path: Path) -> None:
     write_steps(tmp_path, {4: "rank 0 9 2 2 d,c", 5: "rank 1 10 2 2 b,a"})
     assert_each_sample_once(tmp_path, "ddp", num_samples=4, limit=1)
 
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
-def test_samples_that_are_read_twice_or_not_at_all(change: dict[int, str], tmp_path: Path) -> None:
+def test_samples_that_are_read_twice_or_not_at_all_are_detected(change: dict[int, str], tmp_path: Path) -> None:
     write_steps(tmp_path, change)
     with pytest.raises(AssertionError):
         assert_each_sample_once(tmp_path, "ddp", num_samples=4, limit=1)
 
 
-def test_a_damaged_or_missing_checkpoint(tmp_path: Path) -> None:
+def test_a_damaged_old_or_missing_checkpoint_is_detected(tmp_path: Path) -> None:
     assert assert_whole_checkpoint(tmp_path) == 0
     with pytest.raises(ValueError):  # there is none
         assert_whole_checkpoint(tmp_path, saved=3)
@@ -71,14 +71,14 @@ def test_a_damaged_or_missing_checkpoint(tmp_path: Path) -> None:
         assert_whole_checkpoint(tmp_path, saved=3)
 
 
-def test_a_temporary_file(tmp_path: Path) -> None:
+def test_a_leftover_temporary_file_is_detected(tmp_path: Path) -> None:
     assert_no_scraps(tmp_path)
     (tmp_path / ".result.json.part").touch()
     with pytest.raises(AssertionError):
         assert_no_scraps(tmp_path)
 
 
-def test_two_values_of_a_step(tmp_path: Path) -> None:
+def test_two_values_for_one_step_are_detected(tmp_path: Path) -> None:
     file = EventFile(tmp_path, 1)
     for step in (1, 2):
         file.add(points({"a": 1.0}), step)
@@ -89,7 +89,7 @@ def test_two_values_of_a_step(tmp_path: Path) -> None:
         assert_one_value_a_step(tmp_path)
 
 
-def test_a_number_that_differs_in_one_bit(trained: Callable[..., Any]) -> None:
+def test_a_weight_that_differs_in_one_bit_is_detected(trained: Callable[..., Any]) -> None:
     run = trained("steps=2", "batch_size=8").directory
     (run / "result.json").write_text('{"status": "done", "steps": 2, "metrics": {}, "best": {}}')
     reference = trace(run)
@@ -101,7 +101,9 @@ def test_a_number_that_differs_in_one_bit(trained: Callable[..., Any]) -> None:
         assert_same_trace(run, reference)
 
 
-def test_a_process_and_a_port_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftover_processes_ports_and_temporary_files_are_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def now(condition: Callable[[], Any], what: str = "") -> None:
         assert condition(), what
 
@@ -127,14 +129,14 @@ def test_a_process_and_a_port_that_are_left(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("code", "console"), [(1, "done"), (0, "finished"), (0, "done\nTraceback (most recent call")])
-def test_another_exit_code_or_other_words(code: int, console: str) -> None:
+def test_a_wrong_exit_code_or_console_output_is_detected(code: int, console: str) -> None:
     assert_ended(0, "it is\ndone", 0, "^done$")
     with pytest.raises(AssertionError):
         assert_ended(code, console, 0, "^done$")
 
 
-def test_planted_bugs_can_be_planted() -> None:
-    """Each in one place, which nobody has changed since: the list is otherwise tried only now and then."""
+def test_every_mutation_can_be_applied() -> None:
+    """Each text to replace occurs exactly once. Otherwise this would be noticed late: the mutations are run rarely."""
     spec = importlib.util.spec_from_file_location("mutations", Path(__file__).with_name("mutations.py"))
     assert spec is not None
     assert spec.loader is not None

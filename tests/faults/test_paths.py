@@ -1,6 +1,6 @@
-"""Directories and files of any name: a run trains, resumes as its last lines say, and is plotted; or it is refused.
+"""Tests with unusual names of directories and files: a run trains and resumes, or is refused with an error message.
 
-`RUNNER_FAULTS=all` tries every name in every place, otherwise some.
+Runs are resumed with the command that they print. `RUNNER_FAULTS=all` tries all names in all places, otherwise some.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ NAMES: dict[str, str] = {
     "not UTF-8": os.fsdecode(b"caf\xe9"),
 }
 UNPARSED = ("a quote first",)
-"""What begins like a quoted text of Hydra: as an absolute path, or after ./, it is as good as any other."""
+"""Names that Hydra cannot parse, because they begin like a quoted string. After `./` or another path, it can."""
 QUICK = ("space", "equals sign", "percent", "both quotes", "reference", "leading dash", "newline", "not UTF-8", "long")
 ODD = [kind for kind in NAMES if ALL or kind in QUICK]
 FEW = [kind for kind in NAMES if ALL or kind in ("both quotes", "newline", "not UTF-8")]
 REFUSED = ("newline", "tab", "escape code", "not UTF-8")
-"""What the command line or a saved config cannot hold: these are refused as `output_root`."""
+"""Names that a command line or a saved config cannot contain; they are refused as `output_root`."""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def crashed(cwd: Path, *arguments: str) -> str:
-    """Run the command until it crashes in its third step; returns what it printed."""
+    """Run the command so that it crashes in its third step, and return the console output."""
     original = runner.training.train_step
 
     def train_step(state: Any, batches: Any, step: Any, log_due: bool) -> Any:
@@ -97,7 +97,7 @@ def crashed(cwd: Path, *arguments: str) -> str:
 
 
 def said(console: str, what: str) -> list[str]:
-    """The words that the line `what: …` of the last lines says to type."""
+    """Return the shell words after `what: ` in the only line of the console output that begins with it."""
     [line] = [line for line in console.splitlines() if line.startswith(f"{what}: ")]
     return shlex.split(line.partition(": ")[2])
 
@@ -117,7 +117,7 @@ def assert_resumes_as_said(console: str, cwd: Path, undisturbed: dict[str, Any],
 
 
 def outcome_of(run: Path) -> dict[str, Any]:
-    """The outcome of a run, read from a copy: TensorBoard reads no directory whose name is not UTF-8."""
+    """Return the outcome of a run, read from a copy: TensorBoard cannot read directories whose name is not UTF-8."""
     with tempfile.TemporaryDirectory() as copy:
         return outcome(Path(shutil.copytree(run, Path(copy, "run"))))
 
@@ -142,7 +142,9 @@ def assert_refused(code: int, console: str, key: str, then: str = ": got ") -> N
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_the_current_directory(kind: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally) -> None:
+def test_a_run_in_a_directory_with_an_unusual_name_resumes_and_is_plotted(
+    kind: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally
+) -> None:
     with tally("odd path"):
         cwd = tmp_path / NAMES[kind]
         cwd.mkdir()
@@ -151,14 +153,16 @@ def test_the_current_directory(kind: str, undisturbed: dict[str, Any], tmp_path:
 
 @pytest.mark.parametrize("place", ["{}", "./{}/runs", "{absolute}"] if ALL else ["{}"])
 @pytest.mark.parametrize("kind", ODD)
-def test_output_root(kind: str, place: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally) -> None:
+def test_an_unusual_output_root_is_used_or_refused(
+    kind: str, place: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally
+) -> None:
     with tally("odd path"):
         name = NAMES[kind]
         path = str(tmp_path / name) if place == "{absolute}" else place.replace("{}", name)
         unparsed = (*UNPARSED, "tilde") if place == "{}" else ()
         if kind in (*REFUSED, *unparsed, "reference"):
             code, console = in_process([*OPTIONS, f"output_root={path}"], tmp_path)
-            if kind == "reference":  # which is what was typed: the seed
+            if kind == "reference":  # an interpolation, which is replaced by the seed
                 assert code == 0, console
                 return
             assert_refused(code, console, "output_root", ": got " if kind not in UNPARSED else "=")
@@ -174,7 +178,9 @@ def test_output_root(kind: str, place: str, undisturbed: dict[str, Any], tmp_pat
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_the_name_of_a_run(kind: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally) -> None:
+def test_an_unusual_run_name_is_used_or_refused(
+    kind: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally
+) -> None:
     with tally("odd path"):
         if kind in (*REFUSED, *UNPARSED, "backslash", "reference", "nothing"):
             code, console = in_process([*OPTIONS, f"name={NAMES[kind]}"], tmp_path)
@@ -187,7 +193,9 @@ def test_the_name_of_a_run(kind: str, undisturbed: dict[str, Any], tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_a_run_that_was_moved(kind: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally) -> None:
+def test_a_run_moved_to_an_unusual_path_is_resumed_or_refused(
+    kind: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally
+) -> None:
     with tally("odd path"):
         crashed(tmp_path)
         moved = tmp_path / NAMES[kind]
@@ -207,7 +215,7 @@ def test_a_run_that_was_moved(kind: str, undisturbed: dict[str, Any], tmp_path: 
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_weights(kind: str, tmp_path: Path, tally: Tally) -> None:
+def test_weights_at_an_unusual_path_are_loaded_or_refused(kind: str, tmp_path: Path, tally: Tally) -> None:
     with tally("odd path"):
         folder = tmp_path / NAMES[kind]
         folder.mkdir()
@@ -224,7 +232,7 @@ def test_weights(kind: str, tmp_path: Path, tally: Tally) -> None:
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_a_folder_of_images(kind: str, tmp_path: Path, tally: Tally) -> None:
+def test_images_at_an_unusual_path_are_loaded_or_refused(kind: str, tmp_path: Path, tally: Tally) -> None:
     with tally("odd path"):
         folder = tmp_path / NAMES[kind]
         write_images(folder / NAMES[kind])

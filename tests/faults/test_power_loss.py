@@ -1,7 +1,7 @@
-"""A power loss at any moment of a run: what was saved is there, whole, and the run goes on as if nothing had been.
+"""Tests of a power loss at any time: saved checkpoints are intact, and the resumed run has the same results.
 
-Three sessions of one run are recorded, and those of a run that keeps no checkpoint. `RUNNER_FAULTS=all` tries every
-state that a power loss may leave of them, otherwise a few.
+The file system changes of two runs are recorded: a run of three sessions, and a run with `keep=0`. `RUNNER_FAULTS=all`
+tries hundreds of the states in which a power loss may leave the disk, otherwise a few.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ OPTIONS = (*FAST, "save_every=2", "eval_every=3", "log_every=1", "name=a")
 
 
 class Mark(NamedTuple):
-    """A session, by the hash of its config, and the step of the newest checkpoint that it may rely on."""
+    """The config hash of the current session, and the step of the newest checkpoint that must survive a power loss."""
 
     session: str
     saved: int
 
 
 class Reference(NamedTuple):
-    """What a session has computed: its checkpoints by step, with those it began from; its curves; all at its end."""
+    """Results of a session: its checkpoints by step, including earlier ones; curves; outcome, empty with `keep=0`."""
 
     run: Run
     checkpoints: dict[int, Checkpoint]
@@ -59,14 +59,14 @@ class Recorded(NamedTuple):
 
 
 class Sessions:
-    """Runs sessions one after another below `root`, and records them."""
+    """Runs sessions one after another below `root`, and records their file system changes and results."""
 
     def __init__(self, root: Path):
         self.root, self.recorder = root, Recorder(root)
         self.references: dict[str, Reference] = {}
 
     def run(self, *overrides: str, earlier: dict[int, Checkpoint] | None = None) -> Path:
-        """Run a session; `earlier` are the checkpoints that are there when it begins."""
+        """Run a session, and return the run directory; `earlier` has the checkpoints that exist when it begins."""
         run = built(*OPTIONS, f"output_root={self.root}/outputs", *overrides)
         found, session = dict(earlier or {}), config_hash(run.config)
         self.recorder.mark = Mark(session, max(found, default=0))
@@ -75,7 +75,7 @@ class Sessions:
         def saved(checkpoints: Checkpoints, checkpoint: Checkpoint, best_step: int | None = None) -> None:
             found[checkpoint.step] = copy.deepcopy(checkpoint)
             save(checkpoints, checkpoint, best_step)
-            checkpoints.wait()  # so that it is certain from here on
+            checkpoints.wait()  # from here on, it must survive a power loss
             self.recorder.mark = Mark(session, checkpoint.step)
 
         with mock.patch.object(Checkpoints, "save", saved):
@@ -97,7 +97,7 @@ def compared(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """A run of six steps, made longer, then continued from an earlier checkpoint with another learning rate."""
+    """A run of 6 steps, extended to 10 steps, then resumed from step 8 with another learning rate."""
     sessions = Sessions(tmp_path_factory.mktemp("resumed"))
     with sessions.recorder:
         path = sessions.run("steps=6")
@@ -117,7 +117,7 @@ def keeping_none(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 
 def chosen(recorded: Recorded, count: int) -> list[tuple[int, Instant, dict[str, bytes | None]]]:
-    """Some of the states, from all moments, with their numbers; the least that each moment leaves comes first."""
+    """Sample `count` states with their numbers; states in which all unsynced data is lost come first."""
     instants = recorded.instants if ALL else recorded.instants[::3]
     every = [(number, *state) for number, state in enumerate(states(instants))]
     least = [(-number, *state) for number, state in enumerate(least_states(recorded.instants), start=1)]
@@ -128,11 +128,11 @@ def chosen(recorded: Recorded, count: int) -> list[tuple[int, Instant, dict[str,
 
 
 class Found:
-    """What the next session finds in a state.
+    """The files that the next session finds after a power loss.
 
     Args:
-        root: where the state is.
-        number: its number: in every other state, the run is resumed by its path instead of `auto`.
+        root: the directory that contains the files.
+        number: the number of the state; if it is odd, the run is resumed with `resume=auto`, otherwise by its path.
     """
 
     def __init__(self, recorded: Recorded, instant: Instant, root: Path, number: int):
@@ -140,7 +140,7 @@ class Found:
         self.runs = list(root.glob("outputs/a/*"))
 
     def check(self) -> None:
-        """Fail unless the next session begins where it should, or the run is refused because nothing was saved."""
+        """Fail unless the next session finds the run and what it saved; only a run without checkpoints may be lost."""
         try:
             [path] = self.runs
             values = saved_config(path).values
@@ -179,13 +179,13 @@ class Found:
                 assert logged.get(tag, []) == wanted, tag
 
     def _check_index(self, path: Path, newest: int) -> None:
-        """Fail unless the index names checkpoints that are there, and is late by one checkpoint at most."""
+        """Fail unless the index names an existing checkpoint, not older than the newest one that must survive."""
         file = path / "checkpoints" / "index.json"
         if not file.exists():
             assert self.mark.saved == 0, "the index is lost"
             return
         last = json.loads(file.read_text())["last"]
-        if not list(file.parent.glob("*.superseded")):  # until the next checkpoint, it is that of the run as it was
+        if not list(file.parent.glob("*.superseded")):  # else it describes the old checkpoints until the next save
             assert self.mark.saved <= last["step"] <= newest
             assert (file.parent / last["checkpoint"]).is_dir()
 
@@ -201,7 +201,7 @@ _PREPARED: dict[str, Session] = {}
 
 
 def session_of(values: dict[str, Any], resume: str) -> Session:
-    """The session of a saved config; its data are loaded once."""
+    """Return the session of a saved config, with another `resume`; the data of each config is loaded only once."""
     key = config_hash(values)
     if key not in _PREPARED:
         _PREPARED[key] = prepared(build_run(values))
@@ -230,8 +230,8 @@ def test_whatever_a_power_loss_leaves_the_run_goes_on_from_it(
     assert tried >= STATES // 3, "too few different states"
 
 
-def test_every_small_file_is_whole_in_every_state(resumed: Recorded) -> None:
-    """Those that are written anew during a run have an old or a new content, nothing in between."""
+def test_small_files_are_never_partially_written(resumed: Recorded) -> None:
+    """Files that are rewritten during a run have either their old or their new content."""
     whole = set(resumed.instants[-1].written.values())
     for _, _, state in chosen(resumed, 20 * STATES):
         for path, content in state.items():
@@ -239,7 +239,7 @@ def test_every_small_file_is_whole_in_every_state(resumed: Recorded) -> None:
                 assert content in whole, path
 
 
-def test_a_run_is_resumed_to_the_same_end(resumed: Recorded, tmp_path: Path) -> None:
+def test_a_run_resumed_after_a_power_loss_has_the_same_results(resumed: Recorded, tmp_path: Path) -> None:
     tried = 0
     for number, _, state in chosen(resumed, RESUMES):
         root = tmp_path / str(number)

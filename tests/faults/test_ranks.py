@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped or fail, one of them, at named points: the others end, and the message names it."""
+"""Tests in which one rank is killed, stopped or fails: the other ranks end, and the error names the rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from helpers.faults import ALL, Fault, Reference, Tally, Trial, strike_all
 
 TIMEOUT = 15
-"""Seconds: more than a rank needs to start on a busy machine, as this limit is for that too."""
+"""`parallel.timeout` in seconds. It also limits the start of a rank, which may be slow on a busy machine."""
 
 MOMENTS = {
     "starting": ("before preparation", 1),
@@ -24,7 +24,7 @@ MOMENTS = {
     "committing": ("before rename step_N", 1),
     "having saved": ("after save", 1),
 }
-"""When it happens: a point, and the how-many-eth time in the session. Some only rank 0 comes to."""
+"""Points at which a fault happens, and at which visit in the session (1 is the first). Some only rank 0 reaches."""
 
 SAYS = {
     "kill": r"^rank {rank} was killed by SIGKILL \(the kernel does that where memory runs out\)$",
@@ -39,7 +39,7 @@ KINDS = {"kill": "killed", "raise": "failing", "stop": "stopped", "hang": "hangi
 
 
 def fault(do: str, rank: int, moment: str) -> Fault:
-    """What happens to one rank, of which the command ends with exit code 1."""
+    """Return a fault of one rank, after which the command ends with exit code 1."""
     at, count = MOMENTS[moment]
     at = at.replace("rank_N", f"rank_{rank}")
     says = SAYS[do].format(rank=rank)
@@ -51,7 +51,7 @@ def comes_to(reference: Reference, each: Fault) -> bool:
 
 
 def assert_named_once(console: str) -> None:
-    """Fail unless one rank is named, in one line, and the run says how far it came and how it goes on."""
+    """Fail unless exactly one line names a rank, and the console says after which step the run crashed."""
     assert len(re.findall(r"^rank \d+ ", console, re.MULTILINE)) == 1, console
     assert re.search(r"^crashed after step \d+/\d+", console, re.MULTILINE), console
 
@@ -112,7 +112,7 @@ RESTARTED = [("kill", 1, "training"), ("raise", 0, "evaluating"), ("kill", 0, "c
 def test_all_ranks_restart_from_the_last_checkpoint(
     do: str, rank: int, moment: str, mode: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
 ) -> None:
-    """In the same command, which ends as if nothing had been."""
+    """The ranks restart within the same command, which has the same results as an undisturbed run."""
     trial = Trial(tmp_path, mode, reference(mode), tally, "a rank restarted", ("parallel.max_restarts=1",))
     one = fault(do, rank, moment)
     says = rf"{one.says[:-1]}\n(?:.*\n)*all ranks restart from the last checkpoint \(restart 1 of 1\)"

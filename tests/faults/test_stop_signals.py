@@ -1,4 +1,4 @@
-"""Signals to a run, at named points and random moments, at its start and twice; a closed terminal; a long pause."""
+"""Tests of stop signals during startup and training, of a closed terminal, and of suspended processes."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ SAVED = r"^{name}: finishing the step, then saving; press Ctrl-C to stop at once
 
 
 def during_training(name: str, run: str, at: str = "after step", count: int = 3) -> Fault:
-    """A signal, after which the run saves and ends."""
+    """Return a signal during training, after which the run saves a checkpoint and ends."""
     return Fault(name, at, count, trainer(run), codes=(STOPPED,), says=SAVED.format(name=name))
 
 
 def twice(names: str, run: str) -> Fault:
-    """Two signals: a Ctrl-C that is not the first leaves at once, any other does not matter."""
+    """Return two signals: if the second is SIGINT (Ctrl-C), the command exits at once; otherwise it has no effect."""
     first, second = names.split()
     code, says = (INTERRUPTED, "^interrupted$") if second == "SIGINT" else (STOPPED, SAVED.format(name=first))
     return Fault(names, "after step", 3, trainer(run), codes=(code,), says=says)
 
 
 def before_training(name: str, at: str) -> Fault:
-    """A signal to a command that has not yet started to train."""
+    """Return a signal to a command that has not yet started to train."""
     code, says = (INTERRUPTED, "interrupted") if name == "SIGINT" else (STOPPED, f"{name}: stopped before the first")
     return Fault(name, at, 1, "main", codes=(code,), says=f"^{says}")
 
@@ -88,7 +88,7 @@ def test_a_run_resumes_after_any_signal_at_any_point(
 
 @everything
 @pytest.mark.parametrize("name", STOP_SIGNALS)
-def test_a_signal_before_training_leaves_nothing_undone(
+def test_a_run_resumes_after_signals_before_training(
     name: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
 ) -> None:
     trial = Trial(tmp_path, "single", reference("single"), tally, "a signal at the start")
@@ -102,7 +102,7 @@ def test_a_signal_before_training_leaves_nothing_undone(
 def test_a_run_resumes_after_signals_at_random_moments(
     run: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally, rng: random.Random
 ) -> None:
-    """Also after the last step, where a signal does not matter."""
+    """A signal may also come after the last step, where it has no effect."""
     signals, number = 15, 0
     while signals > 0:
         number += 1
@@ -119,7 +119,7 @@ def test_a_run_resumes_after_signals_at_random_moments(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A pause of all processes, as by Ctrl-Z and fg
+# Suspension of all processes, as by Ctrl-Z and fg
 
 TIMEOUT = 8
 
@@ -143,19 +143,19 @@ def test_a_run_goes_on_after_a_pause_longer_than_the_timeout(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Of commands as they are typed, from the start of their interpreter
+# Signals to commands in a new interpreter, from its start
 
 
 def handles_signals(pid: int, ignored: str = "") -> bool:
-    """Whether a process has handlers for all other stop signals, which it has before it imports anything large."""
+    """Return whether a process handles all stop signals except `ignored`, as it does before any slow import."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = int(re.findall(r"SigCgt:\s+(\w+)", status)[0], 16)
     return all(caught >> (signal.Signals[name] - 1) & 1 for name in STOP_SIGNALS if name != ignored)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)])
-def test_an_error_in_place_of_a_stop_does_not_change_the_exit_code(number: signal.Signals, code: int) -> None:
-    """Libraries have `finally` clauses that fail if they are entered too early."""
+def test_an_exception_that_replaces_a_stop_does_not_change_the_exit_code(number: signal.Signals, code: int) -> None:
+    """An exception may replace the stop, because `finally` clauses of libraries fail if they are entered too early."""
 
     def main() -> int:
         try:
@@ -172,7 +172,7 @@ def test_an_error_in_place_of_a_stop_does_not_change_the_exit_code(number: signa
 
 
 def end_of(process: subprocess.Popen[str], trial: Trial) -> None:
-    """Wait for a command, which must leave nothing behind, not even among the temporary files."""
+    """Wait until a command ends, and check that it leaves no process, port, shared memory or temporary file."""
     trial.watched = False
     while process.poll() is None:
         trial.leftovers.sample()
@@ -182,7 +182,7 @@ def end_of(process: subprocess.Popen[str], trial: Trial) -> None:
 
 @pytest.fixture
 def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.Popen[str]]:
-    """Start or resume a run in an interpreter of its own, whose console is `console.txt`."""
+    """Return a function that starts or resumes a run in a new interpreter, whose output goes to `console.txt`."""
     (tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
 
@@ -244,7 +244,7 @@ def test_a_run_resumes_after_its_terminal_was_closed(
             end = time.monotonic() + rng.uniform(0, 5)
             while time.monotonic() < end and process.poll() is None:
                 with suppress(OSError):
-                    os.read(ours, 65536)  # or the terminal would be full
+                    os.read(ours, 65536)  # or the buffer of the terminal would fill up
                 time.sleep(0.01)
             os.close(ours)
             end_of(process, trial)

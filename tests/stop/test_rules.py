@@ -33,7 +33,7 @@ def rules(direction: str = "max", **options: Any) -> Stopping:
 
 
 def after(stopping: Stopping, *values: float) -> list[str]:
-    """The rule that would end the run after each evaluation."""
+    """Return the rule that would end the run after each evaluation; empty if the run would continue."""
     reasons = []
     for number, value in enumerate(values, start=1):
         stopping.evaluated({"eval/accuracy": value, "eval/loss": 0.0}, 10 * number)
@@ -42,7 +42,7 @@ def after(stopping: Stopping, *values: float) -> list[str]:
 
 
 def scripted(losses: list[float], session: Session) -> None:
-    """Replace the loss of each evaluation by the next of `losses`, on every rank."""
+    """Replace the loss of each evaluation on this rank by the next value of `losses`."""
     given, summarize = iter(losses), session.run.workload.summarize
     session.run.workload.summarize = lambda sums: summarize(sums) | {"loss": next(given)}
 
@@ -63,7 +63,7 @@ def test_an_improvement_is_larger_than_min_delta() -> None:
     assert after(rules("min", patience=1, min_delta=0.25), 1.0, 0.5, 0.25) == ["", "", "stop.patience"]
 
 
-def test_a_target_is_reached_from_its_side() -> None:
+def test_a_target_is_reached_from_below_with_max_and_from_above_with_min() -> None:
     assert after(rules(target=0.75), 0.5, 0.7, 0.75) == ["", "", "stop.target"]
     assert after(rules("min", target=0.25), 0.5, 0.3, 0.2) == ["", "", "stop.target"]
 
@@ -74,7 +74,7 @@ def test_the_reason_says_what_was_measured() -> None:
     assert stopping.reason == "stop.patience: eval/accuracy has not improved on 0.5 (step 10) in 2 evaluations"
 
 
-def test_the_state_goes_on_where_it_was_saved() -> None:
+def test_a_restored_state_continues_the_count_of_evaluations() -> None:
     saved, resumed = rules(patience=3), rules(patience=3)
     after(saved, 0.5, 0.4, 0.4)
     resumed.load_state_dict(saved.state_dict(), 30)
@@ -85,7 +85,7 @@ def test_the_state_goes_on_where_it_was_saved() -> None:
 
 
 @pytest.mark.parametrize("change", [{"waited": -1}, {"best": "a"}, {"best_step": 31}, {"more": 1}, {"metric": None}])
-def test_a_state_that_no_run_saved_is_refused(change: dict[str, Any]) -> None:
+def test_an_invalid_state_is_refused(change: dict[str, Any]) -> None:
     saved = rules(patience=3)
     after(saved, 0.5)
     with pytest.raises(UnexpectedContentError):
@@ -129,7 +129,7 @@ WORSE_FROM_8 = [3.0, 2.0, 1.0, 0.5, *(1.0 + number for number in range(16))]
 """Losses of evaluations every two steps: the fourth, after step 8, is the best."""
 
 
-def test_a_run_that_does_not_improve_is_done(tmp_path: Path) -> None:
+def test_a_run_without_improvement_ends_early_and_counts_as_done(tmp_path: Path) -> None:
     run = built(*FAST, *STEPS, LOSS, "stop.patience=3")
     ended = train_in(tmp_path, run, partial(scripted, WORSE_FROM_8))
     assert (ended.result.status, ended.result.steps) == ("done", 14)
@@ -138,14 +138,14 @@ def test_a_run_that_does_not_improve_is_done(tmp_path: Path) -> None:
     assert [step for step, _ in curves(tmp_path)["eval/loss"]] == [2, 4, 6, 8, 10, 12, 14]
 
 
-def test_a_run_that_does_all_steps_was_not_stopped(tmp_path: Path) -> None:
+def test_a_run_that_does_all_steps_does_not_count_as_stopped(tmp_path: Path) -> None:
     run = built(*FAST, *STEPS, "steps=14", LOSS, "stop.patience=3")
     result = train_in(tmp_path, run, partial(scripted, WORSE_FROM_8)).result
     assert (result.status, result.steps, result.stopped_by) == ("done", 14, "")
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "hogwild", "ensemble", "pipeline"])
-def test_all_ranks_end_together(mode: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_all_ranks_stop_after_the_same_step(mode: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     overrides = (*FAST, *STEPS, f"parallel={mode}", LOSS, "stop.patience=3")
     change = partial(scripted_where_summarized, mode)
     if mode == "hogwild":  # which starts its own processes
@@ -157,14 +157,14 @@ def test_all_ranks_end_together(mode: str, ranks: Callable[[int], Ranks], tmp_pa
 
 
 def scripted_where_summarized(mode: str, session: Session) -> None:
-    """As `scripted`; other ranks are told other losses, as if they had rounded otherwise."""
+    """Like `scripted`, but ranks other than 0 get different losses, as if their rounding errors differed."""
     losses = WORSE_FROM_8 if session.rank == 0 else [loss / 2**number for number, loss in enumerate(WORSE_FROM_8)]
-    if mode == "ensemble":  # summarizes twice: the member, and the vote
+    if mode == "ensemble":  # calls `summarize` twice: for the member and for the vote
         losses = [loss for loss in losses for _ in range(2)]
     scripted(losses, session)
 
 
-def test_patience_is_counted_through_a_resume(tmp_path: Path) -> None:
+def test_resume_continues_the_count_of_patience(tmp_path: Path) -> None:
     def train(name: str, change: Callable[[Session], None], losses: list[float]) -> Trained:
         def both(session: Session) -> None:
             scripted(losses, session)
@@ -183,8 +183,10 @@ def test_patience_is_counted_through_a_resume(tmp_path: Path) -> None:
     assert (again.result.status, again.result.steps) == ("done", 14), "the rule is met already"
 
 
-def test_the_time_is_up_after_a_step_that_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that moves by a second each step, and starts at zero in each invocation."""
+def test_max_time_stops_each_invocation_and_the_resumed_run_is_bitwise_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fake clock advances by one second per step, and starts at zero in each invocation."""
     monkeypatch.setattr(StepTimer, "elapsed", lambda timer: float(len(timer.seconds)))
     overrides = (*FAST, *STEPS, "steps=12")
     wanted = train_in(tmp_path / "whole", built(*overrides)).directory
@@ -194,7 +196,7 @@ def test_the_time_is_up_after_a_step_that_is_saved(tmp_path: Path, monkeypatch: 
     assert_same(outcome(tmp_path / "parts"), outcome(wanted))
 
 
-def test_time_that_is_up_while_a_stopped_run_is_saved_did_not_stop_it(
+def test_max_time_that_passes_while_a_stopped_run_is_saved_is_not_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, save = [0.0], State.save
@@ -209,7 +211,7 @@ def test_time_that_is_up_while_a_stopped_run_is_saved_did_not_stop_it(
     assert (result.status, result.steps, result.stopped_by) == ("stopped", 1, "")
 
 
-def test_the_time_is_that_of_rank_0(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_only_rank_0_decides_whether_max_time_has_passed(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     result = ranks(2).train(composed(*FAST, *STEPS, "steps=4", "parallel=ddp"), tmp_path, no_time_on_other_ranks)
     assert (result.status, result.steps) == ("done", 4)
 
@@ -224,7 +226,7 @@ def no_time_on_other_ranks(session: Session) -> None:
     session.run.stop.max_time = 1e-9 if session.rank > 0 else None
 
 
-def test_the_command_ends_with_the_codes_of_done_and_stopped(tmp_path: Path) -> None:
+def test_the_exit_code_is_0_after_a_target_and_75_after_max_time(tmp_path: Path) -> None:
     early = (*FAST, *STEPS, LOSS, "stop.target=100", "stop.max_time=100000")
     code, console = run_command(*early, cwd=tmp_path)
     assert code == 0, console

@@ -1,4 +1,4 @@
-"""Checkpoints are written while the training goes on: nothing of that may show in what is saved, or in what is lost."""
+"""Tests of checkpoints that threads write during training: their content, their errors, and several ranks."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ RUNS = {
     "pipeline": (2, (*DIGITS, "parallel=pipeline")),
     "ensemble": (2, (*DIGITS, "parallel=ensemble")),
 }
-"""Runs, and with how many processes."""
+"""The number of processes and the overrides of each run."""
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_is_saved_does_not_depend_on_when_it_is_written(
+def test_the_content_of_a_checkpoint_does_not_depend_on_when_it_is_written(
     name: str, tmp_path: Path, ranks: Callable[[int], Ranks]
 ) -> None:
-    """Every file of every checkpoint: the copies share nothing with what the training changes."""
+    """The content of a checkpoint is a copy, which shares no memory with tensors that the training changes."""
     processes, overrides = RUNS[name]
     for directory, when in (("at_once", write_normally), ("late", write_late)):
         ranks(processes).train(composed(*overrides), tmp_path / directory, when)
@@ -62,7 +62,7 @@ def content(step: int) -> Checkpoint:
 
 
 class Gate:
-    """Holds the threads that write checkpoints, before they write."""
+    """Blocks the threads that write checkpoints until `opened` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.opened, self.arrived = threading.Event(), threading.Event()
@@ -81,7 +81,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
 
 
-def test_save_returns_before_it_is_written_and_the_next_one_waits(tmp_path: Path, gate: Gate) -> None:
+def test_save_returns_before_the_checkpoint_is_written_and_the_next_save_waits(tmp_path: Path, gate: Gate) -> None:
     checkpoints = Checkpoints(tmp_path, keep=9)
     checkpoints.save(content(1))
     assert gate.arrived.wait(60)
@@ -205,7 +205,7 @@ def save_on_both(ranks: tuple[Checkpoints, Checkpoints], step: int) -> None:
 
 
 def hold_rank_1(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let rank 1 write its file only when the event is set."""
+    """Block the thread of rank 1 until the returned event is set."""
     write, opened = Checkpoints._write, threading.Event()
 
     def held(self: Checkpoints, *arguments: Any) -> None:
@@ -257,7 +257,7 @@ def test_after_an_error_rank_0_does_not_wait_for_ranks_that_may_be_gone(
     assert ranks[0].steps() == [4]
 
 
-def test_a_rank_without_room_deletes_only_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_with_a_full_disk_deletes_only_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = runner.storage.checkpoint._save
 
     def full(value: Any, path: Path) -> None:
@@ -277,10 +277,8 @@ def test_a_rank_without_room_deletes_only_its_own_file(tmp_path: Path, monkeypat
     assert not list(tmp_path.rglob("tmp.*"))
 
 
-def test_the_thread_has_ended_when_the_checkpoint_has_been_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It frees tensors after its result is there: a process that exits meanwhile would be aborted."""
+def test_wait_returns_after_the_thread_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread frees tensors after setting its result; a process that exits meanwhile would be aborted."""
 
     class LateEnd(Future):
         def set_result(self, result: Any) -> None:

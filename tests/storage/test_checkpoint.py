@@ -1,4 +1,4 @@
-"""Checkpoints: whole after a crash at any point, every damage found, nothing run from them, plain to other programs."""
+"""Tests of checkpoints: crashes, damaged and malicious files, retention, file formats, and full disks."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from runner.storage.saved_config import config_text, parse_config
 
 
 def checkpoint(step: int) -> Checkpoint:
-    """A small one, every number of which tells the step."""
+    """Return a small checkpoint whose tensors are filled with the step."""
     state = {"optimizer": {"w": {"momentum_buffer": torch.full((3,), float(step))}}, "best": {}, "metrics": {"a": 0.5}}
     return Checkpoint(step, {"w": torch.full((2, 2), float(step))}, state, {"random": {"cpu": torch.tensor([step])}})
 
 
 def is_whole(found: Checkpoint | None, step: int) -> bool:
-    """Whether `found` is what was saved at `step`, in all its parts."""
+    """Return whether `found` has the step and the tensors of `checkpoint(step)`."""
     wanted = checkpoint(step)
     return (
         found is not None
@@ -67,11 +67,11 @@ def indexed(directory: Path) -> dict[str, Any]:
 
 
 class Crash(BaseException):
-    """The process dies here: nothing that handles errors runs."""
+    """Simulates a crash of the process; `except Exception` does not catch it."""
 
 
 class Disk:
-    """Counts every call that changes the disk; crashes at the n-th, before it, after it, or half way through a file."""
+    """Records calls that change the disk; crashes before, after, or halfway through writing at call `crash_at`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.calls: list[tuple[str, Path]] = []
@@ -112,14 +112,14 @@ class Disk:
         return wrapped
 
     def lose_power(self) -> None:
-        """What was not synced is gone from the files that it was written to."""
+        """Empty the files that have not been synced since they were written."""
         for path in self.unsynced:
             if path.exists():
                 path.write_bytes(b"")
 
 
 @pytest.mark.parametrize("how", ["before", "after", "torn", "power"])
-def test_a_crash_at_any_call_leaves_a_whole_checkpoint(
+def test_a_crash_at_any_call_leaves_an_intact_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     disk = Disk(monkeypatch)
@@ -147,7 +147,7 @@ def test_a_crash_at_any_call_leaves_a_whole_checkpoint(
         assert 0 <= found.step - indexed(directory)["last"]["step"] <= 1, (
             "the index is whole, one checkpoint late at most"
         )
-        save_now(Checkpoints(directory, keep=1), checkpoint(3))  # the next session tidies up, and goes on
+        save_now(Checkpoints(directory, keep=1), checkpoint(3))  # the next session deletes leftovers
         assert {path.name for path in (directory / "checkpoints").iterdir()} == {"step_00000003", "index.json"}
         assert indexed(directory) == {"last": {"checkpoint": "step_00000003", "step": 3}, "best": None}
         assert is_whole(Checkpoints(directory, keep=1).latest(), 3)
@@ -171,7 +171,7 @@ def test_the_order_is_sync_rename_sync_delete(tmp_path: Path, monkeypatch: pytes
     assert not disk.unsynced
 
 
-def test_a_step_saved_again_sets_the_first_one_aside(tmp_path: Path) -> None:
+def test_saving_a_step_again_renames_the_first_checkpoint(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     save_now(checkpoints, checkpoint(1))
     save_now(checkpoints, checkpoint(1))
@@ -260,7 +260,7 @@ def test_a_run_without_a_valid_checkpoint_is_not_resumed(two: Checkpoints) -> No
     assert names == {"step_00000001", "step_00000002", "index.json"}, "what is refused stays as it was"
 
 
-def test_checkpoints_that_were_set_aside_stay(two: Checkpoints) -> None:
+def test_damaged_checkpoints_that_were_set_aside_are_kept(two: Checkpoints) -> None:
     for step, name in ((3, "step_00000003.corrupt"), (3, "step_00000003.corrupt2")):
         save_now(two, checkpoint(step))
         (two.root / "step_00000003" / "state.pt").write_bytes(b"")
@@ -268,7 +268,7 @@ def test_checkpoints_that_were_set_aside_stay(two: Checkpoints) -> None:
         assert (two.root / name).is_dir()
 
 
-def test_a_directory_without_any_checkpoint_has_none(tmp_path: Path) -> None:
+def test_latest_is_none_without_a_committed_checkpoint(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path, keep=1).latest() is None
     (tmp_path / "checkpoints/tmp.step_00000001").mkdir(parents=True)
     assert Checkpoints(tmp_path, keep=1).latest() is None
@@ -296,7 +296,7 @@ def test_too_little_memory_is_not_damage(two: Checkpoints, monkeypatch: pytest.M
 
 
 def resealed(path: Path, **changes: Any) -> None:
-    """Change a checkpoint's manifest so that all hashes are right."""
+    """Change a checkpoint's manifest, and update all hashes in it."""
     manifest = json.loads((path / "manifest.json").read_text()) | changes
     files = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in manifest.pop("files")}
     manifest = {key: value for key, value in manifest.items() if key != "sha256"} | {"files": files}
@@ -304,7 +304,7 @@ def resealed(path: Path, **changes: Any) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": seal}))
 
 
-def test_another_schema_is_refused_and_left_alone(two: Checkpoints) -> None:
+def test_a_checkpoint_with_another_schema_is_refused_and_not_renamed(two: Checkpoints) -> None:
     resealed(two.root / "step_00000002", schema=3)
     with pytest.raises(ConfigError) as caught:
         two.latest()
@@ -314,7 +314,7 @@ def test_another_schema_is_refused_and_left_alone(two: Checkpoints) -> None:
 
 
 class Payload:
-    """Unpickled, it runs a command."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, command: str):
         self.command = command
@@ -345,7 +345,7 @@ def test_a_malicious_file_with_the_right_hash_runs_nothing(
     assert mark.exists(), "the payload works"
 
 
-def test_nothing_is_ever_loaded_as_a_full_pickle() -> None:
+def test_every_torch_load_uses_weights_only() -> None:
     sources = [path for folder in ("runner", "models") for path in (ROOT / folder).rglob("*.py")]
     loads = [line for path in sources for line in path.read_text().splitlines() if "torch.load(" in line]
     assert loads
@@ -353,7 +353,7 @@ def test_nothing_is_ever_loaded_as_a_full_pickle() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is kept
+# Retention and index
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -367,7 +367,7 @@ def test_the_latest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int |
     assert is_whole(checkpoints.latest(), 6)
 
 
-def test_none_is_kept_once_the_run_is_done(tmp_path: Path) -> None:
+def test_keep_0_deletes_all_checkpoints_once_the_run_is_done(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=0)
     for step in (1, 2, 3):
         save_now(checkpoints, checkpoint(step), best_step=1)
@@ -419,7 +419,7 @@ def test_an_index_that_cannot_be_written_is_a_warning(
 
 
 def test_a_resumed_run_writes_the_index_that_an_interrupted_save_has_not(tmp_path: Path) -> None:
-    """Also one that saves no more, because only its result was missing."""
+    """This also holds for a run that saves no more checkpoints, because only its result was missing."""
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (1, 2):
         save_now(checkpoints, checkpoint(step))
@@ -436,7 +436,7 @@ def test_a_resumed_run_writes_the_index_that_an_interrupted_save_has_not(tmp_pat
 
 
 def test_a_forged_index_changes_nothing(tmp_path: Path) -> None:
-    """Neither what is resumed nor what `best` and `last` mean: another program may have written it."""
+    """The index affects neither which checkpoint is resumed nor which ones `best` and `last` name."""
     checkpoints = Checkpoints(tmp_path, keep=3)
     for step in (1, 2, 3):
         saved = checkpoint(step)
@@ -450,7 +450,7 @@ def test_a_forged_index_changes_nothing(tmp_path: Path) -> None:
         assert is_whole(checkpoints.latest(), 3)
 
 
-def test_a_run_that_keeps_no_checkpoint_is_done(tmp_path: Path) -> None:
+def test_a_completed_run_without_checkpoints_has_nothing_left_to_do(tmp_path: Path) -> None:
     code, said = run_command(*FAST, "steps=4", "save_every=1", "keep=0", cwd=tmp_path)
     assert code == 0, said
     (run,) = tmp_path.glob("outputs/*/*")
@@ -497,12 +497,12 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
     [record] = caplog.records
     assert "step_00000001" in record.getMessage()
     assert "step_00000003" not in record.getMessage()
-    save_now(two, checkpoint(4))  # which tries again
+    save_now(two, checkpoint(4))  # this tries to delete it again
     assert {path.name for path in two.root.iterdir()} == {"step_00000003", "step_00000004", "index.json"}
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o027, 0o640)])
-def test_all_files_have_the_mode_that_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+def test_the_mode_of_all_files_follows_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
         path = save_now(Checkpoints(tmp_path, keep=1, config="a: 1"), checkpoint(1))
@@ -514,10 +514,10 @@ def test_all_files_have_the_mode_that_the_umask_says(tmp_path: Path, umask: int,
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The config in it
+# The config in a checkpoint
 
 
-def test_a_checkpoint_brings_its_config_along(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_the_config_of_its_run(tmp_path: Path) -> None:
     config = {"lr": 0.1, "name": "ü", "none": None}
     path = save_now(Checkpoints(tmp_path, keep=1, config=config_text(config)), checkpoint(1))
     text = saved_text(path, CONFIG)
@@ -536,13 +536,13 @@ def test_a_checkpoint_brings_its_config_along(tmp_path: Path) -> None:
 
 
 def test_a_config_of_megabytes_is_not_read_from_a_checkpoint(tmp_path: Path) -> None:
-    """Its hash is right, but PyYAML would need half a minute."""
+    """Its hash is correct, but PyYAML would need half a minute."""
     path = save_now(Checkpoints(tmp_path, keep=1, config=config_text({"name": "x" * 1_000_000})), checkpoint(1))
     with pytest.raises(ConfigError, match="1,000,000 bytes"):
         saved_text(path, CONFIG)
 
 
-def test_an_earlier_checkpoint_has_no_config(two: Checkpoints) -> None:
+def test_a_checkpoint_of_an_earlier_version_has_no_config(two: Checkpoints) -> None:
     assert saved_text(two.root / "step_00000001", CONFIG) is None
 
 
@@ -553,7 +553,7 @@ def test_an_earlier_checkpoint_has_no_config(two: Checkpoints) -> None:
 def test_plain_torch_loads_the_weights(trained: Callable[..., Trained]) -> None:
     run = trained("steps=4", "optimizer=adamw", "model.dropout=0.1")
     tensors = safetensors.torch.load_file(run.directory / "checkpoints/step_00000004/model.safetensors")
-    plain = torch.nn.Sequential(  # what conf/model/tiny.yaml says, without the project
+    plain = torch.nn.Sequential(  # the model of conf/model/tiny.yaml, without the project
         torch.nn.Conv2d(1, 16, 3, padding=1),
         torch.nn.ReLU(),
         torch.nn.MaxPool2d(2),
@@ -600,7 +600,7 @@ def test_a_checkpoint_holds_plain_names_and_full_tensors(trained: Callable[..., 
     assert zipfile.is_zipfile(path / "state.pt"), "torch's format, not a bare pickle"
 
 
-def test_the_manifest_tells_what_is_there(trained: Callable[..., Trained]) -> None:
+def test_the_manifest_lists_all_files_with_their_hashes(trained: Callable[..., Trained]) -> None:
     run = trained("steps=2")
     path = run.directory / "checkpoints/step_00000002"
     manifest = json.loads((path / "manifest.json").read_text())
@@ -705,7 +705,7 @@ def test_a_file_size_limit_raises_a_storage_error(tmp_path: Path) -> None:
     assert is_whole(checkpoints.latest(), 1)
 
 
-def test_the_best_of_a_run_is_kept(trained: Callable[..., Trained]) -> None:
+def test_the_best_checkpoint_of_a_run_is_kept(trained: Callable[..., Trained]) -> None:
     run = trained("steps=24", "eval_every=2", "save_every=2", "keep=1", "optimizer.lr=0.3")
     steps = Checkpoints(run.directory, keep=1).steps()
     assert steps == sorted({24, run.result.best["step"]})

@@ -1,4 +1,4 @@
-"""The checkpoint that a user names by its step, and what is said where there is none."""
+"""Tests of `runner.storage.checkpoint_selection`: a checkpoint is chosen by `best`, `last` or its step, or refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refusal(run: Path, choice: str | int) -> ConfigError:
     return refused.value
 
 
-def test_a_step_that_was_not_saved_is_refused_with_those_that_were(tmp_path: Path) -> None:
+def test_a_step_that_was_not_saved_is_refused_and_the_saved_steps_are_listed(tmp_path: Path) -> None:
     for name in ("step_00000000", "step_99999999", "step_100000000", "step_00000007.superseded"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert chosen_checkpoint(tmp_path, 100_000_000) == tmp_path / "checkpoints" / "step_100000000"
@@ -29,7 +29,7 @@ def test_a_step_that_was_not_saved_is_refused_with_those_that_were(tmp_path: Pat
 
 
 @pytest.mark.parametrize("choice", [7, "newest"])
-def test_a_run_without_checkpoints_has_none_to_choose_from(choice: str | int, tmp_path: Path) -> None:
+def test_the_error_for_a_run_without_checkpoints_suggests_no_other_step(choice: str | int, tmp_path: Path) -> None:
     assert "choose" not in refusal(tmp_path, choice).remedy
 
 

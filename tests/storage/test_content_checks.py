@@ -1,4 +1,4 @@
-"""Values of a checkpoint are compared with the state that they are loaded into."""
+"""Tests of `runner.storage.content_checks`: values from a checkpoint must have the expected form."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_value_of_another_form_is_refused(value: Any, like: Any) -> None:
         check_like(value, like, "it")
 
 
-def test_the_message_says_where_and_what() -> None:
+def test_the_error_names_the_value_and_the_difference() -> None:
     with pytest.raises(UnexpectedContentError, match=r"^state, 'w', step: float32 \[2\] instead of float32 \[\]$"):
         check_like({"w": {"step": torch.zeros(2)}}, {str: {"step": torch.zeros(())}}, "state")
     with pytest.raises(UnexpectedContentError, match=r"without 'a', 'b', 'c' and 1 more and with 'x'"):
@@ -101,6 +101,6 @@ def test_plain_content_is_valid() -> None:
     [nested(60, 2), nested(10_000, 1), [object()], [2**256], [b"bytes"], {(1, 2): 3}, [torch.zeros(1).expand(10**12)]],
     ids=["doubled 60 times", "deep", "an object", "a huge number", "bytes", "a tuple as key", "shared elements"],
 )
-def test_other_content_is_refused(content: Any) -> None:
+def test_content_that_is_not_plain_or_too_large_is_refused(content: Any) -> None:
     with pytest.raises(UnexpectedContentError):
         check_plain([content], "it")

@@ -1,4 +1,4 @@
-"""Small files are whole after a crash or a power loss: written aside, synced, renamed, and their name synced."""
+"""Tests of `runner.storage.durable_write`: after a crash or a power loss, a file has its old or its new content."""
 
 from __future__ import annotations
 

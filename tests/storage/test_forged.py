@@ -1,4 +1,4 @@
-"""Checkpoints that somebody forged: all hashes are right, and nothing else is. They are refused in words."""
+"""Tests with forged checkpoints, whose hashes are correct but whose content is not: they are refused with an error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def nested(depth: int) -> list:
 
 
 def laughs() -> list:
-    """A list of 2^60 texts."""
+    """Return nested lists that stand for 2^60 strings, as in the "billion laughs" attack."""
     value = ["ha"]
     for _ in range(60):
         value = [value, value]
@@ -81,7 +81,7 @@ TENSORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of a run of a name of `RUNS` after two steps."""
+    """Return a function that trains the run `RUNS[name]`, once per name, and returns its run directory."""
     known: dict[str, Path] = {}
 
     def directory(name: str) -> Path:
@@ -107,7 +107,7 @@ class Forger:
         shutil.copytree(self.original, self.path)
 
     def outcome(self) -> str:
-        """`refused`, or `resumed` after one more step; anything else raises its error."""
+        """Resume and train one step; return `resumed`, `refused`, or the message of an unexpected `ConfigError`."""
         session = self.session
         try:
             state = prepare(session, self.directory)
@@ -129,7 +129,7 @@ def forger(saved: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Forg
 
 
 def chosen(content: Any) -> Iterator[tuple[Keys, Any]]:
-    """The values of a file, without those of all but one parameter and those of the same kind in an environment."""
+    """Yield values of a file; of the optimizer state and of the environments, only a part that stands for the rest."""
     kept = {next(iter(content.get("optimizer", [""])))}
     for keys, value in places(content):
         if keys[0] == "optimizer" and len(keys) > 1 and keys[1] not in kept:
@@ -157,7 +157,7 @@ def is_valid(keys: Keys, value: Any, forged: Any) -> bool:
     if forged is ABSENT:  # the metrics of a run without evaluation, a parameter that never had a gradient
         was_added_later = keys == ("workload", "rewards")  # earlier versions did not save it
         return isinstance(keys[-1], int) or (keys[0] in ("metrics", "optimizer") and len(keys) == 2) or was_added_later
-    if forged is None and keys == ("workload", "environments"):  # whose state cannot be saved
+    if forged is None and keys == ("workload", "environments"):  # of environments whose state cannot be saved
         return True
     return type(forged) is type(value) or (type(forged) is int and isinstance(value, float))
 
@@ -165,7 +165,7 @@ def is_valid(keys: Keys, value: Any, forged: Any) -> bool:
 @pytest.mark.parametrize("file", ["state.pt", "rank_0.pt"])
 @pytest.mark.parametrize("name", RUNS)
 def test_a_value_of_another_form_is_refused(forger: Callable[[str], Forger], name: str, file: str) -> None:
-    """Each place in turn gets three forms, so that each form is in several places."""
+    """Each value is replaced by the next three forms in turn, so that each form is tried in several places."""
     run = forger(name)
     content, forms = read(run.original / file), {True: cycle(TENSORS.values()), False: cycle(VALUES.values())}
     for keys, value in chosen(content):
@@ -181,7 +181,7 @@ def test_a_value_of_another_form_is_refused(forger: Callable[[str], Forger], nam
 @pytest.mark.parametrize("kind", [*TENSORS, "absent"])
 def test_weights_of_another_form_are_refused(forger: Callable[[str], Forger], kind: str) -> None:
     if kind in ("sparse", "meta", "shared elements", "transposed", "with gradient"):
-        return  # safetensors has none of these
+        return  # safetensors cannot store these
     if kind == "complex":
         try:
             safetensors.torch.save({"t": torch.zeros(1, dtype=torch.complex64)})
@@ -212,15 +212,15 @@ def test_a_file_of_another_format_is_refused(forger: Callable[[str], Forger], fi
 @pytest.mark.parametrize(
     "content", [None, 3, "text", [], (), {}, {"optimizer": {}}, nested(150), laughs()], ids=range(9)
 )
-def test_another_content_is_refused(forger: Callable[[str], Forger], content: Any) -> None:
+def test_a_file_with_unrelated_content_is_refused(forger: Callable[[str], Forger], content: Any) -> None:
     run = forger("sgd")
     assert run.with_content("state.pt", content) == "refused"
-    assert run.with_content("rank_0.pt", content) == "refused" or content == {}  # as in a run of fewer processes
+    assert run.with_content("rank_0.pt", content) == "refused" or content == {}  # {} means that there is no state
 
 
 @pytest.mark.parametrize("depth", [150, 10_000, 1_000_000])
 def test_deep_content_is_refused(forger: Callable[[str], Forger], depth: int) -> None:
-    """Deeper than `torch.save` can write."""
+    """The pickle is written by hand, because `torch.save` cannot write lists that are nested so deeply."""
     run = forger("sgd")
     run.restore()
     file, nest = run.path / "state.pt", b"\x80\x02}X\t\0\0\0optimizer" + b"]" * depth + b"a" * (depth - 1) + b"s."
@@ -254,7 +254,9 @@ MANIFESTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", MANIFESTS)
-def test_a_sealed_manifest_with_other_values_is_refused(forger: Callable[[str], Forger], kind: str) -> None:
+def test_a_manifest_with_invalid_values_and_correct_hashes_is_refused(
+    forger: Callable[[str], Forger], kind: str
+) -> None:
     run = forger("sgd")
     run.restore()
     reseal(run.path, **MANIFESTS[kind])
@@ -264,7 +266,7 @@ def test_a_sealed_manifest_with_other_values_is_refused(forger: Callable[[str], 
 def test_a_huge_manifest_is_refused(forger: Callable[[str], Forger]) -> None:
     run = forger("sgd")
     run.restore()
-    os.truncate(run.path / "manifest.json", 10**12)  # takes no room on the disk
+    os.truncate(run.path / "manifest.json", 10**12)  # a sparse file, which takes no space on the disk
     assert run.outcome() == "refused"
 
 

@@ -1,4 +1,4 @@
-"""Manifests: the hash of every file and of the manifest itself; nothing is read that is not as it was written."""
+"""Tests of `runner.storage.manifest`: the hashes of all files and of the manifest itself are verified."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.storage.manifest import NAME, SCHEMA, DamagedError, manifest_of, ver
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Two files and their manifest."""
+    """A directory with two files and their manifest."""
     (tmp_path / "a.bin").write_bytes(bytes(range(256)))
     (tmp_path / "empty").touch()
     (tmp_path / NAME).write_text(manifest_of(tmp_path, step=7, world_size=2))
@@ -25,14 +25,14 @@ def directory(tmp_path: Path) -> Path:
 
 
 def resealed(directory: Path, **changes: Any) -> None:
-    """Change the manifest, and seal it again."""
+    """Change the manifest, and update its own hash."""
     manifest = json.loads((directory / NAME).read_text()) | changes
     manifest.pop("sha256")
     seal = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     (directory / NAME).write_text(json.dumps(manifest | {"sha256": seal}))
 
 
-def test_a_manifest_holds_the_facts_and_the_hash_of_every_file(directory: Path) -> None:
+def test_a_manifest_contains_the_given_values_and_the_hash_of_every_file(directory: Path) -> None:
     manifest = verified_manifest(directory)
     assert manifest == {
         "schema": SCHEMA,
@@ -68,7 +68,7 @@ def test_a_manifest_that_is_changed_or_missing_is_damage(directory: Path) -> Non
         verified_manifest(directory)
 
 
-def test_a_sealed_manifest_is_read_again(directory: Path) -> None:
+def test_a_changed_manifest_with_a_correct_hash_is_accepted(directory: Path) -> None:
     resealed(directory, step=8)
     assert verified_manifest(directory)["step"] == 8
 
@@ -91,6 +91,6 @@ def test_a_file_without_read_permission_is_not_damage(directory: Path, monkeypat
         verified_manifest(directory)
 
 
-def test_files_that_are_not_listed_do_not_matter(directory: Path) -> None:
+def test_files_that_are_not_in_the_manifest_are_ignored(directory: Path) -> None:
     (directory / "more").write_text("later")
     assert set(verified_manifest(directory)["files"]) == {"a.bin", "empty"}

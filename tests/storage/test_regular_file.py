@@ -1,4 +1,4 @@
-"""Reading files that somebody else may have written."""
+"""Tests of `runner.storage.regular_file`: safe reading of files from untrusted sources."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_missing_file_and_a_directory_are_reported_as_such(tmp_path: Path) -> 
         read_regular(tmp_path, limit_bytes=100)
 
 
-def test_a_directory_is_no_link(tmp_path: Path) -> None:
+def test_check_no_link_refuses_links_and_files(tmp_path: Path) -> None:
     (tmp_path / "directory").mkdir()
     (tmp_path / "link").symlink_to("directory")
     (tmp_path / "file").touch()
@@ -100,7 +100,7 @@ def test_a_directory_is_no_link(tmp_path: Path) -> None:
             check_no_link(tmp_path / name)
 
 
-def test_walking_ends_below_fifty_levels(tmp_path: Path) -> None:
+def test_walk_stops_after_fifty_levels(tmp_path: Path) -> None:
     with nested(tmp_path, 50) as deep:
         (deep / "file").touch()
         assert [files for _, _, files in walk(tmp_path)] == [[]] * 50 + [["file"]]
@@ -108,7 +108,7 @@ def test_walking_ends_below_fifty_levels(tmp_path: Path) -> None:
         assert len(list(walk(tmp_path))) == 51
 
 
-def test_what_cannot_be_found_out_is_refused_by_key(tmp_path: Path) -> None:
+def test_paths_that_cannot_be_looked_up_are_refused_by_key(tmp_path: Path) -> None:
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "file").touch()
     paths = [tmp_path / "secret" / name for name in ("file", "absent", "absent/below")]

@@ -1,4 +1,4 @@
-"""Run directories: one each however many start at once, wherever they are, and nothing written outside of them."""
+"""Tests of `runner.storage.run_directory`: unique directories and names, no writes elsewhere, results, and locks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-[0-9a-f]{6}")
 
 
 def tree(root: Path, *without: str) -> dict[str, tuple[int, int]]:
-    """Size and time of change of every file and folder under `root`, but for what tests and Python itself write."""
+    """Return size and modification time of everything below `root`, except what the tests and Python itself write."""
     skipped = {"__pycache__", "console.txt", "code", *without}
     found = {}
     for path, folders, files in os.walk(root):
@@ -44,7 +44,7 @@ def tree(root: Path, *without: str) -> dict[str, tuple[int, int]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One each
+# Creation
 
 
 def storage_work(what: str, cwd: Path) -> subprocess.Popen[str]:
@@ -57,7 +57,7 @@ def test_twenty_processes_in_the_same_second_make_a_hundred_directories(tmp_path
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-    for process in processes:  # now that all are there: at once
+    for process in processes:  # all are ready: let them begin at the same time
         assert process.stdin is not None
         print(file=process.stdin, flush=True)
     made = [line for process in processes for line in process.communicate(timeout=PATIENCE)[0].splitlines()]
@@ -67,7 +67,7 @@ def test_twenty_processes_in_the_same_second_make_a_hundred_directories(tmp_path
     assert {Path(path).name[:19] for path in made} == {SECOND}
 
 
-def test_another_name_is_drawn_where_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_name_is_drawn_if_the_first_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = iter(["a", "a", "a", "b"])
     monkeypatch.setattr(directory, "unique_name", lambda _: next(names))
     assert [directory.create(tmp_path).name, directory.create(tmp_path).name] == ["a", "b"]
@@ -93,7 +93,7 @@ def test_threads_get_directories_of_their_own(tmp_path: Path) -> None:
     assert len(set(made)) == 100
 
 
-def test_a_given_name_is_exclusive(tmp_path: Path) -> None:
+def test_creating_a_directory_that_exists_is_refused(tmp_path: Path) -> None:
     assert directory.create(tmp_path, "000-seed=1") == (tmp_path / "000-seed=1").resolve()
     with pytest.raises(ConfigError) as refusal:
         directory.create(tmp_path, "000-seed=1")
@@ -124,7 +124,7 @@ def test_a_root_that_cannot_be_searched_is_refused_by_key_and_left_as_it_is(tmp_
     assert list(tmp_path.rglob("*")) == [tmp_path / "secret"]
 
 
-def test_entries_are_sorted_and_none_where_there_is_no_directory(tmp_path: Path) -> None:
+def test_entries_are_sorted_and_empty_without_a_directory(tmp_path: Path) -> None:
     for name in ("b", "a"):
         (tmp_path / name).touch()
     assert directory.entries(tmp_path) == [tmp_path / "a", tmp_path / "b"]
@@ -132,7 +132,7 @@ def test_entries_are_sorted_and_none_where_there_is_no_directory(tmp_path: Path)
         assert directory.entries(tmp_path / name) == []
 
 
-def test_no_step_is_the_newest_where_the_checkpoints_cannot_be_read(tmp_path: Path) -> None:
+def test_newest_step_is_0_if_the_checkpoints_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
     assert directory.newest_step(tmp_path) == 2
     for path in (tmp_path, tmp_path / "checkpoints"):
@@ -152,12 +152,12 @@ def test_twenty_runs_in_the_same_second_have_twenty_directories(tmp_path: Path) 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Nowhere else
+# No writes elsewhere
 
 
 @pytest.mark.parametrize("name", ["with blanks in it", "größe-µ-日本", "a=1,b=2", "it's [1] {2} $HOME ~ %41 #"])
 def test_a_run_works_in_a_directory_of_any_name(name: str, tmp_path: Path) -> None:
-    """It runs in `name`, writes to `name` beside it, and what it says to type in the end does what it says."""
+    """It runs in the directory `name`, writes to a directory beside it, and the commands that it prints work."""
     here, there = tmp_path / name, tmp_path / f"runs {name}"
     here.mkdir()
     code, told = run_command(*FAST, "debug=smoke", f"output_root=../runs {name}", cwd=here)
@@ -203,7 +203,7 @@ def test_the_source_may_be_read_only_and_is_not_changed(tmp_path: Path) -> None:
     for path in paths:
         path.chmod(path.stat().st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
     before = tree(source)
-    # In earnest for all but root, who may write everywhere; for root the comparison tells.
+    # Root may write to read-only files; if the tests run as root, only the comparison below detects changes.
     variables = environment() | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
     program = [sys.executable, "-m", "runner", *FAST, "debug=smoke"]
     process = subprocess.run(program, cwd=here, env=variables, capture_output=True, text=True, check=False)
@@ -232,7 +232,7 @@ def test_modules_and_configs_in_the_current_directory_do_not_shadow_ours(tmp_pat
 
 
 def test_a_refusal_removes_the_directories_that_were_made_for_it(tmp_path: Path) -> None:
-    """The network is built after the directory is made; nothing is left, unless another was there before."""
+    """The model is built after the directory is created. Only directories that existed before remain."""
     too_small = (*FAST, "model=convnet", "model.kernel_size=31")
     (tmp_path / "outputs").mkdir()
     code, told = run_command(*too_small, cwd=tmp_path)
@@ -261,7 +261,7 @@ def test_a_refusal_removes_the_directories_that_were_made_for_it(tmp_path: Path)
         ([f"name={'x' * 80}", f"experiment={'y' * 40}", "seed=1"], f"007-name={'x' * 80}"),
     ],
 )
-def test_the_name_of_a_job_holds_its_overrides(overrides: list[str], name: str) -> None:
+def test_the_name_of_a_job_contains_its_overrides(overrides: list[str], name: str) -> None:
     assert directory.job_name(7, overrides) == name
 
 
@@ -302,7 +302,7 @@ STAMP = "2026-01-02_03-04-05-a1b2c3"
         ([f"data.root={'日' * 100}"], f"{STAMP}-data.root={'日' * 16}"),
     ],
 )
-def test_the_name_of_a_run_holds_what_was_typed(
+def test_the_name_of_a_run_contains_its_overrides(
     overrides: list[str], name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "strftime", lambda _: SECOND)
@@ -311,7 +311,7 @@ def test_the_name_of_a_run_holds_what_was_typed(
     assert directory.unique_name(overrides) == (name or cut_at_a_word)
 
 
-def test_names_sort_by_time_whatever_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_sort_by_time_with_any_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     stamps = iter(["2026-01-02_03-04-05", "2026-01-02_03-04-06", "2026-01-02_03-04-07"])
     monkeypatch.setattr(time, "strftime", lambda _: next(stamps))
     names = [directory.unique_name(["seed=1"]), directory.unique_name(), directory.unique_name(["a=1"])]
@@ -331,7 +331,7 @@ def test_a_free_name_is_numbered(tmp_path: Path) -> None:
 # Files
 
 
-def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_failed_write_of_json_keeps_the_old_content(tmp_path: Path) -> None:
     path, result = tmp_path / directory.RESULT, {"status": "done", "steps": 3, "grüße": 1.5}
     write_json(path, result)
     with pytest.raises(TypeError):
@@ -345,7 +345,7 @@ def test_a_missing_result_is_empty(tmp_path: Path) -> None:
     assert directory.read_result(tmp_path) == {}
 
 
-def test_a_result_of_more_steps_than_can_be_done_is_none(tmp_path: Path) -> None:
+def test_a_result_with_an_impossible_number_of_steps_is_ignored(tmp_path: Path) -> None:
     write_json(tmp_path / directory.RESULT, {"status": "done", "steps": int("9" * 4300)})
     assert directory.read_result(tmp_path) == {}
 
@@ -388,7 +388,7 @@ def test_a_run_directory_has_only_regular_files(make: Callable[[Path], None], pl
 
 @pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 400, "9" * 5_000, "true", '"1"', "null", "[1]"])
 @pytest.mark.parametrize("key", ["seconds", "samples_per_second", "best"])
-def test_a_result_whose_numbers_are_none_is_no_result(key: str, number: str, tmp_path: Path) -> None:
+def test_a_result_with_invalid_numbers_is_ignored(key: str, number: str, tmp_path: Path) -> None:
     result = tmp_path / directory.RESULT
     best = '{"metric": "eval/loss", "step": 1, "value": NUMBER}' if key == "best" else "NUMBER"
     text = f'{{"status": "done", "steps": 1, "{key}": {best}}}'
@@ -405,7 +405,7 @@ def test_directories_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> N
         directory.check_regular(tmp_path)
 
 
-def test_a_lock_is_not_made_through_a_link(tmp_path: Path) -> None:
+def test_lock_does_not_follow_a_link(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("mine")
     (tmp_path / ".lock").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError):
@@ -428,7 +428,7 @@ def test_a_directory_is_locked_until_its_process_ends_however_it_ends(tmp_path: 
     again.close()
 
 
-def test_empty_directories_are_removed_up_to_where_they_began(tmp_path: Path) -> None:
+def test_remove_empty_stops_at_the_given_directory(tmp_path: Path) -> None:
     assert directory.nearest_existing(tmp_path / "a" / "b" / "c") == tmp_path
     (tmp_path / "a" / "b" / "c").mkdir(parents=True)
     assert directory.nearest_existing(tmp_path / "a" / "b") == tmp_path / "a" / "b"

@@ -1,4 +1,4 @@
-"""Files of `torch.save`: nothing in them runs, or takes more memory than the file does."""
+"""Tests of `runner.storage.safe_torch_load`: a file cannot run code, or take far more memory than its own size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUMEL = b"K\x04tq\x07Q"
 
 
 def rewritten(source: Path, target: Path, change: Callable[[str, bytes], bytes], compression: int = 0) -> None:
-    """Write the entries of the archive `source`, changed, to the archive `target`."""
+    """Copy the archive `source` to `target`, and replace the content of each entry by `change(name, content)`."""
     with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w", compression) as out:
         for entry in archive.infolist():
             out.writestr(entry.filename, change(entry.filename, archive.read(entry)))
@@ -52,7 +52,7 @@ def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
 
 
 def test_entries_that_share_their_bytes_are_refused(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The directory of the archive says that each of its entries is as large as the file."""
+    """The central directory of the archive says that each entry is as large as the file."""
     size, original = plain.stat().st_size, zipfile.ZipFile.infolist
 
     def overlapping(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
@@ -79,7 +79,7 @@ def test_a_storage_cannot_claim_other_sizes_than_it_has(plain: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["builtins\nbytearray", "__builtin__\nbytearray", "_codecs\nencode", "posix\nsystem"])
-def test_a_pickle_names_only_tensors(plain: Path, tmp_path: Path, name: str) -> None:
+def test_a_pickle_that_names_other_functions_is_refused(plain: Path, tmp_path: Path, name: str) -> None:
     bomb = b"\x80\x02c" + name.encode() + b"\nJ\x00\x00\x00\x70\x85R."
     for entry in ("data.pkl", "DATA.PKL"):
         forged = tmp_path / "forged.pt"
@@ -92,14 +92,14 @@ def test_a_pickle_names_only_tensors(plain: Path, tmp_path: Path, name: str) -> 
             load_tensors(forged)
 
 
-def test_a_bare_pickle_runs_nothing(tmp_path: Path) -> None:
+def test_a_bare_pickle_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file.pt").write_bytes(pickle.dumps(Path("x"), protocol=2))
     with pytest.raises(pickle.UnpicklingError):
         load_tensors(tmp_path / "file.pt")
 
 
 class Call:
-    """Unpickled, it is the result of a call."""
+    """An object that becomes the result of a call when it is unpickled."""
 
     def __init__(self, *call: Any):
         self.call = call
@@ -123,7 +123,7 @@ HUGE: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize("kind", HUGE)
-def test_a_tensor_of_more_than_the_file_is_refused(tmp_path: Path, kind: str, is_zip: bool) -> None:
+def test_a_tensor_that_is_larger_than_the_file_is_refused(tmp_path: Path, kind: str, is_zip: bool) -> None:
     torch.save({"a": torch.zeros(2), "b": HUGE[kind]}, tmp_path / "file.pt", _use_new_zipfile_serialization=is_zip)
     with pytest.raises(UnusualFileError, match="without its values"):
         load_tensors(tmp_path / "file.pt")
@@ -131,7 +131,7 @@ def test_a_tensor_of_more_than_the_file_is_refused(tmp_path: Path, kind: str, is
 
 @pytest.mark.parametrize("call", [Call(bytearray, 10**8), Call(torch._utils._rebuild_nested_tensor, 1, 2, 3, 4)])
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_what_takes_memory_that_is_not_in_the_file_is_refused(tmp_path: Path, call: Call, is_zip: bool) -> None:
+def test_harmful_functions_that_torch_load_allows_are_refused(tmp_path: Path, call: Call, is_zip: bool) -> None:
     torch.save({"a": torch.zeros(2), "b": call}, tmp_path / "file.pt", _use_new_zipfile_serialization=is_zip)
     with pytest.raises(UnusualFileError, match=call.call[0].__name__[-12:]):
         load_tensors(tmp_path / "file.pt")

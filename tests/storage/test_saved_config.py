@@ -1,4 +1,4 @@
-"""A saved config is data: what is written comes back as it was, and nothing in a file is more than plain values."""
+"""Tests of `runner.storage.saved_config`: a config is read as it was written, and only plain values are accepted."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ CONTROLS = ["\x85\u2028", "a\udcffb", "\x1b[31m", "\ufeffa", "\x00"]
 
 
 @pytest.mark.parametrize("text", [*STRINGS, *CONTROLS])
-def test_a_text_survives_its_file(text: str) -> None:
+def test_a_string_is_read_as_it_was_written(text: str) -> None:
     config = {"key": text, "node": {"list": [text, 1, None]}}
     assert parse_config(config_text(config).encode()) == config
 
 
 @pytest.mark.parametrize("value", [0, -3, 2**63, 1e-3, 1e300, float("inf"), True, None, [], [1, [2.5]], {"a": {}}])
-def test_a_value_survives_its_file_with_its_type(value: Any) -> None:
+def test_a_value_is_read_as_it_was_written_with_its_type(value: Any) -> None:
     saved = parse_config(config_text({"key": value}).encode())["key"]
     assert (saved, type(saved)) == (value, type(value))
 
 
-def test_a_composed_config_survives_its_file() -> None:
+def test_a_composed_config_is_read_as_it_was_written() -> None:
     config = composed(*FAST, "optimizer=adam", "optimizer.eps=1e-12", "max_grad_norm=1e4", "name=on")
     assert parse_config(config_text(config).encode()) == config
 
@@ -47,8 +47,8 @@ def test_any_change_is_found(change: tuple[str, str]) -> None:
         parse_config(text.replace(*change).encode())
 
 
-def test_a_truncated_file_is_found_or_is_that_of_an_earlier_version() -> None:
-    """Only a file without any part of its last line can be taken for one that was written without a SHA-256."""
+def test_a_file_that_is_truncated_within_its_sha256_is_refused() -> None:
+    """A file that ends before its SHA-256 cannot be told from one of an earlier version, which wrote none."""
     text = config_text({"optimizer": {"lr": 0.2}, "steps": 60})
     body = text.index("# sha256")
     for length in range(body + 1, len(text) - 1):

@@ -1,4 +1,4 @@
-"""What a run directory says of its run is read as data, also where it is damaged or hostile."""
+"""Tests of `runner.storage.saved_run`: reading configs and overrides of runs, also damaged or malicious ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.storage.saved_run import checkpoints, directory_of, saved_config, sa
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of 20 steps with a checkpoint at 10, when its learning rate was another."""
+    """A run with checkpoints at steps 10 and 20; the run and each checkpoint have different learning rates."""
     path = tmp_path / "run"
     for step in (10, 20):
         checkpoint = path / "checkpoints" / f"step_{step:08d}"
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_directory_has_its_own_config_and_a_checkpoint_too(run: Path) -> None:
+def test_a_run_directory_and_each_checkpoint_have_their_own_config(run: Path) -> None:
     assert saved_config(run) == ({"lr": 30}, run / "config.yaml", [])
     for step, checkpoint in zip((10, 20), checkpoints(run), strict=True):
         assert saved_config(checkpoint) == ({"lr": step}, checkpoint / "config.yaml", [])
@@ -102,7 +102,7 @@ def test_a_linked_folder_of_checkpoints_is_not_followed(run: Path) -> None:
 
 
 @pytest.mark.parametrize("secret", ["", "checkpoints"])
-def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(secret: str, run: Path) -> None:
+def test_checkpoints_that_cannot_be_read_are_not_treated_as_missing(secret: str, run: Path) -> None:
     with mode(run / secret, 0):
         with pytest.raises(ConfigError) as refused:
             checkpoints(run)
@@ -138,5 +138,5 @@ def test_overrides_are_shown_as_they_were_typed(content: bytes, wanted: list[str
     assert saved_overrides(tmp_path) == wanted
 
 
-def test_a_run_without_overrides_has_none(tmp_path: Path) -> None:
+def test_a_missing_file_of_overrides_is_read_as_empty(tmp_path: Path) -> None:
     assert saved_overrides(tmp_path) == []

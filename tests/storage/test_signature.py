@@ -1,4 +1,4 @@
-"""The signature of a checkpoint: written as it is, and refused if a run cannot have written it."""
+"""Tests of `runner.storage.signature`: a signature is read as it was written, and refused if it is invalid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIGNATURE = {"inputs": [1, 8, 8], "classes": ["zero", "Größe"], "image": IMAGE
 
 
 def saved(directory: Path, text: str) -> Path:
-    """A checkpoint with this text in `model.json`."""
+    """Save a checkpoint with `text` in `model.json`, and return its path."""
     checkpoints = Checkpoints(directory, keep=1, signature=text)
     return save_now(checkpoints, Checkpoint(1, {"weight": torch.zeros(1)}, {}, {}))
 
@@ -41,7 +41,7 @@ def test_a_signature_is_read_as_it_was_written(tmp_path: Path, signature: dict[s
     assert saved_signature(saved(tmp_path, signature_text(signature))) == signature
 
 
-def test_a_checkpoint_may_have_none(tmp_path: Path) -> None:
+def test_a_checkpoint_may_have_no_signature(tmp_path: Path) -> None:
     assert signature_text({}) == ""
     assert signature_text({"classes": ["x" * 10] * 100_000}) == "", "it would be too large to be read"
     assert saved_signature(saved(tmp_path, "")) == {}
@@ -65,7 +65,7 @@ def test_a_checkpoint_may_have_none(tmp_path: Path) -> None:
         {"inputs": [2, 8, 8], "image": IMAGE | {"shape": [2, 8, 8], "mean": [0, 0], "std": [1, 1]}},
     ],
 )
-def test_what_no_run_writes_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_an_invalid_classification_signature_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     path = saved(tmp_path, json.dumps(SIGNATURE | change))
     with pytest.raises(ConfigError, match="other content than a run writes"):
         saved_signature(path)
@@ -86,14 +86,14 @@ def test_what_no_run_writes_is_refused(tmp_path: Path, change: dict[str, Any]) -
         {"scale": SCALE | {"inputs": {"mean": [0.0, 0.0]}}},
     ],
 )
-def test_what_no_regression_writes_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_an_invalid_regression_signature_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     path = saved(tmp_path, json.dumps(REGRESSION | change))
     with pytest.raises(ConfigError, match="other content than a run writes"):
         saved_signature(path)
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", "3"])
-def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_signature_that_is_not_a_json_object_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="do not trust it"):
         saved_signature(saved(tmp_path, text))
 

@@ -1,4 +1,4 @@
-"""The file to which a job prints."""
+"""Tests of `runner.sweep.console`, which reads the console file to which a job prints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_job_runs_while_a_process_holds_the_lock(tmp_path: Path) -> None:
     assert not is_running(path)
 
 
-def test_which_process_has_opened_a_file(tmp_path: Path) -> None:
+def test_is_open_in_tells_whether_a_process_has_opened_a_file(tmp_path: Path) -> None:
     path, words = tmp_path / "console", [sys.executable, "-c", "input()"]
     with path.open("w") as file:
         own = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=file)
@@ -40,9 +40,7 @@ def test_which_process_has_opened_a_file(tmp_path: Path) -> None:
     assert not is_open_in(own.pid, path)
 
 
-def test_a_file_that_the_process_closes_meanwhile_does_not_matter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_the_process_closes_meanwhile_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "other").open("w"), (tmp_path / "console").open("w"):
 
         def closed(path: Path) -> str:
@@ -57,7 +55,7 @@ def test_a_file_that_the_process_closes_meanwhile_does_not_matter(
         assert not is_open_in(os.getpid(), tmp_path / "other")
 
 
-def test_a_linked_directory_of_consoles_is_not_read(tmp_path: Path) -> None:
+def test_a_console_file_in_a_symlinked_directory_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "007.txt").write_text("secret\n")
     (tmp_path / "console").symlink_to("elsewhere")
@@ -65,7 +63,7 @@ def test_a_linked_directory_of_consoles_is_not_read(tmp_path: Path) -> None:
     assert message(tmp_path / "console" / "007.txt") == ""
 
 
-def test_the_last_lines_of_a_file(tmp_path: Path) -> None:
+def test_message_returns_the_last_ten_lines_of_a_file(tmp_path: Path) -> None:
     assert message(tmp_path / "missing") == ""
     path = tmp_path / "console"
     path.write_bytes(b"x" * 50_000 + b"\n\n" + b"".join(b"line %d \xff\n" % number for number in range(20)))

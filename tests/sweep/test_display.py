@@ -1,4 +1,4 @@
-"""What a sweep shows: a paused job counts once, and the summary says how many jobs were pruned."""
+"""Tests of the sweep display: a paused job is counted once, and the summary shows how many jobs were pruned."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def end(display: Display, number: int, state: str) -> None:
 
 
 @pytest.mark.parametrize("table", [False, True])
-def test_a_paused_job_counts_as_what_it_ends_as(table: bool) -> None:
+def test_a_paused_job_is_counted_once_with_its_final_state(table: bool) -> None:
     display = Table(3, ["seed"], lambda _: "") if table else Display(3, ["seed"])
     end(display, 0, "pruned")
     assert display.counts == {"pruned": 1}
@@ -32,7 +32,7 @@ def test_a_paused_job_counts_as_what_it_ends_as(table: bool) -> None:
     assert display.counts == {"done": 2, "pruned": 1}
 
 
-def test_the_summary_says_how_many_jobs_were_pruned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_shows_how_many_jobs_were_pruned(capsys: pytest.CaptureFixture[str]) -> None:
     display = Display(3, ["seed"])
     end(display, 0, "done")
     display.summary()

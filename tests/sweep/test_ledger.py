@@ -1,4 +1,4 @@
-"""The ledger of a sweep: one process at a time writes it, and a sweep that was stopped is found again."""
+"""Tests of the sweep ledger: only one process at a time writes it, and an unfinished sweep is found and resumed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Opened = Callable[..., Ledger]
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Opened]:
-    """Opens ledgers below `tmp_path`, which the end of the test closes."""
+    """A function that opens ledgers in `tmp_path`; they are closed at the end of the test."""
     with ExitStack() as stack:
 
         def open_ledger(typed: list[str], resume: str = "auto") -> Ledger:
@@ -39,7 +39,7 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
 
 
 def ran(ledger: Ledger, number: int, code: int, config_hash: str = "a") -> None:
-    """Let a job run, and end with `code`."""
+    """Create the run directory of a job, and record in the ledger that the job ended with the exit code `code`."""
     (ledger.path / f"{number:03d}-seed={number}").mkdir(exist_ok=True)
     ledger.update(number, config_hash=config_hash, code=code)
 
@@ -51,7 +51,7 @@ def test_a_sweep_cannot_be_resumed_in_the_directory_of_one_run(opened: Opened) -
     assert "resume=auto" in refusal.value.remedy
 
 
-def test_a_sweep_none_of_whose_jobs_has_run_leaves_nothing(opened: Opened, tmp_path: Path) -> None:
+def test_a_sweep_in_which_no_job_ran_leaves_no_files(opened: Opened, tmp_path: Path) -> None:
     ledger = opened(["seed=1,2"])
     assert ledger.path.parent == tmp_path / "sweeps" / "a"
     head = {"typed": ["seed=1,2"], "command": ["seed=1,2"], "complete": False, "pid": os.getpid()}
@@ -64,7 +64,7 @@ def test_a_sweep_none_of_whose_jobs_has_run_leaves_nothing(opened: Opened, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_an_entry_keeps_what_is_not_changed_and_is_a_line(opened: Opened) -> None:
+def test_update_keeps_other_keys_and_writes_each_entry_as_one_line(opened: Opened) -> None:
     ledger = opened(["seed=1,2"])
     ledger.update(0, state="running", tries=1)
     ledger.update(1, state="running", tries=1)
@@ -97,7 +97,7 @@ def test_names_that_are_not_utf_8_can_be_recorded(opened: Opened) -> None:
     assert found["jobs"]["0"]["error"] == "data.root=a\\xff is missing"
 
 
-def test_overrides_are_compared_without_order_and_without_how_the_sweep_is_run(opened: Opened, tmp_path: Path) -> None:
+def test_sweeps_match_regardless_of_override_order_and_sweep_options(opened: Opened, tmp_path: Path) -> None:
     typed = ["seed=1,2", "resume=auto", "output_root=x", "sweep.slots=2", "sweep=local", "epochs=1"]
     assert opened(typed, "never").typed == opened(["epochs=1", "seed=1,2"], "never").typed == ["epochs=1", "seed=1,2"]
     path = write_ledger(
@@ -138,7 +138,7 @@ def test_a_sweep_is_complete_when_no_job_has_to_be_repeated(opened: Opened, code
 # Two processes
 
 
-def test_a_sweep_that_another_process_runs_is_refused_and_left_alone(opened: Opened) -> None:
+def test_a_sweep_that_another_process_runs_is_refused_and_not_changed(opened: Opened) -> None:
     first = opened(["seed=1,2"])
     ran(first, 0, 0)
     before = (first.path / "sweep.json").read_bytes()
@@ -154,7 +154,7 @@ def test_a_sweep_that_another_process_runs_is_refused_and_left_alone(opened: Ope
     assert opened(["seed=1,2"]).path == first.path, "it is free again"
 
 
-def test_one_sweep_typed_twice_at_once_runs_once(tmp_path: Path) -> None:
+def test_only_one_of_two_simultaneous_commands_runs_the_sweep(tmp_path: Path) -> None:
     typed = (*FAST, "steps=100000", "save_every=20", "eval_every=0", "-m", "seed=1,2,3", "resume=auto")
     commands = [Command(tmp_path / name, *typed, f"output_root={tmp_path}") for name in ("a", "b")]
     until(lambda: any(command.code is not None for command in commands))
@@ -169,7 +169,7 @@ def test_one_sweep_typed_twice_at_once_runs_once(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Damaged ledgers and disks
+# Damaged ledgers, and file system errors
 
 GOOD: dict[str, Any] = {"typed": ["seed=1,2"], "complete": False, "jobs": {"0": {"code": 0, "config_hash": "a"}}}
 DAMAGED: dict[str, bytes] = {
@@ -219,7 +219,7 @@ def test_a_damaged_ledger_is_ignored_with_a_warning(
 
 
 @pytest.mark.parametrize("key", OTHER_TYPES)
-def test_a_damaged_ledger_of_this_sweep_is_refused_and_of_another_ignored(
+def test_a_damaged_ledger_is_refused_for_its_own_sweep_and_ignored_for_others(
     opened: Opened, key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_ledger(tmp_path, GOOD | OTHER_TYPES[key])
@@ -234,7 +234,7 @@ def test_a_damaged_ledger_of_this_sweep_is_refused_and_of_another_ignored(
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "directory", "large"])
-def test_a_ledger_that_is_no_plain_file_is_not_read(
+def test_a_ledger_that_is_not_a_regular_file_or_too_large_is_ignored(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ledger = tmp_path / "sweep.json"
@@ -248,8 +248,10 @@ def test_a_ledger_that_is_no_plain_file_is_not_read(
 
 @pytest.mark.parametrize("folder", ["console", "conf"])
 @pytest.mark.parametrize("kind", ["folder", "file", "pipe"])
-def test_a_sweep_that_would_write_elsewhere_is_refused(kind: str, folder: str, opened: Opened, tmp_path: Path) -> None:
-    """What its jobs print, or its best trial."""
+def test_a_sweep_directory_with_links_or_pipes_is_refused(
+    kind: str, folder: str, opened: Opened, tmp_path: Path
+) -> None:
+    """Through them, the output of the jobs or the best trial of a search would be written elsewhere."""
     path, elsewhere = write_ledger(tmp_path, GOOD), tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "000.txt").touch()
@@ -291,7 +293,7 @@ def test_a_ledger_that_cannot_be_written_is_an_error(opened: Opened, monkeypatch
     ],
     ids=str,
 )
-def test_a_sweep_that_cannot_begin_on_a_full_disk_leaves_nothing(
+def test_a_sweep_that_cannot_start_because_of_a_disk_error_leaves_no_files(
     fault: DiskFault, opened: Opened, tmp_path: Path
 ) -> None:
     with failing(fault) as failed, pytest.raises(ConfigError) as refusal:
@@ -315,13 +317,13 @@ def test_a_sweep_in_an_unreadable_directory_is_refused(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_lock_file_on_a_full_disk_is_no_crash(
+def test_a_full_disk_is_a_config_error_even_if_the_lock_file_cannot_be_written(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "write", fail)  # of the process ID to the lock file
+    monkeypatch.setattr(os, "write", fail)  # it writes the process ID to the lock file
     monkeypatch.setattr("runner.sweep.ledger.write_text", fail)
     with pytest.raises(ConfigError) as refusal:
         opened(["seed=1,2"])
@@ -329,7 +331,7 @@ def test_a_lock_file_on_a_full_disk_is_no_crash(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_ledger_of_the_largest_sweep_takes_a_quarter_of_the_limit(opened: Opened) -> None:
+def test_the_ledger_of_the_largest_sweep_takes_at_most_a_quarter_of_the_limit(opened: Opened) -> None:
     ledger = opened(["seed=range(10000)"])
     head_bytes = (ledger.path / "sweep.json").stat().st_size
     overrides = ["seed=1000", *(f"group.option_{i}=0.125" for i in range(5))]
@@ -340,7 +342,9 @@ def test_the_ledger_of_the_largest_sweep_takes_a_quarter_of_the_limit(opened: Op
     assert MOST_JOBS * entry_bytes <= ledger_reader._LIMIT_BYTES / 4 < 2 * MOST_JOBS * entry_bytes
 
 
-def test_a_good_ledger_is_read_and_none_is_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_valid_ledger_is_read_and_a_missing_ledger_is_an_empty_dict(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert read_ledger(tmp_path) == {}
     (tmp_path / "sweep.json").write_text(json.dumps(GOOD))
     assert read_ledger(tmp_path) == GOOD

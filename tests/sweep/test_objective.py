@@ -1,4 +1,4 @@
-"""The objective of a search: a result and event files that anybody may have written."""
+"""Tests of the objective of a search, which is read from results and event files that anybody may have written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_curve(directory: Path, values: dict[int, float]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "directory", "pipe", "no record", "no event"])
-def test_a_file_that_cannot_be_read_has_no_values(kind: str, tmp_path: Path) -> None:
+def test_event_files_that_cannot_be_read_are_ignored(kind: str, tmp_path: Path) -> None:
     write_curve(tmp_path, {1: 0.5, 2: 0.25})
     bad = tmp_path / "events.out.tfevents.0"
     if kind == "link":

@@ -1,4 +1,4 @@
-"""The scheduler: which jobs are started when, and what the ledger says of them."""
+"""Tests of the scheduler: which jobs it starts, in which order, and what it records in the ledger."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from runner.system.signals import StopRequest
 
 
 class Jobs(JobSource):
-    """Jobs without swept values.
+    """A source of `count` jobs that differ only in their seed.
 
     Args:
         refused: the numbers of jobs whose config cannot run.
-        one_by_one: yield a job only when the one before it has ended.
+        one_by_one: return a job only when the previous job has ended.
     """
 
     def __init__(self, path: Path, count: int, refused: tuple[int, ...] = (), one_by_one: bool = False):
@@ -76,7 +76,7 @@ def scheduled(ledger: Ledger, jobs: Jobs, pool: FakePool, options: Engine | None
 
 
 def states(ledger: Ledger) -> list[str]:
-    """What the file says of each job."""
+    """Return the state of each job as recorded in the ledger file."""
     jobs = read_ledger(ledger.path)["jobs"]
     return [jobs[number]["state"] for number in sorted(jobs, key=int)]
 
@@ -86,7 +86,7 @@ def test_every_exit_code_of_the_command_has_its_state() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 9])
-def test_all_jobs_run_once_as_many_at_once_as_there_is_room_for(slots: int, ledger: Ledger) -> None:
+def test_each_job_runs_once_and_as_many_run_at_once_as_there_are_slots(slots: int, ledger: Ledger) -> None:
     pool = FakePool({1: [3], 2: [2]}, slots)
     most: list[int] = []
     pool.on_wait = lambda: most.append(len(pool.running))
@@ -101,12 +101,12 @@ def test_all_jobs_run_once_as_many_at_once_as_there_is_room_for(slots: int, ledg
     assert read_ledger(ledger.path)["jobs"]["2"]["error"] == "it is job 2\nthe last words of job 2"
 
 
-def test_jobs_that_depend_on_results_are_waited_for(ledger: Ledger) -> None:
+def test_the_scheduler_waits_for_jobs_that_depend_on_results(ledger: Ledger) -> None:
     pool = FakePool({}, slots=4)
     assert scheduled(ledger, Jobs(ledger.path, 3, one_by_one=True), pool) == [0, 0, 0]
 
 
-def test_the_ledger_says_what_runs_while_it_runs(ledger: Ledger) -> None:
+def test_the_ledger_records_which_jobs_are_running(ledger: Ledger) -> None:
     pool = FakePool({})
     seen: list[list[str]] = []
     pool.on_wait = lambda: seen.append(states(ledger))
@@ -124,7 +124,9 @@ def test_a_job_that_an_earlier_command_has_completed_is_not_started(ledger: Ledg
     assert (0, 0) in jobs.told
 
 
-def test_a_config_that_cannot_run_needs_no_process(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_with_an_invalid_config_is_refused_without_being_started(
+    ledger: Ledger, capsys: pytest.CaptureFixture[str]
+) -> None:
     pool = FakePool({})
     assert scheduled(ledger, Jobs(ledger.path, 4, refused=(1, 3)), pool) == [0, 2, 0, 2]
     assert pool.started == [0, 2]
@@ -134,7 +136,7 @@ def test_a_config_that_cannot_run_needs_no_process(ledger: Ledger, capsys: pytes
 @pytest.mark.parametrize(
     ("code", "text"), [(1, "the last words of job 1"), (-9, "was killed by SIGKILL"), (None, "was lost")]
 )
-def test_a_crashed_job_is_started_again_as_often_as_asked(
+def test_a_crashed_job_is_started_again_as_often_as_retries_allows(
     code: int | None, text: str, ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool = FakePool({1: [code, code], 2: [code] * 3, 3: [2]})
@@ -147,7 +149,9 @@ def test_a_crashed_job_is_started_again_as_often_as_asked(
 
 
 @pytest.mark.parametrize("code", [1, 2])
-def test_a_failure_can_stop_the_sweep(code: int, ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_stops_the_sweep_if_on_failure_is_stop(
+    code: int, ledger: Ledger, capsys: pytest.CaptureFixture[str]
+) -> None:
     pool = FakePool({0: [code]})
     assert scheduled(ledger, Jobs(ledger.path, 4), pool, Local(on_failure="stop")) == [code, 75]
     assert pool.started == [0, 1]
@@ -166,7 +170,7 @@ def test_a_job_that_can_never_run_is_refused_and_the_others_run(ledger: Ledger) 
     assert read_ledger(ledger.path)["jobs"]["1"]["error"].startswith("sweep: got 'local': job 1 needs more")
 
 
-def test_a_signal_lets_the_running_jobs_stop_and_starts_no_more(
+def test_a_stop_signal_stops_the_running_jobs_and_no_more_jobs_start(
     ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool, stop = FakePool({}), StopRequest()
@@ -197,8 +201,8 @@ def test_a_ledger_that_cannot_be_written_any_more_stops_the_sweep(
     assert pool.stopped == {1}, "job 0 had ended"
 
 
-def test_the_end_of_an_earlier_attempt_is_forgotten_when_a_job_starts(ledger: Ledger) -> None:
-    """Otherwise a job whose scheduler is killed would count as done."""
+def test_starting_a_job_clears_the_outcome_of_its_earlier_attempt(ledger: Ledger) -> None:
+    """Otherwise, if the scheduler were killed while the job runs, the job would count as done."""
     ledger.update(0, config_hash="hash of another config", code=0, state="done", error="an error", seconds=1.0)
     pool, seen = FakePool({}), []
     pool.on_wait = lambda: seen.append(read_ledger(ledger.path)["jobs"]["0"])
@@ -214,8 +218,8 @@ def test_attempts_of_earlier_commands_do_not_use_up_the_retries(ledger: Ledger) 
     assert read_ledger(ledger.path)["jobs"]["0"]["tries"] == 5
 
 
-def test_the_crash_of_a_job_of_an_earlier_command_does_not_use_up_the_retries(ledger: Ledger) -> None:
-    """If it had crashed before this command began, it would be started again too."""
+def test_a_crash_of_an_adopted_job_does_not_use_up_the_retries(ledger: Ledger) -> None:
+    """If the job had crashed before this command began, it would be started again too."""
     ledger.update(0, config_hash="hash 0", state="running", pid=0, started=0.0, tries=1)
     pool = FakePool({0: [1, 1]})
     pool.alive = {0}
@@ -292,8 +296,8 @@ def test_a_study_that_cannot_be_written_stops_the_sweep(where: str, ledger: Ledg
 
 
 @pytest.mark.parametrize("name", ["002", "../002", ""])
-def test_the_result_of_a_job_that_was_left_running_is_read_in_the_sweep_only(name: str, ledger: Ledger) -> None:
-    """If its exit code is not known."""
+def test_the_result_of_an_adopted_job_is_read_only_from_the_sweep_directory(name: str, ledger: Ledger) -> None:
+    """The result is read because the exit code of the job is not known."""
     ledger.update(2, config_hash="hash 2", state="running", pid=0, started=0.0, tries=1, directory=name)
     for directory in (ledger.path / "002", ledger.path.parent / "002"):
         directory.mkdir()
@@ -316,7 +320,7 @@ def test_a_stopped_sweep_does_not_wait_for_a_job_that_it_cannot_stop(ledger: Led
     assert states(ledger) == ["running", "done"], "the next command looks for it"
 
 
-def test_unpromising_jobs_are_stopped_and_may_go_on_later(ledger: Ledger) -> None:
+def test_unpromising_jobs_are_stopped_and_may_continue_later(ledger: Ledger) -> None:
     class Search(Jobs):
         def unpromising(self, running: Collection[int]) -> list[int]:
             return [1] if self.told == [(0, 0)] and 1 in running else []

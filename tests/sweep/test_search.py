@@ -1,4 +1,4 @@
-"""A search: which trials are run, what the study says of them, and that nothing is lost when it is killed."""
+"""Tests of searches: which trials run, what the study records, and that a killed search loses nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EPOCHS = Dimension("epochs", ("epochs",), [["epochs=2"]])
 
 
 def has_key(groups: list[str], key: str) -> bool:
-    """Only sgd has a momentum."""
+    """Return whether the config has `key`: only sgd has a momentum."""
     return key != "optimizer.momentum" or groups == ["optimizer=sgd"]
 
 
@@ -51,14 +51,14 @@ def values(overrides: list[str]) -> dict[str, str]:
 
 
 def loss(overrides: list[str]) -> float:
-    """Lowest with a learning rate of 0.03; momentum and other seeds shift it."""
+    """Return a loss that is lowest at a learning rate of 0.03; momentum, the seed and Adam increase it."""
     typed = values(overrides)
     shift = float(typed.get("optimizer.momentum", 0.5)) + 0.01 * int(typed.get("seed", 0))
     return abs(math.log10(float(typed["lr"])) - math.log10(0.03)) + shift + (typed["optimizer"] == "adam")
 
 
 class Machine(FakePool):
-    """Jobs whose loss is a function of their overrides."""
+    """A fake pool whose jobs have the value of `loss` for their overrides as their loss."""
 
     def __init__(self, path: Path, slots: int = 1, codes: dict[int, list[int | None]] | None = None):
         super().__init__(codes or {}, slots)
@@ -92,7 +92,7 @@ class Machine(FakePool):
 
 @contextmanager
 def opened(root: Path, options: Local, what: Space | None = None, objective: Objective = LOSS) -> Iterator[SearchJobs]:
-    """The search in a sweep's directory, a new one or that of an earlier command."""
+    """Open the search of the unfinished sweep in `root`, or of a new sweep if there is none."""
     with Ledger(["lr=…"], root, "auto") as ledger:
 
         def plan(number: int, overrides: list[str]) -> PlannedJob:
@@ -117,7 +117,7 @@ def study(source: SearchJobs) -> list[tuple[str, dict[str, Any], float | None]]:
 
 @pytest.mark.parametrize("search", ["tpe", "random"])
 @pytest.mark.parametrize("slots", [1, 3])
-def test_a_search_finds_better_values_and_names_the_best(search: str, slots: int, tmp_path: Path) -> None:
+def test_a_search_finds_better_values_and_returns_the_best(search: str, slots: int, tmp_path: Path) -> None:
     options = Local(search=search, trials=40)
     with opened(tmp_path, options) as source:
         pool = Machine(source._ledger.path, slots)
@@ -140,7 +140,7 @@ def test_a_search_finds_better_values_and_names_the_best(search: str, slots: int
         assert statistics.median(losses[n] for n in range(30, 40)) < statistics.median(losses[n] for n in range(10))
 
 
-def test_a_grid_leaves_out_keys_that_an_option_does_not_have(tmp_path: Path) -> None:
+def test_a_grid_leaves_out_keys_that_the_chosen_option_does_not_have(tmp_path: Path) -> None:
     lr = Dimension("lr", ("lr",), [["lr=0.1"]])
     momentum = Dimension("optimizer.momentum", ("optimizer.momentum",), [[f"optimizer.momentum={m}"] for m in (0, 0.9)])
     options = Local(search="grid")
@@ -158,7 +158,7 @@ def test_a_grid_leaves_out_keys_that_an_option_does_not_have(tmp_path: Path) -> 
         )
 
 
-def test_a_trial_is_worth_the_mean_over_its_seeds(tmp_path: Path) -> None:
+def test_the_value_of_a_trial_is_the_mean_over_its_seeds(tmp_path: Path) -> None:
     options = Local(search="random", trials=3, seeds=3)
     with opened(tmp_path, options) as source:
         pool = Machine(source._ledger.path, slots=2)
@@ -213,12 +213,12 @@ def test_a_metric_that_the_jobs_do_not_measure_ends_the_search(tmp_path: Path) -
 
 
 class Killed(BaseException):
-    """Ends a command as a signal would, at the moment of a write."""
+    """Raised at a write of the ledger or the study, to end the command as SIGKILL would."""
 
 
 @pytest.fixture
 def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Callable[[], int]]:
-    """Kill the search at its write number n, of the ledger or of the study: before it, or in the middle of it."""
+    """A function that kills the search at write number n: before a write of the ledger, or during one of the study."""
     from optuna.storages.journal import JournalFileBackend
 
     from runner.sweep import ledger
@@ -254,11 +254,11 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Callable[
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
-def test_a_search_killed_at_any_write_ends_as_if_it_had_not_been(
+def test_resume_of_a_search_killed_at_any_write_gives_the_same_trials(
     seeds: int, tmp_path: Path, kill_at: Callable[[int | None], Callable[[], int]]
 ) -> None:
-    """One job at a time: the same parameters, and the same value for each; no job is done twice."""
-    options = Local(search="tpe", trials=13, seeds=seeds)  # the first ten are random
+    """With one job at a time, all parameters and values are the same, and each kill repeats at most one job."""
+    options = Local(search="tpe", trials=13, seeds=seeds)  # TPE draws the first ten at random
     num_writes = kill_at(None)
     with opened(tmp_path / "undisturbed", options) as source:
         run(source, Machine(source._ledger.path), options)
@@ -306,7 +306,7 @@ def opened_or_killed(root: Path, options: Local) -> Iterator[SearchJobs | None]:
         ("damaged", "damaged"),
     ],
 )
-def test_a_study_that_does_not_fit_is_refused(change: str, words: str, tmp_path: Path) -> None:
+def test_a_damaged_study_or_one_of_another_search_is_refused(change: str, words: str, tmp_path: Path) -> None:
     options = Local(search="random", trials=2)
     with opened(tmp_path, options) as source:
         source.next()
@@ -324,7 +324,7 @@ def test_a_study_that_does_not_fit_is_refused(change: str, words: str, tmp_path:
     assert (refusal.value.key, refusal.value.got) == ("resume", "auto")
 
 
-def test_more_trials_and_another_sampler_continue_a_search(tmp_path: Path) -> None:
+def test_a_search_continues_with_more_trials_and_another_sampler_seed(tmp_path: Path) -> None:
     options = Local(search="random", trials=2)
     with opened(tmp_path, options) as source:
         run(source, Machine(source._ledger.path), options)
@@ -336,7 +336,7 @@ def test_more_trials_and_another_sampler_continue_a_search(tmp_path: Path) -> No
         assert again.started == [2]
 
 
-def test_a_search_without_optuna_names_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_without_optuna_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError) as refusal, opened(tmp_path, Local(search="grid")):
         pass
@@ -363,7 +363,7 @@ def test_a_trial_with_values_from_outside_the_space_is_refused(words: object, tm
 
 
 class Evaluating(Machine):
-    """Jobs that evaluate once in each wait, nine times."""
+    """A fake pool whose jobs evaluate once in each call of `wait`, and end after nine evaluations."""
 
     def __init__(self, path: Path, slots: int, loss_after: Callable[[int, int], float]):
         super().__init__(path, slots)
@@ -392,8 +392,8 @@ class Evaluating(Machine):
         return ended
 
 
-def test_halving_stops_what_is_worse_and_goes_on_with_what_turns_out_better(tmp_path: Path) -> None:
-    """The first trials are bad: when the good ones have shown it, they are stopped; the best of nine is finished."""
+def test_halving_stops_worse_trials_and_completes_the_best(tmp_path: Path) -> None:
+    """Each trial is better than those before it, so some earlier trials are stopped; the last of nine completes."""
     options = Local(search="random", trials=9, prune="halving")
     with opened(tmp_path, options) as source:
         pool = Evaluating(source._ledger.path, 3, lambda number, i: 10.0 - number + 1 / i)
@@ -409,7 +409,7 @@ def test_halving_stops_what_is_worse_and_goes_on_with_what_turns_out_better(tmp_
 
 
 def test_a_pruned_trial_is_promoted_when_the_others_turn_out_worse(tmp_path: Path) -> None:
-    """Trial 1 is the second best at first, and stopped; of six, the two best go on."""
+    """Trial 1 is stopped as the worse of two trials, and continues later as one of the two best of six."""
     options = Local(search="random", trials=6, prune="halving")
     first = {0: 1.0, 1: 2.0}
     with opened(tmp_path, options) as source:
@@ -421,7 +421,7 @@ def test_a_pruned_trial_is_promoted_when_the_others_turn_out_worse(tmp_path: Pat
         assert states[0] == "COMPLETE"
 
 
-def test_the_median_rule_needs_some_trials_to_compare_with(tmp_path: Path) -> None:
+def test_the_median_rule_stops_a_trial_only_if_it_is_compared_with_four_others(tmp_path: Path) -> None:
     options = Local(search="random", trials=8, prune="median")
     with opened(tmp_path, options) as source:
         pool = Evaluating(source._ledger.path, 1, lambda number, i: float(number))
@@ -431,8 +431,8 @@ def test_the_median_rule_needs_some_trials_to_compare_with(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("deleted", [False, True], ids=["runs kept", "runs deleted"])
-def test_a_resumed_search_knows_what_was_pruned(deleted: bool, tmp_path: Path) -> None:
-    """Also if the runs of pruned trials were deleted, and with them the evaluations by which they would be judged."""
+def test_pruned_trials_stay_pruned_when_a_search_is_resumed(deleted: bool, tmp_path: Path) -> None:
+    """They stay pruned even if their run directories were deleted, which contain the evaluations to compare."""
     options = Local(search="random", trials=8, prune="median")
     stop = StopRequest()
     with opened(tmp_path, options) as source:

@@ -1,4 +1,4 @@
-"""The summary of a sweep, read back as TensorBoard reads it: columns, tables and pictures, and the best job."""
+"""Tests of the sweep summary as TensorBoard reads it: columns, tables and the figure; and of the best job."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from runner.sweep.summary import BestJob, best_job, write_summary
 from runner.tracking.tensorboard import TensorBoard
 
 Job = tuple[list[str], float | None]
-"""The overrides of a job, and its best accuracy; None: it crashed."""
+"""The overrides of a job, and its best accuracy; None if the job crashed."""
 
 
 def save_sweep(path: Path, *jobs: Job, metric: str = "eval/accuracy") -> Path:
-    """A sweep with these jobs; the last accuracy of each is 0.01 below the best one."""
+    """Save a complete sweep with these jobs; the last value of `metric` of each job is 0.01 below its best value."""
     entries: list[dict[str, Any]] = []
     for number, (overrides, best) in enumerate(jobs):
         run = path / f"{number:03d}-job"
@@ -65,7 +65,7 @@ def test_the_columns_are_the_swept_keys_and_the_metrics_of_the_workload(grid: Pa
     assert [row["status"] for row in rows] == [["STATUS_SUCCESS"]] * 3 + [["STATUS_UNKNOWN"]]
 
 
-def test_a_number_remains_a_number_beside_null_and_beside_words(tmp_path: Path) -> None:
+def test_numbers_stay_numbers_in_a_column_with_null_or_strings(tmp_path: Path) -> None:
     values = [("null", "auto", "'16'", "true"), ("1.5", "4", "bf16", "false")]
     jobs: list[Job] = [
         ([f"max_grad_norm={a}", f"parallel.stages={b}", f"precision={c}", f"compile={d}"], 0.5) for a, b, c, d in values
@@ -125,7 +125,7 @@ def test_without_matplotlib_there_is_no_picture(grid: Path, monkeypatch: pytest.
     assert "001-job" in told(grid)
 
 
-def test_a_second_summary_takes_the_place_of_the_first(grid: Path) -> None:
+def test_a_second_summary_replaces_the_first(grid: Path) -> None:
     write_summary(grid)
     ledger = json.loads((grid / "sweep.json").read_text())
     for job in ledger["jobs"].values():
@@ -164,7 +164,7 @@ def test_a_summary_that_cannot_be_written_is_a_warning(grid: Path, caplog: pytes
     assert "the summary of the sweep cannot be written" in caplog.text
 
 
-def test_a_ledger_of_somebody_else_leads_nowhere_else(grid: Path, tmp_path: Path) -> None:
+def test_directories_outside_the_sweep_that_the_ledger_names_are_ignored(grid: Path, tmp_path: Path) -> None:
     ledger = json.loads((grid / "sweep.json").read_text())
     for name in ("../elsewhere", "/etc", "..", ".", "a\0b"):
         ledger["jobs"]["1"]["directory"] = name

@@ -1,4 +1,4 @@
-"""The command lines of the user's own sweeps: kept until the sweep is complete, and by its place."""
+"""Tests of the cache of the user's sweep commands, which keeps the command of a sweep until it is complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_command_is_that_of_a_place(tmp_path: Path) -> None:
+def test_a_command_is_stored_by_the_real_path_of_the_sweep(tmp_path: Path) -> None:
     words = ["seed=0,1", "name='é\udcff'"]
     remember_command(tmp_path / "a", words)
     (tmp_path / "link").symlink_to("a")
@@ -26,14 +26,14 @@ def test_a_command_is_that_of_a_place(tmp_path: Path) -> None:
     assert remembered_command(tmp_path / "a") == []
 
 
-def test_a_cache_that_cannot_be_used_keeps_nothing(tmp_path: Path, cache: Path) -> None:
+def test_errors_of_the_cache_directory_are_ignored(tmp_path: Path, cache: Path) -> None:
     cache.write_text("a file")
     remember_command(tmp_path, ["seed=0,1"])
     forget_command(tmp_path)
     assert remembered_command(tmp_path) == []
 
 
-def test_a_sweep_is_kept_until_it_is_complete(tmp_path: Path, cache: Path) -> None:
+def test_a_command_is_kept_until_its_sweep_is_complete(tmp_path: Path, cache: Path) -> None:
     with Ledger(["seed=0,1"], tmp_path / "sweeps" / "a", "never", ["seed=0,1", "sweep.slots=2"]) as ledger:
         assert remembered_command(ledger.path) == ["seed=0,1", "sweep.slots=2"]
         ledger.update(0, config_hash="a", state="done", code=0)
@@ -46,7 +46,7 @@ def test_a_sweep_is_kept_until_it_is_complete(tmp_path: Path, cache: Path) -> No
     assert list((cache / "runner" / "sweeps").iterdir()) == []
 
 
-def test_a_sweep_in_which_nothing_ran_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+def test_no_command_is_kept_of_a_sweep_in_which_no_job_ran(tmp_path: Path, cache: Path) -> None:
     with Ledger(["seed=0,1"], tmp_path / "sweeps" / "a", "never"):
         pass
     assert list((cache / "runner" / "sweeps").iterdir()) == []

@@ -1,4 +1,4 @@
-"""Copies on streams of their own: what is queued where, in which order, and how long host memory is kept."""
+"""Tests of copy streams: what is queued on which CUDA stream, in which order, and how long host memory is kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_nothing_is_copied_within_one_device() -> None:
     stream.close()
 
 
-def test_a_copy_is_queued_on_its_own_stream_and_waited_for_where_it_is_used() -> None:
+def test_a_copy_runs_on_its_own_stream_and_the_compute_stream_waits_for_it() -> None:
     cuda = FakeCuda()
     stream = CopyStream(CUDA, cuda)
     transfer = stream.send(host(cuda, 1))
@@ -42,7 +42,7 @@ def test_a_copy_is_queued_on_its_own_stream_and_waited_for_where_it_is_used() ->
     ], "and the memory is not used again before the computing stream has read it"
 
 
-def test_several_copies_are_each_waited_for_by_their_own_event() -> None:
+def test_receive_waits_only_for_the_event_of_its_own_copy() -> None:
     cuda = FakeCuda()
     stream = CopyStream(CUDA, cuda)
     transfers = [stream.send(host(cuda, number)) for number in (1, 2, 3)]
@@ -66,7 +66,7 @@ def test_host_memory_is_kept_until_its_copy_is_done() -> None:
     assert not {"x3", "x4"} & FakeTensor.alive
 
 
-def test_a_copy_between_devices_waits_for_the_source_and_holds_up_neither() -> None:
+def test_a_peer_copy_waits_for_its_source_and_blocks_neither_compute_stream() -> None:
     cuda = FakeCuda()
     stream = copy_stream(PEER, CUDA, cuda)
     assert isinstance(stream, PeerCopyStream)

@@ -1,4 +1,4 @@
-"""The CPU, from files as Linux has them, and how many cores may be used."""
+"""Tests of the CPU report, read from fake files in the format of Linux, and of the number of usable cores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPUINFO = "".join(
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two sockets of two cores of two threads; this process is in the control group /outer/inner."""
+    """A fake machine of 2 sockets × 2 cores × 2 threads; this process is in the control group /outer/inner."""
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "cpuinfo").write_text(CPUINFO)
     (tmp_path / "proc" / "self" / "cgroup").write_text("0::/outer/inner\n")
@@ -31,7 +31,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(processor, "_PROC", tmp_path / "proc")
     monkeypatch.setattr(cgroup, "_PROC", tmp_path / "proc")
     monkeypatch.setattr(cgroup, "_CGROUP", tmp_path / "cgroup")
-    # psutil looks into /sys first, which no test can replace; this is how its second source counts cores.
+    # psutil reads /sys first, which a test cannot replace. These are the counts that /proc/cpuinfo would give.
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8 if logical else 4)
     return tmp_path
 
@@ -54,7 +54,7 @@ def test_physical_cores_are_counted_over_sockets_and_threads() -> None:
     assert processor.cpu()["physical_cores"] == len(cores)
 
 
-def test_the_tightest_quota_of_all_groups_above_counts(machine: Path) -> None:
+def test_the_smallest_cpu_quota_of_the_group_and_its_ancestors_applies(machine: Path) -> None:
     (machine / "cgroup" / "outer" / "inner" / "cpu.max").write_text("max 100000\n")
     (machine / "cgroup" / "outer" / "cpu.max").write_text("150000 100000\n")
     (machine / "cgroup" / "cpu.max").write_text("400000 100000\n")
@@ -76,7 +76,7 @@ def test_version_1_control_groups_limit_the_cores(machine: Path) -> None:
     assert processor.cpu()["quota_cores"] == 0.5
 
 
-def test_what_a_system_does_not_report_is_none(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_the_system_does_not_report_are_none(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("proc/cpuinfo", "proc/self/cgroup"):
         (machine / path).unlink()
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: None)

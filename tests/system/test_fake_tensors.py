@@ -1,4 +1,4 @@
-"""Tensors without values, and a process group without peers."""
+"""Tests of fake tensors, which have no values, and of fake process groups, which have no other ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_module_is_moved_converted_and_copied_without_values() -> None:
         assert isinstance(copied[0].weight, torch.nn.Parameter)
 
 
-def test_torch_is_as_before_afterwards() -> None:
+def test_the_patches_of_torch_are_undone_afterwards() -> None:
     before = torch.nn.Module._apply
     with fake_process_group(0, 2), fake_tensors():
         pass
@@ -57,7 +57,9 @@ def test_ddp_trains_a_step_in_a_fake_group() -> None:
 
 @pytest.mark.parametrize("optimizer", groups()["optimizer"])
 @pytest.mark.parametrize("fused", ["true", "false"])
-def test_optimizers_update_without_values(optimizer: str, fused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizers_update_fake_tensors_without_creating_real_tensors(
+    optimizer: str, fused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_: Any, func: Any, *__: Any) -> None:
         pytest.fail(f"{func} creates tensors with values")
 

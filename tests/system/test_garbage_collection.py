@@ -1,4 +1,4 @@
-"""When garbage is collected, and among what."""
+"""Tests of when garbage is collected, and which objects are excluded from collections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Cycle:
         self.itself = self
 
 
-def test_garbage_is_collected_again_afterwards_but_not_examined_among_what_was_there() -> None:
+def test_garbage_is_collected_afterwards_but_existing_objects_are_excluded() -> None:
     before = gc.get_freeze_count()
     with collection_postponed():
         assert not gc.isenabled()
@@ -39,7 +39,7 @@ def test_garbage_is_collected_again_afterwards_but_not_examined_among_what_was_t
     assert gc.collect() >= 3
 
 
-def test_collection_that_was_off_stays_off_and_is_on_again_after_an_error() -> None:
+def test_collection_stays_disabled_if_it_was_and_is_enabled_again_after_an_error() -> None:
     with pytest.raises(ImportError), collection_postponed():
         raise ImportError
     assert gc.isenabled()
@@ -58,7 +58,7 @@ if __name__ == "__main__":
 """
 
 
-def test_children_of_a_fork_server_collect_garbage_but_not_among_what_it_has_imported(tmp_path: Path) -> None:
+def test_fork_server_children_collect_garbage_but_exclude_imported_objects(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment(), check=True, timeout=300)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["while importing"] is False

@@ -1,4 +1,4 @@
-"""Which packages are installed."""
+"""Tests of `is_installed`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from runner.system.installed import is_installed
 
 
-def test_a_directory_of_the_same_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_without_init_file_is_not_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "some_folder").mkdir()
     (tmp_path / "some_package").mkdir()

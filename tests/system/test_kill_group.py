@@ -1,4 +1,4 @@
-"""Killing a process group: all of its processes, and what its compilers have not finished."""
+"""Tests of `kill_group`: it kills all processes of a group, and deletes incomplete output of its compilers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import runner.system.kill_group
 from runner.system.kill_group import kill_group
 
 COMPILER = "import sys, time; open(sys.argv[2], 'w').close(); print(flush=True); time.sleep(600)"
-"""A program that writes into the file after `-o`, and never finishes."""
+"""A program that creates the file after `-o`, and then sleeps, like a compiler that has not finished yet."""
 
 
 def compiler(output: str, directory: Path, group: int | None = None, name: str = "g++") -> subprocess.Popen[bytes]:
-    """Start a program in the process group `group`, or in one of its own, and wait until its output exists."""
+    """Start `COMPILER` as program `name` in the process group `group` or a new one; wait until its output exists."""
     program = directory.parent / name
     if not program.exists():
         program.symlink_to(sys.executable)
@@ -29,7 +29,7 @@ def compiler(output: str, directory: Path, group: int | None = None, name: str =
     return started
 
 
-def test_all_processes_end_and_what_they_compiled_is_deleted(tmp_path: Path) -> None:
+def test_all_processes_are_killed_and_incomplete_compiler_output_is_deleted(tmp_path: Path) -> None:
     tmp_path = tmp_path / "cache"
     tmp_path.mkdir()
     (tmp_path / "finished.so").touch()
@@ -47,7 +47,9 @@ def test_all_processes_end_and_what_they_compiled_is_deleted(tmp_path: Path) -> 
         other.wait()
 
 
-def test_a_group_that_cannot_be_listed_is_killed_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_killed_even_if_its_processes_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(group: int) -> list[Path]:
         raise KeyboardInterrupt
 
@@ -59,7 +61,7 @@ def test_a_group_that_cannot_be_listed_is_killed_all_the_same(tmp_path: Path, mo
     assert started.wait(60) == -signal.SIGKILL
 
 
-def test_a_group_that_has_ended_is_an_error() -> None:
+def test_killing_a_group_that_has_ended_is_an_error() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""], process_group=0)
     ended.wait()
     with pytest.raises(ProcessLookupError):

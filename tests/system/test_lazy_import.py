@@ -1,4 +1,4 @@
-"""Lazy packages: free to import, loaded once, whichever way they are first used."""
+"""Tests of lazy imports: importing loads nothing, and the first use, of any kind, loads the whole package once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def use_lazily(name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_import_loads_nothing() -> None:
+def test_a_lazy_import_loads_nothing() -> None:
     use_lazily("nothing")
 
 
@@ -32,7 +32,7 @@ def test_the_first_use_loads_the_whole_package_once(first_use: str) -> None:
     use_lazily(first_use)
 
 
-def test_the_compiler_is_loaded_when_it_is_used_and_then_as_if_it_had_been_there() -> None:
+def test_the_deferred_compiler_is_loaded_at_its_first_use_and_works_as_usual() -> None:
     words = [sys.executable, "-m", "helpers.deferred_compiler"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Memory in use, against what the kernel and the allocator say."""
+"""Tests of memory usage, compared with the numbers of the kernel and of the CUDA allocator."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @linux
-def test_on_the_cpu_the_process_is_measured() -> None:
-    """In a process that does nothing else: other allocations, of other tests and of threads, would count too."""
+def test_memory_usage_on_the_cpu_is_that_of_the_process() -> None:
+    """Measured in a subprocess, because allocations of other tests and threads would count too."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("this container forbids resetting the peak")
     words = [sys.executable, "-m", "helpers.measure_memory", str(64 * MEGABYTE)]
@@ -57,7 +57,7 @@ def test_the_peak_stays_until_it_is_reset() -> None:
     assert memory.usage(CPU)["memory/peak"] < peak - 100 * MEGABYTE
 
 
-def test_cycles_are_freed_before_the_next_run() -> None:
+def test_reset_peak_frees_reference_cycles() -> None:
     class Node:
         other: Node
 
@@ -75,7 +75,7 @@ def test_cycles_are_freed_before_the_next_run() -> None:
 
 
 @linux
-def test_a_container_that_forbids_the_reset_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reset_peak_is_no_error_in_a_container_that_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise PermissionError
 
@@ -93,13 +93,13 @@ def test_without_proc_the_peak_is_that_of_getrusage(
     memory.reset_peak(CPU)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     assert memory.usage(CPU) == {"memory/peak": pytest.approx(peak)}
-    (tmp_path / "status").write_text("Name:\tpython\n")  # some containers show less of it
+    (tmp_path / "status").write_text("Name:\tpython\n")  # some containers leave out `VmHWM`
     assert memory.usage(CPU)["memory/peak"] == pytest.approx(peak)
 
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The control groups /, /outer and /outer/inner, of which the last is this process's."""
+    """Fake control groups /, /outer and /outer/inner; this process is in the last one."""
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "self" / "cgroup").write_text("0::/outer/inner\n")
     (tmp_path / "cgroup" / "outer" / "inner").mkdir(parents=True)
@@ -110,7 +110,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of 1,024,000 bytes, of which 409,600 are available."""
+    """A fake machine with 1,024,000 bytes of memory, of which 409,600 are available."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1_024_000, available=409_600))
 
 
@@ -136,7 +136,7 @@ def test_version_1_control_groups_limit_the_memory(groups: Path) -> None:
 
 
 @linux
-def test_host_memory_is_that_of_the_kernel() -> None:
+def test_host_memory_agrees_with_proc_meminfo() -> None:
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     found = memory.host_memory()
     assert found["total_bytes"] == 1024 * int(lines["MemTotal"].split()[0])
@@ -145,7 +145,7 @@ def test_host_memory_is_that_of_the_kernel() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_is_measured_by_its_allocator() -> None:
+def test_memory_usage_on_cuda_is_that_of_the_allocator() -> None:
     device = torch.device("cuda", 0)
     memory.reset_peak(device)
     before, allocated = memory.usage(device), torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""What `environment.json` tells, against trees and repositories made for the test."""
+"""Tests of the content of `environment.json`, with git repositories that the tests create."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_changed_or_new_file_makes_it_dirty(checkout: Path) -> None:
     assert provenance.source(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": True}
 
 
-def test_the_repository_of_a_git_hook_is_not_mistaken_for_ours(
+def test_the_git_variables_of_a_git_hook_are_ignored(
     checkout: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path_factory.mktemp("other")
@@ -78,7 +78,9 @@ def test_the_repository_of_a_git_hook_is_not_mistaken_for_ours(
     assert provenance.source(checkout) == {"commit": expected, "dirty": False}
 
 
-def test_the_source_without_commit_or_git(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_without_a_repository_a_commit_or_git(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert provenance.source(empty) is None  # although it lies inside a checkout
@@ -123,7 +125,7 @@ def test_a_missing_package_has_no_version(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_source_of_this_project_is_found() -> None:
-    """Wherever the module lies in it."""
+    """This fails if the module is moved within the repository and its `_ROOT` is not adapted."""
     if not (ROOT / ".git").exists():
         pytest.skip("this is no checkout")
     assert provenance.source() == provenance.source(ROOT) is not None

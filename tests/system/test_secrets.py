@@ -1,4 +1,4 @@
-"""Credentials are hidden; ordinary paths, hashes, numbers and options are not."""
+"""Tests that credentials are hidden, and ordinary paths, hashes, numbers and options are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section timer, on a clock that is moved by hand."""
+"""Tests of the section timer, with a fake clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.system.section_timer import SectionTimer
 
 
 class Hand:
-    """A `time` module whose counter moves only when told."""
+    """A fake clock, which advances only when `move` is called."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -64,7 +64,7 @@ def test_seconds_count_up_to_now_inside_a_section(hand: Hand) -> None:
     assert timer.seconds() == {"other": 4, "a": 3}
 
 
-def test_an_error_leaves_its_section(hand: Hand) -> None:
+def test_an_error_ends_its_section(hand: Hand) -> None:
     timer = SectionTimer()
 
     def fail() -> None:
@@ -78,7 +78,7 @@ def test_an_error_leaves_its_section(hand: Hand) -> None:
     assert timer.seconds() == {"other": 2, "a": 1}
 
 
-def test_reset_forgets_times_calls_and_synchronization(hand: Hand) -> None:
+def test_reset_clears_times_calls_and_synchronization(hand: Hand) -> None:
     timer, waits = SectionTimer(), []
     timer.reset(lambda: waits.append(hand.now))
     with timer.section("a"):
@@ -93,8 +93,8 @@ def test_reset_forgets_times_calls_and_synchronization(hand: Hand) -> None:
     assert waits == [100, 101]
 
 
-def test_the_wait_for_the_device_counts_for_the_section_that_asked(hand: Hand) -> None:
-    """A device that has 10 seconds of work queued by `forward` is waited for before the time is read."""
+def test_waiting_for_the_device_counts_toward_the_section_that_queued_the_work(hand: Hand) -> None:
+    """`forward` queues 10 seconds of work on the device, which the timer waits for before it reads the clock."""
     timer, queued = SectionTimer(), [0.0]
 
     def wait() -> None:
@@ -124,7 +124,7 @@ def test_sections_add_up_to_the_real_time() -> None:
     assert total <= after - before + 1e-9
 
 
-def test_pauses_are_the_sections_that_are_no_training(hand: Hand) -> None:
+def test_paused_counts_only_sections_that_are_not_training(hand: Hand) -> None:
     timer = SectionTimer()
     for seconds, name in enumerate(("data", "log", "evaluate", "optimizer", "checkpoint"), start=1):
         with timer.section(name):

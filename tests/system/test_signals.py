@@ -1,4 +1,4 @@
-"""Asked to stop: by a request that the loop sees, and by real signals to a real process."""
+"""Tests of stop signals: the signal handlers in this process, and signals that are sent to real commands."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The request
+# `StopRequest`
 
 
 def test_nothing_is_received_when_nothing_is_sent() -> None:
@@ -52,7 +52,7 @@ def test_a_signal_is_received_and_announced_at_once(number: signal.Signals, capf
 
 @pytest.mark.parametrize("place", ["exec", "destructor"])
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
-def test_a_command_that_is_stopped_at_an_awkward_place_cleans_up(place: str, name: str, code: int) -> None:
+def test_a_command_that_is_stopped_inside_exec_or_a_destructor_cleans_up(place: str, name: str, code: int) -> None:
     words = [sys.executable, "-m", "helpers.interrupted", place, name]
     ended = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert (ended.returncode, ended.stdout) == (code, "cleaned up\n"), ended.stderr
@@ -60,22 +60,22 @@ def test_a_command_that_is_stopped_at_an_awkward_place_cleans_up(place: str, nam
 
 
 @pytest.mark.parametrize("first", SIGNALS)
-def test_a_ctrl_c_after_any_signal_leaves_at_once(first: signal.Signals) -> None:
+def test_ctrl_c_after_any_signal_raises_keyboard_interrupt_at_once(first: signal.Signals) -> None:
     with StopRequest():
         os.kill(os.getpid(), first)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_signals_of_a_scheduler_may_be_sent_twice() -> None:
+def test_repeated_signals_of_a_job_scheduler_are_ignored() -> None:
     with StopRequest() as stop:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert stop.received == "SIGTERM"
 
 
-def test_a_hangup_stays_ignored() -> None:
-    """As under nohup."""
+def test_an_ignored_sighup_stays_ignored() -> None:
+    """`nohup` makes the command ignore SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopRequest() as stop:
@@ -85,7 +85,7 @@ def test_a_hangup_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_forked_process_leaves_signals_to_its_parent() -> None:
+def test_a_forked_child_ignores_stop_signals() -> None:
     with StopRequest() as stop:
         if (child := os.fork()) == 0:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -93,8 +93,8 @@ def test_a_forked_process_leaves_signals_to_its_parent() -> None:
         assert os.waitpid(child, 0)[1] == 0
 
 
-def test_the_third_ctrl_c_leaves_without_a_traceback() -> None:
-    """While the second is served, which raised an exception."""
+def test_the_third_ctrl_c_exits_without_a_traceback() -> None:
+    """It arrives while the exception that the second one raised is being handled."""
     if (child := os.fork()) == 0:
         with suppress(KeyboardInterrupt), StopRequest():
             for _ in range(2):
@@ -108,14 +108,14 @@ def test_the_third_ctrl_c_leaves_without_a_traceback() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The command, before and after training
+# `CommandSignals`: before and after training
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_signal_while_exceptions_are_postponed_raises_at_the_end(
     number: signal.Signals, error: type[BaseException]
 ) -> None:
-    """As while torch is imported, whose C++ code aborts the process if Python code that it calls raises."""
+    """As during the import of torch, whose C++ code aborts the process if Python code that it calls raises."""
     ended = []
 
     def send() -> None:
@@ -126,13 +126,13 @@ def test_a_signal_while_exceptions_are_postponed_raises_at_the_end(
     with CommandSignals() as command:
         with pytest.raises(error):
             send()
-        with exceptions_postponed():  # it has been raised, and is not raised again
+        with exceptions_postponed():  # the exception was raised above, and is not raised again
             pass
     assert ended == [75 if number == signal.SIGTERM else 130]
 
 
 def test_a_signal_in_a_nested_context_raises_at_the_end_of_the_outermost() -> None:
-    """As while torchvision is imported, which imports torch."""
+    """As during the import of torchvision, which imports torch."""
     reached = []
 
     def load() -> None:
@@ -146,7 +146,7 @@ def test_a_signal_in_a_nested_context_raises_at_the_end_of_the_outermost() -> No
     assert reached == ["outer"]
 
 
-def test_a_signal_outlives_an_error_in_the_context_and_is_raised_once() -> None:
+def test_a_postponed_exception_is_raised_once_even_if_the_context_fails() -> None:
     def fail() -> None:
         with exceptions_postponed():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -158,7 +158,7 @@ def test_a_signal_outlives_an_error_in_the_context_and_is_raised_once() -> None:
         assert (command.is_postponing, command.postponed) == (False, None)
 
 
-def test_a_package_that_is_loaded_lazily_is_loaded_completely_before_a_signal_ends_the_command(
+def test_a_signal_during_a_lazy_import_ends_the_command_after_the_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "large.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nlast = 1\n")
@@ -184,7 +184,7 @@ def test_a_ctrl_c_before_training_interrupts_the_command() -> None:
 
 
 def test_a_signal_after_training_ends_a_sweep_before_its_next_job() -> None:
-    """And does not end the command before it has written the result."""
+    """It does not end the command at once, so that the result is still written."""
     with CommandSignals():
         with StopRequest() as stop:
             pass
@@ -195,7 +195,7 @@ def test_a_signal_after_training_ends_a_sweep_before_its_next_job() -> None:
             before_training()
 
 
-def test_a_signal_of_the_last_step_is_remembered() -> None:
+def test_a_signal_during_the_last_step_stops_the_next_job() -> None:
     with CommandSignals():
         with StopRequest():
             os.kill(os.getpid(), signal.SIGUSR2)
@@ -203,8 +203,8 @@ def test_a_signal_of_the_last_step_is_remembered() -> None:
             assert next_job.received == "SIGUSR2"
 
 
-def test_an_exception_that_cannot_be_raised_is_raised_at_the_end_at_the_latest() -> None:
-    """In a destructor, Python would print and forget it."""
+def test_a_signal_during_a_destructor_still_ends_the_command() -> None:
+    """Python only prints an exception that is raised in a destructor, so it is raised again later."""
 
     class Destroyed:
         def __del__(self) -> None:
@@ -239,7 +239,7 @@ def test_a_thread_installs_no_handlers() -> None:
     assert seen == [("", before)]
 
 
-def test_a_closed_terminal_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_is_received_even_if_the_terminal_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: object) -> int:
         raise BrokenPipeError
 
@@ -251,16 +251,16 @@ def test_a_closed_terminal_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A process, in the middle of a run
+# Signals to a command that is training
 
 STEPS = 100
 LONG = (*FAST, f"steps={STEPS}", "save_every=20", "log_every=20", "eval_every=50", "model.dropout=0.1")
 LATEST = {"STEP_GATE": f"{STEPS - 10}:never"}
-"""However late the signal comes, the run is not done: it waits for it before one of its last steps."""
+"""Variables with which a run waits for a signal before one of its last steps, so that it cannot finish earlier."""
 
 
 def whole(run: Path) -> dict[str, Any]:
-    """What the newest checkpoint of `run` holds, every byte of it verified, and the result beside it."""
+    """Verify the newest checkpoint of `run`, and return its weights and the result of the run."""
     newest = max((run / "checkpoints").glob("step_*"))
     loaded = load(newest)
     assert loaded.step == int(newest.name.removeprefix("step_"))
@@ -294,7 +294,7 @@ def test_resume_after_a_signal_is_bitwise_exact(
     assert f"stopped after step {stopped['steps']}/{STEPS}" in told
     assert number.name in (run / "log.txt").read_text()
 
-    # As it says itself.
+    # Resume with the command that the run itself has printed.
     typed = re.search(r"^resume: python -m runner (.*)$", told, re.MULTILINE)
     assert typed
     code, told = run_command(*shlex.split(typed[1]), cwd=tmp_path)
@@ -309,12 +309,12 @@ def test_resume_after_a_signal_is_bitwise_exact(
 
 
 SLOW = ("model=resnet18", "device=cpu", "device.threads=1", "batch_size=1024", "accumulation.steps=512", "steps=3")
-"""A step of many seconds: 512 times two images."""
+"""Overrides with which a step takes many seconds: it has 512 microbatches of two images."""
 
 
-def test_the_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
+def test_the_second_ctrl_c_exits_without_finishing_the_step(tmp_path: Path) -> None:
     command = Command(tmp_path, *SLOW)
-    until(lambda: command.code is not None or "directory " in command.log)  # the first lines: it handles signals now
+    until(lambda: command.code is not None or "directory " in command.log)  # it handles signals by now
     used = psutil.Process(command.pid).cpu_times().user
     until(lambda: command.code is not None or psutil.Process(command.pid).cpu_times().user > used + 1)  # in the step
     command.kill(signal.SIGINT)
@@ -355,7 +355,7 @@ def catches(pid: int) -> bool:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
 def test_a_signal_during_the_imports_ends_the_command(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    warn = environment(PYTHONWARNINGS="default")  # the signal may leave a file unclosed that was being read
+    warn = environment(PYTHONWARNINGS="default")  # a file that is being read may remain unclosed
     process = start_fresh(*FAST, cwd=tmp_path, env=warn)
     until(lambda: catches(process.pid))
     process.send_signal(number)
@@ -367,7 +367,7 @@ def test_a_signal_during_the_imports_ends_the_command(number: signal.Signals, co
 
 
 def test_a_closed_terminal_stops_the_run(tmp_path: Path) -> None:
-    """Everything that is written from then on is an error."""
+    """Once the terminal is closed, every write to it fails."""
     ours, terminal = pty.openpty()
     own = partial(fcntl.ioctl, terminal, termios.TIOCSCTTY, 0)
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
@@ -377,7 +377,7 @@ def test_a_closed_terminal_stops_the_run(tmp_path: Path) -> None:
 
     def saved() -> bool:
         with suppress(BlockingIOError):
-            os.read(ours, 65536)  # or the terminal would be full
+            os.read(ours, 65536)  # otherwise, its buffer would fill up
         return bool(list(tmp_path.glob("outputs/*/*/checkpoints/step_*"))) or process.poll() is not None
 
     until(saved)
@@ -392,10 +392,10 @@ def test_a_closed_terminal_stops_the_run(tmp_path: Path) -> None:
     ("words", "number", "expected"),
     [((), signal.SIGTERM, 75), ((), signal.SIGINT, 130), (("-m",), signal.SIGTERM, 75), (("-m",), signal.SIGINT, 75)],
 )
-def test_a_signal_before_the_first_step_leaves_at_once(
+def test_a_signal_before_the_first_step_ends_the_command_at_once(
     words: tuple[str, ...], number: signal.Signals, expected: int, tmp_path: Path
 ) -> None:
-    """While the run directory is written, held there by a git that does not answer."""
+    """The signal arrives while the run directory is being created, where a fake `git` that hangs blocks the command."""
     started, git = tmp_path / "started", tmp_path / "bin" / "git"
     git.parent.mkdir()
     git.write_text(f"#!/bin/sh\ntouch '{started}'\nexec sleep 60\n")

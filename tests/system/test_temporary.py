@@ -1,4 +1,4 @@
-"""Temporary directories: those of processes that have ended are removed, and no others."""
+"""Tests of `remove_abandoned`: it removes only temporary directories of processes that have ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def claim(path: Path) -> Path:
-    """`path`, a directory that a process claimed which was killed."""
+    """Create the directory `path`, let a process claim it and be killed, and return `path`."""
     path.mkdir()
     words = "import os, sys; from runner.system.temporary import claim_directory as c; c(sys.argv[1]); os.kill(0, 9)"
     subprocess.run([sys.executable, "-c", words, str(path)], start_new_session=True, check=False)
@@ -33,7 +33,7 @@ def test_the_directory_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-def test_what_is_not_provably_abandoned_stays(tmp_path: Path) -> None:
+def test_links_and_directories_that_are_in_use_unlocked_or_named_otherwise_stay(tmp_path: Path) -> None:
     own, unlocked, other = tmp_path / "pymp-own", tmp_path / "pymp-unlocked", claim(tmp_path / "other")
     own.mkdir()
     unlocked.mkdir()

@@ -1,4 +1,4 @@
-"""torch's own errors, provoked here, are told apart."""
+"""Tests of `torch_errors`: its functions recognize errors that torch actually raises, and no other errors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_batch_normalization_of_one_value_is_recognized() -> None:
         (RuntimeError("MPS backend is not available"), False),
     ],
 )
-def test_an_accelerator_without_memory_left_is_recognized(error: Exception, wanted: bool) -> None:
+def test_an_out_of_memory_error_of_mps_is_recognized(error: Exception, wanted: bool) -> None:
     assert torch_errors.is_out_of_memory(error) == wanted
 
 
@@ -80,12 +80,12 @@ def test_a_rank_that_never_joins_is_a_lost_peer() -> None:
 
 
 @pytest.mark.parametrize("other", [one_value_per_channel, wrong_shapes], ids=lambda call: call.__name__)
-def test_errors_of_this_rank_are_no_lost_peer(other: Callable[[], None]) -> None:
+def test_errors_of_this_rank_do_not_mean_a_lost_peer(other: Callable[[], None]) -> None:
     assert not torch_errors.is_lost_peer(error_of(other))
 
 
 def test_a_rank_that_dies_in_a_collective_is_a_lost_peer(tmp_path: Path) -> None:
-    """gloo raises a bare RuntimeError, in words of its own."""
+    """gloo raises a plain RuntimeError, which can be recognized only by its message."""
     words = [sys.executable, "-m", "helpers.lost_peer", str(tmp_path / "store")]
     pipes = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     dying, left = (subprocess.Popen([*words, rank], **pipes) for rank in ("1", "0"))

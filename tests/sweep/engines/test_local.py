@@ -1,4 +1,4 @@
-"""Jobs on this machine: what each process gets, and how it ends."""
+"""Tests of `sweep=local`: the cores and GPUs that each job gets, and how jobs are stopped, killed and adopted."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def job(tmp_path: Path, number: int, *arguments: str, **demand: int) -> Job:
 
 
 def ended(pool: Pool, *wanted: int) -> dict[int, int | None]:
-    """The exit codes of jobs, once all of the wanted ones have ended."""
+    """Wait until all jobs in `wanted` have ended, and return the exit codes of the jobs that have ended."""
     codes: dict[int, int | None] = {}
     until(lambda: (codes.update({each.number: each.code for each in pool.wait(0.1)}), set(codes) >= set(wanted))[1])
     return codes
 
 
-def test_jobs_run_as_commands_at_once_and_print_to_their_files(pool: Pool, tmp_path: Path) -> None:
+def test_jobs_run_concurrently_as_commands_and_print_to_their_files(pool: Pool, tmp_path: Path) -> None:
     for number, word in enumerate(("steps=2", "optimizer.lrr=1")):
         assert pool.submit(job(tmp_path, number, word)) is not None
     assert ended(pool, 0, 1) == {0: 0, 1: 2}
@@ -49,7 +49,7 @@ def test_jobs_run_as_commands_at_once_and_print_to_their_files(pool: Pool, tmp_p
     assert (tmp_path / "1.txt").read_text() == "optimizer.lrr: there is no such key;\n  did you mean optimizer.lr?\n"
 
 
-def test_a_job_that_is_stopped_saves_and_one_that_is_killed_does_not(pool: Pool, tmp_path: Path) -> None:
+def test_a_stopped_job_saves_and_a_killed_job_does_not(pool: Pool, tmp_path: Path) -> None:
     for number in (0, 1):
         pool.submit(job(tmp_path, number, "steps=1000000", "save_every=5"))
     until(lambda: all(list((tmp_path / n / "checkpoints").glob("step_*")) for n in "01"))
@@ -63,7 +63,7 @@ def test_a_job_that_is_stopped_saves_and_one_that_is_killed_does_not(pool: Pool,
     assert not (tmp_path / "1" / "result.json").exists()
 
 
-def test_a_job_that_dies_has_the_code_of_its_signal(pool: Pool, tmp_path: Path) -> None:
+def test_the_exit_code_of_a_job_killed_by_a_signal_is_negative(pool: Pool, tmp_path: Path) -> None:
     started = pool.submit(job(tmp_path, 0, "steps=1000000"))
     assert started is not None
     os.kill(started.pid, signal.SIGSEGV)
@@ -90,8 +90,8 @@ def test_a_job_of_an_earlier_command_is_adopted_while_it_runs(pool: Pool, tmp_pa
     assert pool.wait(0) == [], "only once"
 
 
-def test_a_stop_reaches_the_process_that_prints_to_the_file_and_no_other(tmp_path: Path) -> None:
-    """Whatever process id the ledger names: somebody else may have written it."""
+def test_stop_signals_only_the_process_that_has_opened_the_console_file(tmp_path: Path) -> None:
+    """The process ID in the ledger is not trusted, because somebody else may have written the ledger."""
     earlier, words = job(tmp_path, 0), [sys.executable, "-c", "import time; time.sleep(300)"]
     with earlier.console.open("w") as file:
         own, other = subprocess.Popen(words, stdout=file), subprocess.Popen(words, stdout=subprocess.DEVNULL)
@@ -110,11 +110,11 @@ def test_a_stop_reaches_the_process_that_prints_to_the_file_and_no_other(tmp_pat
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Who gets what, without starting anything
+# The assignment of cores and GPUs to jobs, without starting processes
 
 
 class Process:
-    """A job's process that has not been started."""
+    """A fake of `multiprocessing.Process` that starts nothing."""
 
     def __init__(self, args: tuple) -> None:
         self.args, self.pid, self.sentinel, self.exitcode = args, 1, id(self), 0
@@ -126,7 +126,7 @@ class Process:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
-    """A machine with 8 cores, and GPUs of which some may be busy."""
+    """A fake machine with 8 cores. A test sets its GPUs (`gpus`) and the GPUs that other users occupy (`busy`)."""
     has: dict[str, list] = {"gpus": [], "busy": [], "started": []}
 
     class Context:
@@ -191,7 +191,7 @@ def test_a_job_on_the_cpu_sees_no_gpu(machine: dict[str, list]) -> None:
     assert machine["started"][0][4]["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_a_gpu_that_somebody_else_uses_is_waited_for(
+def test_a_job_waits_for_a_gpu_that_another_user_occupies(
     machine: dict[str, list], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine["gpus"], machine["busy"] = ["0", "1"], ["0"]

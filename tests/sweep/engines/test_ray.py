@@ -1,4 +1,4 @@
-"""Jobs that Ray runs, on this machine."""
+"""Tests of `sweep=ray`, with Ray on this machine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from runner.sweep.engines.ray import Ray
 
 ray = pytest.importorskip("ray")
 
-pytestmark = pytest.mark.filterwarnings("default")  # Ray's own
+pytestmark = pytest.mark.filterwarnings("default")  # Ray itself emits warnings
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Ray with two cores, and what it believes to be two GPUs."""
+    """Start Ray with two CPU cores and two GPUs, which need not exist."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         usual = {"log_to_driver": False, "include_dashboard": False, "object_store_memory": engine._OBJECT_STORE_BYTES}
@@ -39,7 +39,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def pool(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    """Jobs run a program that starts at once, in `tmp_path`."""
+    """A pool whose jobs run `fake_run`, which starts quickly, in `tmp_path`."""
     monkeypatch.setattr(child, "COMMAND", ("-S", fake_run.__file__))
     monkeypatch.chdir(tmp_path)
     with Ray().connect(9, tmp_path) as pool:
@@ -48,7 +48,7 @@ def pool(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def processes() -> set[int]:
-    """The processes that jobs have started."""
+    """Return the IDs of the processes that jobs have started."""
     return processes_in(Path.cwd()).keys() - {os.getpid()}
 
 
@@ -56,7 +56,9 @@ def job(number: int, *words: str, **demand: int) -> Job:
     return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand))
 
 
-def test_jobs_end_with_their_codes_and_see_what_they_asked_for(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_return_their_exit_codes_and_get_the_requested_threads_and_gpus(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert pool.submit(job(0, "exit=3")) == ("Ray, 1 core", 0)
     assert pool.submit(job(1, "exit=2", gpus=1)) == ("Ray, 1 core, 1 GPU", 0)
@@ -72,7 +74,7 @@ def test_jobs_end_with_their_codes_and_see_what_they_asked_for(pool: Pool, monke
     assert {each["cwd"] for each in saw} == {os.getcwd()}
 
 
-def test_a_stopped_job_saves_and_one_that_waits_does_not_begin(pool: Pool) -> None:
+def test_stop_makes_a_running_job_save_and_a_waiting_job_never_start(pool: Pool) -> None:
     with Ray(slots=3).connect(3, Path.cwd()) as pool:
         for number in (0, 1):
             pool.submit(job(number, "until=go", f"saved=saved{number}"))
@@ -112,7 +114,7 @@ def test_a_job_whose_worker_dies_is_lost_and_can_be_started_again(pool: Pool) ->
     assert codes(pool, 0) == {0: 3}
 
 
-def test_a_job_that_is_killed_has_the_code_of_the_signal(pool: Pool) -> None:
+def test_the_exit_code_of_a_job_killed_by_a_signal_is_negative(pool: Pool) -> None:
     pool.submit(job(0, "until=never"))
     started(pool, 0)
     os.kill(seen(0)[0]["pid"], signal.SIGSEGV)
@@ -156,7 +158,7 @@ def test_impossible_options_are_refused(options: dict, key: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The command itself
+# Sweeps that run as commands
 
 RUN = (*FAST, "batch_size=8", "steps=2000", "save_every=100", "eval_every=0")
 
@@ -171,7 +173,7 @@ def saved(command: Command) -> list[Path]:
     return found
 
 
-def test_a_stopped_sweep_goes_on_and_ends_with_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_resume_of_a_stopped_sweep_is_bitwise_exact(tmp_path: Path) -> None:
     command = swept(tmp_path / "sweep")
     until(lambda: saved(command))
     command.kill(signal.SIGTERM)
@@ -192,10 +194,10 @@ def test_no_process_is_left_when_the_scheduler_is_killed(tmp_path: Path) -> None
     command.kill(signal.SIGKILL)
     command.wait()
     commands = lambda: [words for words in processes_in(command.cwd).values() if not words.startswith("ray::")]  # noqa: E731
-    until(lambda: not commands(), what="a job is left")  # two agents of Ray itself end a minute later
+    until(lambda: not commands(), what="a job is left")  # two agent processes of Ray itself exit a minute later
 
 
-def test_a_cluster_that_is_not_there_is_refused_in_words(tmp_path: Path) -> None:
+def test_an_unreachable_cluster_is_refused_without_a_traceback(tmp_path: Path) -> None:
     code, told = run_command("-m", "seed=1,2", "sweep=ray", "sweep.address=127.0.0.1:1", cwd=tmp_path)
     assert code == 2, told
     assert "sweep.address" in told

@@ -1,4 +1,4 @@
-"""Jobs on a cluster with SLURM, of which a small imitation runs here, and submitit's own local cluster."""
+"""Tests of `sweep=slurm`, with a fake SLURM (`helpers.fake_slurm`) and with submitit's `LocalExecutor`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ submitit = pytest.importorskip("submitit")
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm]:
-    """A cluster whose jobs run a program that starts at once, in the current directory."""
+    """A fake cluster whose jobs run `fake_run`, which starts quickly, in the current directory."""
     cluster = FakeSlurm(tmp_path / "cluster")
     for name, value in cluster.variables.items():
         monkeypatch.setenv(name, value)
@@ -44,7 +44,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlu
 
 
 def processes() -> set[int]:
-    """The processes that jobs have started."""
+    """Return the IDs of the processes that jobs have started."""
     return processes_in(Path.cwd()).keys() - {os.getpid()}
 
 
@@ -58,7 +58,7 @@ def job(number: int, *words: str, **demand: int) -> Job:
     return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand))
 
 
-def test_jobs_of_the_same_demand_are_one_array_and_each_sees_what_it_asked_for(
+def test_jobs_with_the_same_demand_form_one_array_and_get_what_they_request(
     pool: Pool, cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -80,7 +80,7 @@ def test_jobs_of_the_same_demand_are_one_array_and_each_sees_what_it_asked_for(
     assert Path("1.txt").read_text().startswith("SLURM job 101_1 on ")
 
 
-def test_as_many_jobs_as_there_are_slots_are_in_the_queue(cluster: FakeSlurm) -> None:
+def test_slots_limits_the_number_of_jobs_in_the_queue(cluster: FakeSlurm) -> None:
     with Slurm(slots=2).connect(3, Path.cwd()) as pool:
         for number in (0, 1):
             assert pool.submit(job(number)) is not None
@@ -92,7 +92,7 @@ def test_as_many_jobs_as_there_are_slots_are_in_the_queue(cluster: FakeSlurm) ->
 
 
 @pytest.mark.parametrize("signals", [(signal.SIGUSR2,), (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2)])
-def test_a_job_whose_time_is_over_saves_and_is_requeued(
+def test_a_job_that_is_preempted_or_reaches_its_time_limit_saves_and_is_requeued(
     signals: tuple[signal.Signals, ...], pool: Pool, cluster: FakeSlurm
 ) -> None:
     pool.submit(job(0, "exit=3", "until=never", "saved=saved"))
@@ -104,7 +104,7 @@ def test_a_job_whose_time_is_over_saves_and_is_requeued(
     assert len(cluster.calls("sbatch")) == 1
 
 
-def test_stopped_jobs_save_and_those_that_wait_are_cancelled(pool: Pool, cluster: FakeSlurm) -> None:
+def test_stop_makes_running_jobs_save_and_cancels_waiting_jobs(pool: Pool, cluster: FakeSlurm) -> None:
     for number in (0, 1):
         pool.submit(job(number, "until=never", f"saved=saved{number}"))
     started(pool, 0, 1)
@@ -132,7 +132,7 @@ def test_killed_jobs_leave_no_process_and_do_not_save(cluster: FakeSlurm) -> Non
     assert [each["state"] in LIVE for each in cluster.jobs.values()] == [False, False]
 
 
-def test_a_command_ends_when_the_process_is_killed_that_looks_after_it(pool: Pool, cluster: FakeSlurm) -> None:
+def test_a_command_ends_when_its_parent_task_process_is_killed(pool: Pool, cluster: FakeSlurm) -> None:
     pool.submit(job(0, "until=never"))
     started(pool, 0)
     cluster.signal("101", signal.SIGKILL)
@@ -141,14 +141,14 @@ def test_a_command_ends_when_the_process_is_killed_that_looks_after_it(pool: Poo
     assert ended(pool, 0)[0] == Ended(0, None, "SLURM says FAILED")
 
 
-def test_a_job_that_is_cancelled_by_hand_is_stopped_and_not_lost(pool: Pool, cluster: FakeSlurm) -> None:
+def test_a_job_that_is_canceled_with_scancel_counts_as_stopped_not_as_lost(pool: Pool, cluster: FakeSlurm) -> None:
     pool.submit(job(0, "until=never"))
     started(pool, 0)
     slurm._answer("scancel", "101")
     assert codes(pool, 0) == {0: 75}
 
 
-def test_a_later_command_goes_on_with_the_jobs_of_one_that_was_killed(cluster: FakeSlurm) -> None:
+def test_a_later_command_adopts_the_jobs_of_a_killed_scheduler(cluster: FakeSlurm) -> None:
     earlier = SlurmPool(Slurm(), Path.cwd())
     words = (("exit=3",), ("until=go", "exit=3"), ("exit=75",))
     slots = [earlier.submit(job(number, *each)) or Started("") for number, each in enumerate(words)]
@@ -162,7 +162,7 @@ def test_a_later_command_goes_on_with_the_jobs_of_one_that_was_killed(cluster: F
     assert len(cluster.calls("sbatch")) == 1, "nothing is run twice"
 
 
-def test_a_job_of_an_earlier_command_is_not_killed_with_the_others(cluster: FakeSlurm) -> None:
+def test_an_adopted_job_is_not_killed_with_the_pool_but_can_be_stopped(cluster: FakeSlurm) -> None:
     earlier = SlurmPool(Slurm(), Path.cwd())
     slot = earlier.submit(job(0, "until=never")) or Started("")
     started(earlier, 0)
@@ -175,9 +175,7 @@ def test_a_job_of_an_earlier_command_is_not_killed_with_the_others(cluster: Fake
         assert codes(pool, 0) == {0: 75}
 
 
-def test_only_the_handle_of_a_living_job_of_this_sweep_is_adopted(
-    pool: Pool, cluster: FakeSlurm, tmp_path: Path
-) -> None:
+def test_only_handles_of_running_jobs_of_this_sweep_are_adopted(pool: Pool, cluster: FakeSlurm, tmp_path: Path) -> None:
     slot = pool.submit(job(0, "until=never"))
     assert slot is not None
     started(pool, 0)
@@ -193,10 +191,10 @@ def test_only_the_handle_of_a_living_job_of_this_sweep_is_adopted(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Programs that fail
+# Failures of the SLURM programs
 
 
-def test_a_refusal_of_the_first_jobs_is_shown_in_words_and_leaves_nothing(pool: Pool, cluster: FakeSlurm) -> None:
+def test_rejection_of_the_first_jobs_is_a_config_error_and_leaves_no_files(pool: Pool, cluster: FakeSlurm) -> None:
     cluster.fail("sbatch", 1, err="sbatch: error: invalid partition specified: gpu\n")
     pool.submit(job(0))
     with pytest.raises(ConfigError, match=r"sbatch has not accepted the jobs: .*invalid partition specified: gpu"):
@@ -204,7 +202,7 @@ def test_a_refusal_of_the_first_jobs_is_shown_in_words_and_leaves_nothing(pool: 
     assert not Path("slurm").exists()
 
 
-def test_jobs_that_cannot_be_submitted_later_are_tried_again(pool: Pool, cluster: FakeSlurm) -> None:
+def test_later_jobs_are_submitted_again_before_they_count_as_lost(pool: Pool, cluster: FakeSlurm) -> None:
     pool.submit(job(0))
     assert codes(pool, 0) == {0: 0}
     cluster.fail("sbatch", 1, out="what?\n", code=0)
@@ -218,7 +216,7 @@ def test_jobs_that_cannot_be_submitted_later_are_tried_again(pool: Pool, cluster
 
 
 @pytest.mark.parametrize(("out", "code"), [("<html>\n", 0), ("", 1)])
-def test_a_squeue_that_fails_for_a_while_loses_no_job(out: str, code: int, pool: Pool, cluster: FakeSlurm) -> None:
+def test_no_job_is_lost_while_squeue_fails(out: str, code: int, pool: Pool, cluster: FakeSlurm) -> None:
     pool.submit(job(0, "until=go", "exit=3"))
     started(pool, 0)
     before = len(cluster.calls("squeue"))
@@ -229,7 +227,7 @@ def test_a_squeue_that_fails_for_a_while_loses_no_job(out: str, code: int, pool:
 
 
 @pytest.mark.parametrize("out", ["", "no table\n", "A|B\n1|2\n"])
-def test_a_sacct_that_fails_is_asked_again(
+def test_sacct_is_called_again_after_a_failure(
     out: str, pool: Pool, cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm, "_MOST_LOOKS", 100)
@@ -241,7 +239,7 @@ def test_a_sacct_that_fails_is_asked_again(
     assert len(cluster.calls("sacct")) >= 2
 
 
-def test_a_job_of_which_nobody_knows_anything_is_lost(pool: Pool, cluster: FakeSlurm) -> None:
+def test_a_job_that_its_engine_does_not_know_is_recorded_as_lost(pool: Pool, cluster: FakeSlurm) -> None:
     cluster.fail("sacct", 99)
     pool.submit(job(0, "until=never"))
     started(pool, 0)
@@ -260,7 +258,7 @@ def test_a_cluster_that_does_not_answer_is_refused(cluster: FakeSlurm) -> None:
 
 
 def test_links_in_the_directory_of_the_logs_are_refused(cluster: FakeSlurm) -> None:
-    """SLURM would append what the jobs print to their targets."""
+    """SLURM would append the output of the jobs to the targets of the links."""
     Path("elsewhere").touch()
     Path("slurm").mkdir()
     Path("slurm/102_0_0_log.out").symlink_to("../elsewhere")
@@ -269,7 +267,9 @@ def test_links_in_the_directory_of_the_logs_are_refused(cluster: FakeSlurm) -> N
     assert refused.value.key == "resume"
 
 
-def test_it_asks_rarely_however_many_jobs_there_are(cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_slurm_calls_does_not_grow_with_the_number_of_jobs(
+    cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(slurm, "_ASK_SECONDS", (60.0, 60.0))
     cluster.hold()
     with Slurm().connect(9, Path.cwd()) as pool:
@@ -328,10 +328,10 @@ def test_options_reach_sbatch(cluster: FakeSlurm) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# submitit's own cluster of processes, and the command itself
+# submitit's `LocalExecutor`, and sweeps that run as commands
 
 
-def test_submitit_requeues_it_when_it_is_preempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submitit_requeues_a_preempted_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "COMMAND", ("-S", fake_run.__file__))
     monkeypatch.chdir(tmp_path)
     words = ["exit=3", "until=never", f"saved={tmp_path / 'saved'}"]
@@ -350,7 +350,7 @@ RUN = (*FAST, "batch_size=8", "steps=40", "save_every=10", "eval_every=0")
 
 
 def swept(cwd: Path, cluster: FakeSlurm, *words: str) -> Command:
-    """A sweep whose jobs wait before their step 30 until there is `go` in `cwd`, or until they are asked to stop."""
+    """Start a sweep whose jobs wait before step 30 until the file `go` exists in `cwd`, or they are asked to stop."""
     gate = {"STEP_GATE": f"30:{cwd / 'go'}", "PYTHONPATH": os.pathsep.join([cluster.variables["PYTHONPATH"], GATED])}
     return Command(cwd, *RUN, "-m", *words, "sweep=slurm", "sweep.threads=1", **cluster.variables | gate)
 
@@ -359,7 +359,7 @@ def checkpoints(cwd: Path, number: int) -> list[Path]:
     return sorted(cwd.glob(f"outputs/sweeps/*/*/{number:03d}-*/checkpoints/step_????????"))
 
 
-def test_a_preempted_job_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+def test_resume_of_a_preempted_job_is_bitwise_exact(tmp_path: Path) -> None:
     cluster = FakeSlurm(tmp_path / "cluster")
     try:
         command = swept(tmp_path / "sweep", cluster, "seed=1", "+sweep.additional.nice=7")
@@ -378,8 +378,8 @@ def test_a_preempted_job_ends_with_the_weights_of_an_undisturbed_one(tmp_path: P
     assert preempted.read_bytes() == undisturbed.read_bytes(), "to the last bit"
 
 
-def test_a_sweep_whose_scheduler_was_killed_goes_on(tmp_path: Path) -> None:
-    """With a job of two processes, which it starts itself."""
+def test_resume_after_the_scheduler_was_killed_adopts_its_running_jobs(tmp_path: Path) -> None:
+    """One of the two jobs trains with DDP, and starts its ranks itself."""
     cluster = FakeSlurm(tmp_path / "cluster")
     try:
         first = swept(tmp_path / "sweep", cluster, "parallel=single,ddp")
@@ -389,7 +389,7 @@ def test_a_sweep_whose_scheduler_was_killed_goes_on(tmp_path: Path) -> None:
         asked = len(cluster.calls("squeue"))
         later = swept(tmp_path / "sweep", cluster, "parallel=single,ddp", "resume=auto")
         until(lambda: later.code is not None or len(cluster.calls("squeue")) > asked + 1)
-        (later.cwd / "go").touch()  # the jobs were running when they were found again
+        (later.cwd / "go").touch()  # the jobs were still running when the later command adopted them
         code, told = later.ended()
     finally:
         cluster.close()
@@ -404,14 +404,14 @@ def test_a_sweep_whose_scheduler_was_killed_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "why"), [("sweep.additional=5", "mapping"), ("+sweep.additional.array=0-1", "itself")]
 )
-def test_options_of_sbatch_are_a_mapping_by_name(word: str, why: str, tmp_path: Path) -> None:
+def test_invalid_additional_options_of_sbatch_are_refused(word: str, why: str, tmp_path: Path) -> None:
     code, told = run_command("-m", "seed=1,2", "sweep=slurm", word, cwd=tmp_path)
     assert code == 2, told
     assert told.startswith(word.lstrip("+").partition("=")[0])
     assert why in told
 
 
-def test_without_sbatch_the_sweep_is_refused_in_words_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_sweep_without_sbatch_is_refused_without_a_traceback(tmp_path: Path) -> None:
     code, told = run_command("-m", "seed=1,2", "sweep=slurm", cwd=tmp_path, PATH="/nowhere")
     assert code == 2, told
     assert "there is no sbatch" in told
