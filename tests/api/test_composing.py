@@ -1,4 +1,4 @@
-"""Configs from Python: those of the command, without a trace in Hydra's global objects."""
+"""Tests of `runner.compose`: the config equals that of the command, and Hydra's global state does not change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_config_has_the_values_that_the_command_composes() -> None:
     assert OmegaConf.create(str(config)) == OmegaConf.create(dict(config))
 
 
-def test_hydra_is_left_as_it_was() -> None:
+def test_composing_does_not_change_the_global_state_of_hydra() -> None:
     before, config = HydraConfig.instance().cfg, OmegaConf.create({"own": 1})
     HydraConfig.instance().cfg = config  # pyright: ignore[reportAttributeAccessIssue]
     instances, resolvers = dict(Singleton._instances), dict(BaseContainer._resolvers)
@@ -51,7 +51,7 @@ def test_a_program_that_uses_hydra_itself_can_compose() -> None:
         assert hydra_compose("config", ["name=test", "seed=3"])["seed"] == 3
 
 
-def test_options_of_a_directory_of_ones_own(tmp_path: Path) -> None:
+def test_options_of_a_user_defined_directory_can_be_chosen(tmp_path: Path) -> None:
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer" / "mine.yaml").write_text("_target_: runner.optimizer.SGD\nlr: 0.125\n")
     assert runner.compose(["optimizer=mine"], config_dir=tmp_path)["optimizer"]["lr"] == 0.125
@@ -96,7 +96,7 @@ def test_composing_needs_no_torch() -> None:
     assert done.stdout == "False\n"
 
 
-def test_every_name_that_is_offered_exists() -> None:
+def test_every_exported_name_exists() -> None:
     assert {name for name in runner.__all__ if getattr(runner, name, None) is None} == set()
     assert set(runner.__all__) <= set(dir(runner))
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):

@@ -1,4 +1,4 @@
-"""Training from Python: the weights of the command, results without logs, and a process that stays as it was."""
+"""Tests of `runner.train`: it trains as the command does, and does not change the settings of its process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_training_from_python_ends_with_the_weights_of_the_command(tmp_path: Pat
     assert_bitwise(result.directory, weights(only_run(tmp_path / "there")))
 
 
-def test_a_result_has_what_the_file_has_and_where_it_is() -> None:
+def test_a_result_equals_result_json_and_has_the_run_directory() -> None:
     result = runner.train(runner.compose(WORDS))
     assert (result.status, result.exit_code, result.steps) == ("done", 0, 6)
     assert result.evaluation.keys() == {"eval/loss", "eval/accuracy"}
@@ -112,8 +112,8 @@ def test_autocast_of_the_caller_does_not_change_the_run(precision: str) -> None:
     assert result.metrics == usual.metrics
 
 
-def test_the_devices_of_the_caller_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine without them, by functions that note what they are told."""
+def test_the_current_cuda_device_and_the_mps_rng_state_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of torch.cuda and torch.mps are replaced, so that the test needs no such device."""
     told: list[object] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -149,7 +149,7 @@ def test_a_crash_is_raised_with_its_cause_and_the_result(monkeypatch: pytest.Mon
     assert json.loads((result.directory / "result.json").read_text())["status"] == "crashed"
 
 
-def test_a_resumed_run_that_crashes_before_its_first_step_keeps_the_steps_it_has(
+def test_a_resumed_run_that_crashes_before_its_first_step_keeps_its_step_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     directory = runner.train(WORDS).directory
@@ -191,7 +191,7 @@ def test_a_thread_can_train() -> None:
     assert results[0].status == "done"
 
 
-def test_processes_start_from_a_program_without_a_file_as_a_notebook_is(tmp_path: Path) -> None:
+def test_processes_can_be_started_from_a_notebook(tmp_path: Path) -> None:
     words = [sys.executable, "-c", "import helpers.notebook"]
     done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -210,7 +210,7 @@ def test_new_processes_do_not_import_the_program_that_starts_them(recorded_main:
 
 @pytest.fixture
 def recorded_main(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
-    """What `multiprocessing` tells a new process to import as its main module, in a program that has a file."""
+    """A function that returns what new processes import as their main module, in a program that has a file."""
     from multiprocessing.spawn import get_preparation_data
 
     program = ModuleType("__main__")
@@ -225,8 +225,8 @@ def recorded_main(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
     return main
 
 
-def test_options_that_are_chosen_before_a_run_are_chosen(tmp_path: Path) -> None:
-    result = runner.train([*WORDS, "accumulation=auto", "how=auto"])  # it fits, and it is short
+def test_automatic_options_are_chosen_before_training(tmp_path: Path) -> None:
+    result = runner.train([*WORDS, "accumulation=auto", "how=auto"])  # it fits, and is too short to be tuned
     assert result.directory is not None
     config = runner.load(result.directory).config
     assert (config["accumulation"]["steps"], config["how"]) == (1, [])

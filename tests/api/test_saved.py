@@ -1,4 +1,4 @@
-"""A saved run from Python: its model, its metrics and its evaluation are those that the run had, to the last bit."""
+"""Tests of `runner.load`: the model, the metrics and the evaluation of a saved run equal those of the run bitwise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHORT = ("steps=12", "eval_every=4", "save_every=4", "keep=9", "optimizer.lr=0.2
 
 @pytest.fixture(scope="module", autouse=True)
 def _fork_server() -> None:
-    """One fork server for all tests: `train` and `evaluate` stop only those that they have started."""
+    """Start one fork server for all tests; `train` and `evaluate` stop only fork servers that they have started."""
     start_server(*processes.PRELOADED)
 
 
@@ -57,7 +57,7 @@ def test_a_saved_run_has_its_config_its_result_and_its_checkpoints() -> None:
     assert run.checkpoint("best").name == f"step_{run.result['best']['step']:08d}"
 
 
-def test_curves_and_the_table_are_what_tensorboard_shows() -> None:
+def test_curves_and_metrics_equal_the_values_in_tensorboard() -> None:
     run = trained()
     shown = curves(run.directory)
     assert {tag: list(values.items()) for tag, values in run.curves().items()} == shown
@@ -66,7 +66,7 @@ def test_curves_and_the_table_are_what_tensorboard_shows() -> None:
     assert table[-1] == {"step": 12} | {tag: points[-1][1] for tag, points in shown.items()}
 
 
-def test_the_model_is_plain_and_has_the_weights_of_the_checkpoint() -> None:
+def test_the_model_has_the_weights_of_the_checkpoint_and_is_in_eval_mode() -> None:
     run = trained()
     state = torch.get_rng_state()
     model = run.model(8)
@@ -87,14 +87,14 @@ def test_the_model_needs_neither_the_data_nor_the_initial_weights(tmp_path: Path
     assert run.model()(torch.zeros(2, 3, 8, 8)).shape == (2, 2)
 
 
-def test_an_average_of_the_weights_is_the_model_that_was_evaluated() -> None:
+def test_the_model_of_a_run_with_ema_has_the_averaged_weights() -> None:
     run = trained("ema.decay=0.9")
     wanted = load_file(run.checkpoint("last") / "ema.safetensors")
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in run.model("last").state_dict().items())
     assert run.evaluate("last") == evaluation(run, 12)
 
 
-def test_a_checkpoint_of_an_earlier_version_has_no_classes_but_a_model() -> None:
+def test_a_checkpoint_without_a_signature_has_a_model_but_no_classes() -> None:
     run = trained()
     wanted = run.model("last").state_dict()
     for step in run.steps:
@@ -107,7 +107,7 @@ def test_a_checkpoint_of_an_earlier_version_has_no_classes_but_a_model() -> None
 
 
 def evaluation(run: runner.SavedRun, step: int) -> dict[str, float]:
-    """The metrics of the evaluation after `step`, in all digits: the log rounds, and TensorBoard keeps 32 bits."""
+    """Return the exact metrics of the evaluation after `step`: the log rounds them, and TensorBoard keeps 32 bits."""
     if step == run.result["steps"]:
         return {tag: value for tag, value in run.result["metrics"].items() if tag.startswith("eval/")}
     state = torch.load(run.checkpoint(step) / "state.pt", weights_only=True)
@@ -118,7 +118,7 @@ def evaluation(run: runner.SavedRun, step: int) -> dict[str, float]:
     "mode",
     ["parallel=ddp", "parallel=fsdp", "parallel=ensemble", "precision=bf16"],
 )
-def test_an_evaluation_equals_that_of_the_run_to_the_last_bit(mode: str) -> None:
+def test_evaluation_of_a_saved_run_is_bitwise_exact(mode: str) -> None:
     run = trained(mode)
     before = {path: path.stat().st_mtime_ns for path in run.directory.rglob("*")}
     assert run.evaluate("last") == evaluation(run, 12)
@@ -133,7 +133,7 @@ def test_an_earlier_checkpoint_is_evaluated_in_another_mode_and_on_other_data() 
     assert run.evaluate(4, ["data.holdout=0.5"])["eval/loss"] != evaluation(run, 4)["eval/loss"]
 
 
-def test_an_agent_is_evaluated_as_it_was() -> None:
+def test_evaluation_of_a_saved_dqn_run_is_exact() -> None:
     options = ["workload=dqn", "workload.env_steps=600", "workload.warm_up=100", "device=cpu", "device.threads=1"]
     result = runner.train([*options, "model.hidden=[8]", "batch_size=16", "workload.eval_episodes=2"])
     assert result.directory is not None
@@ -154,14 +154,16 @@ def test_an_agent_is_evaluated_as_it_was() -> None:
         ("last", ["parallel=ddp", "model.hidden=7"], "parallel=ddp model.hidden=7"),
     ],
 )
-def test_what_cannot_be_evaluated_is_an_error(choice: str | int, overrides: list[str] | str, key: str) -> None:
+def test_invalid_evaluations_are_config_errors_that_name_the_key(
+    choice: str | int, overrides: list[str] | str, key: str
+) -> None:
     run = trained()
     with pytest.raises(runner.ConfigError) as error:
         run.evaluate(choice, overrides)
     assert error.value.key == key
 
 
-def test_a_checkpoint_is_no_run() -> None:
+def test_a_checkpoint_instead_of_a_run_directory_is_refused() -> None:
     run = trained()
     with pytest.raises(runner.ConfigError, match=r"it is a checkpoint.*\n.*--checkpoint 12") as error:
         runner.load(run.checkpoint("last"))
@@ -180,7 +182,7 @@ def test_data_with_other_classes_is_not_evaluated(tmp_path: Path) -> None:
         run.evaluate("last", ["data.root=other"])
 
 
-def test_a_damaged_checkpoint_is_an_error_and_the_one_before_is_the_last() -> None:
+def test_a_damaged_checkpoint_is_refused_and_last_means_the_previous_one() -> None:
     run = trained()
     file = run.checkpoint(12) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
@@ -191,7 +193,7 @@ def test_a_damaged_checkpoint_is_an_error_and_the_one_before_is_the_last() -> No
 
 
 @pytest.mark.parametrize("file", ["model.json", "manifest.json"])
-def test_a_checkpoint_whose_signature_cannot_be_trusted_predicts_nothing(file: str) -> None:
+def test_a_checkpoint_with_a_damaged_signature_or_manifest_is_refused(file: str) -> None:
     run = trained()
     (run.checkpoint(12) / file).write_text("{}")
     Image.new("L", (8, 8)).save("gray.png")
@@ -202,7 +204,7 @@ def test_a_checkpoint_whose_signature_cannot_be_trusted_predicts_nothing(file: s
     assert run.classes == run.signature(8)["classes"], "those of the newest intact checkpoint"
 
 
-def test_best_and_last_are_looked_for_once_as_a_running_run_changes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_and_last_are_resolved_once_because_a_running_run_changes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     run, looked_for = trained(), []
 
     def chosen(directory: Path, choice: str | int) -> Path:
@@ -216,7 +218,7 @@ def test_best_and_last_are_looked_for_once_as_a_running_run_changes_them(monkeyp
     assert [choice for choice in looked_for if isinstance(choice, str)] == ["best", "last"]
 
 
-def test_a_model_is_not_changed_by_an_option_that_its_run_does_not_use() -> None:
+def test_model_refuses_an_option_that_the_run_does_not_use() -> None:
     with pytest.raises(runner.ConfigError) as error:
         trained().model("last", ["env=acrobot"])
     assert (error.value.key, error.value.got) == ("env", "acrobot")
@@ -254,7 +256,7 @@ def test_predictions_are_those_of_the_evaluation(photos: runner.SavedRun) -> Non
     assert photos.predict("photos/val") == photos.predict([Path("photos/val/cat"), "photos/val/dog"])
 
 
-def test_a_file_that_cannot_be_read_is_a_row_with_the_reason(photos: runner.SavedRun) -> None:
+def test_an_unreadable_file_is_reported_in_its_prediction(photos: runner.SavedRun) -> None:
     Path("photos/val/broken.png").write_text("no image")
     Path("photos/val/notes.txt").write_text("ignored in a directory")
     broken, *others = photos.predict("photos/val")
@@ -265,7 +267,7 @@ def test_a_file_that_cannot_be_read_is_a_row_with_the_reason(photos: runner.Save
     assert photos.predict(["photos/val/broken.png"]) == [broken]
 
 
-def test_gray_images_are_read_for_a_model_of_gray_inputs() -> None:
+def test_images_are_converted_to_gray_for_a_model_with_gray_inputs() -> None:
     run = trained("data.size=8")
     pixels = torch.arange(64, dtype=torch.uint8).view(8, 8) * 4
     Image.fromarray(pixels.numpy()).save("gray.png")
@@ -277,7 +279,7 @@ def test_gray_images_are_read_for_a_model_of_gray_inputs() -> None:
     assert one.probability == other.probability
 
 
-def test_a_path_that_cannot_exist_is_no_run() -> None:
+def test_a_path_with_a_null_byte_is_refused() -> None:
     with pytest.raises(runner.ConfigError):
         runner.load("a\0b")
 
@@ -300,8 +302,8 @@ def test_files_without_permission_are_an_error(file: str, tmp_path: Path) -> Non
     assert "Permission denied" in error.value.why
 
 
-def test_a_directory_within_that_cannot_be_listed_is_an_error(tmp_path: Path) -> None:
-    """Its images would be missing from the predictions."""
+def test_a_subdirectory_that_cannot_be_listed_is_an_error(tmp_path: Path) -> None:
+    """Otherwise, its images would be missing from the predictions."""
     (tmp_path / "images" / "secret").mkdir(parents=True)
     (tmp_path / "images" / "image.png").touch()
     with mode(tmp_path / "images" / "secret", 0) as secret, pytest.raises(runner.ConfigError) as error:
@@ -318,7 +320,7 @@ def test_white_is_normalized_with_the_mean_and_the_standard_deviation() -> None:
 
 
 def change_signature(run: runner.SavedRun, **values: Any) -> None:
-    """Write another signature to the last checkpoint, as somebody else might."""
+    """Change values of the signature of the last checkpoint, and update the checkpoint's manifest."""
     path = run.checkpoint("last")
     signature = json.loads((path / "model.json").read_text()) | values
     (path / "model.json").write_text(json.dumps(signature))
@@ -334,7 +336,7 @@ def change_signature(run: runner.SavedRun, **values: Any) -> None:
     ],
     ids=["classes", "size", "dimensions"],
 )
-def test_a_signature_of_another_network_is_refused_before_memory_is_taken(values: dict[str, Any], key: str) -> None:
+def test_a_signature_of_another_network_is_refused_without_allocating_memory(values: dict[str, Any], key: str) -> None:
     run = trained()
     change_signature(run, **values)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -344,7 +346,7 @@ def test_a_signature_of_another_network_is_refused_before_memory_is_taken(values
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "kilobytes"
 
 
-def test_where_the_run_was_tracked_does_not_matter_afterwards() -> None:
+def test_a_saved_run_can_be_used_without_its_tracking_backend() -> None:
     run = trained()
     path = run.directory / "config.yaml"
     tracking = {"_target_": "runner.tracking.mlflow_run.MLflow", "uri": "http://localhost:1"}

@@ -1,4 +1,4 @@
-"""`accumulation=auto`: the fewest micro-batches that fit, by prediction where it is clear and else by an attempt."""
+"""Tests of `accumulation=auto`: the fewest micro-batches that fit, by prediction, or by a trial if that is unclear."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TYPED = ("model=convnet", "data.size=32", "device=cpu", "batch_size=512")
 
 
 class Attempts:
-    """Stands for `Trial`: an attempt runs out of memory with fewer than `least` micro-batches.
+    """A replacement for `Trial`, which runs out of memory with fewer than `least` micro-batches.
 
     Args:
         least: the fewest micro-batches that fit.
-        error: another error of every attempt.
+        error: an error that every attempt raises instead.
     """
 
     def __init__(self, least: int = 1, error: TrialError | None = None):
@@ -60,13 +60,13 @@ def needed(count: int, *typed: str) -> float:
     return needed_bytes(session.device, trace(session))
 
 
-def test_what_clearly_fits_is_not_tried() -> None:
+def test_a_config_that_clearly_fits_is_not_tried() -> None:
     attempts = Attempts()
     assert fitting(100e9, attempts)[0] == 1
     assert attempts.counts == []
 
 
-def test_what_is_predicted_not_to_fit_is_not_tried() -> None:
+def test_counts_that_are_predicted_not_to_fit_are_not_tried() -> None:
     attempts = Attempts()
     between = (needed(2) + needed(4)) / 2
     found, said = fitting(between, attempts)
@@ -74,13 +74,13 @@ def test_what_is_predicted_not_to_fit_is_not_tried() -> None:
     assert [line.split(":")[0] for line in said] == ["1 micro-batch", "2 micro-batches", "4 micro-batches"]
 
 
-def test_an_attempt_that_runs_out_of_memory_is_divided_further() -> None:
+def test_micro_batches_are_divided_further_after_running_out_of_memory() -> None:
     attempts = Attempts(least=8)
     assert fitting(1.5 * needed(1), attempts)[0] == 8
-    assert attempts.counts == [1, 2, 4, 8]  # all of them, as the prediction was wrong
+    assert attempts.counts == [1, 2, 4, 8]  # none is skipped, because the prediction was wrong
 
 
-def test_only_that_error_divides_further() -> None:
+def test_another_error_of_an_attempt_is_raised() -> None:
     attempts = Attempts(error=TrialError("RuntimeError: something else"))
     with pytest.raises(TrialError, match="something else"):
         fitting(1.5 * needed(1), attempts)
@@ -100,14 +100,15 @@ def test_the_processes_share_the_batch() -> None:
         fitting(100e9, Attempts(), "parallel=ddp", "batch_size=13")
 
 
-def test_numbers_that_a_pipeline_cannot_split_are_left_out() -> None:
+def test_counts_that_a_pipeline_cannot_split_are_skipped() -> None:
     typed = ("parallel=pipeline", "parallel.num_micro_batches=4", "batch_size=24")
     found, said = fitting(1.5 * needed(1, *typed), Attempts(least=3), *typed)
-    assert found == 6  # of 1, 2, 3 and 6, as each has to be a multiple of 4 samples
+    # Not 3, which is less than twice 2, and not 4, whose micro-batches of 6 samples cannot be split into 4.
+    assert found == 6
     assert len(said) == 3
 
 
-def test_it_is_said_what_batch_normalization_sees() -> None:
+def test_smaller_batches_of_batch_normalization_are_reported() -> None:
     resnet = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=64", "batch_size=16")
     _, said = fitting(1.2 * needed(1, *resnet), Attempts(least=2), *resnet)
     assert "batch normalization sees 8 samples at a time, not 16" in said[-1]
@@ -123,20 +124,20 @@ def test_it_is_said_what_batch_normalization_sees() -> None:
     ],
     ids=["ddp", "synchronized", "pipeline"],
 )
-def test_batch_normalization_sees_the_samples_of_the_mode(typed: list[str], wanted: str) -> None:
+def test_reported_batches_of_batch_normalization_depend_on_the_mode(typed: list[str], wanted: str) -> None:
     resnet = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=64", "batch_size=16", *typed)
     _, said = fitting(1.2 * needed(1, *resnet), Attempts(least=2), *resnet)
     assert wanted in said[-1]
 
 
-def test_micro_batches_of_the_size_that_a_pipeline_has_anyway_change_nothing() -> None:
+def test_batches_of_batch_normalization_are_not_reported_if_unchanged() -> None:
     resnet = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=64", "batch_size=16")
     typed = (*resnet, "parallel=pipeline", "parallel.split_size=4")
     _, said = fitting(1.2 * needed(1, *typed), Attempts(least=2), *typed)
     assert "batch normalization" not in said[-1]
 
 
-def test_errors_of_allocators_are_recognized() -> None:
+def test_out_of_memory_errors_are_recognized() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)
     assert is_out_of_memory(caught.value)
@@ -144,7 +145,7 @@ def test_errors_of_allocators_are_recognized() -> None:
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
 
 
-def test_what_is_not_chosen_counts_as_one() -> None:
+def test_auto_accumulation_counts_as_one_until_it_is_chosen() -> None:
     assert built(*FAST, "accumulation=auto").accumulation.count == 1
     with pytest.raises(ConfigError, match="accumulation"):
         built(*FAST, "accumulation.steps=many")

@@ -1,4 +1,4 @@
-"""The candidates of a run: which they are, and what each does to the results."""
+"""Tests of `runner.planning.candidates`: the candidates of a run, and their effects on the results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESNET = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=6
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More threads than any test assumes cores, as on a machine that limits the cores of a container."""
+    """Make the default number of threads larger than the number of cores, as in a container with limited cores."""
     monkeypatch.setattr(module, "default_threads", lambda *_: 64)
 
 
@@ -57,7 +57,7 @@ def test_layouts_are_modes_processes_and_threads() -> None:
 
 
 @pytest.mark.parametrize(("default", "others"), [(64, [4, 2, 1]), (4, [2, 1]), (1, [4, 2]), (2, [4, 1])])
-def test_the_number_of_threads_that_a_run_has_anyway_is_not_tried(
+def test_the_default_number_of_threads_is_not_a_candidate(
     default: int, others: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "default_threads", lambda *_: default)
@@ -65,7 +65,7 @@ def test_the_number_of_threads_that_a_run_has_anyway_is_not_tried(
     assert found == [f"device.threads={count}" for count in others]
 
 
-def test_a_mode_of_ones_own_is_tried_with_what_it_proposes(tmp_path: Path) -> None:
+def test_a_user_defined_mode_is_tried_with_its_proposed_options(tmp_path: Path) -> None:
     (tmp_path / "parallel").mkdir()
     (tmp_path / "parallel" / "mine.yaml").touch()
 
@@ -100,7 +100,7 @@ def test_modes_that_are_never_faster_are_not_tried() -> None:
     assert not any(f"parallel={mode}" in found for mode in ("single", "dp", "model", "ensemble"))
 
 
-def test_what_is_typed_is_kept() -> None:
+def test_typed_options_are_not_changed() -> None:
     assert layouts("device=cpu", "device.threads=1", "parallel=single") == [""]
     assert layouts("device=cpu", "parallel=ddp", "parallel.processes=2") == [""]
     assert layouts("device=cpu", "parallel=ddp", cores=4) == ["", "parallel.processes=4"]
@@ -109,21 +109,21 @@ def test_what_is_typed_is_kept() -> None:
     assert found == {"precision=bf16", "channels_last=false"}
 
 
-def test_a_network_without_blocks_is_compiled_as_a_whole_only() -> None:
+def test_a_network_without_blocks_is_only_compiled_as_a_whole() -> None:
     for overrides, expected in ((("workload=dqn",), {"true"}), (("model=convnet",), {"true", "blocks"})):
         groups = [change(()) for change in of(*overrides, "device=cpu", "parallel=single").groups()]
         words = [text for group in groups for candidate in group for text in candidate.overrides]
         assert {text.removeprefix("compile=") for text in words if text.startswith("compile=")} == expected
 
 
-def test_a_pipeline_of_one_split_size_keeps_it() -> None:
+def test_a_typed_split_size_is_kept() -> None:
     typed = ("device=cpu", "parallel=pipeline", "parallel.split_size=8", "parallel.processes=2")
     assert layouts(*typed) == [""]
 
 
-def test_a_pipeline_in_one_process_has_its_stages() -> None:
+def test_a_pipeline_in_one_process_is_tried_with_several_split_sizes() -> None:
     typed = ("model=convnet", "device=cpu", "batch_size=64", "parallel=pipeline", "parallel.engine=streams")
-    splits = ["", *(f"parallel.split_size={size}" for size in (16, 8, 4))]  # 4, 8 and 16 micro-batches, of two stages
+    splits = ["", *(f"parallel.split_size={size}" for size in (16, 8, 4))]  # 4, 8 and 16 micro-batches for two stages
     assert layouts(*typed) == layouts(*typed, "parallel.stages=2") == splits
 
 
@@ -164,20 +164,20 @@ def test_results_with_batch_normalization(words: str, expected: str) -> None:
     assert results(of(*RESNET), *words.split()) == expected
 
 
-def test_batch_normalization_of_the_same_groups_is_the_same() -> None:
+def test_micro_batches_of_equal_size_do_not_change_batch_normalization() -> None:
     accumulated = of(*RESNET, "batch_size=32", "accumulation=4")
     assert results(accumulated, "accumulation=1", "parallel=pipeline", "parallel.split_size=8") == "last bits"
     assert results(accumulated, "accumulation=1", "parallel=pipeline", "parallel.split_size=4") == "statistics"
 
 
-def test_an_agent_acts_in_the_same_environments() -> None:
+def test_ddp_changes_the_results_of_dqn_and_pipeline_is_refused() -> None:
     agent = of("workload=dqn", "device=cpu")
     assert results(agent, "device.threads=1") == "last bits"
     assert results(agent, "parallel=ddp") == "other"
     assert "workload" in results(agent, "parallel=pipeline")
 
 
-def test_a_candidate_that_is_refused_has_the_reason() -> None:
+def test_a_refused_candidate_has_the_reason() -> None:
     odd = of("model=convnet", "device=cpu", "batch_size=63").judged(("parallel=ddp",))
     assert (odd.run, odd.results) == (None, "")
     assert "batch_size" in odd.refusal

@@ -1,4 +1,4 @@
-"""Whether there is enough memory for a candidate."""
+"""Tests of the check that there is enough memory for a candidate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.planning.tuning import Row
         ("accumulation=2", False),
     ],
 )
-def test_only_larger_micro_batches_may_need_more_than_the_run_as_it_is(
+def test_memory_is_predicted_only_for_larger_micro_batches(
     typed: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "available_bytes", lambda process: 3e9)

@@ -1,4 +1,4 @@
-"""Choices in the cache: found again on the same machine only, and never more than a choice."""
+"""Tests of the choice cache: a choice is found again only on the same machine, and invalid entries are ignored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_choice_is_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("typed", ["seed=7", "epochs=100", "steps=5", "keep=0", "how=auto", "log_every=3"])
-def test_what_does_not_change_the_speed_does_not_matter(typed: str, tmp_path: Path) -> None:
+def test_options_that_do_not_affect_the_speed_share_a_choice(typed: str, tmp_path: Path) -> None:
     cache(tmp_path).write(CHOICE)
     assert cache(tmp_path, typed).read() == (CHOICE, "")
 
@@ -40,7 +40,7 @@ def test_another_config_has_another_choice(typed: str, tmp_path: Path) -> None:
     assert cache(tmp_path, typed).read() == (None, "")
 
 
-def test_other_modes_of_ones_own_have_another_choice(tmp_path: Path) -> None:
+def test_option_files_of_user_defined_modes_are_part_of_the_cache_key(tmp_path: Path) -> None:
     def with_modes() -> ChoiceCache:
         return ChoiceCache(composed(*FAST), (), str(tmp_path / "own"), tmp_path)
 
@@ -68,11 +68,11 @@ def test_other_modes_of_ones_own_have_another_choice(tmp_path: Path) -> None:
         (3, False),
     ],
 )
-def test_what_a_choice_may_contain(override: object, is_one: bool) -> None:
+def test_a_choice_may_contain_only_overrides_that_affect_the_speed(override: object, is_one: bool) -> None:
     assert may_be_chosen(override) == is_one
 
 
-def test_the_choice_of_another_machine_is_ignored_and_said(tmp_path: Path) -> None:
+def test_a_choice_of_another_machine_is_ignored_with_a_reason(tmp_path: Path) -> None:
     cache(tmp_path).write(CHOICE)
     with patch.object(choice_cache, "usable_core_numbers", lambda: [0] * 99):
         choice, why = cache(tmp_path).read()
@@ -97,7 +97,7 @@ def test_the_choice_of_another_machine_is_ignored_and_said(tmp_path: Path) -> No
         "[" * 60_000,
     ],
 )
-def test_a_damaged_or_forged_choice_is_ignored_and_said(content: Any, tmp_path: Path) -> None:
+def test_a_damaged_or_forged_choice_is_ignored_with_a_reason(content: Any, tmp_path: Path) -> None:
     entry = cache(tmp_path)
     entry.write(CHOICE)
     text = content if isinstance(content, str) else json.dumps(json.loads(entry.path.read_text()) | content)
@@ -107,7 +107,7 @@ def test_a_damaged_or_forged_choice_is_ignored_and_said(content: Any, tmp_path: 
     assert "cached" in why
 
 
-def test_an_option_file_that_cannot_be_read_is_as_one_without_content(tmp_path: Path) -> None:
+def test_an_unreadable_option_file_is_treated_as_empty(tmp_path: Path) -> None:
     file = tmp_path / "parallel" / "own.yaml"
     file.parent.mkdir()
 
@@ -122,7 +122,7 @@ def test_an_option_file_that_cannot_be_read_is_as_one_without_content(tmp_path: 
         assert path() == empty
 
 
-def test_a_cache_that_cannot_be_written_to_is_none(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_to_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     entry = cache(tmp_path / "file" / "below")
     with entry.lock():
@@ -133,5 +133,5 @@ def test_a_cache_that_cannot_be_written_to_is_none(tmp_path: Path) -> None:
 def test_the_cache_is_in_the_user_s_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_directory("choices") == tmp_path / "runner" / "choices"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification says to ignore
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the XDG specification says to ignore relative paths
     assert cache_directory("choices") == Path("~/.cache/runner/choices").expanduser()

@@ -1,4 +1,4 @@
-"""The plan of a run in TensorBoard, beside what the run has measured."""
+"""Tests of the plan that a run logs to TensorBoard together with its measurements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def every_run_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("every_run_is_long")
 @pytest.mark.parametrize("mode", ["single", "ddp"])
-def test_a_run_logs_its_plan_beside_what_it_measured(mode: str, tmp_path: Path) -> None:
+def test_a_run_logs_its_plan_with_its_measurements(mode: str, tmp_path: Path) -> None:
     run = trained(tmp_path, f"parallel={mode}")
     result = json.loads((run / "result.json").read_text())
     [(step, text)] = plans(run)
@@ -56,7 +56,7 @@ def read_curves(run: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.usefixtures("every_run_is_long")
-def test_a_run_that_goes_on_logs_another_plan_and_one_that_is_done_does_not(tmp_path: Path) -> None:
+def test_a_resumed_run_logs_another_plan_only_if_it_trains_further(tmp_path: Path) -> None:
     run = trained(tmp_path)
     for steps in (3, 5, 5):
         assert in_process([f"resume={run}", f"steps={steps}"], tmp_path)[0] == 0
@@ -70,14 +70,14 @@ def test_a_run_of_less_than_a_minute_logs_no_plan(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("every_run_is_long")
-def test_a_run_that_tensorboard_does_not_show_logs_no_plan(tmp_path: Path) -> None:
+def test_a_run_without_tensorboard_logs_no_plan(tmp_path: Path) -> None:
     run = trained(tmp_path, "tracking=csv")
     assert not list(run.glob("events.out.*"))
 
 
 @pytest.mark.usefixtures("every_run_is_long")
 @pytest.mark.parametrize("error", [RuntimeError("no plan"), KeyboardInterrupt()])
-def test_a_plan_that_fails_is_no_failure_of_the_run(
+def test_a_failed_plan_does_not_fail_the_run(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Trials: real steps in processes of their own, which end with the process that started them."""
+"""Tests of `Trial`: it trains in its own processes, which end with the process that started them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.planning import trial as module
 from runner.planning.trial import Trial, TrialError
 
 PATIENCE = 300.0
-"""Seconds that nothing here takes, on any machine."""
+"""A timeout in seconds that no test reaches, even on a slow machine."""
 
 
 def processes_of(trial: Trial) -> list[psutil.Process]:
@@ -37,7 +37,7 @@ def processes_of(trial: Trial) -> list[psutil.Process]:
 def test_a_trial_trains_and_ends(mode: str) -> None:
     trial = Trial(composed(*FAST, f"parallel={mode}"), PATIENCE)
     processes = processes_of(trial)
-    assert len(processes) >= (1 if mode == "single" else 3)  # the ranks, and the process that watches them
+    assert len(processes) >= (1 if mode == "single" else 3)  # the ranks, and the process that supervises them
     one, many = trial.steps(1, PATIENCE), trial.steps(20, PATIENCE)
     assert 0 < many.step_seconds < trial.startup_seconds
     assert one.memory_bytes > 5e7
@@ -67,7 +67,7 @@ def test_a_trial_that_takes_too_long_is_killed() -> None:
 
 def test_a_trial_ends_with_the_process_that_started_it() -> None:
     trial = Trial(composed(*FAST, "parallel=ddp"), PATIENCE)
-    trial._connection.close()  # as the kernel does where that process is killed
+    trial._connection.close()  # as the kernel does when that process is killed
     trial._process.join(PATIENCE)
     assert trial._process.exitcode == 0
     trial._directory.cleanup()
@@ -85,7 +85,7 @@ def test_an_error_without_a_message_is_sent_with_its_name(tmp_path: Path, monkey
     assert (error.why, error.out_of_memory) == ("MemoryError", True)
 
 
-def test_a_step_that_runs_out_of_memory_is_an_error_of_its_own() -> None:
+def test_a_step_that_runs_out_of_memory_raises_an_out_of_memory_error() -> None:
     trial = Trial(
         composed("model=convnet", "data.size=32", "device=cpu", "batch_size=512", "device.threads=1"), PATIENCE
     )

@@ -1,4 +1,4 @@
-"""The search for the fastest candidate, with trials whose speed is known, on a clock that only they advance."""
+"""Tests of the search for the fastest candidate, with simulated trials of known speed and a simulated clock."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from runner.planning.tuning import Row, Search, as_plain, ratio
 
 
 class Machine:
-    """A machine on which each candidate takes a known time, multiplied by noise and by the machine's own slowness.
+    """A simulated machine on which the steps of each candidate take a known time, multiplied by noise and `slowness`.
 
     Args:
-        seconds: the seconds of a step by the overrides of the candidate, joined by spaces.
+        seconds: the seconds of a step of each candidate; the keys are its overrides, joined by spaces.
         noise: standard deviation of the logarithm of a burst's time.
-        startup: the seconds until a trial has done its first step, by overrides; one second for the others.
-        slowness: factor of all times at a moment of the clock.
+        startup: the seconds until the first step of a candidate is done, with the same keys; one second by default.
+        slowness: function from the time of the clock to a factor of the step times.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ def candidates(names: Iterable[str], results: str = LAST_BITS) -> list[Candidate
 
 
 def search_all(search: Search, layouts: Iterable[Candidate], *groups: Any, **options: Any) -> Row:
-    """The result of a search among `layouts`, the first of which is the default, and then in further groups."""
+    """Search `layouts`, the first of which is the default, and then further groups; return the chosen row."""
     default, *others = layouts
     return search.run(default, [lambda overrides: iter(others), *groups], **options)
 
@@ -99,7 +99,7 @@ def test_the_fastest_candidate_is_found(noise: float) -> None:
 
 
 def test_candidates_are_compared_within_rounds() -> None:
-    """The machine becomes five times as slow while candidates are tried; those that are tried later do not lose."""
+    """The machine becomes five times as slow during the search, which is no disadvantage for later candidates."""
     seconds = {"": 0.010, "a": 0.012, "b": 0.011, "c": 0.009}
     machine = Machine(seconds, 0.02, slowness=lambda now: 1.0 if now < 4 else 5.0)
     assert search_all(machine.search(), candidates(seconds)).overrides == ("c",)
@@ -112,7 +112,7 @@ def test_slow_candidates_cost_little_time() -> None:
     assert max(machine.trained[f"slow{i}"] for i in range(10)) < machine.trained["fast"] / 2
 
 
-def test_relatives_of_a_slow_candidate_are_not_measured() -> None:
+def test_candidates_that_resemble_a_slow_one_are_not_measured() -> None:
     pipelines = [f"parallel=pipeline parallel.processes=2 parallel.split_size={size}" for size in (16, 8, 4)]
     others = ["parallel=ddp parallel.processes=2", "parallel=pipeline parallel.processes=4"]
     seconds = {"": 0.010, **dict.fromkeys(pipelines, 0.050), **dict.fromkeys(others, 0.011)}
@@ -132,14 +132,14 @@ def test_the_budget_is_kept() -> None:
     assert "the budget is spent" in {row.reason for row in search.rows}
 
 
-def test_what_cannot_be_told_apart_from_the_default_is_not_chosen() -> None:
+def test_a_candidate_within_the_noise_of_the_default_is_not_chosen() -> None:
     machine = Machine({"": 0.0100, "a": 0.0099, "b": 0.0101}, 0.05)
     search = machine.search()
     assert search_all(search, candidates(["", "a", "b"])) is search.default
     assert ratio(search.rows[1], search.default).is_clear is False
 
 
-def test_of_equals_the_first_to_start_is_chosen() -> None:
+def test_of_equally_fast_candidates_the_one_with_the_shortest_startup_is_chosen() -> None:
     machine = Machine({"": 0.010, "compiled": 0.00699, "plain": 0.007}, 0.02, startup={"compiled": 8.0})
     assert search_all(machine.search(), candidates(["", "compiled", "plain"])).overrides == ("plain",)
 
@@ -151,7 +151,7 @@ def test_options_are_added_to_the_fastest_candidate() -> None:
     assert search_all(search, candidates(["", "a"]), *changes("x", "y", "z")).overrides == ("a", "y", "z")
 
 
-def test_results_that_are_not_allowed_are_rows_only() -> None:
+def test_candidates_whose_effect_is_not_allowed_are_not_tried() -> None:
     machine = Machine({"": 0.010, "bf16": 0.001, "ddp": 0.002})
     layouts = [*candidates([""]), *candidates(["bf16"], SIXTEEN_BITS), *candidates(["ddp"], STATISTICS)]
     search = machine.search()
@@ -161,7 +161,7 @@ def test_results_that_are_not_allowed_are_rows_only() -> None:
     assert search_all(search, layouts).overrides == ("bf16",)
 
 
-def test_a_candidate_that_fails_is_a_row() -> None:
+def test_a_failed_candidate_has_a_row_with_the_reason() -> None:
     machine = Machine({"": 0.010, "broken": -1.0, "b": 0.007})
     layouts = [*candidates(["", "broken", "b"]), Candidate(("odd",), None, refusal="it does not divide")]
     search = machine.search()
@@ -186,7 +186,7 @@ def test_a_budget_that_the_preparation_has_spent_ends_the_search() -> None:
     assert machine.trained == {}
 
 
-def test_a_trial_that_hangs_does_not_wait_for_hours() -> None:
+def test_the_timeout_of_a_burst_is_about_a_minute() -> None:
     machine = Machine({"": 0.001, "a": 0.0005})
     search_all(machine.search(), candidates(["", "a"]))
     assert max(machine.patience) < 66, "a minute, and ten times the 0.4 s of a burst"
@@ -197,7 +197,7 @@ def test_a_run_that_cannot_train_ends_the_search() -> None:
         search_all(Machine({"": -1.0}).search(), candidates([""]))
 
 
-def test_trials_end_where_memory_is_short() -> None:
+def test_waiting_trials_are_ended_to_free_memory() -> None:
     seconds = {"": 0.010, "a": 0.008, "b": 0.009, "c": 0.007}
     machine = Machine(seconds)
     search = machine.search(has_room=lambda candidate, default, waiting: len(waiting) < 2)
@@ -208,7 +208,7 @@ def test_trials_end_where_memory_is_short() -> None:
     assert (search.rows[1].status, search.rows[1].reason) == ("dropped", "it does not fit into memory")
 
 
-def test_a_search_may_end_after_the_default() -> None:
+def test_budget_for_can_end_the_search_after_the_default() -> None:
     machine = Machine({"": 0.010, "a": 0.001})
     search = machine.search()
     assert search_all(search, candidates(["", "a"]), budget_for=lambda row: 0.0) is search.default

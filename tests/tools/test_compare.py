@@ -1,4 +1,4 @@
-"""The table that compares runs whose results are written here, so that every number is known."""
+"""Tests of `runner.tools.compare`, on runs whose results are written by the tests, so that every number is known."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from runner.tools.compare_rows import Comparison
 
 
 def compared(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What the command prints, which must succeed."""
+    """Run the command, which must succeed, and return what it prints."""
     assert compare.main([str(argument) for argument in arguments]) == 0
     return capsys.readouterr().out
 
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    """Two learning rates with two seeds each, a diverged, a killed and a refused job."""
+    """A sweep over two learning rates with two seeds each, plus a diverged, a killed and a refused job."""
     path = tmp_path / "sweep"
     jobs = []
     for number, (lr, seed, best, last) in enumerate(
@@ -47,7 +47,7 @@ def sweep(tmp_path: Path) -> Path:
     return save_ledger(path, *jobs, {**refused, "code": 2, "error": why})
 
 
-def test_seeds_are_repeats_and_the_best_row_is_first(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_seeds_share_a_row_and_the_best_row_is_first(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = json.loads(compared(capsys, sweep, "--json"))
     assert (table["keys"], table["metric"], table["direction"]) == (["optimizer.lr"], "eval/accuracy", "max")
     best, other = table["rows"]
@@ -75,7 +75,7 @@ def test_failures_come_last_with_state_step_and_reason(sweep: Path, capsys: pyte
     assert [f["values"]["optimizer.lr"] for f in failures[:3]] == [9, 8, "1e9"]
 
 
-def test_the_three_tables_say_the_same(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_markdown_and_terminal_tables_show_the_same_values(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = list(csv.DictReader(io.StringIO(compared(capsys, sweep, "--csv"))))
     assert [(row["optimizer.lr"], row["runs"], row["state"]) for row in rows] == [
         *(("0.2", "2", "done"), ("0.1", "2", "done")),
@@ -93,7 +93,9 @@ def test_the_three_tables_say_the_same(sweep: Path, capsys: pytest.CaptureFixtur
     assert next(line.split() for line in shown if line.split()[:1] == ["0.2"])[1:5] == ["2", "0.960", "±", "0.014"]
 
 
-def test_no_word_is_broken_where_many_keys_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_differing_keys_are_shown_in_one_column_without_broken_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     more = [
         "optimizer.weight_decay=0.5",
         "schedule=cosine",
@@ -110,10 +112,10 @@ def test_no_word_is_broken_where_many_keys_differ(tmp_path: Path, capsys: pytest
         *words
     }
     assert words.index("optimizer.lr=0.2") < words.index("optimizer.lr=0.1")  # the best row is still the first
-    assert "optimizer.lr,schedule," in compared(capsys, tmp_path, "--csv")  # programs get a column for each key
+    assert "optimizer.lr,schedule," in compared(capsys, tmp_path, "--csv")  # in CSV, each key has a column
 
 
-def test_failures_keep_their_columns_where_nothing_is_done(tmp_path: Path) -> None:
+def test_the_table_of_failures_has_all_columns_if_no_run_is_done(tmp_path: Path) -> None:
     for lr in (1, 2):
         save_run(tmp_path / str(lr), f"optimizer.lr={lr}", status="crashed", error="w" * 50)
     [table] = terminal(Comparison([tmp_path]), 40).renderables
@@ -121,7 +123,9 @@ def test_failures_keep_their_columns_where_nothing_is_done(tmp_path: Path) -> No
     assert [str(column.header) for column in table.columns] == ["run", "state", "step", "reason"]
 
 
-def test_a_run_repeated_with_the_same_seed_is_counted_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_number_of_seeds_is_shown_if_a_seed_was_run_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, typed in (("a", ["seed=0"]), ("b", ["seed=0"]), ("c", ["seed=1"])):
         save_run(tmp_path / name, *typed, **evaluated(0.9, 0.8))
     assert "| 3 (2 seeds) |" in compared(capsys, tmp_path, "--markdown")
@@ -129,7 +133,7 @@ def test_a_run_repeated_with_the_same_seed_is_counted_apart(tmp_path: Path, caps
     assert (row["runs"], row["seeds"]) == (3, 2)
 
 
-def test_texts_are_no_formulas_in_a_spreadsheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_cells_that_look_like_formulas_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     formulas = ["=1+1", "+A1", "-2+3", "@SUM(A1)"]
     for i, text in enumerate((*formulas, "-0.5", "a=b")):
         save_run(tmp_path / f"{i}", status="crashed", error=text)
@@ -153,7 +157,7 @@ def test_rows_are_sorted_by_any_column(sweep: Path) -> None:
     assert order("runs")[-1] == 0.05
 
 
-def test_of_a_loss_the_smallest_is_first(tmp_path: Path) -> None:
+def test_rows_are_sorted_by_ascending_loss(tmp_path: Path) -> None:
     for lr, loss in ((1, 0.5), (2, 0.3), (3, 0.4)):
         save_run(tmp_path / str(lr), f"optimizer.lr={lr}", **evaluated(0.9, 0.9, metrics={"eval/loss": loss}))
     for name in ("eval/loss", "loss"):
@@ -162,7 +166,7 @@ def test_of_a_loss_the_smallest_is_first(tmp_path: Path) -> None:
         assert (comparison.metric, comparison.measures) == ("eval/loss", ["last", "steps"])
 
 
-def test_whether_larger_is_better_is_seen_in_a_run_or_said_by_the_workload_or_by_the_name(tmp_path: Path) -> None:
+def test_metric_direction_is_inferred_from_results_workload_or_name(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run")
     assert direction("eval/mystery", {run: evaluated(1.0, 2.0, "eval/mystery")}) == "min"
     assert direction("eval/mystery", {run: evaluated(2.0, 1.0, "eval/mystery")}) == "max"
@@ -171,7 +175,7 @@ def test_whether_larger_is_better_is_seen_in_a_run_or_said_by_the_workload_or_by
     assert direction("eval/error_rate", {tmp_path / "absent": evaluated(1.0, 1.0, "eval/error_rate")}) == "min"
 
 
-def test_options_have_the_names_that_were_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_are_shown_by_the_names_that_were_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, schedule in enumerate(("cosine", "onecycle")):
         save_run(tmp_path / str(number), f"schedule={schedule}", **evaluated(0.1, 0.1))
     mine = save_run(tmp_path / "2", "schedule=cosine", "schedule.warmup=0.3", **evaluated(0.1, 0.1))
@@ -189,13 +193,13 @@ def test_the_keys_of_a_sweep_come_first(tmp_path: Path) -> None:
     assert Comparison([tmp_path]).keys == ["optimizer.lr", "batch_size"]
 
 
-def test_a_run_by_itself_is_compared_without_the_failures_of_its_sweep(sweep: Path) -> None:
+def test_a_single_run_is_shown_without_the_failures_of_its_sweep(sweep: Path) -> None:
     run = next(sweep.glob("000*"))
     comparison = Comparison([run, run])
     assert (len(comparison.rows), comparison.failures, comparison.keys) == (1, [], [])
 
 
-def test_numbers_that_are_none_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_non_finite_values_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_run(tmp_path / "0", "seed=0", **evaluated(math.nan, 0.5, seconds=math.inf))
     save_run(tmp_path / "1", "seed=1", **evaluated(math.inf, 0.7))
     (row,) = json.loads(compared(capsys, tmp_path, "--json"))["rows"]
@@ -206,7 +210,7 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path, capsys: pytest.Captu
     }  # fmt: skip
 
 
-def test_files_of_somebody_else_can_neither_control_the_terminal_nor_lead_elsewhere(
+def test_control_characters_are_escaped_and_symbolic_links_are_not_followed(
     sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outside = save_run(sweep.parent / "outside", "optimizer.lr=0.73519", **evaluated(1.0, 1.0))
@@ -244,7 +248,7 @@ def test_files_of_somebody_else_can_neither_control_the_terminal_nor_lead_elsewh
         (["sweep", "--best"], "--best: there is no such option\n  --help lists"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
+def test_invalid_paths_and_options_are_refused(
     arguments: list[str], why: str, sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(sweep.parent)
@@ -255,7 +259,7 @@ def test_what_cannot_be_compared_is_refused(
     assert printed.out == ""
 
 
-def test_a_sweep_all_of_whose_jobs_were_refused_is_a_table_of_failures(
+def test_a_sweep_with_only_refused_jobs_is_a_table_of_failures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_ledger(tmp_path, {"overrides": ["steps=x"], "directory": "000-steps=x", "state": "refused", "error": "steps"})

@@ -1,4 +1,7 @@
-"""Weights out of a run and into another: by every way in, in every spelling, checked, whole or not at all."""
+"""Tests of `runner.tools.convert`: weights are exported and imported in every supported format.
+
+Damaged or mismatched files are refused without writing anything.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture
 def run(trained: Callable[..., Trained]) -> Trained:
-    """Four steps, each with a checkpoint; the evaluations after steps 2 and 4."""
+    """A run of four steps with a checkpoint after every step, and evaluations after steps 2 and 4."""
     run = trained("steps=4", "save_every=1", "eval_every=2", "keep=4", "optimizer.lr=0.2", "schedule=constant")
     assert [path.name for path in checkpoints(run)] == [f"step_0000000{step}" for step in (1, 2, 3, 4)]
     return run
@@ -41,7 +44,7 @@ def checkpoints(run: Trained) -> list[Path]:
 
 
 def saved(run: Trained, step: int) -> Tensors:
-    """The tensors of a checkpoint, read without the project."""
+    """Return the weights of a checkpoint, read with safetensors instead of `runner`."""
     return load_file(run.directory / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
 
 
@@ -58,7 +61,7 @@ def converted(*arguments: object) -> int:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What is said of a conversion that is refused; at most two lines, on standard error."""
+    """Check that a conversion is refused and writes no file, and return what it prints to standard error."""
     before = capsys.readouterr() and sorted(Path(str(arguments[1])).parent.glob("*"))
     assert converted(*arguments) == 2
     told = capsys.readouterr()
@@ -68,7 +71,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_files_can_be_read_by_whom_the_umask_allows(run: Trained, tmp_path: Path, suffix: str) -> None:
+def test_output_file_permissions_follow_the_umask(run: Trained, tmp_path: Path, suffix: str) -> None:
     before = os.umask(0o027)
     try:
         assert converted(run.directory, tmp_path / f"out{suffix}") == 0
@@ -78,7 +81,7 @@ def test_files_can_be_read_by_whom_the_umask_allows(run: Trained, tmp_path: Path
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is read
+# Sources
 
 
 def test_a_run_directory_means_its_newest_checkpoint(run: Trained, tmp_path: Path) -> None:
@@ -96,7 +99,9 @@ def test_best_means_the_checkpoint_with_the_best_evaluation(
     assert same(read(tmp_path / "out.pt"), saved(run, best))
 
 
-def test_averaged_weights_are_read_as_they_were_evaluated(trained: Callable[..., Trained], tmp_path: Path) -> None:
+def test_averaged_weights_are_exported_unless_another_file_is_named(
+    trained: Callable[..., Trained], tmp_path: Path
+) -> None:
     run = trained("steps=4", "ema.decay=0.9")
     newest, out = checkpoints(run)[-1], tmp_path / "out.safetensors"
     plain, averaged = load_file(newest / "model.safetensors"), load_file(newest / "ema.safetensors")
@@ -111,13 +116,13 @@ def test_averaged_weights_are_read_as_they_were_evaluated(trained: Callable[...,
         assert same(read(out), wanted)
 
 
-def test_what_the_run_calls_its_best_is_meant(run: Trained, tmp_path: Path) -> None:
+def test_best_means_the_best_step_in_the_result_of_the_run(run: Trained, tmp_path: Path) -> None:
     assert converted(run.directory, tmp_path / "out.pt", "--best") == 0
     assert same(read(tmp_path / "out.pt"), saved(run, run.result.best["step"]))
 
 
 def call_best(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the newest checkpoint call the one after `step` the best."""
+    """Let every checkpoint that is loaded name `step` as the step of the best evaluation."""
 
     def told(path: Path) -> Checkpoint:
         checkpoint = checkpoint_at(path)
@@ -127,7 +132,7 @@ def call_best(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_selection, "load", told)
 
 
-def test_a_checkpoint_means_itself_also_by_its_file(run: Trained, tmp_path: Path) -> None:
+def test_a_checkpoint_directory_or_its_weights_file_can_be_the_source(run: Trained, tmp_path: Path) -> None:
     checkpoint = checkpoints(run)[1]
     assert converted(checkpoint, tmp_path / "directory.pt") == 0
     assert converted(checkpoint / "model.safetensors", tmp_path / "file.pt") == 0
@@ -135,7 +140,7 @@ def test_a_checkpoint_means_itself_also_by_its_file(run: Trained, tmp_path: Path
     assert same(read(tmp_path / "file.pt"), saved(run, 2))
 
 
-def test_a_checkpoint_that_was_set_aside_is_read_when_it_is_named(run: Trained, tmp_path: Path) -> None:
+def test_a_superseded_checkpoint_can_be_converted_by_its_path(run: Trained, tmp_path: Path) -> None:
     aside = checkpoints(run)[1].rename(run.directory / "checkpoints" / "step_00000002.superseded")
     assert converted(aside, tmp_path / "out.pt") == 0
     assert len(read(tmp_path / "out.pt")) == 8
@@ -143,7 +148,7 @@ def test_a_checkpoint_that_was_set_aside_is_read_when_it_is_named(run: Trained, 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
 @pytest.mark.parametrize("wrapped", [None, "state_dict", "model"])
-def test_a_file_is_read_in_any_spelling(tmp_path: Path, prefix: str, wrapped: str | None) -> None:
+def test_wrapper_prefixes_and_enclosing_dicts_are_removed(tmp_path: Path, prefix: str, wrapped: str | None) -> None:
     weights = {"a.weight": torch.randn(2, 3), "b.module.bias": torch.arange(3)}
     state = {prefix + name: tensor for name, tensor in weights.items()}
     torch.save({wrapped: state, "epoch": 3} if wrapped else state, tmp_path / "in.pt")
@@ -151,7 +156,7 @@ def test_a_file_is_read_in_any_spelling(tmp_path: Path, prefix: str, wrapped: st
     assert same(read(tmp_path / "out.safetensors"), weights)
 
 
-def test_there_and_back_again_is_the_same_bytes(run: Trained, tmp_path: Path) -> None:
+def test_conversion_to_another_format_and_back_is_byte_identical(run: Trained, tmp_path: Path) -> None:
     for source, destination, *flags in (
         (run.directory, "a.safetensors"),
         (tmp_path / "a.safetensors", "b.pt", "--module-prefix"),
@@ -163,7 +168,7 @@ def test_there_and_back_again_is_the_same_bytes(run: Trained, tmp_path: Path) ->
     assert (tmp_path / "e.safetensors").read_bytes() == (tmp_path / "d.safetensors").read_bytes()
 
 
-def test_the_names_of_the_classes_are_in_the_file(run: Trained, tmp_path: Path) -> None:
+def test_class_names_are_in_the_metadata_of_the_file(run: Trained, tmp_path: Path) -> None:
     assert converted(run.directory, tmp_path / "a.safetensors") == 0
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
         signature = json.loads(file.metadata()["model.json"])
@@ -172,20 +177,18 @@ def test_the_names_of_the_classes_are_in_the_file(run: Trained, tmp_path: Path) 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is written
+# Output files
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth"])
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_names_are_plain_or_as_data_parallel_has_them(run: Trained, tmp_path: Path, suffix: str, prefix: str) -> None:
+def test_module_prefix_is_added_only_with_its_flag(run: Trained, tmp_path: Path, suffix: str, prefix: str) -> None:
     path = tmp_path / f"out{suffix}"
     assert converted(run.directory, path, *(["--module-prefix"] if prefix else [])) == 0
     assert same(read(path), {prefix + name: tensor for name, tensor in saved(run, 4).items()})
 
 
-def test_torch_loads_the_prefixed_ones_into_data_parallel_and_the_plain_ones_into_the_model(
-    run: Trained, tmp_path: Path
-) -> None:
+def test_exported_weights_load_into_the_model_and_into_data_parallel(run: Trained, tmp_path: Path) -> None:
     converted(run.directory, tmp_path / "plain.pt")
     converted(run.directory, tmp_path / "wrapped.pt", "--module-prefix")
     model = run.run.workload.build_model()
@@ -194,7 +197,7 @@ def test_torch_loads_the_prefixed_ones_into_data_parallel_and_the_plain_ones_int
     assert same(model.state_dict(), saved(run, 4))
 
 
-def test_views_transposes_and_tied_tensors_are_written_by_themselves(tmp_path: Path) -> None:
+def test_views_and_tied_tensors_are_written_without_their_shared_storage(tmp_path: Path) -> None:
     base = torch.randn(1000, 4)
     weights = {"view": base[:2], "tied": base[:2], "turned": base[:3].T}
     torch.save(weights, tmp_path / "in.pt")
@@ -204,7 +207,7 @@ def test_views_transposes_and_tied_tensors_are_written_by_themselves(tmp_path: P
         assert (tmp_path / name).stat().st_size < 4000 < (tmp_path / "in.pt").stat().st_size
 
 
-def test_it_says_what_it_wrote_and_what_to_do_with_it(
+def test_the_output_describes_the_file_and_how_to_use_it(
     run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     converted(run.directory, tmp_path / "out.pt")
@@ -216,18 +219,20 @@ def test_it_says_what_it_wrote_and_what_to_do_with_it(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Into a run
+# Loading converted weights into a run
 
 
 @pytest.mark.parametrize(("name", "flags"), [("w.safetensors", []), ("w.pt", []), ("m.pt", ["--module-prefix"])])
-def test_a_run_begins_with_exactly_these_weights(run: Trained, tmp_path: Path, name: str, flags: list[str]) -> None:
+def test_a_run_starts_from_exactly_the_converted_weights(
+    run: Trained, tmp_path: Path, name: str, flags: list[str]
+) -> None:
     converted(run.directory, tmp_path / name, *flags)
     other = built(*FAST, f"model.weights={tmp_path / name}", "seed=7")
     other.workload.prepare()
     assert same(other.workload.build_model().state_dict(), saved(run, 4))
 
 
-def test_runs_from_either_spelling_end_with_the_same_weights(run: Trained, trained, tmp_path: Path) -> None:
+def test_training_from_plain_or_prefixed_weights_is_bitwise_equal(run: Trained, trained, tmp_path: Path) -> None:
     converted(run.directory, tmp_path / "plain.safetensors")
     converted(run.directory, tmp_path / "wrapped.pt", "--module-prefix")
     options = ("steps=3", "seed=7", "schedule=constant")
@@ -238,17 +243,17 @@ def test_runs_from_either_spelling_end_with_the_same_weights(run: Trained, train
     assert not same(saved(plain, 3), saved(fresh, 3))
 
 
-def test_the_command_takes_the_file(run: Trained, tmp_path: Path) -> None:
+def test_the_command_trains_from_a_converted_file(run: Trained, tmp_path: Path) -> None:
     converted(run.directory, tmp_path / "weights of mine.pt", "--module-prefix")
     code, told = run_command(*FAST, "steps=1", "model.weights=../weights of mine.pt", cwd=tmp_path / "work")
     assert code == 0, told
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is refused
+# Refused conversions
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(run: Trained, tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_one_used(run: Trained, tmp_path: Path) -> None:
     damage(checkpoints(run)[-1] / "model.safetensors")
     program = [sys.executable, "-m", "runner.tools.convert", run.directory, "out.pt"]
     ran = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True)
@@ -260,7 +265,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(run: Trained,
 
 
 @pytest.mark.parametrize("name", ["", "model.safetensors"])
-def test_a_damaged_checkpoint_that_is_named_is_refused(
+def test_a_damaged_checkpoint_given_as_the_source_is_refused(
     run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     damage(checkpoints(run)[1] / "model.safetensors")
@@ -269,7 +274,7 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(
     assert "step_00000002/model.safetensors is damaged: its SHA-256 is not the manifest's" in told
 
 
-def test_a_damaged_best_is_refused_and_a_lost_one_too(
+def test_a_damaged_or_missing_best_checkpoint_is_refused(
     run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call_best(2, monkeypatch)
@@ -288,7 +293,7 @@ def damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--best"]])
-def test_checkpoints_elsewhere_are_not_taken_for_those_of_the_run(
+def test_a_symbolic_link_instead_of_the_checkpoints_directory_is_refused(
     run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
     folder = run.directory / "checkpoints"
@@ -307,7 +312,7 @@ def test_checkpoints_elsewhere_are_not_taken_for_those_of_the_run(
 def test_weights_that_the_manifest_does_not_list_are_not_opened(
     run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
-    """There may be a pipe, for whose writer they would be waited for without end."""
+    """The file may be a named pipe; to open one without a writer would block forever."""
     newest = checkpoints(run)[-1]
     file = newest / "model.safetensors"
     file.unlink()
@@ -322,7 +327,7 @@ def test_weights_that_the_manifest_does_not_list_are_not_opened(
 @pytest.mark.parametrize(
     "best", [ABSENT, None, [], {"value": 1.0}, {"step": "../../x"}, {"step": 10**40}, {"step": -1}, {"step": True}]
 )
-def test_a_best_evaluation_of_another_form_is_refused(
+def test_an_invalid_best_evaluation_in_a_checkpoint_is_refused(
     run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], best: object
 ) -> None:
     file = checkpoints(run)[-1] / "state.pt"
@@ -332,7 +337,7 @@ def test_a_best_evaluation_of_another_form_is_refused(
     assert "the best evaluation" in told
 
 
-def test_a_checkpoint_of_another_version_is_refused_as_the_source(
+def test_a_checkpoint_with_another_schema_version_is_refused(
     run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newest = checkpoints(run)[-1]
@@ -343,7 +348,9 @@ def test_a_checkpoint_of_another_version_is_refused_as_the_source(
         assert "it has schema 99" in told
 
 
-def test_a_file_that_runs_code_is_refused_and_runs_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pickle_that_would_run_code_is_refused_without_running_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Payload:
         def __reduce__(self) -> tuple:
             return os.mkdir, (str(tmp_path / "ran"),)
@@ -353,7 +360,7 @@ def test_a_file_that_runs_code_is_refused_and_runs_none(tmp_path: Path, capsys: 
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_empty_and_invalid_sources_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     (tmp_path / "folder").mkdir()
     torch.save({"lr": 0.1}, tmp_path / "no_weights.pt")
@@ -390,7 +397,7 @@ def test_paths_without_permission_are_refused_by_key(
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["checkpoints", "in.safetensors", "run"]
 
 
-def test_best_is_of_a_run_directory_that_has_been_evaluated(
+def test_best_requires_a_run_directory_with_an_evaluation(
     run: Trained, trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = refusal(capsys, checkpoints(run)[0], tmp_path / "out.pt", "--best")
@@ -402,7 +409,7 @@ def test_best_is_of_a_run_directory_that_has_been_evaluated(
     )
 
 
-def test_what_cannot_be_written_is_refused(run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_destinations_are_refused(run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inside = checkpoints(run)[0] / "copy.pt"
     for destination, why in {
         tmp_path / "out.gguf": "its suffix must be one of .safetensors, .pt, .pth, .pt2, .onnx\n  name a",
@@ -414,7 +421,7 @@ def test_what_cannot_be_written_is_refused(run: Trained, tmp_path: Path, capsys:
         assert why in told
 
 
-def test_a_file_that_is_there_is_replaced_only_when_told(
+def test_an_existing_file_is_replaced_only_with_force(
     run: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.pt"
@@ -425,7 +432,7 @@ def test_a_file_that_is_there_is_replaced_only_when_told(
     assert same(read(out), saved(run, 4))
 
 
-def test_a_file_may_replace_itself(tmp_path: Path) -> None:
+def test_a_file_can_be_converted_in_place(tmp_path: Path) -> None:
     path, weights = tmp_path / "weights.safetensors", {"a": torch.randn(100, 100)}
     save_file({f"module.{name}": tensor for name, tensor in weights.items()}, path)
     assert converted(path, path, "--force") == 0
@@ -433,7 +440,7 @@ def test_a_file_may_replace_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("No space left on device"), RuntimeError("unexpected pos 64 vs 0\nat …")])
-def test_a_full_disk_leaves_what_was_there(
+def test_a_full_disk_leaves_the_existing_file_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def half(tensors: Tensors, path: Path, _: object) -> None:
@@ -449,7 +456,7 @@ def test_a_full_disk_leaves_what_was_there(
 
 
 def test_it_runs_as_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A refusal, as another test converts with a module; what does not depend on that is called in this process."""
+    """Only a refusal is run in a subprocess; another test runs a conversion in one."""
     save_file({"a": torch.zeros(3)}, tmp_path / "in.safetensors")
     assert converted(tmp_path / "in.safetensors", tmp_path / "out.pt") == 0
     assert same(read(tmp_path / "out.pt"), {"a": torch.zeros(3)})
@@ -463,7 +470,7 @@ def test_it_runs_as_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "--module-prefix" in capsys.readouterr().out
 
 
-def test_a_name_that_is_too_long_with_that_of_the_unfinished_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_name_that_is_too_long_for_the_temporary_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / f"{'x' * 245}.pt"
     with pytest.raises(ConfigError) as refused:
         convert.write({"w": torch.ones(2)}, path)

@@ -1,4 +1,4 @@
-"""The doctor, on machines that are not this one: torch.cuda and NVML are replaced by fakes with distinct numbers."""
+"""Tests of `runner.tools.doctor` on simulated machines: torch.cuda and NVML are fakes with distinct numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FREE = [77 * GIB, 3 * GIB]
 
 @pytest.fixture
 def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two unlike CUDA devices; the second is the current one, and only the first reaches into the other's memory."""
+    """Two different CUDA devices: the second is the current one, and only the first has peer access to the other."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: CARDS[index])
@@ -52,7 +52,7 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVML numbers the two devices the other way round; they must be told apart by UUID."""
+    """An NVML that finds devices only by UUID, because their indices may differ from those of CUDA."""
     clocks = {"GPU-aaaa-0": {"sm": 1200, "mem": 2600}, "GPU-bbbb-1": {"sm": 300, "mem": 405}}
     fake = SimpleNamespace(
         nvmlInit=lambda: None,
@@ -86,7 +86,7 @@ def row_of(text: str, start: str) -> str:
 
 
 @pytest.mark.usefixtures("two_cards", "nvml")
-def test_each_of_two_devices_has_its_own_numbers() -> None:
+def test_each_of_two_devices_is_reported_with_its_own_values() -> None:
     report = json.loads(json.dumps(doctor.gather()))
     first, second = report["devices"]
     assert first == {
@@ -113,7 +113,7 @@ def test_each_of_two_devices_has_its_own_numbers() -> None:
 
 
 @pytest.mark.usefixtures("two_cards", "nvml")
-def test_the_table_shows_the_numbers_of_each_device_in_its_row() -> None:
+def test_the_table_shows_the_values_of_each_device_in_its_row() -> None:
     text = drawn(doctor.gather())
     first, second = row_of(text, "cuda:0"), row_of(text, "cuda:1 (current)")
     for shown in ("Alpha 9000", "77.0 GiB of 80.0 GiB", "9.0", "132", "1200 of 1980 MHz", "2600 of 2619 MHz", "cuda:1"):
@@ -126,7 +126,7 @@ def test_the_table_shows_the_numbers_of_each_device_in_its_row() -> None:
 
 
 @pytest.mark.usefixtures("two_cards", "no_nvml")
-def test_without_nvml_the_clocks_are_left_open_and_the_remedy_is_told() -> None:
+def test_without_nvml_clocks_are_missing_and_a_finding_says_how_to_install_it() -> None:
     report = doctor.gather()
     assert report["driver"] is None
     assert [device["clock_mhz"] for device in report["devices"]] == [None, None]
@@ -144,7 +144,7 @@ def test_one_device_has_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_nvml")
-def test_a_machine_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_accelerators_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -155,7 +155,7 @@ def test_a_machine_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "device=auto chooses the CPU" in drawn(report)
 
 
-def test_a_metal_device_needs_none_of_the_cuda_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mps_device_is_reported_without_cuda_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB)
@@ -165,7 +165,7 @@ def test_a_metal_device_needs_none_of_the_cuda_values(monkeypatch: pytest.Monkey
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is broken is a finding, not a traceback
+# Errors are reported as findings, without a traceback
 
 
 @pytest.mark.usefixtures("no_nvml")
@@ -183,7 +183,7 @@ def test_a_driver_that_warns_or_raises_is_a_finding(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("two_cards", "nvml")
-def test_a_device_that_cannot_compute_is_a_finding_and_the_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_cannot_compute_is_reported_as_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def computes(device: str) -> bool:
         if device == "cuda:1":
             raise RuntimeError("no kernel image is available for execution on the device")
@@ -197,7 +197,7 @@ def test_a_device_that_cannot_compute_is_a_finding_and_the_others_are_told(monke
 
 
 @pytest.mark.usefixtures("two_cards", "nvml")
-def test_an_nvml_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nvml_error_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise OSError("NVML Shared Library Not Found")
 
@@ -213,7 +213,7 @@ def test_more_threads_than_cores_is_a_finding(monkeypatch: pytest.MonkeyPatch) -
     assert "torch uses 64 threads on 1 usable cores: set device.threads=1" in doctor.gather()["findings"]
 
 
-def test_a_sum_is_checked_on_the_device() -> None:
+def test_the_cpu_computes_a_sum_correctly() -> None:
     assert doctor.computes("cpu")
 
 
@@ -222,7 +222,7 @@ def test_a_sum_is_checked_on_the_device() -> None:
 
 
 @pytest.mark.usefixtures("two_cards", "nvml")
-def test_precisions_are_told_for_the_oldest_of_unlike_devices() -> None:
+def test_precisions_are_described_for_the_oldest_of_different_devices() -> None:
     table = {row["precision"]: row["cuda"] for row in doctor.gather()["precisions"]}
     assert list(table) == ["32", "tf32", "64", "bf16", "16"]
     assert table["tf32"] == "the same as 32: no TF32 units"
@@ -230,14 +230,14 @@ def test_precisions_are_told_for_the_oldest_of_unlike_devices() -> None:
     assert table["16"] == "float16 autocast with loss scaling"
 
 
-def test_meaning_follows_the_hardware() -> None:
+def test_the_meaning_of_a_precision_depends_on_the_hardware() -> None:
     assert doctor.meaning("tf32", "cuda", "10.0", ()) == "float32, matrix products in TF32"
     assert doctor.meaning("bf16", "cuda", "8.0", ()) == "bfloat16 autocast"
     assert doctor.meaning("bf16", "cpu", None, ["avx2", "amx_bf16"]) == "bfloat16 autocast"
     assert "emulated" in doctor.meaning("bf16", "cpu", None, ["avx2"])
 
 
-def test_what_is_told_of_the_cpu_is_what_the_precisions_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_precisions_on_the_cpu_are_described_as_their_log_messages_say(caplog: pytest.LogCaptureFixture) -> None:
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     TF32().prepare(torch.device("cpu"))
     half = Float16()
@@ -250,11 +250,11 @@ def test_what_is_told_of_the_cpu_is_what_the_precisions_do(caplog: pytest.LogCap
     assert doctor.meaning("16", "cpu", None, ()).startswith("the same as bf16")
 
 
-def test_every_precision_of_the_config_is_told() -> None:
+def test_every_precision_option_is_described() -> None:
     assert set(option_files()["precision"]) <= set(doctor.PRECISIONS)
 
 
-def test_the_modes_are_the_files_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_modes_are_listed_from_the_option_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "parallel").mkdir()
     (tmp_path / "parallel" / "two.yaml").write_text(
         "# python -m runner parallel=two\n# Twice [as] much.\n_target_: x\n"
@@ -267,7 +267,7 @@ def test_the_modes_are_the_files_of_the_config(tmp_path: Path, monkeypatch: pyte
 
 
 class Sleeping:
-    """Stands for `Trial`: steps that take known times."""
+    """A replacement for `Trial`, whose steps take known times."""
 
     startup_seconds = 0.01
     seconds: ClassVar[dict[str, float]] = {"Parallel": 0.004, "DDP": 0.002, "FSDP": 0.008}
@@ -297,7 +297,7 @@ def test_modes_are_measured_against_a_single_device(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tuning, "_BURST_SECONDS", 0.02)
     tiny = ("model=tiny", "data.size=8", "device=cpu")
     monkeypatch.setattr(doctor_modes, "SMALL", tiny)
-    monkeypatch.setitem(doctor_modes.LARGE, "cpu", (*tiny, "batch_size=63"))  # which two processes cannot divide
+    monkeypatch.setitem(doctor_modes.LARGE, "cpu", (*tiny, "batch_size=63"))  # not divisible by two processes
     speed = doctor_modes.speed_of_modes(["ddp", "ensemble", "fsdp", "pipeline", "single"], "cpu")
     small, large = speed["small network"], speed["larger network"]
     assert list(small) == list(large) == ["ddp", "fsdp", "pipeline"], "what cannot be faster is not measured"

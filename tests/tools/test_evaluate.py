@@ -64,7 +64,7 @@ def test_mistakes_are_refused_with_the_key(
     assert f"\n{key}:" in f"\n{told.err}"
 
 
-def test_a_crash_is_told_apart_from_a_refusal(result: runner.Result, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_has_another_exit_code_than_a_refusal(result: runner.Result, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(*_: object) -> Callable[..., object]:
         raise ZeroDivisionError
 

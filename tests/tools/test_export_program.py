@@ -1,4 +1,4 @@
-"""The model of a run as a program: its outputs are those of the model, for batches of any size."""
+"""Tests of exported programs (.pt2 and ONNX): their outputs equal those of the model for batches of any size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
 
 
-def test_a_torch_program_computes_what_the_model_does(run: runner.SavedRun) -> None:
+def test_an_exported_torch_program_has_the_outputs_of_the_model(run: runner.SavedRun) -> None:
     assert convert.main([str(run.directory), "model.pt2"]) == 0
     files = {"model.json": ""}
     program = torch.export.load("model.pt2", extra_files=files).module()
@@ -35,7 +35,7 @@ def test_a_torch_program_computes_what_the_model_does(run: runner.SavedRun) -> N
         assert_close(program(inputs), run.model("last")(inputs))
 
 
-def test_an_onnx_model_computes_what_the_model_does(run: runner.SavedRun) -> None:
+def test_an_exported_onnx_model_has_the_outputs_of_the_model(run: runner.SavedRun) -> None:
     onnx, _ = pytest.importorskip("onnx"), pytest.importorskip("onnxscript")
     from onnx.reference import ReferenceEvaluator
 
@@ -48,7 +48,7 @@ def test_an_onnx_model_computes_what_the_model_does(run: runner.SavedRun) -> Non
         assert_close(torch.from_numpy(outputs), run.model(2)(inputs).detach())
 
 
-def test_a_program_with_other_outputs_is_not_written(
+def test_a_program_whose_outputs_differ_from_the_model_is_not_written(
     run: runner.SavedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(export_program._EXPORTERS, ".pt2", lambda model, inputs, *_: model(inputs) * 1.001 + 0.001)
@@ -57,7 +57,7 @@ def test_a_program_with_other_outputs_is_not_written(
     assert not Path("model.pt2").exists()
 
 
-def test_what_cannot_be_exported_is_refused(
+def test_invalid_exports_are_refused_with_the_key(
     run: runner.SavedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({}, "weights.pt")

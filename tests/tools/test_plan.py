@@ -1,4 +1,4 @@
-"""Plans: memory beside what the allocator says, arithmetic and messages beside formulas, and what is refused."""
+"""Tests of `runner.tools.plan`: memory is compared with measurements, and FLOPs and messages with formulas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from runner.tools.saved_runs import find_runs
 RESNET = ("model=resnet18", "data=synthetic", "data.size=32", "data.num_samples=64", "device=cpu", "device.threads=1")
 RESNET = (*RESNET, "batch_size=16", "steps=2")
 SMALL = (*FAST, "batch_size=256", "steps=1")
-"""Activations need more than the weights, so that smaller micro-batches fit where the batch does not."""
+"""A config whose activations need more memory than its weights, so that smaller micro-batches reduce the peak."""
 CUT = ("parallel=pipeline", "parallel.cuts=[layer3.0]")
 
 
@@ -44,7 +44,7 @@ def planned(*overrides: str) -> list[RankPlan]:
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The plan of a command line, as JSON."""
+    """Return the plan of a command line, parsed from its JSON output."""
     assert plan.main([*arguments, "--json"]) in (0, plan.DOES_NOT_FIT)
     return json.loads(capsys.readouterr().out)
 
@@ -67,27 +67,27 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     ],
     ids=" ".join,
 )
-def test_the_predicted_peak_is_that_of_the_allocator(overrides: tuple[str, ...], tmp_path: Path) -> None:
+def test_predicted_peak_memory_matches_the_allocator(overrides: tuple[str, ...], tmp_path: Path) -> None:
     [rank] = planned(*RESNET, *overrides)
     assert rank.peak_bytes == pytest.approx(measured_peak(composed(*RESNET, *overrides), tmp_path), rel=0.05)
 
 
-def test_the_predicted_peak_of_an_agent_is_that_of_the_allocator(tmp_path: Path) -> None:
+def test_predicted_peak_memory_of_dqn_matches_the_allocator(tmp_path: Path) -> None:
     overrides = ("workload=dqn", "device=cpu", "device.threads=1")
     [rank] = planned(*overrides)
     assert rank.peak_bytes == pytest.approx(measured_peak(composed(*overrides), tmp_path), rel=0.05)
 
 
 @pytest.mark.parametrize("mode", [("parallel=ddp",), CUT], ids=["ddp", "pipeline"])
-def test_the_predicted_peak_of_each_rank_is_that_of_the_allocator(
+def test_predicted_peak_memory_of_each_rank_matches_the_allocator(
     mode: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     measured = ranks(2).do(measured_peak, composed(*RESNET, *mode), tmp_path)
     assert [rank.peak_bytes for rank in planned(*RESNET, *mode)] == pytest.approx(measured, rel=0.05)
 
 
-def test_the_predicted_peak_of_a_shard_is_that_of_the_allocator(tmp_path: Path) -> None:
-    """Beside the copies that gloo reduces, zero to two at a time: the plan counts one, and a fake group makes none."""
+def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path: Path) -> None:
+    """The plan counts a copy that gloo makes of a block's gradients to reduce them; a fake process group makes none."""
     rank, _ = planned(*RESNET, "parallel=fsdp")
     copied = sum(p.nbytes for p in _network(*RESNET).layer4[1].parameters())  # pyright: ignore
     with fake_process_group(0, 2):
@@ -118,7 +118,7 @@ def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
         assert found.costs.seconds(machine, world_size) == pytest.approx(seconds, rel=2e-3)
 
 
-def test_files_are_not_read(tmp_path: Path) -> None:
+def test_planning_does_not_read_the_images(tmp_path: Path) -> None:
     write_images(tmp_path / "images")
     words = ("model=tiny", "data=imagefolder", f"data.root={tmp_path}/images", "data.size=16", "data.workers=2")
     session = prepared(built(*words, "batch_size=8", "steps=1", "device=cpu", "device.threads=1"), None)
@@ -130,13 +130,13 @@ def test_files_are_not_read(tmp_path: Path) -> None:
     assert rank.peak["data"] <= images * 5 + 1000, "and the bytes from which it is made"
 
 
-def test_memory_is_divided_by_kind() -> None:
+def test_memory_is_broken_down_by_kind() -> None:
     [rank] = planned(*RESNET, "optimizer=adamw")
     model = _network(*RESNET)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     assert rank.kept["parameters"] == weights + buffers
-    assert rank.kept["optimizer state"] == pytest.approx(2 * weights, rel=1e-4)  # and the steps
+    assert rank.kept["optimizer state"] == pytest.approx(2 * weights, rel=1e-4)  # plus the step counters
     assert rank.kept["gradients"] == 0
     assert rank.kept["activations"] + rank.kept["temporary"] < 100, "sums of metrics"
     images, batch = (64 + 16) * 3 * 32 * 32, 16 * 3 * 32 * 32 * 4
@@ -145,7 +145,7 @@ def test_memory_is_divided_by_kind() -> None:
     assert rank.saved["fc.weight"] == 3 * model.fc.weight.nbytes + 4  # pyright: ignore
 
 
-def test_what_the_update_allocates_is_temporary() -> None:
+def test_allocations_of_the_optimizer_step_count_as_temporary() -> None:
     [rank] = planned(*FAST, "model.hidden=10000", "batch_size=2", "steps=1", "optimizer=adamw", "optimizer.fused=false")
     weights = rank.kept["parameters"]
     assert rank.peak["gradients"] == weights, "the peak is in the update"
@@ -153,7 +153,7 @@ def test_what_the_update_allocates_is_temporary() -> None:
     assert rank.peak["activations"] < weights / 10
 
 
-def test_averaged_weights_are_optimizer_state_and_a_second_model_in_the_checkpoint() -> None:
+def test_averaged_weights_are_planned_in_memory_and_in_the_checkpoint() -> None:
     [averaged], [plain] = planned(*RESNET, "ema.decay=0.9"), planned(*RESNET)
     model = _network(*RESNET)
     weights = sum(parameter.nbytes for parameter in model.parameters())
@@ -163,7 +163,7 @@ def test_averaged_weights_are_optimizer_state_and_a_second_model_in_the_checkpoi
     assert saved == {name: tensor.nbytes for name, tensor in model.state_dict().items()}
 
 
-def test_a_shard_of_each_kind_is_on_each_rank() -> None:
+def test_fsdp_shards_parameters_and_optimizer_state_across_ranks() -> None:
     whole, sharded = planned(*RESNET)[0], planned(*RESNET, "parallel=fsdp")
     assert len(sharded) == 2
     for kind in ("parameters", "optimizer state"):
@@ -171,7 +171,7 @@ def test_a_shard_of_each_kind_is_on_each_rank() -> None:
     assert sum(sharded[0].saved.values()) == sum(whole.saved.values()), "a checkpoint has all of them"
 
 
-def test_stages_have_their_own_layers() -> None:
+def test_pipeline_stages_have_their_own_layers() -> None:
     first, second = planned(*RESNET, *CUT)
     assert (first.blocks[0], first.blocks[-1], second.blocks[0], second.blocks[-1]) == (
         *("stem", "layer2.1"),
@@ -182,8 +182,8 @@ def test_stages_have_their_own_layers() -> None:
     assert first.saved | second.saved == whole.saved
 
 
-def test_a_plan_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    """The data of the session is not replaced by tensors without values, and no random number is drawn."""
+def test_planning_does_not_change_the_run(tmp_path: Path) -> None:
+    """The data of the session is not replaced by fake tensors, and no random number is drawn."""
     session = prepared(built(*FAST, "steps=1", "batch_size=16"), None)
     before = torch.get_rng_state()
     trace(session)
@@ -196,7 +196,7 @@ def test_a_plan_leaves_the_run_as_it_was(tmp_path: Path) -> None:
 # Arithmetic and messages
 
 
-def test_operations_are_those_of_the_formulas() -> None:
+def test_flops_match_the_formulas() -> None:
     n, sizes = 32, ["model.channels=[3,5]", "model.kernel_size=3", "model.padding=1", "model.hidden=7"]
     [rank] = planned(*FAST, "model=convnet", "batch_size=32", "steps=1", *sizes)
     conv1, conv2 = 2 * n * 1 * 9 * 3 * 8 * 8, 2 * n * 3 * 9 * 5 * 4 * 4
@@ -221,7 +221,7 @@ def test_messages_are_those_of_the_modes() -> None:
     assert fsdp.sent_bytes(4) == pytest.approx((gathered + weights) * 3 / 4, rel=1e-3)
     micro = ("parallel.num_micro_batches=4",)
     first, second = (rank.costs.messages for rank in planned(*RESNET, *CUT, *micro))
-    activations = 16 * 128 * 4 * 4 * 4  # of layer2, whose gradients come back
+    activations = 16 * 128 * 4 * 4 * 4  # the output of layer2, whose gradient is sent back
     connecting = 1 if torch.__version__ < "2.12" else 0  # torch 2.11 connects the stages by a message of 4 bytes
     assert first == second == {"send": (4 + connecting, activations + 4 * connecting)}
 
@@ -237,7 +237,7 @@ def _network(*overrides: str) -> torch.nn.Module:
 # The command
 
 
-def test_the_report_says_who_does_what(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_contains_batch_length_ranks_and_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, *RESNET, "parallel=ddp", "accumulation=2", "epochs=3", "steps=null")
     assert found["batch"] == {
         "batch_size": 16,
@@ -254,12 +254,12 @@ def test_the_report_says_who_does_what(capsys: pytest.CaptureFixture[str]) -> No
     assert found["host"]["tensor_bytes"] == sum(rank["peak_bytes"] for rank in found["ranks"])
 
 
-def test_a_run_that_deletes_its_checkpoints_has_one_until_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keep_0_is_planned_with_the_disk_space_of_keep_1(capsys: pytest.CaptureFixture[str]) -> None:
     one, none = (report(capsys, *FAST, f"keep={count}")["checkpoint"] for count in (1, 0))
     assert none == one == {"bytes": one["bytes"], "disk_bytes": 3 * one["bytes"]}
 
 
-def test_bubbles_are_those_of_each_schedule_and_split_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bubbles_are_reported_for_each_schedule_and_split_size(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, *RESNET, "parallel=pipeline", "parallel.schedule=1f1b", "parallel.split_size=4")["pipeline"]
     assert (found["schedule"], found["num_micro_batches"]) == ("1f1b", 4)
     rows = {row["split_size"]: row for row in found["bubbles"]}
@@ -272,7 +272,7 @@ def test_bubbles_are_those_of_each_schedule_and_split_size(capsys: pytest.Captur
     assert shares[4]["zero_bubble"] < shares[4]["1f1b"]
 
 
-def test_bubbles_are_those_of_the_stages_that_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bubbles_depend_on_the_typed_stages(capsys: pytest.CaptureFixture[str]) -> None:
     def shares(*typed: str) -> dict[str, float | None]:
         words = (*RESNET, "parallel=pipeline", "parallel.split_size=4", *typed)
         rows = report(capsys, *words)["pipeline"]["bubbles"]
@@ -297,7 +297,7 @@ def test_a_step_is_predicted_from_its_parts(mode: str, capsys: pytest.CaptureFix
     assert all(seconds > 0 for seconds in parts.values())
     passes = parts["pass"] + parts["last_pass"]
     assert step["seconds"] == pytest.approx(passes + 2 * parts["batch"] + parts["update"])
-    samples = 16 if mode != "hogwild" else 32  # a round of hogwild has a step on each of two processes
+    samples = 16 if mode != "hogwild" else 32  # in a round of hogwild, each of two processes trains a step
     assert step["samples_per_second"] == pytest.approx(samples / step["seconds"])
 
 
@@ -308,7 +308,7 @@ def test_without_accumulation_every_pass_is_the_last_one_of_its_step(capsys: pyt
     assert step["seconds"] == pytest.approx(sum(parts.values()))
 
 
-def test_the_fastest_split_size_of_a_pipeline_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fastest_split_size_of_a_pipeline_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, *FAST, "batch_size=16", "parallel=pipeline", "parallel.split_size=2", "--measure")
     rows, step = found["pipeline"]["bubbles"], found["step"]
     cells = {(row["split_size"], key): cell for row in rows for key, cell in row.items() if isinstance(cell, dict)}
@@ -319,7 +319,7 @@ def test_the_fastest_split_size_of_a_pipeline_is_named(capsys: pytest.CaptureFix
     assert {len(times) for times in step["parts"]["blocks"].values()} == {4}
 
 
-def test_other_schedules_are_corrected_by_what_the_config_took() -> None:
+def test_times_of_other_schedules_are_corrected_by_the_measured_time() -> None:
     own, other = {"time": 2.0, "rounds": 9}, {"time": 1.8, "rounds": 5}
     slower = [_corrected(cell, own, 2.9) for cell in (own, other)]
     assert slower == pytest.approx([2.9, 1.8 + 5 * 0.1]), "each micro-batch costs more"
@@ -337,7 +337,7 @@ def test_times_of_blocks_are_interpolated() -> None:
     assert (alone.blocks(2), alone.blocks(4), alone.blocks(8)) == ([2, 4], [4, 8], [8, 16])
 
 
-def test_other_devices_can_be_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_another_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(report(capsys, *FAST, "--devices", "8")["ranks"]) == 1, "of eight devices, one is used"
     found = report(capsys, *RESNET, "parallel=fsdp", "--devices", "8")
     assert len(found["ranks"]) == 8
@@ -346,7 +346,7 @@ def test_other_devices_can_be_planned_for(capsys: pytest.CaptureFixture[str]) ->
     assert found["host"] is None
 
 
-def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_does_not_fit_is_reported_with_changes_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     [rank] = planned(*SMALL)
     limit = rank.peak_bytes - 1
     assert plan.main([*SMALL, "--memory", str(limit), "--json"]) == plan.DOES_NOT_FIT
@@ -360,7 +360,9 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
     assert "it fits" in capsys.readouterr().out
 
 
-def test_a_change_that_divides_batches_changes_batch_normalization(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_to_smaller_batches_reports_its_effect_on_batch_normalization(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def results(*overrides: str) -> dict[tuple[str, ...], str]:
         found = report(capsys, *RESNET, *overrides, "--memory", "1MB")["remedies"]
         return {tuple(each["overrides"]): each["results"] for each in found}
@@ -372,7 +374,7 @@ def test_a_change_that_divides_batches_changes_batch_normalization(capsys: pytes
     assert normalized["precision=bf16",] == "16 bits"
 
 
-def test_a_change_says_all_that_it_does_to_the_results() -> None:
+def test_a_change_reports_all_its_effects_on_the_results() -> None:
     *_, last = changes(num_devices=2)
     assert last.overrides == ("parallel=fsdp", "model.checkpoint_activations=true", "precision=bf16")
     assert last.effects(normalizes=True) == "16 bits; batch normalization sees smaller batches"
@@ -386,7 +388,7 @@ def test_a_change_that_the_config_contains_is_not_proposed(capsys: pytest.Captur
     assert ("accumulation=4",) in proposed
 
 
-def test_a_step_takes_at_least_the_time_of_its_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+def test_least_step_time_is_that_of_computation_and_communication(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, *RESNET, "parallel=ddp", "--flops", "1e9", "--bandwidth", "1e29", "--link", "1GB")
     rank = found["ranks"][0]
     expected = (rank["forward_flops"] + rank["backward_flops"]) / 1e9 + rank["sent_bytes"] / 1e9
@@ -416,7 +418,7 @@ REFUSED = {
 }
 
 
-def test_an_override_that_is_too_long_for_a_path_is_no_run() -> None:
+def test_an_override_too_long_for_a_path_is_not_taken_for_a_run() -> None:
     word = f"data.root={'x' * 5000}"
     assert plan.parsed([word])[1] == [word]
 
@@ -449,7 +451,7 @@ def test_a_run_is_planned_from_its_directory(tmp_path: Path, capsys: pytest.Capt
     assert changed["batch"]["batch_size"] == 64
     assert changed["measured"] is None, "it has not trained like this"
     assert changed["remedies"]
-    (newest / "link").symlink_to("nothing")  # somebody else may have written it
+    (newest / "link").symlink_to("nothing")  # another user may have written it
     assert report(capsys, str(run))["measured"]["checkpoint_bytes"] > 0
     newest.with_name("step_99999999").touch()
     assert report(capsys, str(run))["measured"]["checkpoint_bytes"] is None
@@ -475,7 +477,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err.startswith(f"directory: got '{tmp_path}'")
 
 
-def test_ranks_that_do_the_same_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_with_the_same_work_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, *RESNET, "parallel=ddp", "batch_size=32", "--devices", "16")
     rows = {title: rows for title, _, rows in tables(found)}
     assert [row[0] for row in rows["work"]] == ["0 – 15"]

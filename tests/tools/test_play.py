@@ -1,4 +1,4 @@
-"""`runner.tools.play`: what it prints and films, and what it refuses."""
+"""Tests of `runner.tools.play`: its output, its films, and refused arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.tools import play
 
 
 class Corridor(gymnasium.Env):
-    """Six places. The right one of two actions alternates with the first place; the picture shows the place."""
+    """An environment with six positions. Action 1 moves forward by one; the gray level of a frame is 40 × position."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 50}  # pyright: ignore
     observation_space = gymnasium.spaces.Box(-9, 9, (2,), np.float32)
@@ -57,7 +57,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner.Result:
 
 @torch.no_grad()
 def by_hand(run: runner.Result, seed: int) -> tuple[float, int, list[int]]:
-    """The return, the length and the places of a greedy episode, without the runner's environments."""
+    """Play a greedy episode without `runner.env`; return its total reward, length, and position at each step."""
     assert run.directory
     model, env = runner.load(run.directory).model(), Corridor()
     observation, _ = env.reset(seed=seed)
@@ -71,12 +71,12 @@ def by_hand(run: runner.Result, seed: int) -> tuple[float, int, list[int]]:
 
 
 def shades_in(path: str) -> list[int]:
-    """The shade of each frame of a film."""
+    """Return the gray level of each frame of a film."""
     shades: list[int] = []
     with Image.open(path) as film:
         for index in range(film.n_frames):  # pyright: ignore[reportAttributeAccessIssue]
             film.seek(index)
-            # a frame like the one before is not written again, it is shown for longer
+            # a frame that equals the previous one is not stored; the previous one is shown for longer
             shades += [film.convert("RGB").getpixel((2, 2))[0]] * round(film.info["duration"] / 40)  # pyright: ignore
     return shades
 
@@ -105,7 +105,7 @@ def test_the_film_and_the_returns_are_those_of_the_greedy_policy(
         (["--checkpoint", "7"], "checkpoint"),
         (["--flim", "agent.gif"], "--flim"),
         (["env.idd=CartPole-v1"], "env.idd"),
-        ([], "env"),  # this environment has no window
+        ([], "env"),  # this environment cannot render to a window
     ],
 )
 def test_mistakes_are_refused_with_the_key(
@@ -119,7 +119,7 @@ def test_mistakes_are_refused_with_the_key(
     assert not list(Path().glob("*.gif"))
 
 
-def test_a_film_that_would_fill_the_memory_ends_before(
+def test_a_film_beyond_the_frame_limit_keeps_the_episodes_that_fit(
     agent: runner.Result, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *_, places = by_hand(agent, derive(0, "play", 0))
@@ -132,7 +132,7 @@ def test_a_film_that_would_fill_the_memory_ends_before(
     assert shades_in("agent.gif") == first
 
 
-def test_a_classifier_does_not_play(
+def test_a_run_of_a_classifier_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Pictures, tables and CSV of sweeps whose results are written here, so that every number is known."""
+"""Tests of `runner.tools.plot`, on sweeps whose results are written by the tests, so that every number is known."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ MACHINE = {
 
 @functools.cache
 def as_yaml(config: str) -> str:
-    """JSON as YAML, which takes OmegaConf a hundredth of a second."""
+    """Convert JSON to YAML. Results are cached, because a conversion takes OmegaConf about 10 ms."""
     return OmegaConf.to_yaml(OmegaConf.create(json.loads(config)))
 
 
 class Sweep:
-    """A sweep directory that is filled by hand."""
+    """A sweep directory whose runs are written without training."""
 
     def __init__(self, path: Path):
         self.path, self.count = path, 0
         self.base = composed("workload=resnet50")
 
     def add(self, seconds: float | None, *, status: str = "done", machine: Any = MACHINE, **changes: Any) -> Path:
-        """A run whose steps took `seconds`; None: it left no result. Keys with __ for the dot are within a group."""
+        """Write a run with the step time `seconds` (None: without a result); `__` in a key of `changes` means a dot."""
         config = json.loads(json.dumps(self.base))
         for key, value in changes.items():
             group, _, name = key.partition("__")
@@ -104,13 +104,13 @@ def sweep(tmp_path: Path) -> Sweep:
 
 @pytest.fixture(scope="module")
 def drawn() -> set[str]:
-    """What is shown by the figures that were drawn."""
+    """The contents (see `shown`) of the figures that this module's tests have drawn."""
     return set()
 
 
 @pytest.fixture
 def drawing_once(drawn: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw only what no test has drawn: drawing takes longer than to read the runs and to make their figures."""
+    """Skip figures that an earlier test has drawn: drawing takes longer than reading the runs and building figures."""
 
     def new_pictures(study: Study) -> dict[str, Figure]:
         found = {(name, shown(figure)): figure for name, figure in pictures(study).items()}
@@ -130,7 +130,7 @@ def shown(figure: Figure) -> str:
 
 
 def modes(sweep: Sweep) -> Sweep:
-    """Three repeats each of single, model, and pipeline with three split sizes; one of them failed."""
+    """Add three seeds each of single, model, and pipeline with three split sizes."""
     for seed in range(3):
         sweep.add(6.0 + 0.1 * seed, seed=seed)
         sweep.add(6.6 + 0.1 * seed, seed=seed, parallel=MODEL)
@@ -151,10 +151,10 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is compared with what
+# Grouping runs into points
 
 
-def test_seeds_repeat_and_everything_else_that_differs_tells_points_apart(sweep: Sweep) -> None:
+def test_runs_that_differ_only_in_seed_are_one_point(sweep: Sweep) -> None:
     study = modes(sweep).study
     assert study.keys == ["parallel", "parallel.split_size"]
     found = [(point.mode, point.values.get("parallel.split_size"), len(point.runs)) for point in study.points]
@@ -175,7 +175,7 @@ def test_seeds_repeat_and_everything_else_that_differs_tells_points_apart(sweep:
     assert study.single(pipeline) is study.points[0]
 
 
-def test_a_mode_is_compared_with_the_single_device_that_is_like_it_otherwise(sweep: Sweep) -> None:
+def test_a_mode_is_compared_with_the_otherwise_equal_single_device_run(sweep: Sweep) -> None:
     for batch_size, seconds in ((60, 3.0), (120, 6.0)):
         sweep.add(seconds, batch_size=batch_size)
         sweep.add(seconds / 2, batch_size=batch_size, parallel=MODEL)
@@ -184,7 +184,7 @@ def test_a_mode_is_compared_with_the_single_device_that_is_like_it_otherwise(swe
     assert [study.single(point) for point in study.points] == [study.points[i] for i in (0, 0, 2, 2)] + [None]
 
 
-def test_a_repeat_key_repeats_too_and_where_a_run_is_written_does_not_count(sweep: Sweep) -> None:
+def test_repeat_name_output_root_and_resume_do_not_separate_points(sweep: Sweep) -> None:
     for repeat in range(4):
         sweep.add(1.0 + repeat, repeat=repeat, name=f"n{repeat}", output_root=f"o{repeat}", resume="auto")
     (point,) = sweep.study.points
@@ -192,7 +192,7 @@ def test_a_repeat_key_repeats_too_and_where_a_run_is_written_does_not_count(swee
     assert point.seconds == (2.5, pytest.approx(1.2909944))  # √(5/3)
 
 
-def test_an_option_has_its_files_name_and_what_follows_from_it_is_no_key(sweep: Sweep) -> None:
+def test_options_are_labeled_by_file_name_without_the_keys_they_set(sweep: Sweep) -> None:
     for model, precision in (("resnet50", "'16'"), ("resnet18", "bf16"), ("tiny", "bf16")):
         config = composed(f"model={model}", f"precision={precision}")
         sweep.add(1.0, model=config["model"], precision=config["precision"])
@@ -210,7 +210,7 @@ def test_an_option_with_a_changed_key_keeps_its_name() -> None:
     assert labels["parallel"] == "single"
 
 
-def test_a_key_beside_its_option_is_a_key(sweep: Sweep) -> None:
+def test_a_changed_key_of_an_option_is_a_swept_key(sweep: Sweep) -> None:
     adam, sgd = (composed(f"optimizer={name}")["optimizer"] for name in ("adam", "sgd"))
     for optimizer in (adam, sgd, sgd | {"lr": 0.3}):
         sweep.add(1.0, optimizer=optimizer)
@@ -218,7 +218,7 @@ def test_a_key_beside_its_option_is_a_key(sweep: Sweep) -> None:
     assert len(sweep.study.points) == 3
 
 
-def test_runs_are_found_at_any_depth_and_each_once(sweep: Sweep) -> None:
+def test_each_run_is_found_once_at_any_depth(sweep: Sweep) -> None:
     directory = sweep.add(1.0)
     sweep.add(2.0)
     (directory / "checkpoints").mkdir()
@@ -277,7 +277,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "peak_memory_bytes": ([], "peak_memory_bytes in its result.json is not a finite number, but []"),
     "samples_per_second": (math.inf, "samples_per_second in its result.json is not a finite number, but inf"),
 }
-"""A key of a result -> a value of a wrong type, and why the run is excluded."""
+"""A dict from a key of result.json to an invalid value and the reason why the run is excluded."""
 
 
 @pytest.mark.usefixtures("drawing_once")
@@ -326,7 +326,7 @@ BROKEN: dict[str, Callable[[Path], object]] = {
 @pytest.mark.usefixtures("drawing_once")
 @pytest.mark.parametrize("kind", BROKEN)
 @pytest.mark.parametrize("name", ["config.yaml", "result.json", "environment.json", "../sweep.json"])
-def test_a_broken_file_of_a_run_ends_nothing(
+def test_a_damaged_file_of_a_run_does_not_stop_plotting(
     name: str, kind: str, sweep: Sweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for batch_size in (60, 120):
@@ -345,7 +345,7 @@ def test_a_broken_file_of_a_run_ends_nothing(
 @pytest.mark.usefixtures("drawing_once")
 @pytest.mark.parametrize("value", ["many", -3, 0, 1.5, True, None, [2], 10**20])
 @pytest.mark.parametrize("key", ["batch_size", "accumulation__steps"])
-def test_a_config_with_a_wrong_type_ends_nothing(
+def test_a_run_with_an_invalid_value_in_its_config_is_excluded(
     key: str, value: Any, sweep: Sweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep.add(2.0, seed=1)
@@ -374,7 +374,7 @@ def test_runs_in_a_directory_of_any_name_are_plotted(
     assert (sweep.path / "plots" / "sweep.png").is_file()
 
 
-def test_a_sweep_that_is_not_complete_says_what_is_missing(sweep: Sweep) -> None:
+def test_an_incomplete_sweep_is_reported_with_its_refused_jobs(sweep: Sweep) -> None:
     sweep.add(1.0, seed=1)
     sweep.add(2.0, seed=2)
     jobs: dict[str, Any] = {
@@ -393,7 +393,7 @@ def test_a_sweep_that_is_not_complete_says_what_is_missing(sweep: Sweep) -> None
     assert "not complete" not in told(sweep.study)
 
 
-def test_a_sweep_that_failed_throughout_says_so(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_without_a_successful_run_is_refused(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
     directory = sweep.add(1.0, status="diverged")
     assert plot.main([str(sweep.path)]) == 2
     printed = capsys.readouterr()
@@ -433,11 +433,11 @@ def test_the_table_has_mean_spread_and_speed_up(sweep: Sweep) -> None:
         (5.31789, math.nan, "5.318"),
     ],
 )
-def test_a_spread_is_told_to_its_own_digits(mean: float, deviation: float, text: str) -> None:
+def test_mean_and_spread_are_rounded_to_two_digits_of_the_spread(mean: float, deviation: float, text: str) -> None:
     assert plus_minus(Spread(mean, deviation)) == text
 
 
-def test_several_machines_are_told(sweep: Sweep) -> None:
+def test_several_machines_are_reported(sweep: Sweep) -> None:
     sweep.add(1.0, seed=0)
     gpus = [{"name": "H100"}, {"name": "H100"}]
     sweep.add(1.0, seed=1, machine=MACHINE | {"devices": gpus})
@@ -464,7 +464,7 @@ def test_csv_has_every_run_and_every_point(sweep: Sweep, capsys: pytest.CaptureF
     assert (points[5]["samples_per_second"], points[5]["samples_per_second_std"]) == ("30.0", "")
 
 
-def test_keys_values_and_metrics_are_no_formulas_in_a_spreadsheet(sweep: Sweep) -> None:
+def test_csv_cells_that_look_like_formulas_in_a_spreadsheet_are_escaped(sweep: Sweep) -> None:
     for value in ("=1+1", -0.5):
         key: dict[str, Any] = {"@SUM(A1)": value}
         directory = sweep.add(1.0, **key)
@@ -481,7 +481,7 @@ def test_keys_values_and_metrics_are_no_formulas_in_a_spreadsheet(sweep: Sweep) 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The pipeline, and its theory
+# Pipelines, and their theoretical bubble
 
 
 def test_the_best_pipeline_is_the_fastest(sweep: Sweep) -> None:
@@ -489,7 +489,7 @@ def test_the_best_pipeline_is_the_fastest(sweep: Sweep) -> None:
     assert best.values["parallel.split_size"] == 12
 
 
-def test_the_theory_touches_the_measurements_from_below(sweep: Sweep) -> None:
+def test_the_theoretical_curve_touches_the_measurements_from_below(sweep: Sweep) -> None:
     (curve,) = split_curves(modes(sweep).study.points)
     assert [size for size, _ in curve.points] == [3, 12, 60]
     assert (curve.batch_size, curve.stages, curve.best[0]) == (120, 2, 12)
@@ -501,7 +501,7 @@ def test_the_theory_touches_the_measurements_from_below(sweep: Sweep) -> None:
     assert gaps[0] > 1
 
 
-def test_micro_batches_are_of_what_goes_through_together(sweep: Sweep) -> None:
+def test_the_batch_size_of_a_curve_is_that_of_an_accumulation_step(sweep: Sweep) -> None:
     for number in (2, 5):
         pipeline = PIPELINE | {"split_size": None, "num_micro_batches": number, "stages": "auto"}
         sweep.add(1.0, parallel=pipeline, accumulation__steps=2)
@@ -510,7 +510,7 @@ def test_micro_batches_are_of_what_goes_through_together(sweep: Sweep) -> None:
     assert (curve.batch_size, curve.stages) == (60, 2)
 
 
-def test_pipelines_that_differ_otherwise_have_curves_of_their_own(sweep: Sweep) -> None:
+def test_pipelines_that_differ_in_other_keys_have_separate_curves(sweep: Sweep) -> None:
     for schedule in ("gpipe", "1f1b"):
         for split_size in (12, 6):
             sweep.add(1.0, parallel=PIPELINE | {"schedule": schedule, "split_size": split_size})
@@ -522,7 +522,7 @@ def test_pipelines_that_differ_otherwise_have_curves_of_their_own(sweep: Sweep) 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Pictures: what was given to matplotlib
+# Pictures: the contents of the matplotlib figures
 
 
 def axes_of(study: Study, name: str) -> Any:
@@ -539,11 +539,11 @@ def bars_of(axes: Any) -> list[tuple[float, float]]:
     return [(float(segment[0][1]), float(segment[1][1])) for segment in segments]
 
 
-def test_the_three_pictures_of_the_study(sweep: Sweep) -> None:
+def test_a_study_of_modes_and_split_sizes_has_three_pictures(sweep: Sweep) -> None:
     assert list(pictures(modes(sweep).study)) == ["modes", "modes_and_pipeline", "split_size"]
 
 
-def test_modes_are_bars_with_their_spread(sweep: Sweep) -> None:
+def test_modes_are_drawn_as_bars_with_error_bars(sweep: Sweep) -> None:
     axes = axes_of(modes(sweep).study, "modes")
     assert heights(axes) == [pytest.approx(6.1), pytest.approx(6.7)]
     assert bars_of(axes) == [(pytest.approx(6.0), pytest.approx(6.2)), (pytest.approx(6.6), pytest.approx(6.8))]
@@ -551,7 +551,7 @@ def test_modes_are_bars_with_their_spread(sweep: Sweep) -> None:
     assert axes.get_ylim()[0] == 0
 
 
-def test_the_best_pipeline_stands_beside_the_modes(sweep: Sweep) -> None:
+def test_the_best_pipeline_is_drawn_beside_the_modes(sweep: Sweep) -> None:
     axes = axes_of(modes(sweep).study, "modes_and_pipeline")
     assert heights(axes) == [pytest.approx(x) for x in (6.1, 6.7, 4.3)]
     assert axes.get_xticklabels()[2].get_text() == "pipeline\nsplit_size=12"
@@ -560,7 +560,7 @@ def test_the_best_pipeline_stands_beside_the_modes(sweep: Sweep) -> None:
     assert any(text.endswith(f"\n{6.1 / 6.7:.2f} ×") for text in texts)
 
 
-def test_over_split_size_the_best_is_marked_and_the_theory_drawn(sweep: Sweep) -> None:
+def test_the_split_size_picture_marks_the_best_and_shows_the_theory(sweep: Sweep) -> None:
     axes = axes_of(modes(sweep).study, "split_size")
     lines = {line.get_label(): line for line in axes.lines}
     (theory,) = (line for label, line in lines.items() if label.startswith("GPipe's bubble alone"))
@@ -575,7 +575,7 @@ def test_over_split_size_the_best_is_marked_and_the_theory_drawn(sweep: Sweep) -
 
 
 def drawn_lines(axes: Any) -> dict[str, list[tuple[float, float]]]:
-    """The points of each line by its label."""
+    """The points of each line, by label."""
     return {line.get_label(): [tuple(point) for point in line.get_xydata()] for line in axes.lines}
 
 
@@ -591,7 +591,7 @@ def bands(axes: Any) -> list[list[tuple[float, float]]]:
     return found
 
 
-def test_a_sweep_over_numbers_is_a_line_with_a_band_the_metric_first(sweep: Sweep) -> None:
+def test_a_sweep_over_numbers_is_drawn_as_lines_with_bands(sweep: Sweep) -> None:
     for lr, seconds in ((0.3, 3.0), (0.01, 1.0), (0.1, 2.0)):
         for seed in (0, 1):
             sweep.add(seconds + 0.2 * seed, optimizer__lr=lr, seed=seed)
@@ -612,7 +612,7 @@ def test_a_sweep_over_numbers_is_a_line_with_a_band_the_metric_first(sweep: Swee
     assert time.get_ylim()[0] == 0
 
 
-def test_values_that_are_equal_once_they_are_shortened_are_drawn_apart() -> None:
+def test_values_with_equal_shortened_labels_are_drawn_separately() -> None:
     _, (axes,) = charts.canvas("title", "caption", (4, 3))
     widths = [f"[64, 64, 128, 128, 256, 256, 512, {last}]" for last in (512, 1024)]
     charts.over_values(axes, [(widths[0], 0.9), (widths[1], 0.1), (widths[0], 0.8)])
@@ -630,9 +630,7 @@ def test_values_that_are_equal_once_they_are_shortened_are_drawn_apart() -> None
         ((0, 1), False), ((10, 20, 30), False), ((10**16, 10**16 + 2, 10**16 + 4), False), ((0.8, 0.9, 0.99), False),
     ],
 )  # fmt: skip
-def test_values_whose_ratios_are_alike_are_drawn_on_a_logarithmic_axis(
-    values: tuple[float, ...], geometric: bool
-) -> None:
+def test_values_with_similar_ratios_are_drawn_on_a_logarithmic_axis(values: tuple[float, ...], geometric: bool) -> None:
     assert charts.is_geometric(values) == geometric
 
 
@@ -653,13 +651,13 @@ def test_a_sweep_over_options_is_drawn_as_bars_side_by_side(sweep: Sweep) -> Non
 
 
 def boxes(figure: Any) -> Any:
-    """Draw the figure, and return a function that says where an artist is in pixels."""
+    """Draw the figure, and return a function that returns the bounding box of an artist in pixels."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return lambda artist: artist.get_window_extent(canvas.get_renderer())
 
 
-def test_a_legend_covers_no_axes(sweep: Sweep) -> None:
+def test_a_legend_does_not_overlap_the_axes(sweep: Sweep) -> None:
     for batch_size in (30, 60, 120):
         for lr in (0.1, 0.2, 0.3):
             sweep.add(lr, optimizer__lr=lr, batch_size=batch_size)
@@ -671,8 +669,8 @@ def test_a_legend_covers_no_axes(sweep: Sweep) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 5, 12])
-def test_the_labels_of_modes_are_readable_however_many_there_are(sweep: Sweep, count: int) -> None:
-    """Not white on white, not over each other, and not outside of the figure."""
+def test_labels_of_modes_are_readable_for_any_number_of_bars(sweep: Sweep, count: int) -> None:
+    """No label is white, overlaps another label, or lies outside of the figure."""
     for number in range(count):
         sweep.add(0.01 * (1 + number), epochs=number + 1)
         sweep.add(0.02 * (1 + number), epochs=number + 1, parallel=MODEL)
@@ -686,7 +684,7 @@ def test_the_labels_of_modes_are_readable_however_many_there_are(sweep: Sweep, c
     assert all(where(text).x0 >= 0 and where(text).x1 <= figure.bbox.x1 for text in texts)
 
 
-def test_two_keys_are_a_heat_map(sweep: Sweep) -> None:
+def test_a_sweep_over_two_keys_is_drawn_as_a_heat_map(sweep: Sweep) -> None:
     for batch_size in (60, 30):
         for lr in (0.1, 0.2, 0.3):
             if (batch_size, lr) != (30, 0.3):
@@ -702,13 +700,13 @@ def test_two_keys_are_a_heat_map(sweep: Sweep) -> None:
 
 
 def test_a_search_over_numbers_has_no_heat_map(sweep: Sweep) -> None:
-    """Each trial has a number of its own: most cells would be empty, and the labels unreadable."""
+    """Each trial has a different value, so that most cells would be empty and the labels unreadable."""
     for i in range(20):
         sweep.add(0.1 * i, optimizer__lr=0.01 * 1.1**i, batch_size=(30, 60)[i % 2])
     assert list(pictures(sweep.study)) == ["sweep"]
 
 
-def test_more_keys_are_ranked_and_drawn_over_each_key(sweep: Sweep) -> None:
+def test_more_than_two_keys_are_drawn_as_a_ranking_and_over_each_key(sweep: Sweep) -> None:
     for batch_size, lr, epochs in itertools.product((30, 60), (0.1, 0.2), (1, 2)):
         sweep.add(batch_size / 10 + lr + epochs / 20, optimizer__lr=lr, batch_size=batch_size, epochs=epochs)
     drawn = pictures(sweep.study)
@@ -725,7 +723,7 @@ def test_more_keys_are_ranked_and_drawn_over_each_key(sweep: Sweep) -> None:
     assert [tuple(point) for point in mean.get_xydata()] == [(30, pytest.approx(0.3225)), (60, pytest.approx(0.6225))]
 
 
-def test_runs_that_have_little_in_common_are_told_apart_by_what_is_unusual(sweep: Sweep) -> None:
+def test_ranked_runs_are_labeled_by_values_that_differ_from_most_runs(sweep: Sweep) -> None:
     sweep.add(1.0)
     for number, changes in enumerate(
         ({"batch_size": 60}, {"optimizer__lr": 0.3}, {"epochs": 8}, {"max_grad_norm": 1.0})
@@ -745,7 +743,7 @@ def test_runs_that_have_little_in_common_are_told_apart_by_what_is_unusual(sweep
     ]
 
 
-def test_of_many_settings_the_best_are_shown(sweep: Sweep) -> None:
+def test_a_ranking_of_many_settings_shows_the_best_ones(sweep: Sweep) -> None:
     for number in range(30):
         sweep.add(1.0 + number, optimizer__lr=number / 100, batch_size=30 + number, epochs=1 + number)
     figure = pictures(sweep.study)["ranking"]
@@ -775,7 +773,7 @@ def test_learning_curves_are_averaged_over_seeds(sweep: Sweep) -> None:
     assert len({line.get_color() for line in axes.lines}) == 3
 
 
-def test_a_metric_that_was_measured_once_has_no_curve_but_the_training_has(sweep: Sweep) -> None:
+def test_the_training_metric_is_drawn_if_the_metric_was_evaluated_only_once(sweep: Sweep) -> None:
     for seed in (0, 1):
         directory = sweep.add(1.0, seed=seed)
         log_curve(directory, {9: 0.5})
@@ -805,7 +803,7 @@ def test_a_run_with_broken_event_files_has_no_curve(kind: str, sweep: Sweep) -> 
     assert list(drawn_lines(axes_of(sweep.study, "curves"))) == ["lr=0.1", "lr=0.2"]
 
 
-def test_lists_and_truth_values_are_names(sweep: Sweep) -> None:
+def test_lists_and_booleans_are_drawn_as_categories(sweep: Sweep) -> None:
     for indices in ([], [0, 1]):
         for compiled in (False, True):
             sweep.add(1.0, device__indices=indices, compile=compiled)
@@ -826,7 +824,7 @@ def test_a_line_without_the_metric_is_left_out_of_its_panel(sweep: Sweep) -> Non
     assert [len(line) for line in drawn_lines(quality).values()] == [3]
 
 
-def test_one_point_needs_no_picture(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_of_one_point_has_no_picture(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
     sweep.add(1.0, seed=0)
     sweep.add(2.0, seed=1)
     assert pictures(sweep.study) == {}
@@ -839,7 +837,7 @@ def test_one_point_needs_no_picture(sweep: Sweep, capsys: pytest.CaptureFixture[
 # The command
 
 
-def test_nothing_is_written_through_links_in_a_directory_of_somebody_else(sweep: Sweep, tmp_path: Path) -> None:
+def test_plots_are_not_written_through_symbolic_links(sweep: Sweep, tmp_path: Path) -> None:
     modes(sweep)
     canary = tmp_path / "canary"
     canary.write_text("as it was")
@@ -875,7 +873,7 @@ def test_png_and_tensorboard_show_the_same_pictures(sweep: Sweep, capsys: pytest
     printed, out = capsys.readouterr().out, sweep.path / "plots"
     read = events(out)
     for name in ("modes", "modes_and_pipeline", "split_size"):
-        (shown,) = read.Images(f"study/{name}")  # those of the first call are replaced
+        (shown,) = read.Images(f"study/{name}")  # the images of the first call are replaced
         png = numpy.asarray(Image.open(out / f"{name}.png").convert("RGB")).astype(int)
         board = numpy.asarray(Image.open(io.BytesIO(shown.encoded_image_string)).convert("RGB")).astype(int)
         assert png.shape == board.shape
@@ -885,7 +883,7 @@ def test_png_and_tensorboard_show_the_same_pictures(sweep: Sweep, capsys: pytest
     assert "look: tensorboard --logdir" in printed
 
 
-def test_several_sweeps_are_one_study_in_the_directory_that_holds_them(
+def test_several_sweeps_are_plotted_together_in_their_common_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, changes in (("first", {}), ("second", {"parallel": MODEL})):
@@ -907,7 +905,7 @@ def refusals(sweep: Sweep) -> Iterator[tuple[list[str], str]]:
     yield ["sweep", "--out", "file"], "--out: got 'file': nothing can be written there (it is not a directory)\n  "
 
 
-def test_what_cannot_be_plotted_is_refused(
+def test_paths_that_cannot_be_plotted_are_refused(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(sweep.path.parent)
@@ -916,7 +914,7 @@ def test_what_cannot_be_plotted_is_refused(
         assert capsys.readouterr().err.startswith(why)
 
 
-def test_without_matplotlib_it_says_how_to_get_it(sweep: Sweep) -> None:
+def test_without_matplotlib_the_error_says_how_to_install_it(sweep: Sweep) -> None:
     sweep.add(1.0)
     words = [sys.executable, "-m", "helpers.plot_without_matplotlib", str(sweep.path)]
     ran = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
@@ -926,7 +924,7 @@ def test_without_matplotlib_it_says_how_to_get_it(sweep: Sweep) -> None:
     assert not (sweep.path / "plots").exists()
 
 
-def test_it_reads_what_a_real_sweep_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_sweep_is_plotted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = (*FAST, "steps=6", "data=synthetic", "data.num_samples=64", "data.num_classes=3", "data.holdout=8")
     code, said = run_command("-m", *small, "seed=0,1", "precision=32,bf16", cwd=tmp_path)
     assert code == 0, said
@@ -958,7 +956,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_keys_metrics_and_machines_are_shown_as_they_are_written(sweep: Sweep, kind: str) -> None:
+def test_special_characters_in_keys_metrics_and_machines_are_escaped(sweep: Sweep, kind: str) -> None:
     text, drawn = HOSTILE[kind]
     for value in (1, 2):
         machine = MACHINE | {"cpu": {"model": text, "allowed_cores": 2}}
@@ -979,9 +977,9 @@ def test_keys_metrics_and_machines_are_shown_as_they_are_written(sweep: Sweep, k
 
 @pytest.mark.parametrize("numbers", [(1, 2), (1, 2, 3, 4, 5, 6, 7, 8)])
 @pytest.mark.parametrize("text", ["$\\frac$", "$" + "{" * 400 + "x" + "}" * 400 + "$", ""])
-def test_keys_in_legends_and_labels_are_no_formulas(sweep: Sweep, numbers: tuple[int, ...], text: str) -> None:
-    """Keys are in the legend of a grid, and in the labels of a ranking."""
-    machine = MACHINE | {"cpu": {"model": "$" * 60, "allowed_cores": 2}}  # is wrapped in the caption
+def test_dollar_signs_in_legends_and_labels_are_escaped(sweep: Sweep, numbers: tuple[int, ...], text: str) -> None:
+    """Keys are shown in the legend of a grid, and in the labels of a ranking."""
+    machine = MACHINE | {"cpu": {"model": "$" * 60, "allowed_cores": 2}}  # long enough to be wrapped in the caption
     pairs = itertools.product(numbers, numbers) if len(numbers) == 2 else zip(numbers, numbers, strict=True)
     for first, second in pairs:
         key: dict[str, Any] = {text: first, "model__depth": second}
@@ -996,25 +994,25 @@ def test_keys_in_legends_and_labels_are_no_formulas(sweep: Sweep, numbers: tuple
 
 
 @pytest.mark.parametrize("values", [("$\\frac{$", "[/red]"), (10**400, 1), (-(10**400), "\x1b")])
-def test_values_that_cannot_be_drawn_as_numbers_or_formulas_are_names(sweep: Sweep, values: tuple[Any, Any]) -> None:
+def test_values_that_cannot_be_drawn_as_numbers_are_drawn_as_categories(sweep: Sweep, values: tuple[Any, Any]) -> None:
     for value in values:
         sweep.add(1.0, model__depth=value)
-    [(name, figure)] = pictures(sweep.study).items()  # long names are in a ranking
+    [(name, figure)] = pictures(sweep.study).items()  # long names are drawn as a ranking
     figure.savefig(io.BytesIO())
     ticks = figure.axes[0].get_xticklabels() if name == "sweep" else figure.axes[0].get_yticklabels()
     labels = [label.get_text().replace("\\$", "$").removeprefix("depth=") for label in ticks]
     assert [label[:19] for label in labels] == [one_line(str(value))[:19] for value in values]
 
 
-def test_a_key_with_a_dot_outside_of_a_group_is_a_key(sweep: Sweep) -> None:
+def test_a_top_level_key_that_contains_a_dot_is_a_swept_key(sweep: Sweep) -> None:
     keys: list[dict[str, Any]] = [{"x.y": value} for value in (1, 2)]
     for key in keys:
         sweep.add(1.0, **key)
     assert sweep.study.keys == ["x.y"]
 
 
-def test_more_micro_batches_than_samples_end_nothing(sweep: Sweep) -> None:
-    """No run is like this, but somebody may write it."""
+def test_more_micro_batches_than_samples_do_not_stop_plotting(sweep: Sweep) -> None:
+    """No run has such a config, but a file that was edited by hand may."""
     sweep.add(1.0, parallel=PIPELINE | {"num_micro_batches": 10 * BATCH, "split_size": None})
     for split_size in (3, 7):
         sweep.add(1.0, accumulation__steps=10 * BATCH, parallel=PIPELINE | {"split_size": split_size})

@@ -20,7 +20,7 @@ Told = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner.SavedRun:
-    """A run on two classes of images, and a file `photos/val/broken.png` that is no image."""
+    """A run on two classes of images, and a file `photos/val/broken.png` that is not an image."""
     monkeypatch.chdir(tmp_path)
     write_images(tmp_path / "photos")
     data = ("data=imagefolder", "data.root=photos", "data.size=8", "data.workers=0")
@@ -46,7 +46,7 @@ def test_the_files_and_the_table_have_every_prediction(run: runner.SavedRun, cap
         assert picture.format == "PNG"
 
 
-def test_names_of_classes_cannot_control_a_terminal(run: runner.SavedRun, capsys: Told) -> None:
+def test_class_names_are_escaped_in_the_terminal_and_in_csv(run: runner.SavedRun, capsys: Told) -> None:
     path = run.checkpoint("best")
     signature = json.loads((path / "model.json").read_text())
     (path / "model.json").write_text(json.dumps(signature | {"classes": ["=1\x1b[31ma\nb\ud800", "=2" + "x" * 90_000]}))

@@ -1,4 +1,4 @@
-"""The list of runs, and what is left on the disk after some of them have been removed."""
+"""Tests of `runner.tools.runs`: the list of runs, and which files are left after runs have been removed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runner.tools.runs_list import changed, listed_sweeps, size
 
 
 class Terminal(io.StringIO):
-    """Standard input of somebody who answers."""
+    """Standard input that is a terminal, with the answers of a user."""
 
     def isatty(self) -> bool:
         return True
@@ -96,7 +96,9 @@ def test_runs_are_listed_by_date_with_their_numbers(outputs: Path, capsys: pytes
         (["outputs/other/new"], ["new"]),
     ],
 )
-def test_filters(arguments: list[str], wanted: list[str], outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_filters_select_the_listed_runs(
+    arguments: list[str], wanted: list[str], outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert names(capsys, *arguments) == wanted
 
 
@@ -108,7 +110,7 @@ def test_a_run_that_holds_its_lock_is_running(outputs: Path, capsys: pytest.Capt
     assert names(capsys, "--status", "running") == []
 
 
-def test_sweeps_are_listed_instead(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweeps_are_listed_instead_of_runs(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (entry,) = listed(capsys, "--sweeps")
     assert (entry["directory"], entry["status"]) == ("outputs/sweeps/s/2026", "unfinished")
     assert (entry["jobs_done"], entry["jobs"], entry["metric"], entry["best"]) == (1, 3, "eval/accuracy", 0.8)
@@ -119,7 +121,9 @@ def test_sweeps_are_listed_instead(outputs: Path, capsys: pytest.CaptureFixture[
     held.close()
 
 
-def test_options_of_hydra_and_links_are_no_runs(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_directories_and_symbolic_links_are_not_listed_as_runs(
+    outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     elsewhere = save_run(outputs.parent / "elsewhere" / "run")
     (outputs / "conf").mkdir()
     (outputs / "conf" / "config.yaml").write_text("a: 1\n")
@@ -153,7 +157,7 @@ def test_options_of_hydra_and_links_are_no_runs(outputs: Path, capsys: pytest.Ca
         (["--clean"], "--clean: there is no terminal on which to ask"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_nothing_is_removed(
+def test_invalid_arguments_are_refused_and_nothing_is_removed(
     arguments: list[str], why: str, outputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if arguments[0] == "--newer":
@@ -167,7 +171,7 @@ def test_what_cannot_be_done_is_refused_and_nothing_is_removed(
 # Removing
 
 
-def test_only_what_is_listed_is_removed_with_the_directories_it_leaves_empty(
+def test_clean_removes_the_listed_runs_and_directories_that_become_empty(
     outputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert runs.main(["--clean", "--yes", "--status", "done"]) == 0
@@ -177,8 +181,8 @@ def test_only_what_is_listed_is_removed_with_the_directories_it_leaves_empty(
     assert (outputs / "sweeps" / "s" / "2026" / "sweep.json").exists()
 
 
-def test_a_reader_may_leave(tmp_path: Path) -> None:
-    """As `head` does: more is printed than a pipe holds."""
+def test_a_closed_output_pipe_is_not_an_error(tmp_path: Path) -> None:
+    """A reader such as `head` closes the pipe early. The output is larger than the buffer of the pipe."""
     for number in range(400):
         save_run(tmp_path / ("a" * 200 + str(number)), status="crashed", error="why")
     for tool, flags in (("runs", ["--json"]), ("compare", ["--json"])):
@@ -192,7 +196,7 @@ def test_a_reader_may_leave(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("answer", "removed"), [("y\n", True), ("YES\n", True), ("n\n", False), ("", False)])
-def test_it_asks_on_a_terminal(
+def test_clean_asks_for_confirmation_on_a_terminal(
     answer: str, removed: bool, outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", Terminal(answer))
@@ -205,7 +209,7 @@ def test_it_asks_on_a_terminal(
     assert len(runs_in(outputs)) == (3 if removed else 5)
 
 
-def test_a_run_that_changes_while_it_asks_is_kept(
+def test_a_run_that_changes_during_the_confirmation_is_kept(
     outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Slow(Terminal):
@@ -219,7 +223,7 @@ def test_a_run_that_changes_while_it_asks_is_kept(
     assert [path.name for path in (outputs / "classifier").iterdir()] == ["killed"]
 
 
-def test_the_files_of_a_sweep_go_with_its_last_run(outputs: Path) -> None:
+def test_the_files_of_a_sweep_are_removed_with_its_last_run(outputs: Path) -> None:
     (outputs / "sweeps" / "s" / "2026" / "notes.md").write_text("mine")
     assert runs.main(["outputs/sweeps/s/2026/000-a", "--clean", "--yes"]) == 0
     assert runs.main(["--clean", "--yes"]) == 0
@@ -238,9 +242,9 @@ def test_whole_sweeps_are_removed(outputs: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--sweeps"]])
-def test_all_that_a_sweep_writes_is_removed(arguments: list[str], outputs: Path) -> None:
+def test_all_files_that_a_sweep_writes_are_removed(arguments: list[str], outputs: Path) -> None:
     sweep = outputs / "sweeps" / "s" / "2026"
-    unfinished = (".sweep.json.part", "conf/experiment/.best.yaml.part")  # of a file that was not written to its end
+    unfinished = (".sweep.json.part", "conf/experiment/.best.yaml.part")  # temporary files of interrupted writes
     for name in ("study.log", "conf/experiment/best.yaml", "events.out.tfevents.1.0", "slurm/ends/ab_0", *unfinished):
         (sweep / name).parent.mkdir(parents=True, exist_ok=True)
         (sweep / name).write_text("")
@@ -268,7 +272,7 @@ def test_a_file_that_a_running_run_renames_does_not_hide_the_run(
     scandir = os.scandir
 
     class Entries:
-        """The entries of a directory, one of which is renamed before its time is read."""
+        """The entries of a directory, one of which is removed before its time is read."""
 
         def __init__(self, path: Path):
             self._entries = list(scandir(path))
@@ -286,7 +290,7 @@ def test_a_file_that_a_running_run_renames_does_not_hide_the_run(
     assert "new" in names(capsys)
 
 
-def test_a_ledger_that_is_removed_meanwhile_is_not_listed(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_is_listed_from_a_single_read_of_its_ledger(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledgers = iter([{"complete": True, "jobs": {}}])
     monkeypatch.setattr("runner.tools.runs_list.read_ledger", lambda path: next(ledgers, {}))
     assert len(listed_sweeps(outputs / "sweeps" / "s" / "2026")) == 1
@@ -294,7 +298,7 @@ def test_a_ledger_that_is_removed_meanwhile_is_not_listed(outputs: Path, monkeyp
 
 @pytest.mark.parametrize("arguments", [[], ["--sweeps"]])
 @pytest.mark.parametrize("locked", [".", "001-b"])
-def test_nothing_that_is_running_is_removed(
+def test_running_runs_and_sweeps_are_not_removed(
     locked: str, arguments: list[str], outputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = outputs / "sweeps" / "s" / "2026"
@@ -312,11 +316,11 @@ def test_nothing_that_is_running_is_removed(
 
 
 class Killed(BaseException):
-    """In the place of SIGKILL."""
+    """Raised instead of sending a SIGKILL."""
 
 
 @pytest.mark.parametrize("after", range(6))
-def test_a_kill_leaves_no_half_of_a_run_and_the_next_command_removes_the_rest(
+def test_a_killed_removal_leaves_no_partial_run_and_can_be_repeated(
     after: int, outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = 0
@@ -355,7 +359,7 @@ def test_a_run_with_directories_of_any_depth_is_removed(outputs: Path) -> None:
     assert runs_in(outputs / "other") == {"new"}
 
 
-def test_what_cannot_be_removed_is_told(
+def test_a_run_that_cannot_be_removed_is_reported(
     outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*arguments: Any) -> None:

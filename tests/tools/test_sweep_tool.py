@@ -1,4 +1,4 @@
-"""`runner.tools.sweep`, and sweeps in the background."""
+"""Tests of `runner.tools.sweep`, and of sweeps that run in the background."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write(path: Path, **changes: Any) -> None:
     (path / "sweep.json").write_text(json.dumps(ledger | changes))
 
 
-def test_what_is_shown(sweep: Path) -> None:
+def test_the_state_of_the_sweep_and_of_its_jobs_is_shown(sweep: Path) -> None:
     assert lines(sweep, read_ledger(sweep)) == [
         f"{sweep}: stopped; --resume goes on",
         "1 crashed, 1 done, 1 running",
@@ -58,12 +58,12 @@ def test_what_is_shown(sweep: Path) -> None:
         assert lines(sweep, read_ledger(sweep))[0] == f"{sweep}: running, process 7"
 
 
-def test_a_directory_of_several_lines_is_shown_on_one(sweep: Path) -> None:
+def test_control_characters_in_the_directory_of_a_job_are_not_printed(sweep: Path) -> None:
     write(sweep, jobs={"1": {"config_hash": "a", "state": "crashed", "directory": "a\nb\x1b[0m", "error": ""}})
     assert lines(sweep, read_ledger(sweep))[2:] == ["  a b\\x1b[0m: crashed"]
 
 
-def test_following_ends_with_the_sweep(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_follow_returns_when_the_sweep_has_ended(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(sweep), "--follow"]) == 1, "a job has crashed"
     assert "000-seed=0: done\n001-seed=1: crashed\n002-seed=2: running\n" in capsys.readouterr().out
 
@@ -72,7 +72,7 @@ def test_following_ends_with_the_sweep(sweep: Path, capsys: pytest.CaptureFixtur
     ("state", "is_search", "code"),
     [("done", False, 0), ("stopped", False, 0), ("refused", False, 1), ("diverged", False, 1), ("diverged", True, 0)],
 )
-def test_following_ends_with_1_if_a_job_has_failed(state: str, is_search: bool, code: int, sweep: Path) -> None:
+def test_follow_returns_1_if_a_job_has_failed(state: str, is_search: bool, code: int, sweep: Path) -> None:
     write(sweep, jobs={"0": {"config_hash": "a", "state": state, "directory": "000-seed=0"}})
     if is_search:
         (sweep / "study.log").touch()
@@ -80,7 +80,7 @@ def test_following_ends_with_1_if_a_job_has_failed(state: str, is_search: bool, 
 
 
 @pytest.mark.parametrize("flag", ["--cancel", "--kill"])
-def test_a_sweep_that_ends_while_it_is_canceled_is_shown(
+def test_canceling_a_sweep_that_has_just_ended_is_not_an_error(
     flag: str, sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (sweep / ".lock").write_text("1234567")
@@ -96,7 +96,7 @@ def test_a_sweep_that_ends_while_it_is_canceled_is_shown(
     assert "stopped; --resume goes on" in capsys.readouterr().out
 
 
-def test_a_system_without_proc_is_named(
+def test_cancel_is_refused_on_a_system_without_proc(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("runner.tools.sweep.is_locked", lambda path: True)
@@ -132,7 +132,7 @@ def test_resuming_types_the_command_again(
         (["--folow"], {}, "there is no such option"),
     ],
 )
-def test_what_cannot_be_done_is_refused(
+def test_invalid_requests_are_refused(
     arguments: list[str], changes: dict, words: str, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(sweep, **changes)
@@ -151,14 +151,14 @@ def test_a_directory_that_cannot_be_read_is_refused(
     assert "(Permission denied)" in said
 
 
-def test_a_command_with_a_secret_has_to_be_typed(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_with_a_redacted_secret_is_not_resumed(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     remember_command(sweep, ["data.root=***"])
     assert main([str(sweep), "--resume"]) == 2
     assert "because of a secret" in capsys.readouterr().err
 
 
 def test_a_process_that_does_not_run_the_sweep_is_not_stopped(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever the lock file says: somebody else may have written it."""
+    """The process ID in the lock file is not trusted, because another user may have written it."""
     holder, stay = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -178,8 +178,8 @@ def test_a_process_that_does_not_run_the_sweep_is_not_stopped(sweep: Path, capsy
         os.waitpid(pid, 0)
 
 
-def test_a_sweep_in_the_background(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Started, stopped and resumed by commands that return at once."""
+def test_a_background_sweep_is_started_and_canceled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command that starts the sweep returns at once."""
     words = (*FAST, "-m", "seed=0,1", "steps=100000", "save_every=5", "eval_every=0", "sweep.detach=true")
     typed = run_fresh(*words, cwd=tmp_path)
     assert typed.returncode == 0, typed.stderr
@@ -197,7 +197,7 @@ def test_a_sweep_in_the_background(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Traceback" not in printed
 
 
-def test_a_sweep_that_cannot_run_says_so_before_the_command_returns(tmp_path: Path) -> None:
+def test_an_invalid_background_sweep_is_refused_before_the_command_returns(tmp_path: Path) -> None:
     code, told = run_command(*FAST, "-m", "seed=0,1", "optimizer.lr=-1", "sweep.detach=true", cwd=tmp_path)
     assert code == 2
     assert "optimizer.lr: got -1" in told
@@ -205,7 +205,7 @@ def test_a_sweep_that_cannot_run_says_so_before_the_command_returns(tmp_path: Pa
 
 
 @pytest.mark.parametrize("descriptor", ["x", "99"])
-def test_the_flag_of_the_background_is_refused_from_elsewhere(descriptor: str, tmp_path: Path) -> None:
+def test_the_internal_flag_detached_is_refused_if_a_user_types_it(descriptor: str, tmp_path: Path) -> None:
     code, told = run_command(*FAST, "-m", "seed=0,1", f"--detached={descriptor}", cwd=tmp_path)
     assert code == 2
     assert "--detached" in told

@@ -1,4 +1,4 @@
-"""The tool that finds the fastest way to train: its flags, its tables, its files, and all of it on two candidates."""
+"""Tests of `runner.tools.tune`: its flags, its tables, its files, and a complete search with two candidates."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def report(**values: Any) -> dict[str, Any]:
     } | values
 
 
-def test_a_row_says_when_it_pays() -> None:
+def test_a_row_shows_after_how_many_steps_it_pays_off() -> None:
     found = report()
     assert cells(found["rows"][0], found) == [
         "→ parallel=ddp parallel.processes=2",
@@ -83,7 +83,7 @@ def test_a_row_says_when_it_pays() -> None:
     assert cells(row("a=1", ties=True), found)[3:] == ["1.00 ×, a tie", "500 MB", "1.5 s", "never"]
 
 
-def test_the_verdict_says_what_to_type() -> None:
+def test_the_verdict_shows_the_command_to_run() -> None:
     assert verdict(report())[1] == "run:    python -m runner model=tiny epochs=2 parallel=ddp parallel.processes=2"
     assert "nothing is clearly faster" in verdict(report(chosen=[]))[0]
     assert "the machine is busy" in verdict(report(noise=0.3))[0]
@@ -100,7 +100,7 @@ def test_the_experiment_composes_to_the_chosen_config(tmp_path: Path) -> None:
     assert imread(directory / "tune.png").shape[0] > 100
 
 
-def test_the_commands_of_an_option_of_ones_own_find_it(tmp_path: Path) -> None:
+def test_commands_with_a_user_defined_option_include_the_config_dir(tmp_path: Path) -> None:
     own = tmp_path / "it's mine" / "model" / "own.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("defaults: [tiny, _self_]\nhidden: 7\n")
@@ -116,7 +116,7 @@ def test_the_commands_of_an_option_of_ones_own_find_it(tmp_path: Path) -> None:
     assert configs[0]["parallel"]["processes"] == 2
 
 
-def test_keys_that_an_experiment_cannot_delete_are_said(tmp_path: Path) -> None:
+def test_no_experiment_is_written_if_an_override_deletes_a_key(tmp_path: Path) -> None:
     found = report(typed=["~optimizer.momentum"])
     directory = write(found, str(tmp_path))
     assert not (directory / "experiment").exists()
@@ -150,7 +150,7 @@ def test_a_config_is_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "channels_last=false": "measured",
     }
     assert rows[""]["samples_per_second"] > 0
-    # One alone, and then all that the other takes part in. On a busy machine, a single one may show it as much slower.
+    # The first round is of the default alone. On a busy machine, the other may be dropped after its first round.
     assert rows[""]["rounds"] == rows["channels_last=false"]["rounds"] + 1 >= 2
     assert Path(found["directory"], "experiment", "tuned.yaml").is_file()
     assert found["chosen"] in ([], ["channels_last=false"])
@@ -225,7 +225,7 @@ def test_what_was_measured_is_printed_if_it_cannot_be_saved(
         assert "--config-dir" not in shown.out
 
 
-def test_a_config_that_crashes_is_said(
+def test_a_config_that_crashes_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def crash(candidate: object, seconds: float) -> None:
@@ -237,5 +237,5 @@ def test_a_config_that_crashes_is_said(
     assert "no memory" in capsys.readouterr().err
 
 
-def test_the_reference_config_is_that_of_the_command() -> None:
+def test_the_composed_config_has_how_default() -> None:
     assert composed("model=tiny")["how"] == "default"

@@ -1,4 +1,4 @@
-"""`runner.tools.verify`: the same where it is, different where a mode is wrong, and neither where it cannot tell."""
+"""Tests of `runner.tools.verify` and of its three verdicts: the same, different, and cannot be judged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = ("samples", "loss per sample", "loss", "gradients", "weights", "buffers"
 
 @pytest.fixture(autouse=True)
 def _helpers_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Declare the package `helpers`, which holds modes and workloads, as one of components."""
+    """Declare `helpers` as a package of components, so that configs may use the modes and workloads in it."""
     info = tmp_path / "helpers-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: helpers\nVersion: 1\n")
@@ -40,7 +40,7 @@ def _helpers_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, list[Steps]]:
-    """What single devices computed in the first steps of configs."""
+    """The first steps of reference configs on a single device, shared by all tests of this module."""
     return {}
 
 
@@ -48,7 +48,7 @@ def references() -> dict[str, list[Steps]]:
 def _few_runs(
     references: dict[str, list[Steps]], ranks: Callable[[int], Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compute the reference of many rows only once, with narrow networks, and several processes in those of `ranks`."""
+    """Save time: narrow the networks, compute each reference only once, and reuse the processes of `ranks`."""
 
     def first_steps(runs: list[Run]) -> list[Steps]:
         launcher = runs[0].parallel.launcher(runs[0].device)
@@ -69,7 +69,7 @@ def _few_runs(
 
 @pytest.fixture
 def starting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modes start their processes themselves."""
+    """Let modes start their own processes instead of reusing those of `ranks`."""
     monkeypatch.setattr(verify, "first_steps", verify_steps.first_steps)
 
 
@@ -91,7 +91,7 @@ def too_large(out: str) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The same
+# Verdict: the same
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_options_of_a_config_directory_are_compared(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Different
+# Verdict: different
 
 WRONG = {
     "other samples": (["parallel=ddp", workload("OwnSeed")], "samples"),
@@ -197,11 +197,11 @@ WRONG = {
         "samples",
     ),
 }
-"""A row of the table in which each planted mistake shows."""
+"""The overrides of each planted mistake, and a row of the table in which it must show."""
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_planted_mistake_is_told_from_rounding(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_planted_mistake_is_distinguished_from_rounding(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     overrides, row = WRONG[name]
     code = code_of(*overrides)
     out = capfd.readouterr().out
@@ -235,7 +235,7 @@ def test_synchronized_batch_normalization_is_not_expected_to_differ(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Neither
+# Verdict: cannot be judged
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,9 @@ def test_synchronized_batch_normalization_is_not_expected_to_differ(
         (["accumulation=2", workload("Diverges")], "on a single device, the loss is not finite at step 1"),
     ],
 )
-def test_what_rounding_hides_is_not_judged(overrides: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_differences_hidden_by_rounding_are_not_judged(
+    overrides: list[str], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert code_of(*overrides) == verify.UNJUDGED
     out = capfd.readouterr().out
     assert words in out.partition("cannot be judged: ")[2]
@@ -277,7 +279,7 @@ def test_a_config_that_crashes_is_not_judged(capfd: pytest.CaptureFixture[str]) 
         (["resume=outputs/run"], "resume: got 'outputs/run':"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
+def test_configs_that_cannot_be_compared_are_refused(
     overrides: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words_of_device = [text for text in FAST if "dqn" not in " ".join(overrides) or text.startswith("device")]
@@ -288,7 +290,7 @@ def test_what_cannot_be_compared_is_refused(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The parts
+# Units
 
 
 def test_the_largest_difference_is_relative_and_named() -> None:
@@ -303,7 +305,7 @@ def test_the_largest_difference_is_relative_and_named() -> None:
     assert largest(ours, theirs).size == torch.inf
 
 
-def test_samples_are_told_apart_by_every_bit() -> None:
+def test_sample_hashes_depend_on_every_bit() -> None:
     batch = {"inputs": torch.randn(3, 2, 4, 4), "more": [torch.tensor([1, 2, 3])], "rate": torch.tensor(0.1)}
     hashes = sample_hashes(batch, 3)
     assert len(set(hashes)) == 3
@@ -320,7 +322,7 @@ def test_samples_are_told_apart_by_every_bit() -> None:
     assert sample_hashes(torch.zeros(3, 0), 3) == sample_hashes([torch.ones(3, 0)], 3), "no sample has an element"
 
 
-def test_samples_are_compared_step_by_step_in_any_order() -> None:
+def test_samples_of_each_step_are_compared_in_any_order() -> None:
     reference = [["a", "b"], ["c", "d"]]
     assert first_other_samples([["a", "b"], ["c", "d"]], reference) == ""
     assert first_other_samples([["a", "b"], ["c", "c"]], reference) == "step 2: 1 of 2 missing, 1 others or repeated"
@@ -343,9 +345,9 @@ def steps(gradient: float, below_float64: bool = False) -> Steps:
         ((1, 1), (1 + 2e-9, 1), False, Verdict.UNJUDGED),  # something computes in float32
         ((1, 1), (1 + 2e-6, 1), True, Verdict.UNJUDGED),
         ((1, 1), (1 + 2e-2, 1), True, Verdict.DIFFERENT),
-        ((1.57, 1), (5, 3.35), False, Verdict.UNJUDGED),  # 0.57 apart, where the reference is 2.35 from float64
+        ((1.57, 1), (5, 3.35), False, Verdict.UNJUDGED),  # a difference of 0.57 and a rounding error of 2.35
         ((1.57, 1), (1, 1), False, Verdict.DIFFERENT),
-        ((1, 1), (3.35, 3.35), False, Verdict.SAME),  # bitwise in both
+        ((1, 1), (3.35, 3.35), False, Verdict.SAME),  # bitwise equal in both precisions
         ((float("nan"), 1), (1, 1), False, Verdict.DIFFERENT),
         ((1 + 9e-7, 1), None, False, Verdict.SAME),  # a device without float64
         ((1 + 9e-6, 1), None, False, Verdict.UNJUDGED),
@@ -361,20 +363,20 @@ def test_limits_do_not_grow_with_rounding(
 
 
 @pytest.mark.parametrize(("tested", "is_told"), [(3.35, True), (5, False)])
-def test_what_only_the_own_precision_hides_is_the_same_in_float64(tested: float, is_told: bool) -> None:
+def test_the_reason_mentions_agreement_in_float64(tested: float, is_told: bool) -> None:
     outcome = compare(Pair(steps(1.57), steps(1)), Pair(steps(tested), steps(3.35)), Precision())
     assert outcome.verdict == Verdict.UNJUDGED
     assert outcome.reason.startswith("the same in float64, but as configured, ") == is_told
 
 
-def test_sixteen_bits_have_a_limit_of_their_own() -> None:
+def test_16_bit_precisions_have_their_own_limit() -> None:
     exact = Pair(steps(1), steps(1))
     assert compare(Pair(steps(1.15), steps(1)), exact, BFloat16()).verdict == Verdict.SAME
     assert compare(Pair(steps(1.25), steps(1)), exact, BFloat16()).verdict == Verdict.DIFFERENT
     assert compare(None, Pair(steps(1 + 2e-9), steps(1)), Double()).verdict == Verdict.UNJUDGED
 
 
-def test_a_wrong_loss_of_the_curves_shows_in_float64_in_every_precision() -> None:
+def test_a_wrong_mean_loss_is_detected_in_float64_for_every_precision() -> None:
     def with_loss(value: float) -> Steps:
         found = steps(1)
         found.tensors["loss"] = {"step 1": torch.tensor(float(value))}
@@ -386,13 +388,13 @@ def test_a_wrong_loss_of_the_curves_shows_in_float64_in_every_precision() -> Non
         assert compare(right, Pair(with_loss(1 + 5e-7), with_loss(1)), precision).verdict == Verdict.SAME
 
 
-def test_only_a_reference_that_does_not_diverge_shows_anything() -> None:
+def test_nothing_is_judged_if_the_reference_diverges() -> None:
     diverged = Steps(diverged="the loss is not finite at step 2")
     assert compare(Pair(steps(1), diverged), None, Precision()).verdict == Verdict.UNJUDGED
     assert compare(Pair(diverged, steps(1)), None, Precision()).verdict == Verdict.DIFFERENT
 
 
-def test_the_reference_is_plain_and_keeps_what_is_computed() -> None:
+def test_the_reference_replaces_the_mode_and_keeps_other_overrides() -> None:
     typed = [
         "seed=3",
         "parallel=ddp",
