@@ -1,1 +1,1 @@
-"""What tests share; nothing here is a test."""
+"""Code that several tests share; this package contains no tests."""

@@ -1,4 +1,4 @@
-"""The command in another process: in a fresh interpreter, or in a child of one that has imported everything."""
+"""Run `python -m runner` in another process: a fresh interpreter, or a fork of one that has imported everything."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 GATED = str(ROOT / "tests" / "helpers" / "gated")
-"""A directory that, on PYTHONPATH, puts the gate of `step_gate` into a fresh `python -m runner` and its ranks."""
+"""A directory that, on PYTHONPATH, installs the gate of `step_gate` in a fresh `python -m runner` and its ranks."""
 PATIENCE = 300.0
-"""Seconds after which something that should happen counts as never happening: generous, as machines may be busy."""
+"""Timeout in seconds for events that a test waits for; generous, because machines may be busy."""
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """For a child: this checkout, one thread, and none of a terminal's variables."""
+    """Return the environment of a child process: this checkout, one thread, and no variables that change the output."""
     drop = ("CI", "NO_COLOR", "FORCE_COLOR", "COLUMNS", "HYDRA_FULL_ERROR")
     kept = {name: value for name, value in os.environ.items() if name not in drop}
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -33,14 +33,14 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def start_fresh(*arguments: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
-    """`python -m runner ARGUMENTS` in a fresh interpreter in `cwd`, in the background."""
+    """Start `python -m runner ARGUMENTS` in a fresh interpreter in `cwd`, in the background."""
     usual = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
     words = [sys.executable, "-m", "runner", *arguments]
     return subprocess.Popen(words, cwd=cwd, **(usual | options))
 
 
 def run_fresh(*arguments: str, cwd: Path, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
-    """`python -m runner ARGUMENTS` in a fresh interpreter in `cwd`, to its end."""
+    """Run `python -m runner ARGUMENTS` in a fresh interpreter in `cwd` to its end."""
     process = start_fresh(*arguments, cwd=cwd)
     out, err = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -48,7 +48,7 @@ def run_fresh(*arguments: str, cwd: Path, timeout: float = PATIENCE) -> subproce
 
 @functools.cache
 def _server(kind: str) -> subprocess.Popen[str]:
-    """The server of commands (see `command_server`), started when it is first needed."""
+    """Return the command server of a kind (see `command_server`), which the first call starts."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     words = [sys.executable, "-m", "helpers.command_server", kind]
     server = subprocess.Popen(words, env=environment(), cwd="/", **pipes)
@@ -60,8 +60,8 @@ class Command:
     """`python -m runner ARGUMENTS` in `cwd`, in the background.
 
     Args:
-        kind: of the server that forks it (see `command_server`).
-        variables: of its environment; the ranks that it starts do not see them, but for the directories in PYTHONPATH.
+        kind: the kind of the server that forks it (see `command_server`).
+        variables: environment variables. The ranks of the command get only the directories in PYTHONPATH.
     """
 
     def __init__(self, cwd: Path, *arguments: str, kind: str = "ranks", **variables: str):
@@ -77,28 +77,28 @@ class Command:
 
     @property
     def directory(self) -> Path:
-        """Its only run."""
+        """The run directory of its only run."""
         [path] = self.cwd.glob("outputs/*/*/")
         return path
 
     @property
     def log(self) -> str:
-        """What this command, and not one before it, wrote to its run's log."""
+        """What this command, as opposed to earlier ones in `cwd`, has written to the log of its run."""
         found = glob(self.cwd, "outputs/**/log.txt")
         return found[0].read_text()[self._logged.get(found[0], 0) :] if found else ""
 
     @property
     def code(self) -> int | None:
-        """Its exit code; negative: the signal that killed it; None while it goes on."""
+        """The exit code; the negative signal number if a signal killed the command; None while it runs."""
         return int((self.cwd / "code").read_text()) if (self.cwd / "code").exists() else None
 
     @property
     def console(self) -> str:
-        """What it has printed."""
+        """What the command has printed so far."""
         return (self.cwd / "console.txt").read_text()
 
     def ranks(self, start: int = 1) -> list[int]:
-        """The process ids of the ranks, once the command has started them for the `start`-th time."""
+        """Wait until the command has started its ranks for the `start`-th time, and return their process ids."""
 
         def started() -> list[str]:
             assert self.code is None, self.console
@@ -107,7 +107,7 @@ class Command:
         return [int(pid) for pid in until(started)[0].split()]
 
     def saved(self, step: int = 1) -> Command:
-        """This command, once there is a checkpoint of `step` or later."""
+        """Wait until there is a checkpoint of `step` or later, and return this command."""
 
         def there() -> bool:
             assert self.code is None, self.console
@@ -117,44 +117,44 @@ class Command:
         return self
 
     def kill(self, number: signal.Signals, *pids: int) -> float:
-        """Send a signal to `pids`, or to the command itself; returns when."""
+        """Send a signal to `pids`, or to the command itself if none are given, and return the time."""
         for pid in pids or [self.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         return time.monotonic()
 
     def wait(self) -> tuple[int, str]:
-        """Its exit code and what it printed, once it has ended."""
+        """Wait until the command has ended; return its exit code and what it printed."""
         until(lambda: self.code is not None, what="it does not end")
         assert self.code is not None
         return self.code, self.console
 
     def ended(self) -> tuple[int, str]:
-        """Its exit code and what it printed, once it has ended and left no process behind."""
+        """Wait until the command and all of its processes have ended; return its exit code and what it printed."""
         code, console = self.wait()
         until(lambda: not processes_in(self.cwd), what=f"left behind: {processes_in(self.cwd)}")
         return code, console
 
 
 def run_command(*arguments: str, cwd: Path, kind: str = "ranks", **variables: str) -> tuple[int, str]:
-    """The command to its end: exit code, and what it printed."""
+    """Run a command to its end; return its exit code and what it printed."""
     return Command(cwd, *arguments, kind=kind, **variables).wait()
 
 
 def succeed(cwd: Path, *arguments: str, **variables: str) -> str:
-    """The command of several processes to its successful end; what it printed."""
+    """Run a command, which must succeed and leave no process behind; return what it printed."""
     code, console = Command(cwd, *arguments, **variables).ended()
     assert code == 0, console
     return console
 
 
 def leftovers(cwd: Path) -> set[str]:
-    """What is in `cwd`, but for what the command's server writes."""
+    """Return the names in `cwd`, without the files that the command server writes."""
     return {path.name for path in cwd.iterdir()} - {"console.txt", "code"}
 
 
 def until(condition: Callable[[], Any], seconds: float = PATIENCE, what: str = "it never happened") -> Any:
-    """What `condition` returns once that is true."""
+    """Call `condition` until it returns a true value, and return that value; fail with `what` after `seconds`."""
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, what
@@ -163,14 +163,14 @@ def until(condition: Callable[[], Any], seconds: float = PATIENCE, what: str = "
 
 
 def glob(cwd: Path, pattern: str) -> list[Path]:
-    """`cwd.glob(pattern)`, also while a run renames and removes directories that are being searched."""
+    """`cwd.glob(pattern)`, repeated if a run renames or removes a directory during the search."""
     while True:
         with suppress(FileNotFoundError):
             return list(cwd.glob(pattern))
 
 
 def processes_in(cwd: Path) -> dict[int, str]:
-    """The command lines of all processes whose directory is `cwd`: the command, its fork server, its ranks."""
+    """The command lines, by process id, of all processes that run in `cwd`: the command, its fork server, its ranks."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -1,14 +1,15 @@
-"""A process that has imported what the command needs, and forks a child for each command: a second each, not four.
+"""A server that has imported what the command needs, and forks a child for each command in 1 s instead of 4 s.
 
 `python -m helpers.command_server KIND`, where KIND is one of
 
-- `ranks`: everything that a run imports is imported, and a fork server for ranks, jobs and data workers is started,
-  which all commands share;
-- `faults`: as `ranks`, with the points at which faults can be planted (see `fault_points`);
-- `no-torch`: torch and numpy cannot be imported at all.
+- `ranks`: imports everything that a run imports, and starts a fork server for ranks, jobs and data workers, which all
+  commands share;
+- `faults`: like `ranks`, with the points at which faults can be planted (see `fault_points`);
+- `no-torch`: torch and numpy cannot be imported.
 
-Each line of standard input is a command as JSON: [directory, environment variables, argument, …]. The process id of its
-child is written to standard output; in its directory are then `console.txt` and, at its end, `code`, its exit code.
+Each line of standard input is a command as JSON: [directory, environment variables, argument, …]. The server writes the
+process id of the child to standard output. The child prints to the file `console.txt` in its directory; when it has
+ended, the server writes its exit code to the file `code` there.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
         with collection_postponed():
             import_everything()
     answers, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # what rank 0 prints in the fork server's children
+    os.dup2(nowhere, 1)  # discards what rank 0 prints in the children of the fork server
     if kind == "faults":
         importlib.import_module(FAULT_POINTS)
     if kind != "no-torch":
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def serve(answers: int) -> None:
-    """Run the commands, each in a child; a command is only sent when the one before has been answered."""
+    """Run each command in a child process; a test sends a command only after the previous one was answered."""
     selector = selectors.PollSelector()
     selector.register(0, selectors.EVENT_READ)
     while True:
@@ -75,13 +76,13 @@ def serve(answers: int) -> None:
 def import_everything() -> None:
     import torch
 
-    torch.use_deterministic_algorithms(False)  # imports torch's compiler, as every optimizer does: two seconds
+    torch.use_deterministic_algorithms(False)  # imports torch's compiler, as every optimizer does; takes two seconds
     importlib.import_module(STEP_GATE)
     importlib.import_module(FROZEN)
 
 
 def compose_options(arguments: list[str]) -> None:
-    """Compose the options that a command chooses, which takes it longest: it and all later commands find them kept."""
+    """Compose the options that a command chooses, its slowest part; this command and later ones find them cached."""
     from runner.config.options import CONF
 
     files = {word: CONF / f"{word.replace('=', '/', 1)}.yaml" for word in arguments}
@@ -94,12 +95,12 @@ def _compose(is_sweep: bool, *options: str) -> None:
     from runner.cli.composition import Composer
 
     compose = Composer().sweep if is_sweep else Composer().run
-    with suppress(Exception):  # which the command meets too
+    with suppress(Exception):  # the command raises the same error
         compose([quoted(option, is_sweep) for option in options])
 
 
 def share_fork_server(*modules: str) -> None:
-    """Start the fork server, which imports `modules` too, and keep every command from starting its own."""
+    """Start the fork server, which also imports `modules`, and keep commands from starting their own."""
     from runner.parallel.launch.processes import PRELOADED
     from runner.system.forkserver import start_server
 
@@ -111,7 +112,7 @@ def share_fork_server(*modules: str) -> None:
 
 @contextmanager
 def fork_server_forked() -> Iterator[None]:
-    """A context in which a fork server is started by a fork: it need not import again what is imported here."""
+    """A context in which a fork server is started by forking this process, so that it does not repeat its imports."""
     resource_tracker.ensure_running()
     usual = util.spawnv_passfds
     with mock.patch.object(util, "spawnv_passfds", partial(fork_instead, usual)):
@@ -119,16 +120,16 @@ def fork_server_forked() -> Iterator[None]:
 
 
 def fork_instead(usual: Any, path: bytes, words: list[str], descriptors: list[int]) -> int:
-    """Fork this process, which has imported everything, where multiprocessing would start another interpreter.
+    """Fork this process, which has imported everything, where multiprocessing would start a new interpreter.
 
     Args:
-        usual: the function that would; a job of a sweep, a child of the server, starts its own server with it.
+        usual: the replaced function of multiprocessing, restored in the child for jobs that start their own server.
     """
     if (child := os.fork()) != 0:
         return child
     try:
         util.spawnv_passfds = usual
-        forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # held at this moment
+        forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # it was forked while held
         kept = sorted({0, 1, 2, *descriptors})
         for before, after in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(before + 1, after)
@@ -150,7 +151,7 @@ def run(cwd: str, variables: dict[str, str], arguments: list[str]) -> None:
     os.chdir(cwd)
     os.environ.update(variables)
     sys.path += [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests are run by nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored if the tests run under nohup
     console = os.open("console.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(console, stream)

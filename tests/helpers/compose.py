@@ -1,4 +1,4 @@
-"""Configs and runs from a command line, in this process."""
+"""Compose configs, build runs and train them from command-line overrides, in this process."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def built(*overrides: str) -> Run:
-    """The run of a command line."""
+    """The run that the command builds from these overrides."""
     return build_run(composed(*overrides))
 
 
 def prepared(run: Run) -> Session:
-    """The session of a run in this process; of a mode that starts others, rank 0's before they are started."""
+    """The session of a run in this process: that of rank 0, even if its mode would start other processes."""
     with run.parallel.launcher(run.device).connect() as process:
         return run.prepare(process)
 
 
 class Trained(NamedTuple):
-    """A run that was trained: what it was, where it is, and how it ended."""
+    """A run that was trained, with its run directory and its result."""
 
     run: Run
     directory: Path
@@ -57,11 +57,11 @@ def train_in(
     change: Callable[[Session], Any] = lambda session: None,
     train_rank: Callable[[dict[str, Any], Path, Process], Result] = train_rank,
 ) -> Trained:
-    """Train `run` in this process, or in those of its mode, as the command does.
+    """Train `run` in this process or in the processes of its mode, as the command does.
 
     Args:
-        change: is called with the session in this process before it begins.
-        train_rank: is called in the processes that the mode starts.
+        change: called with the session of this process before training.
+        train_rank: called in each process that the mode starts.
     """
     directory.mkdir(exist_ok=True)
     launcher = run.parallel.launcher(run.device)
@@ -73,8 +73,8 @@ def train_in(
 
 
 def option_node(group: str, option: str) -> dict[str, Any]:
-    """What the file of an option says, with what it inherits from the files in its defaults list."""
+    """The content of an option file, merged with what it inherits from the files in its defaults list."""
     content = yaml.safe_load((CONF / group / f"{option}.yaml").read_text(encoding="utf-8"))
     defaults = [name for name in content.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
-    inherited = [name for name in defaults if "@" not in name]  # as opposed to what is put elsewhere in the config
+    inherited = [name for name in defaults if "@" not in name]  # "@" puts a file elsewhere in the config
     return {key: value for name in inherited for key, value in option_node(group, name).items()} | content

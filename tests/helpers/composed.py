@@ -1,9 +1,9 @@
-"""Imports what commands do until a run is built, without torch, and composes the options of most tests.
+"""Import what a command imports before it builds a run, without torch, and compose the options of most tests.
 
-Composing takes Hydra most of its time: the commands of a server that has imported this find these options kept.
+Hydra takes long to compose options. The commands of a server that has imported this module find them cached.
 """
 
-import runner.cli.main  # first: it defers torch
+import runner.cli.main  # first: it defers the import of torch
 import runner.cli.plan_jobs
 import runner.cli.run_sweep
 import runner.cli.zipped
@@ -12,7 +12,7 @@ import runner.sweep.engines.local  # noqa: F401
 from runner.cli.composition import Composer
 
 TINY = ["model=tiny", "device=cpu"]
-"""The options in `helpers.compose.FAST`."""
+"""The overrides in `helpers.compose.FAST` that choose an option file."""
 
 for chosen in ([], TINY):
     Composer().run(chosen)

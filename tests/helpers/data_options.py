@@ -1,6 +1,6 @@
-"""`python -m helpers.data_options` builds options of data sets, and checks that no torch is imported.
+"""`python -m helpers.data_options` builds dataset options, and checks that neither torch nor a data library is loaded.
 
-It reads the nodes of the options from standard input, by name, as JSON; and prints the names.
+It reads the config nodes of the options from standard input, as a JSON object by name, and prints the names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A supervisor whose fork server is killed, and the next one: `python -m helpers.dead_fork_server`.
+"""`python -m helpers.dead_fork_server` kills the fork server of a supervisor, and then starts another supervisor.
 
-Prints the error of the first, and what the processes of the second return.
+It prints the error of the first supervisor, and what the processes of the second one return.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def main() -> None:
     before = [trained(each) for each in optimizers]
     assert "torch._dynamo.eval_frame" not in sys.modules, "training without the compiler must not load it"
 
-    config = import_module("torch._dynamo.config")  # loads it, by a submodule that lets nobody set its attributes
+    config = import_module("torch._dynamo.config")  # loads it, starting with a submodule that rejects new attributes
     from torch._dynamo import eval_frame
 
     assert torch._dynamo.config is config
@@ -41,7 +41,7 @@ def main() -> None:
     assert torch._dynamo.eval_frame is eval_frame
     assert torch._dynamo.graph_break.__module__ == "torch._dynamo.decorators"
     assert [trained(each) for each in optimizers] == before
-    # What `torch._disable_dynamo` decorates is hidden from the compiler, although it was called before.
+    # Functions that `torch._disable_dynamo` decorates are hidden from the compiler even if they were called before.
     hidden = torch.optim.Optimizer.zero_grad.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
     assert vars(hidden)["__dynamo_disable"]._torchdynamo_disable
     for each, values in zip(optimizers, before, strict=True):

@@ -1,4 +1,4 @@
-"""Calls that fail as on a full, a broken or a read-only disk."""
+"""Make file operations fail as on a full, broken or read-only disk."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from safetensors import SafetensorError
 
 @dataclass(frozen=True)
 class DiskFault:
-    """A call that fails from some time on.
+    """A file operation that fails from some call on.
 
     Args:
         call: `open`, `write`, `fsync`, `rename` or `mkdir`.
-        file: pattern of the end of the path that it is called for; for `rename`, of the new name.
-        number: the error.
-        count: the how-many-eth of these calls is the first to fail.
-        once: whether later ones succeed.
+        file: pattern that the end of its path matches; for `rename`, of the new path.
+        number: the errno of the error.
+        count: number of the first such call that fails, from 1.
+        once: whether later calls succeed.
     """
 
     call: str
@@ -41,7 +41,7 @@ class DiskFault:
 
 
 class _File:
-    """A file to which nothing can be written."""
+    """A wrapper of a file that calls `fail`, which may raise an error, before each write."""
 
     def __init__(self, file: Any, fail: Callable[[], None]):
         self._file, self._fail = file, fail
@@ -134,7 +134,7 @@ class _Faulty:
 
 @contextmanager
 def failing(fault: DiskFault) -> Iterator[Callable[[], bool]]:
-    """Let calls fail; gives a function that says whether one did."""
+    """A context in which the calls of `fault` fail; yields a function that returns whether one has failed."""
     faulty = _Faulty(fault)
     patches = [
         (io, "open", faulty.open),

@@ -1,4 +1,4 @@
-"""What TensorBoard reads from a run directory."""
+"""Read the events in a run directory with TensorBoard."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from runner.tracking.event_records import crc32c
 def events(directory: Path) -> EventAccumulator:
     """All events of a run directory."""
     sizes = dict.fromkeys(("scalars", "images", "tensors"), 0)
-    with mock.patch.object(pywrap_tensorflow, "crc32c", crc32c):  # its own takes 10 ms for the images of a run
+    with mock.patch.object(pywrap_tensorflow, "crc32c", crc32c):  # the original takes 10 ms for the images of a run
         return EventAccumulator(str(directory), size_guidance=sizes).Reload()
 
 
 def curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) of every scalar in a run directory, by tag."""
+    """The points (step, value) of every scalar in a run directory, by tag."""
     read = events(directory)
     return {tag: [(point.step, point.value) for point in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
 
 
 def hparams_table(root: Path) -> tuple[list[dict[str, Any]], dict[str, bool]]:
-    """The rows of the HPARAMS tab as the plugin reads them, and for each column in order whether it differs."""
+    """The rows of the HPARAMS tab as the plugin reads them, and whether the values of each column, in order, differ."""
     experiment, groups = _hparams(root)
     rows = [
         {

@@ -1,4 +1,4 @@
-"""Stands in for `torch.cuda`: writes down what is asked of streams, events and tensors, and in which order."""
+"""A fake of `torch.cuda` that records the calls of streams, events and tensors in their order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PEER = torch.device("cuda", 1)
 
 
 class FakeCuda:
-    """The part of `torch.cuda` that copy streams use; `calls` is what was asked for.
+    """The part of `torch.cuda` that copy streams use; `calls` records what was called.
 
-    Each device has a stream that computes: `compute` is that of `CUDA`, `compute on cuda:1` that of another.
+    Each device has a compute stream: `compute` is that of `CUDA`, and `compute on cuda:1` is that of `PEER`.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class FakeEvent:
 
 
 class FakeTensor:
-    """A tensor on the host, or its copy on the device; `alive` holds the names of all that Python still keeps."""
+    """A tensor on the host, or its copy on the device; `alive` holds the names of all instances that still exist."""
 
     alive: ClassVar[set[str]] = set()
 

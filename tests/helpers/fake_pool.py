@@ -1,4 +1,4 @@
-"""A pool without processes: what the jobs of a sweep would do is said by the test."""
+"""A pool without processes: the test decides how each job of a sweep ends."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from runner.sweep.engines.base import Ended, Job, Pool, Started
 
 
 class FakePool(Pool):
-    """Jobs end in the order in which they were started, one in each wait.
+    """Jobs end in the order in which they were started, one in each call of `wait`.
 
     Args:
-        codes: the exit codes of a job's attempts, by its number; 0 if there are none left.
-        slots: how many jobs run at once.
+        codes: by job number, the exit codes of its attempts; 0 if none are left.
+        slots: number of jobs that can run at once.
 
     Attributes:
-        alive: the jobs of an earlier command that still run.
-        unreachable: those of them that cannot be stopped; they do not end.
+        alive: the jobs of an earlier command that are still running.
+        unreachable: jobs that cannot be stopped, and do not end.
     """
 
     def __init__(self, codes: dict[int, list[int | None]], slots: int = 2):

@@ -1,12 +1,12 @@
-"""Behaves as `python -m runner` does towards an engine, and starts at once: `python -S fake_run.py WORD …`.
+"""A fake of `python -m runner` for tests of engines, which starts quickly: `python -S fake_run.py WORD …`.
 
-It prints what it sees as a line of JSON. A SIGTERM makes it save, and exit with code 75; when it is started again, it
-has been resumed, and ends. The words:
+It prints a line of JSON with its process ids, directory and environment variables. On SIGTERM it saves and exits with
+code 75; if it is started again after that, it counts as resumed and ends at once. The words:
 
-- `exit=N`: the exit code at its end.
-- `until=FILE`: run until there is this file.
-- `saved=FILE`: where it saves.
-- `with_child`: start a process that sleeps.
+- `exit=N`: end with exit code N.
+- `until=FILE`: run until FILE exists.
+- `saved=FILE`: the file that it saves.
+- `with_child`: start a child process that sleeps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A SLURM of one node: sbatch, srun, squeue, sacct, scancel and scontrol, as far as submitit and the runner use them.
+"""A fake SLURM with one node: sbatch, srun, squeue, sacct, scancel and scontrol, as submitit and the runner use them.
 
-`python -m helpers.fake_slurm PROGRAM ARGUMENT …` is a program of SLURM; `FakeSlurm` is for tests. What the cluster
-knows is in a file of the directory that the variable FAKE_SLURM names. Only the standard library is imported, so that
-each program starts quickly.
+`python -m helpers.fake_slurm PROGRAM ARGUMENT …` runs a program of SLURM; tests use `FakeSlurm`. The state of the
+cluster is stored in a file in the directory that the environment variable FAKE_SLURM names. Only the standard library
+is imported, so that each program starts quickly.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 PROGRAMS = ("sbatch", "srun", "squeue", "sacct", "scancel", "scontrol")
 LIVE = ("PENDING", "RUNNING")
 KILL_WAIT = 0.5
-"""Seconds between SIGTERM and SIGKILL when a job is cancelled; 30 in SLURM."""
+"""Seconds between SIGTERM and SIGKILL when a job is canceled; 30 in SLURM."""
 
 
 @contextmanager
 def state(directory: Path) -> Iterator[dict[str, Any]]:
-    """What the cluster knows, locked; changes are saved."""
+    """A context that locks the state of the cluster, yields it, and saves changes."""
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         path = directory / "state.json"
@@ -41,10 +41,10 @@ def state(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 class FakeSlurm:
-    """A cluster.
+    """A fake cluster.
 
     Args:
-        directory: where it keeps what it knows.
+        directory: a new directory for its programs and its state.
     """
 
     def __init__(self, directory: Path):
@@ -73,29 +73,29 @@ class FakeSlurm:
             return [words for name, *words in known["calls"] if name == program]
 
     def fail(self, program: str, times: int, out: str = "", err: str = "", code: int = 1) -> None:
-        """Let the next calls of a program print this, do nothing, and end with `code`."""
+        """Make the next `times` calls of a program only print `out` and `err`, and exit with `code`."""
         with state(self.directory) as known:
             known["faults"][program] = [times, out, err, code]
 
     def hold(self, held: bool = True) -> None:
-        """Start no more jobs, or start them again."""
+        """Keep pending jobs from starting, or let them start again."""
         with state(self.directory) as known:
             known["held"] = held
 
     def signal(self, job: str, *numbers: signal.Signals) -> None:
-        """Send signals to the process of a job, as SLURM does when it needs the node, or the time is over."""
+        """Send signals to the process of a job, as SLURM does when it needs the node or the time limit is reached."""
         for number in numbers:
             os.kill(self.jobs[job]["step"], number)
 
     def end(self, job: str, final: str) -> None:
-        """Kill all processes that SLURM knows of a job, which ends in the state `final`."""
+        """Kill the processes of a job that SLURM tracks, so that the job ends in the state `final`."""
         with state(self.directory) as known:
             known["jobs"][job]["final"] = final
             batch = known["jobs"][job]["batch"]
         os.killpg(batch, signal.SIGKILL)
 
     def close(self) -> None:
-        """End everything."""
+        """Kill the processes of all jobs."""
         for job in self.jobs.values():
             for name in ("slurmd", "batch"):
                 with suppress(OSError, KeyError):
@@ -103,7 +103,7 @@ class FakeSlurm:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The programs
+# Programs
 
 
 def sbatch(directory: Path, words: list[str]) -> None:
@@ -133,7 +133,7 @@ def sbatch(directory: Path, words: list[str]) -> None:
 
 
 def slurmd(directory: Path, words: list[str]) -> None:
-    """Run a job when it may start, and again when it was requeued."""
+    """Run a job as soon as it may start, and again whenever it is requeued."""
     name = words[0]
     while may_start(directory, name):
         code = run_script(directory, name)
@@ -148,7 +148,7 @@ def slurmd(directory: Path, words: list[str]) -> None:
 
 
 def may_start(directory: Path, name: str) -> bool:
-    """Wait until the job may run; false if it was cancelled."""
+    """Wait until a job may run, and return True; return False if it was canceled."""
     while True:
         with state(directory) as known:
             job = known["jobs"][name]

@@ -1,13 +1,13 @@
-"""Named moments of a run, at which a fault may be planted; and a record of the samples that it trains on.
+"""Points of a run at which a test can plant a fault, and a record of the samples that the run trains on.
 
-`install` wraps what a run does with its files and the parts of its training loop. A process that reaches a point, such
-as `before fsync state.pt` or `after step`, reads in its working directory
+`install` wraps the file operations of a run and the parts of its training loop. A process that reaches a point, such as
+`before fsync state.pt` or `after step`, uses these files in its working directory:
 
-- `fault.json`: {"at": the point, "process": `main` or `rank 1`, "count": the how-many-eth time, "do": see `act`};
+- `fault.json`: {"at": a point, "process": `main` or `rank 1`, "count": at which visit, from 1, "do": see `act`};
 - `trace.txt`: if it exists, a line is added for each point.
 
-A fault happens once: `fired` marks that it has. To `seen.txt` go the samples of each step (see `read_seen`), and the
-steps whose checkpoint is committed. All of it belongs to the tests: nothing in the package knows about it.
+A fault happens once; the file `fired` marks that it has happened. The samples of each step (see `read_seen`) and the
+steps whose checkpoints are committed are appended to `seen.txt`. The package does not know about any of this.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from pathlib import Path
 from typing import Any
 
 INDEXED = 1000
-"""The training targets are `class + INDEXED * index of the sample` on their way to the training step."""
+"""Until the training step, the training targets are `class + INDEXED * (1 + index of the sample)`."""
 
 
 class PlantedError(RuntimeError):
-    """What a process raises where a test wants it to fail."""
+    """The error that a test plants in a process."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reaching a point
+# Points
 
 
 _counts: dict[str, int] = {}
 
 
 def role() -> str:
-    """What this process is in its run: `main` (the command), `rank 1`, or `worker`."""
+    """The role of this process in its run: `main` (the command), `rank 1`, or `worker`."""
     name = multiprocessing.current_process().name
     if name.startswith("rank "):
         return name
@@ -51,7 +51,7 @@ def role() -> str:
 
 
 def reach(point: str) -> None:
-    """Note that this process has come to `point`; if a fault is planted there, it happens."""
+    """Record that this process has reached `point`, and trigger the fault if one is planted there."""
     if os.path.exists("trace.txt"):
         _append("trace.txt", f"{role()}: {point}")
     _counts[point] = _counts.get(point, 0) + 1
@@ -80,11 +80,11 @@ def _new_process() -> None:
 
 
 def act(what: str) -> None:
-    """Let a fault happen to this process, or to all of its run.
+    """Trigger a fault in this process, or in all processes of its run.
 
     Args:
         what: `kill all` (SIGKILL to every process of the run), `stop all` (SIGSTOP), `kill`, `stop` or `hang` (this
-            process), `raise`, or the names of signals that the command receives, a second between them.
+            process), `raise`, or the names of signals that are sent to the command, one second apart.
     """
     from helpers.command import processes_in
 
@@ -108,17 +108,17 @@ def act(what: str) -> None:
 def _append(name: str, line: str) -> None:
     file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
-        os.write(file, f"{line}\n".encode())  # at once: a killed process leaves no half line
+        os.write(file, f"{line}\n".encode())  # in one call: a killed process leaves no partial line
     finally:
         os.close(file)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is wrapped
+# Wrappers
 
 
 def install() -> None:
-    """Wrap the functions that are points, in this process and those forked from it."""
+    """Wrap the functions whose calls are points, in this process and those forked from it."""
     import runner.state
     import runner.training
     from runner.data.digits import Digits
@@ -165,7 +165,7 @@ def _reaching(generate: Callable[..., Iterator[Any]], point: str) -> Callable[..
 
 
 def _name(path: str) -> str:
-    """The name of a file, the same one for each run and each step."""
+    """The name of a file, normalized so that it is the same in each run and for each step."""
     if path == os.getcwd():
         return "cwd"
     name = os.path.basename(path)
@@ -196,9 +196,9 @@ def _noting_samples(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _identified(batches: Iterator[Any], samples: list[str]) -> Iterator[Any]:
-    """The batches as the training step knows them; `samples` gets what identifies each sample.
+    """Yield the batches as the training step expects them, and append an identifier of each sample to `samples`.
 
-    That is its index, or a hash of its pixels, which differ from those of the others if they are not augmented.
+    The identifier is the index of the sample or, if its target has none, a hash of its pixels (without augmentation).
     """
     for batch in batches:
         targets = getattr(batch, "targets", None)

@@ -1,4 +1,4 @@
-"""Importing this module installs the points of `fault_points`: the fork server of the tests preloads it."""
+"""Importing this module installs the points of `fault_points`; command servers of the kind `faults` import it."""
 
 from helpers.fault_points import install
 

@@ -1,15 +1,15 @@
-"""Scenarios of faults: a run of some mode, what happens to it and when, and what it must come to all the same.
+"""Fault scenarios: a run of some mode, the faults that interrupt it, and the result that it must reach nevertheless.
 
-A scenario is data: the name of a run in `RUNS`, and a sequence of `Fault`s. Each of them strikes one session of the
-run, which is then resumed; after the last one it is resumed to its end:
+A scenario is data: the name of a run in `RUNS`, and a sequence of `Fault`s. Each fault interrupts one session of the
+run, which is then resumed; after the last fault, it is resumed to its end:
 
     trial = Trial(tmp_path, "ddp", reference("ddp"), tally, "killed at a named point")
     for fault in [Fault("kill all", at="before fsync manifest.json", process="rank 0", count=2), ...]:
         trial.strike(fault)
     trial.finish()
 
-`strike` and `finish` judge by `oracle`. The fixtures `reference` (the undisturbed run of a name) and `tally` (counts
-what was tried, for the table at the end) are those of tests/faults/conftest.py.
+`strike` and `finish` check the run with the functions of `oracle`. The fixtures `reference` (the run of that name
+without faults) and `tally` (counts faults for the summary table) are defined in tests/faults/conftest.py.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from helpers.oracle import (
 from helpers.runs import write_images
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
-"""Whether everything is tried, as `make faults` does, or a fixed selection."""
+"""Whether all faults are tried, as `make faults` does, or a fixed selection."""
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is disturbed
+# Runs
 
 STEPS, SAVE_EVERY = 60, 7
 SCHEDULE = (f"steps={STEPS}", f"save_every={SAVE_EVERY}", "log_every=5", "eval_every=20")
@@ -60,7 +60,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "streams": (*DIGITS, "parallel=pipeline", "parallel.engine=streams"),
     "ddp": (*DIGITS, "parallel=ddp"),
     "fsdp": (*DIGITS, "parallel=fsdp"),
-    # Stages of equal measured time are other ones in each session, and sum up the gradient norm in another order.
+    # Fixed cuts: stages chosen by measured times differ between sessions, and sum the gradient norm in another order.
     "pipeline": (*DIGITS, "parallel=pipeline", "parallel.cuts=[conv2]", "parallel.num_micro_batches=2"),
     "ensemble": (*DIGITS, "parallel=ensemble"),
     "hogwild": (*DIGITS, "parallel=hogwild"),
@@ -68,31 +68,31 @@ RUNS: dict[str, tuple[str, ...]] = {
     "dqn": (*SCHEDULE, *AGENT, "workload=dqn", "device=cpu", "device.threads=1"),
     "dqn ddp": (*SCHEDULE, *AGENT, "workload=dqn", "device=cpu", "device.threads=1", "parallel=ddp"),
 }
-"""The arguments of a command, by the name of what it trains. Each draws all the random numbers that there are."""
+"""The arguments of the command for each run, by name. They make each run use all of its sources of randomness."""
 
 SAMPLES = dict.fromkeys(RUNS, 1438) | {"workers": 40, "dqn": 0, "dqn ddp": 0}
-"""The training samples of each; none of an agent, which draws from what it has seen."""
+"""Number of training samples of each run; 0 for an agent, which samples from its replay buffer."""
 
 ASYNCHRONOUS = ("hogwild",)
-"""No two of these runs are the same: what they compute is not compared."""
+"""Runs whose results are not reproducible, and therefore not compared."""
 
 SEVERAL = ("ddp", "fsdp", "pipeline", "ensemble", "hogwild", "dqn ddp")
-"""Those that ranks train; the others are trained by the command itself."""
+"""Runs that are trained by ranks; the others are trained by the process of the command."""
 
 
 def trainer(run: str, rank: int = 0) -> str:
-    """The process that trains a run, by its name in `Fault.process`."""
+    """The process that trains a run, as named in `Fault.process`."""
     return f"rank {rank}" if run in SEVERAL else "main"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that nothing disturbed.
+    """A run without faults.
 
     Args:
         trace: what it computed; see `helpers.oracle.trace`.
-        points: all points that it came to, as `process: point`, in their order.
-        seconds: how long it took.
+        points: all points that it reached, as `process: point`, in order.
+        seconds: its duration.
     """
 
     trace: dict[str, Any]
@@ -101,10 +101,10 @@ class Reference:
 
 
 def undisturbed(cwd: Path, run: str) -> Reference:
-    """Do the run of a name in `cwd`, from its start to its end."""
+    """Train the run `RUNS[run]` in `cwd` from start to end, without faults."""
     trial = Trial(cwd, run, None)
     (cwd / "trace.txt").touch()
-    command = trial.start()  # which waits for the server, when it is the first
+    command = trial.start()  # the first command also waits for its server to start, which is not timed
     since = time.monotonic()
     trial.watch(command)
     seconds = time.monotonic() - since
@@ -114,25 +114,26 @@ def undisturbed(cwd: Path, run: str) -> Reference:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What happens to it
+# Faults
 
 KILLED = (-signal.SIGKILL,)
-"""The exit code of a command that was killed, to whoever started it."""
+"""The expected exit codes of a command that is killed by SIGKILL."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a session of a run, and when.
+    """A fault in one session of a run.
 
     Args:
         do: what happens; see `helpers.fault_points.act`.
-        at: the point at which it does; empty: `after` so many seconds, to the command.
-        count: the how-many-eth time in the session that the process gets there.
-        process: which process gets there.
-        codes: the exit codes that the command may have. Without 0 among them, a run that is done was not struck.
-        says: a regular expression that its console matches.
-        traceback: whether the console may show a traceback.
-        arguments: overrides of this session alone.
+        at: the point at which it happens; if empty, it happens to the command `after` seconds from its start.
+        count: at which visit of the point in the session it happens, from 1.
+        process: the process that reaches the point.
+        codes: the exit codes that the command may have. If they do not include 0, a command that ends with 0 finished
+            the run before the fault happened.
+        says: a regular expression that the console output must match.
+        traceback: whether the console output may contain a traceback.
+        arguments: overrides of this session only.
     """
 
     do: str = "kill all"
@@ -153,14 +154,14 @@ Tally = Callable[[str], AbstractContextManager[Callable[[], None]]]
 
 
 class Trial:
-    """One run, from its first session to its end, with a fault in each but the last.
+    """One run, from its first session to its end, with a fault in each session but the last.
 
     Args:
-        cwd: where its commands are started.
+        cwd: working directory of its commands.
         run: its name in `RUNS`.
-        reference: the same run, undisturbed; None: nothing to compare with.
+        reference: the same run without faults; None if the results are not compared.
         tally: counts the faults.
-        kind: what the faults are called in the table.
+        kind: name of the faults in the summary table.
         extra: overrides of all sessions.
     """
 
@@ -180,7 +181,7 @@ class Trial:
         self.tally, self.kind, self.extra = tally, kind, extra
         self.leftovers = Leftovers(cwd)
         self.code, self.console = -1, ""
-        self.watched = True  # false once a session was not one of `start`: then its samples are not known
+        self.watched = True  # set to False for sessions that are not started by `start`: their samples are unknown
 
     @property
     def directory(self) -> Path:
@@ -190,11 +191,11 @@ class Trial:
 
     @property
     def done(self) -> bool:
-        """Whether the latest session did the last step."""
+        """Whether the latest session finished the run."""
         return self.code == 0
 
     def words(self) -> tuple[str, ...]:
-        """The arguments of a command that begins the run; or resumes it, once it has a directory."""
+        """The arguments of a command that starts the run or, once it has a run directory, resumes it."""
         begun = list(self.cwd.glob("outputs/*/*/config.yaml"))
         return (f"resume={self.directory}", *self.extra) if begun else (*RUNS[self.run], *self.extra)
 
@@ -203,7 +204,7 @@ class Trial:
         return Command(self.cwd, *self.words(), *arguments, kind="faults")
 
     def watch(self, command: Command) -> None:
-        """Wait for the end of a session; meanwhile, look at what it holds and at its newest checkpoint."""
+        """Wait for the end of a session; meanwhile, record its resources and check its newest checkpoint."""
         look = 0.0
         while command.code is None:
             if (now := time.monotonic()) > look:
@@ -216,10 +217,10 @@ class Trial:
         self.leftovers.assert_none()
 
     def strike(self, fault: Fault, meanwhile: Callable[[Command], None] | None = None) -> bool:
-        """Do a session in which `fault` happens; returns False if the run was done before.
+        """Run a session with `fault`; return False if the run finished before the fault happened.
 
         Args:
-            meanwhile: does what happens, where it is nothing that a fault can say.
+            meanwhile: causes the fault while the command runs, if it is one that a `Fault` cannot describe.
         """
         with ExitStack() as stack:
             not_counted = stack.enter_context(self.tally(self.kind)) if self.tally else lambda: None
@@ -247,19 +248,19 @@ class Trial:
         return True
 
     def finish(self) -> None:
-        """Resume the run to its end, which must be that of a run that nothing disturbed."""
+        """Resume the run to its end, and fail unless its result is that of a run without faults."""
         self.watch(self.start())
         assert_ended(self.code, self.console, 0, "^done after step|nothing is left to do")
         self.assert_done()
 
     def assert_done(self) -> None:
-        """Fail unless the run is done, and is what it would have been undisturbed."""
+        """Fail unless the run is complete, and its result is that of a run without faults."""
         run, asynchronous = self.directory, self.run in ASYNCHRONOUS
         assert_whole_checkpoint(run, steps_saved(self.cwd))
         assert_one_value_a_step(run)
         assert_no_scraps(run)
         if SAMPLES[self.run] and self.watched:
-            # A checkpoint may be incomplete until the next one is due. One pass of hogwild's loop is two steps.
+            # A checkpoint may be incomplete until the next one is due. An iteration of hogwild's loop takes two steps.
             assert_each_sample_once(self.cwd, self.run, SAMPLES[self.run], 2 * SAVE_EVERY + asynchronous)
         if self.reference and asynchronous:
             assert trace(run)["result"]["steps"] == self.reference.trace["result"]["steps"]
@@ -270,14 +271,15 @@ class Trial:
 def strike_all(
     faults: list[Fault], begin: Callable[[int], Trial], check: Callable[[str], object] = lambda console: None
 ) -> None:
-    """Let faults happen in one run after another, each run struck by one fault after the other until it is done.
+    """Run all faults, one per session, in as many runs as they need.
 
-    A run that is nearly done does not come to its second evaluation again, for example: that is left to the next run.
+    A run that is nearly finished may not reach the point of the next fault, such as a second evaluation. That fault is
+    then left to the next run.
 
     Args:
-        faults: the faults, each of which a new run must come to.
-        begin: returns the trial of a new run, by its number from 1.
-        check: is called with what each session printed that was struck.
+        faults: the faults; a new run must be able to reach each of them.
+        begin: returns the trial of a new run, given its number from 1.
+        check: called with the console output of each session in which a fault happened.
     """
     left, number = list(faults), 0
     while left:

@@ -1,4 +1,4 @@
-"""Checkpoints with any content, all of whose hashes are correct."""
+"""Write checkpoints with arbitrary content and correct hashes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Keys = tuple[Any, ...]
 """The keys and indices that lead to a value in nested dicts, lists and tuples."""
 
 ABSENT = object()
-"""In place of a new value: the key is removed."""
+"""As a new value, it removes the key."""
 
 
 def reseal(path: Path, **changes: Any) -> None:
-    """Write a manifest with the right hashes of all files in the checkpoint at `path`, and `changes`."""
+    """Rewrite the manifest of the checkpoint at `path` with `changes` and the correct hashes of all files."""
     manifest = json.loads((path / "manifest.json").read_text())
     files = {file.name: sha256(file) for file in sorted(path.iterdir()) if file.name != "manifest.json"}
     manifest = {key: value for key, value in (manifest | {"files": files} | changes).items() if value is not ABSENT}
@@ -30,7 +30,7 @@ def reseal(path: Path, **changes: Any) -> None:
 
 
 def sha256(file: Path) -> str:
-    """The hash of a regular file; any text for others, which nobody may open."""
+    """The hash of a regular file, or a dummy for any other entry, which must not be opened."""
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() and not file.is_symlink() else "0" * 64
 
 
@@ -42,7 +42,7 @@ def read(file: Path) -> Any:
 
 
 def write(file: Path, content: Any) -> None:
-    """Replace the content of a file of a checkpoint, and write the manifest anew."""
+    """Replace the content of a file of a checkpoint, and update the manifest."""
     if file.suffix == ".safetensors":
         safetensors.torch.save_file(content, file)
     else:
@@ -51,7 +51,7 @@ def write(file: Path, content: Any) -> None:
 
 
 def places(content: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Every nested value of `content`, with its keys."""
+    """Yield every nested value of `content` with its keys."""
     if keys:
         yield keys, content
     if isinstance(content, dict | list | tuple):
@@ -60,7 +60,7 @@ def places(content: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 
 
 def changed(content: Any, keys: Keys, change: Callable[[Any], Any]) -> Any:
-    """A copy of `content` where the value at `keys` is what `change` makes of it."""
+    """A copy of `content`, with `change` applied to the value at `keys`."""
     if not keys:
         return change(content)
     container = list(content) if isinstance(content, list | tuple) else copy.copy(content)

@@ -1,7 +1,7 @@
-"""Imported last in a server that then forks: what each run would import and read itself; none of it is garbage.
+"""Imported last by a server before it forks: load what each run would load itself, and call `gc.freeze`.
 
-A run imports TensorBoard when it opens its first file. It also collects garbage before its first step, and would look
-for it among a million objects of torch, whose memory a child of a server would have to copy.
+A run imports TensorBoard when it opens its first file. It also collects garbage before its first step. Without
+`gc.freeze`, that would visit a million objects of torch, whose memory pages a child of the server would have to copy.
 """
 
 import gc
@@ -18,8 +18,8 @@ import runner.tracking.image_grids  # noqa: F401
 from helpers.compose import FAST, built
 from runner.data.digits import read_table
 
-# What is read is kept, and how options are checked. No operation of torch may run here: children of a process that has
-# used OpenMP threads hang.
+# Fill the caches of the data and of the option checks. No operation of torch may run here: the children of a process
+# that has used OpenMP threads hang.
 read_table()
 for mode in ("single", "ddp"):
     built(*FAST, f"parallel={mode}")

@@ -1,4 +1,4 @@
-"""Imported by a fork server: says what its garbage collector does while it imports, and in its children."""
+"""Imported by a fork server: reports the state of the garbage collector during imports and in child processes."""
 
 import gc
 import json
@@ -8,6 +8,6 @@ WHILE_IMPORTING = gc.isenabled()
 
 
 def report(path: str) -> None:
-    """Write what the collector of this process does to the file at `path`."""
+    """Write the state of this process's garbage collector to the file at `path`."""
     found = {"while importing": WHILE_IMPORTING, "enabled": gc.isenabled(), "frozen": gc.get_freeze_count()}
     Path(path).write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""`python -m helpers.imported_by MODULE …` imports the modules, and prints the names of all that are imported then."""
+"""`python -m helpers.imported_by MODULE …` imports the modules, and prints the names of all loaded modules."""
 
 from __future__ import annotations
 

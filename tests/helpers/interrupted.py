@@ -1,9 +1,9 @@
-"""A command that stops itself at an awkward place: `python -m helpers.interrupted PLACE SIGNAL`.
+"""`python -m helpers.interrupted PLACE SIGNAL` sends itself a signal whose exception is hard to propagate.
 
-- `exec`: in code that runs inside `exec`, as when a dataclass is made;
-- `destructor`: where Python only prints exceptions.
+- `exec`: in code that is run by `exec`, as when a dataclass is defined;
+- `destructor`: in `__del__`, where Python only prints exceptions.
 
-It prints `cleaned up` when its exception is handled.
+It prints `cleaned up` in a `finally` block.
 """
 
 from __future__ import annotations

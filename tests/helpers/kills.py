@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments, and resumed until they are done."""
+"""Kill runs at random moments, and resume them until they are done."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ RESULTS = ("status", "steps", "metrics", "best", "config_hash")
 
 
 def train_with_kills(cwd: Path, arguments: list[str], kills: int, seconds: float, kind: str) -> int:
-    """Run the command to its end, killed up to `kills` times and resumed; returns how often it was killed.
+    """Run the command to its end, killing it up to `kills` times and resuming it; return the number of kills.
 
     Args:
         seconds: the longest time from the first event of a session to its kill.
-        kind: of the server of commands.
+        kind: the kind of the command server.
     """
     killed = 0
     while True:
         runs = [path.parent for path in cwd.glob("outputs/*/*/config.yaml")]
         sessions = len(list(cwd.glob("outputs/*/*/events*")))
         command = Command(cwd, *([f"resume={runs[0]}"] if runs else arguments), kind=kind)
-        # Most kills hit the loop; some the start, where the directory is claimed and the config written.
+        # Most kills hit the training loop, and some the start, when the directory is created and the config written.
         early = time.monotonic() + random.choice([0.3, 60, 60, 60, 60])
         while command.code is None and len(list(cwd.glob("outputs/*/*/events*"))) == sessions:
             if time.monotonic() > early:
@@ -44,7 +44,7 @@ def train_with_kills(cwd: Path, arguments: list[str], kills: int, seconds: float
 
 
 def assert_kills_change_nothing(tmp_path: Path, arguments: list[str], kills: int, kind: str = "ranks") -> None:
-    """Fail unless runs of `arguments` that are killed, `kills` times in all, end like one that is not."""
+    """Fail unless runs of `arguments` that are killed, `kills` times in total, end like one that is not killed."""
     code, console = run_command(*arguments, cwd=tmp_path / "whole", kind=kind)
     assert code == 0, console
     result = json.loads((only_run(tmp_path / "whole") / "result.json").read_text())
@@ -56,9 +56,7 @@ def assert_kills_change_nothing(tmp_path: Path, arguments: list[str], kills: int
         left -= train_with_kills(cwd, arguments, left, seconds / 2, kind)
         [path] = [directory.parent for directory in cwd.glob("outputs/*/*/config.yaml")]
         assert_same(outcome(path), wanted)
-        for unbegun in set(cwd.glob("outputs/*/*")) - {
-            path
-        }:  # killed after it was created, before the config was there
+        for unbegun in set(cwd.glob("outputs/*/*")) - {path}:  # killed before the config was written
             names = [name for name in os.listdir(unbegun) if not name.endswith(".part")]
             assert set(names) <= {"overrides.yaml", ".lock"}
         again = json.loads((path / "result.json").read_text())

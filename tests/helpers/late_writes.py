@@ -1,4 +1,4 @@
-"""Checkpoints that are written as late as possible: when the training waits for them."""
+"""Delay the writing of each checkpoint until training waits for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import runner.storage.checkpoint
 
 
 class Late:
-    """A future whose function is called by the first `result`."""
+    """A future that calls its function when `result` is called."""
 
     def __init__(self, function: Callable[[], None]):
         self.function = function
@@ -22,7 +22,7 @@ class Late:
 
 
 def write_late(_: Any = None) -> None:
-    """Let this process write its checkpoints late, until `write_normally` is called."""
+    """Delay the checkpoints of this process until `write_normally` is called."""
     setattr(runner.storage.checkpoint, _IN_THREAD, Late)
 
 

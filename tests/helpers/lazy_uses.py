@@ -1,6 +1,6 @@
-"""`python -m helpers.lazy_uses NAME` uses torch, imported lazily, for the first time in one of several ways.
+"""`python -m helpers.lazy_uses NAME` imports torch lazily, and first uses it in the way that NAME selects.
 
-Then it checks that the package is there, complete and loaded once.
+Then it checks that the package is complete and was loaded only once.
 """
 
 # ruff: noqa: F401
@@ -27,7 +27,7 @@ def submodule_of_the_other_package() -> None:
 def inspection() -> None:
     import inspect
 
-    inspect.getmodule(inspect.currentframe())  # asks every module for its file
+    inspect.getmodule(inspect.currentframe())  # reads the `__file__` of every module
 
 
 def submodule() -> None:

@@ -1,6 +1,6 @@
-"""`python -m helpers.lost_peer STORE RANK`: two ranks, of which rank 1 exits with code 7 in the middle of the run.
+"""`python -m helpers.lost_peer STORE RANK` is one of two ranks; rank 1 exits with code 7 after the first all-reduce.
 
-Rank 0 prints the type of the error that its next collective raises, and whether it is recognized.
+Rank 0 prints the type of the error that its next all-reduce raises, and whether `is_lost_peer` recognizes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from runner.system.torch_errors import is_lost_peer
 def main() -> None:
     path, rank = sys.argv[1], int(sys.argv[2])
     torch.distributed.init_process_group("gloo", f"file://{path}", rank=rank, world_size=2)
-    torch.distributed.all_reduce(torch.ones(3))  # both are there
+    torch.distributed.all_reduce(torch.ones(3))  # both ranks have joined
     if rank == 1:
         os._exit(7)
     try:

@@ -1,4 +1,4 @@
-"""`python -m helpers.measure_memory BYTES` measures a process that does nothing but hold so many bytes for a while."""
+"""`python -m helpers.measure_memory BYTES` measures its memory before, while and after it holds BYTES bytes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from runner.system import memory
 
 
 def fresh(size: int) -> mmap.mmap:
-    """New pages, written to: what is freed of the heap may be used again without the process growing."""
+    """Map new pages and write to them; memory of the heap could be reused without the process growing."""
     block = mmap.mmap(-1, size)
-    for _ in range(0, size, mmap.PAGESIZE):  # a page at a time: what is written takes memory, too
+    for _ in range(0, size, mmap.PAGESIZE):  # one page at a time, because the written bytes take memory, too
         block.write(b"x" * mmap.PAGESIZE)
     return block
 
 
 def resident() -> int:
-    """Bytes of this process in RAM, from another file than the module reads."""
+    """Resident memory of this process in bytes, from a file that `runner.system.memory` does not read."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -35,7 +35,7 @@ def measured() -> dict[str, Any]:
 def main() -> None:
     size = int(sys.argv[1])
     gc.disable()
-    fresh(size).close()  # the bytes that are written, and what the first call allocates, are there before
+    fresh(size).close()  # allocates beforehand what writing and the first call allocate
     measured()
     memory.reset_peak(torch.device("cpu"))
     before = measured()

@@ -1,4 +1,4 @@
-"""`python -m helpers.model_options` builds options of models, and prints whether torch was imported."""
+"""`python -m helpers.model_options` builds model options, and prints whether this loaded torch."""
 
 from __future__ import annotations
 

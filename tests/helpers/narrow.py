@@ -1,4 +1,4 @@
-"""A residual network of half the width: as deep, with a quarter of the parameters to compute, send and save."""
+"""A residual network of half the width: equally deep, with a quarter of the parameters to compute, send and save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NarrowResNet(ResNet):
 
 
 def narrowed(run: Run) -> Run:
-    """`run`, which trains this network in place of its residual network; of other networks as it is."""
+    """Return `run`, changed to train the narrow network if its model is a residual network."""
     options: Any = run.workload.model  # pyright: ignore[reportAttributeAccessIssue]
     if hasattr(options, "depth"):
 
@@ -34,12 +34,12 @@ def narrowed(run: Run) -> Run:
 
 
 def narrow(session: Session) -> None:
-    """As a change of the session of a run in other processes."""
+    """Apply `narrowed` to the run of a session, for functions that take a `change` of the session."""
     narrowed(session.run)
 
 
 def narrow_traced(session: Session) -> None:
-    """The same, for `compile=true`: the graph is made, but no code, which takes a minute."""
+    """Like `narrow`, for `compile=true`: the graph is captured, but no code is generated, which would take a minute."""
     options: Any = narrowed(session.run).workload.model  # pyright: ignore[reportAttributeAccessIssue]
     build = options.network
 

@@ -1,4 +1,4 @@
-"""A program without a file, as a notebook is: it trains in several processes, twice, and prints what it has got."""
+"""A program without a file, like a notebook: it trains twice in several processes, and prints results as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ before, variables = ignored(), dict(os.environ)
 results = [runner.train([*WORDS, f"seed={seed}"]) for seed in (0, 0)]
 child = multiprocessing.get_context("forkserver").Process(target=signal.pause)
 child.start()
-child.terminate()  # a child of the server that starts ranks would not notice
+child.terminate()  # SIGTERM is blocked in children of the runner's fork server
 child.join()
 told = {
     "losses": [result.metrics["train/loss"] for result in results],

@@ -1,4 +1,4 @@
-"""The options of a run before and after it; imported in each of its processes, and so imports little."""
+"""Compare the options of a run before and after training; imported in each rank, so it imports little."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.training import train
 def options_of(component: Any, path: str = "") -> dict[str, Any]:
     """Deep copies of the fields of `component` and of the components that it holds, by dotted name.
 
-    Every component also appears under its own name, as the name of its class.
+    The name of a component is mapped to the name of its class.
     """
     options: dict[str, Any] = {}
     for field in dataclasses.fields(component):
@@ -29,7 +29,7 @@ def options_of(component: Any, path: str = "") -> dict[str, Any]:
 
 
 def changed_options(before: dict[str, Any], run: Run) -> dict[str, tuple[Any, Any]]:
-    """(value before, value now) of every option of `run` that is not what it was."""
+    """(value before, value now) of every option of `run` that has changed."""
     now = options_of(run)
     names = [name for name in (*before, *(now.keys() - before.keys())) if before.get(name) != now.get(name)]
     return {name: (before.get(name), now.get(name)) for name in names}
@@ -44,7 +44,7 @@ def train_and_log(config: dict[str, Any], directory: Path) -> Result:
 
 
 def train_and_check_options(config: dict[str, Any], directory: Path, process: Process) -> Result:
-    """`runner.training.train_rank`, and an error on the rank whose options have changed by the end."""
+    """Train like `runner.training.train_rank`, and fail on each rank whose options have changed by the end."""
     run = build_run(config)
     before = options_of(run)
     session = run.prepare(process)

@@ -1,12 +1,12 @@
-"""What must hold after any fault, whatever it was. All scenarios of tests/faults are judged by these functions.
+"""Checks that must pass after any fault; all scenarios in tests/faults use them.
 
-assert_same_trace(run, reference)          weights, optimizer and random state, curves, images, result: bit for bit
-assert_one_value_a_step(run)               each curve has one value a step, in order
-assert_each_sample_once(cwd, mode, limit)  in each epoch, whatever was killed; no more than `limit` steps are redone
-assert_whole_checkpoint(run, saved)        the newest checkpoint verifies, and it is not older than what was saved
+assert_same_trace(run, reference)          equal weights, optimizer and random state, curves, images, result: bitwise
+assert_one_value_a_step(run)               each curve has one value per logged step, in order
+assert_each_sample_once(cwd, mode, ...)    each epoch reads each sample once; at most `limit` steps are redone
+assert_whole_checkpoint(run, saved)        the newest checkpoint is valid, and not older than the last one saved
 assert_no_scraps(run)                      no temporary or damaged file is left in the run directory
 Leftovers(cwd)                             no process, port, shared memory or temporary file is left outside of it
-assert_ended(code, console, wanted, says)  the right exit code and words, and no traceback
+assert_ended(code, console, wanted, says)  the expected exit code and console output, without a traceback
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from helpers.runs import assert_same, held_in, listening, newest_checkpoint, out
 from runner.storage.checkpoint import load
 
 RESULTS = ("status", "steps", "metrics", "best")
-"""What a run computed, in `result.json`; the rest are times, memory, and how it was started."""
+"""The entries of `result.json` that a run computes; the others are times, memory, and how it was started."""
 
 MEASURED = "pipeline/"
-"""Begins the tags of what is measured by a clock, besides `time/` and `memory/`."""
+"""Prefix of tags of measured times, in addition to `time/` and `memory/`."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What was computed
+# Results
 
 
 def trace(run: Path) -> dict[str, Any]:
-    """Everything that the run directory `run` says of what was computed, without times and memory."""
+    """All computed results that the run directory `run` contains, without times and memory."""
     result = json.loads((run / "result.json").read_text())
     newest = newest_checkpoint(run)
     ranks = {path.name: torch.load(path, weights_only=True) for path in sorted(newest.glob("rank_*.pt"))}
@@ -48,7 +48,7 @@ def trace(run: Path) -> dict[str, Any]:
 
 
 def assert_same_trace(run: Path, reference: dict[str, Any]) -> None:
-    """Fail unless `trace(run)` is `reference`, the trace of a run that nothing disturbed."""
+    """Fail unless `trace(run)` equals `reference`, the trace of a run without faults."""
     assert_same(trace(run), reference)
 
 
@@ -60,11 +60,11 @@ def assert_one_value_a_step(run: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What it was computed from
+# Training samples
 
 
 class Seen(NamedTuple):
-    """A training step of one process: the samples that it read, see `fault_points`."""
+    """A training step of one process, with the samples that it read (see `fault_points`)."""
 
     process: str
     pid: int
@@ -74,7 +74,7 @@ class Seen(NamedTuple):
 
 
 def read_seen(cwd: Path) -> list[Seen]:
-    """All training steps of the commands in `cwd`, in the order in which they were done."""
+    """All training steps of the commands in `cwd`, in the order in which they were executed."""
     steps = []
     for line in (cwd / "seen.txt").read_text().splitlines():
         if not line.startswith("saved "):
@@ -93,12 +93,12 @@ def steps_saved(cwd: Path) -> int:
 
 
 def assert_each_sample_once(cwd: Path, mode: str, num_samples: int, limit: int) -> None:
-    """Fail unless the steps, put together from all sessions, read each sample once an epoch.
+    """Fail unless the steps of all sessions together read each sample once per epoch.
 
     Args:
-        mode: says how the processes divide the samples.
-        num_samples: samples in an epoch.
-        limit: how many steps may at most be redone after a fault: those between two checkpoints.
+        mode: the name of the run, such as `ddp`, which determines how the processes divide the samples.
+        num_samples: number of samples in an epoch.
+        limit: the largest number of steps that may be redone after a fault: those between two checkpoints.
     """
     seen = read_seen(cwd)
     streams: dict[str, dict[int, list[str]]] = {}
@@ -118,19 +118,19 @@ def assert_each_sample_once(cwd: Path, mode: str, num_samples: int, limit: int) 
 
 
 def _divided(streams: dict[str, dict[int, list[str]]], mode: str) -> dict[str, dict[int, list[str]]]:
-    """The stream of samples of each model: that of several processes together where they divide it."""
+    """The samples of each model by step, merged over processes that divide the samples of one model."""
     names = sorted(streams)
-    if mode in ("ddp", "fsdp"):  # the samples of each step
+    if mode in ("ddp", "fsdp"):  # the ranks divide the samples of each step
         steps = {tuple(sorted(own)) for own in streams.values()}
         assert len(steps) == 1, "the ranks did different steps"
         return {"all": {step: [s for name in names for s in streams[name][step]] for step in streams[names[0]]}}
-    if mode == "hogwild":  # the steps
+    if mode == "hogwild":  # the ranks divide the steps
         return {"all": {step: samples for own in streams.values() for step, samples in own.items()}}
     return streams
 
 
 def steps_redone(seen: Iterable[Seen]) -> int:
-    """The most steps that a process did again after a resume."""
+    """The largest number of steps that a process repeated after a resume."""
     most, last, pid = 0, 0, 0
     for each in seen:
         if each.pid != pid:
@@ -140,11 +140,11 @@ def steps_redone(seen: Iterable[Seen]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is on the disk
+# Files in the run directory
 
 
 def assert_whole_checkpoint(run: Path, saved: int = 0) -> int:
-    """Fail unless the newest checkpoint is whole; returns its step, 0 if there is none.
+    """Fail unless the newest checkpoint is complete and valid; return its step, or 0 if there is none.
 
     Args:
         saved: the latest step that is known to have been saved.
@@ -160,7 +160,7 @@ def assert_whole_checkpoint(run: Path, saved: int = 0) -> int:
 
 
 def whole_checkpoint_now(run: Path) -> bool:
-    """Whether the newest checkpoint of a run that goes on is whole; it may be replaced by a newer one meanwhile."""
+    """Like `assert_whole_checkpoint`, during a run; return False if there is no checkpoint or it was just replaced."""
     before = set(run.glob("checkpoints/step_????????"))
     try:
         assert_whole_checkpoint(run)
@@ -175,20 +175,20 @@ SCRAPS = ("**/*.part", "**/.*.part", "checkpoints/tmp.*", "checkpoints/*.pruned*
 
 
 def assert_no_scraps(run: Path) -> None:
-    """Fail if a temporary or a damaged file is left in the directory of a run that is done."""
+    """Fail if a temporary or a damaged file is left in the directory of a finished run."""
     found = [path.name for pattern in SCRAPS for path in run.glob(pattern)]
     assert not found, found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is elsewhere
+# Resources outside of the run directory
 
 
 class Leftovers:
-    """What the commands in `cwd` hold outside of it: made before they start; `sample` while they run.
+    """Resources outside of `cwd` that its commands hold. Create this before they start; call `sample` while they run.
 
     Args:
-        temporary: their own directory of temporary files; None: they share that of this machine.
+        temporary: their own directory for temporary files; None if they use that of this machine.
     """
 
     def __init__(self, cwd: Path, temporary: Path | None = None):
@@ -199,14 +199,14 @@ class Leftovers:
         self.sample()
 
     def sample(self) -> None:
-        """Note what they hold now."""
+        """Record what the commands hold now."""
         sockets, shared = held_in(self.cwd)
         self.sockets |= sockets
         self.shared |= shared
         self.pids |= set(processes_in(self.cwd))
 
     def assert_none(self) -> None:
-        """Fail unless all of it goes away: the kernel closes a socket a moment after its process has ended."""
+        """Fail unless everything is released soon; the kernel closes a socket shortly after its process has ended."""
         until(lambda: not processes_in(self.cwd), what="a process is left behind")
         until(lambda: not self.sockets & listening(), what="a port is left open")
         try:
@@ -215,29 +215,29 @@ class Leftovers:
             raise AssertionError(f"left in shared memory or among the temporary files: {self._files()}") from None
 
     def _files(self) -> list[str]:
-        """Names in shared memory and of temporary files that are theirs."""
-        # Semaphores of queues are unlinked by a process that the commands of a server share, when the server ends.
+        """Names of the remaining shared memory and temporary files of the commands."""
+        # The resource tracker, which all commands of a server share, unlinks semaphores when the server ends.
         kept = "/dev/shm/sem.mp-" if self.temporary is None else "none"
         found = [name for name in self.shared if Path(name).exists() and not name.startswith(kept)]
         with suppress(OSError):
             theirs = re.compile(rf"torch_({'|'.join(map(str, self.pids)) or 'none'})_")
             found += [path.name for path in Path("/dev/shm").iterdir() if theirs.match(path.name)]
         if self.temporary is not None:
-            # The compiler's cache is torch's own, one per user, and meant to stay.
+            # The compiler cache of torch is shared by all processes of a user, and persists.
             found += [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
         return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What it said
+# Exit code and console output
 
 
 def assert_ended(code: int | None, console: str, wanted: int, says: str = "", traceback: bool = False) -> None:
-    """Fail unless a command ended with the exit code `wanted`, said `says`, and printed no traceback.
+    """Fail unless a command ended with the exit code `wanted`, printed `says`, and printed no traceback.
 
     Args:
-        says: a regular expression that the console matches somewhere.
-        traceback: whether it may print one, of an error that only its author understands.
+        says: a regular expression that is searched in the console output.
+        traceback: whether the output may contain the traceback of an unexpected error.
     """
     assert code == wanted, f"exit code {code} instead of {wanted}:\n{console}"
     assert re.search(says, console, re.MULTILINE), f"it does not say {says!r}:\n{console}"

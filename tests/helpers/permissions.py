@@ -1,4 +1,4 @@
-"""Permissions that count for root, too."""
+"""File permissions that also apply to root."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OVERRIDES = 1 << 1 | 1 << 2
 
 @contextmanager
 def mode(path: Path, bits: int) -> Iterator[Path]:
-    """Give `path` the permissions `bits` inside the context, and let this thread obey permissions, also as root."""
+    """Give `path` the permissions `bits` inside the context, and make this thread obey permissions even as root."""
     before = path.stat().st_mode
     with _obeyed():
         path.chmod(bits)

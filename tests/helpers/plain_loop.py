@@ -1,4 +1,4 @@
-"""The training loop in plain PyTorch that `train` is compared with, in every mode."""
+"""A training loop in plain PyTorch, with which `train` is compared in every mode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.seeds import derive
 STEPS = 10
 BATCH = 48
 COMMON = ("data.crop=0", "schedule=constant", f"steps={STEPS}", f"batch_size={BATCH}", "log_every=1", "eval_every=0")
-"""Overrides of a run that `plain_loop` follows."""
+"""Overrides of a run that `plain_loop` can reproduce."""
 
 CASES: dict[str, tuple[list[str], Callable[..., torch.optim.Optimizer]]] = {
     "sgd": (["optimizer.lr=0.05"], lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[list[str], Callable[..., torch.optim.Optimizer]]] = {
         ),
     ),
 }
-"""Overrides that choose an optimizer, and what makes it. The tiny network has four blocks of a weight and a bias."""
+"""Overrides that choose an optimizer, and its constructor. The tiny network has four layers with weight and bias."""
 
 
 class MuonAndAdamW:
@@ -81,11 +81,11 @@ MODE_CASES: dict[str, tuple[list[str], Callable[..., Any]]] = {
     "rmsprop": (["optimizer=rmsprop", "optimizer.lr=0.003"], lambda p: torch.optim.RMSprop(p, lr=0.003)),
     "muon": (["optimizer=muon", "optimizer.lr=0.003"], MuonAndAdamW),
 }
-"""With those compared in float64: Muon orthogonalizes in bfloat16, the others divide by small gradients."""
+"""`CASES`, and more to compare in float64: Muon orthogonalizes in bfloat16, the others divide by small gradients."""
 
 
 class Plain(NamedTuple):
-    """What `plain_loop` ends with: weights by name, and the loss and the accuracy of every step."""
+    """The result of `plain_loop`: weights by name, and the loss and accuracy of every step."""
 
     weights: dict[str, torch.Tensor]
     losses: list[float]
@@ -94,12 +94,13 @@ class Plain(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """How `plain_loop` differs from the simplest loop.
+    """Options of `plain_loop`.
 
     Args:
-        learning_rates: of every step; empty: the optimizer's own.
-        max_norm: to clip the gradients to.
-        num_parts: of a batch, each seen by a copy of the model with buffers of its own, which are averaged at the end.
+        learning_rates: the learning rate of every step; if empty, that of the optimizer.
+        max_norm: the norm to which gradients are clipped.
+        num_parts: number of shards of a batch. Each is processed by a copy of the model with its own buffers, which are
+            averaged at the end.
         frozen: the name of a module that is not trained.
     """
 
@@ -141,12 +142,12 @@ def _fresh_model(run: Run, settings: Settings) -> torch.nn.Module:
 def train_plainly(
     run: Run, model: torch.nn.Module, update: torch.optim.Optimizer, settings: Settings, first: int = 0
 ) -> Plain:
-    """The steps after `first`, of a model whose optimizer is `update`."""
+    """Train `model` with the optimizer `update` in plain PyTorch, starting after step `first`."""
     samples = run.workload.train  # pyright: ignore[reportAttributeAccessIssue]
     dtype, num_parts = settings.dtype, settings.num_parts
     copies = [model] + [copy.deepcopy(model) for _ in range(num_parts - 1)]
     losses, accuracies = [], []
-    # One permutation an epoch, laid end to end: a batch may begin in one and end in the next.
+    # One permutation per epoch, concatenated: a batch may extend over two epochs.
     epochs = [derive(run.seed, "order", epoch) for epoch in range(2)]
     stream = torch.cat([torch.randperm(len(samples), generator=torch.Generator().manual_seed(e)) for e in epochs])
     for step in range(first, settings.num_steps):
@@ -154,7 +155,7 @@ def train_plainly(
         update.zero_grad()
         outputs = []
         for part, own in zip(copies, indices.chunk(num_parts), strict=True):
-            part.load_state_dict(dict(model.named_parameters()), strict=False)  # buffers stay each copy's own
+            part.load_state_dict(dict(model.named_parameters()), strict=False)  # each copy keeps its own buffers
             outputs.append(part(samples.inputs[own].to(dtype)))
             loss = cross_entropy(outputs[-1], samples.targets[own]) / num_parts
             loss.backward(inputs=[p for p in part.parameters() if p.requires_grad])
@@ -178,7 +179,7 @@ def train_plainly(
 
 
 def plain_evaluation(run: Run, weights: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """The loss and the accuracy of `weights` on every held-out sample at once."""
+    """The loss and accuracy of `weights` on all held-out samples, as a single batch."""
     run.workload.prepare()
     held_out = run.workload.held_out  # pyright: ignore[reportAttributeAccessIssue]
     model = run.workload.build_model().to(next(iter(weights.values())).dtype)
@@ -195,7 +196,7 @@ def weights_at(directory: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def largest_difference(got: dict[str, Any], wanted: dict[str, Any]) -> float:
-    """The largest relative difference of any tensor, by norm."""
+    """The largest relative difference over all tensors, ‖got − wanted‖ / ‖wanted‖."""
     assert got.keys() == wanted.keys()
     differences = {n: (got[n].double() - wanted[n].double()).norm() for n in wanted}
     return max((differences[n] / wanted[n].double().norm().clamp_min(1e-12)).item() for n in wanted)

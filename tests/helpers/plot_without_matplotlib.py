@@ -1,4 +1,4 @@
-"""`python -m helpers.plot_without_matplotlib ARGUMENT …` is `runner.tools.plot` where matplotlib cannot be imported."""
+"""`python -m helpers.plot_without_matplotlib ARGUMENT …` runs `runner.tools.plot` without matplotlib."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A component in a package of its own; importing it leaves a file beside it."""
+"""A component in a package of its own; importing it creates the file `ran` next to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the jobs of a pool saw and how they ended; the jobs run `helpers.fake_run`."""
+"""Wait for jobs of a pool, and read what they printed and how they ended; the jobs run `helpers.fake_run`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from runner.sweep.engines.base import Ended, Pool
 
 
 def seen(number: int) -> list[dict[str, Any]]:
-    """What each start of a job saw."""
+    """What `fake_run` printed at each start of a job."""
     file = Path(f"{number}.txt")
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
 
 
 def started(pool: Pool, *numbers: int) -> None:
-    """Wait until jobs run."""
+    """Wait until the jobs have started."""
     until(lambda: (pool.wait(0.05), all(seen(number) for number in numbers))[1])
 
 
 def ended(pool: Pool, *wanted: int) -> dict[int, Ended]:
-    """The ends of jobs, once all of the wanted ones have ended."""
+    """Wait until the `wanted` jobs have ended; return how jobs have ended, by number."""
     found: dict[int, Ended] = {}
     until(lambda: (found.update({each.number: each for each in pool.wait(0.05)}), set(found) >= set(wanted))[1])
     return found
 
 
 def codes(pool: Pool, *wanted: int) -> dict[int, int | None]:
-    """The exit codes of jobs, once all of the wanted ones have ended."""
+    """Wait until the `wanted` jobs have ended; return exit codes, by number."""
     return {number: each.code for number, each in ended(pool, *wanted).items()}

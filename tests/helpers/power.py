@@ -1,7 +1,7 @@
-"""Records every change below a directory, and builds what a power loss at any moment may leave of it.
+"""Record every change below a directory, and construct what a power loss at any moment may leave of it.
 
-Of what is not synced, a file system promises nothing: a name that was created, renamed or deleted is certain after an
-fsync of its directory, the content of a file after an fsync of the file.
+A file system guarantees nothing that is not synced: the creation, renaming or deletion of a name is durable after an
+fsync of its directory, and the content of a file after an fsync of the file.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from typing import Any
 from unittest import mock
 
 Change = tuple[tuple[int, str, int | None], ...]
-"""Names that change at once, as (directory, name, the file or directory of that name; None: none), by numbers."""
+"""Names that change atomically, as (number of the directory, name, number of the entry or None if it is deleted)."""
 
 Names = dict[int, dict[str, int]]
-"""What each directory contains."""
+"""The entries of each directory: {number of the directory: {name: number of the entry}}."""
 
 ROOT = 0
 CALLS = ("fsync", "replace", "rename", "mkdir", "unlink", "remove", "rmdir")
 CONTENTS = ("kept", "lost", "torn", "zeros")
-"""What becomes of content that is not synced."""
+"""What may happen to file content that is not synced."""
 
 
 @dataclass(frozen=True)
 class Instant:
-    """What is on the disk at one moment.
+    """The state of the disk at one moment.
 
     Args:
-        call: the call before which, or after which, it is.
-        mark: what `Recorder.mark` was.
-        certain: the names that a power loss leaves.
-        pending: the changes of names since, any of which may be there.
+        call: the call before or after which it was recorded, such as `before fsync`.
+        mark: the value of `Recorder.mark`.
+        certain: the names that survive a power loss.
+        pending: the later changes of names, any of which may survive.
         synced: the content of files at their last fsync.
-        written: the content of files now.
+        written: the current content of files.
     """
 
     call: str
@@ -50,7 +50,7 @@ class Instant:
 
 
 class Recorder:
-    """A context manager: records `instants` before and after each call that changes names below `root`, or syncs."""
+    """A context manager that records `instants` before and after each call that syncs or changes names below `root`."""
 
     def __init__(self, root: Path):
         self.root, self.mark = root, None
@@ -115,9 +115,9 @@ class Recorder:
             self._pending = kept
 
     def _scan(self) -> None:
-        """Look for changes since the last time, also those of libraries that no call of `os` shows."""
+        """Detect changes since the last scan, including those by libraries that do not call functions of `os`."""
         numbers, names = {os.stat(self.root).st_ino: ROOT}, {}
-        written = dict(self._written)  # a deletion may be lost: what it deletes has content too
+        written = dict(self._written)  # with deleted files, because a deletion may be lost
         folders = [(self.root, ROOT)]
         while folders:
             folder, number = folders.pop()
@@ -143,11 +143,11 @@ class Recorder:
 
 
 def changes(before: Names, after: Names) -> Iterator[Change]:
-    """What changed: a name that moved is one change, each other name another."""
+    """Yield the changes: moving an entry changes two names atomically; every other name is a separate change."""
     single: list[tuple[int, str, int | None]] = []
     for directory in {*before, *after}:
         old, new = before.get(directory, {}), after.get(directory, {})
-        if directory in after:  # what a deleted directory contained has no names any more
+        if directory in after:  # the entries of a deleted directory have no names anymore
             single += [(directory, name, new.get(name)) for name in {*old, *new} if old.get(name) != new.get(name)]
     was = {number: (directory, name) for directory, names in before.items() for name, number in names.items()}
     moved: set[tuple[int, str]] = set()
@@ -162,7 +162,7 @@ def changes(before: Names, after: Names) -> Iterator[Change]:
 
 
 def apply(change: Change, names: Names) -> None:
-    """Change `names`."""
+    """Apply `change` to `names`."""
     for directory, name, number in change:
         if number is None:
             names.get(directory, {}).pop(name, None)
@@ -171,11 +171,11 @@ def apply(change: Change, names: Names) -> None:
 
 
 def left(instant: Instant, applied: Collection[int], content: str) -> dict[str, bytes | None]:
-    """What a power loss at `instant` leaves: the content of each file by its path, None for a directory.
+    """Return what a power loss at `instant` leaves, by path: the content of each file, and None for each directory.
 
     Args:
-        applied: the indices of the pending changes that are there.
-        content: one of `CONTENTS`.
+        applied: the indices of the pending changes that survive.
+        content: what happens to content that is not synced, one of `CONTENTS`.
     """
     names = copy.deepcopy(instant.certain)
     for index, change in enumerate(instant.pending):
@@ -197,7 +197,7 @@ def left(instant: Instant, applied: Collection[int], content: str) -> dict[str, 
 
 
 def remains(synced: bytes, written: bytes, content: str) -> bytes:
-    """What is left of the content of a file: all of what was synced, unless it was overwritten."""
+    """Return what is left of the content of a file: everything that was synced, unless it was overwritten."""
     if content == "kept" or synced == written:
         return written
     if content == "lost":
@@ -208,7 +208,7 @@ def remains(synced: bytes, written: bytes, content: str) -> bytes:
 
 
 def states(instants: list[Instant], seed: int = 0) -> Iterator[tuple[Instant, dict[str, bytes | None]]]:
-    """Every different state that a power loss leaves at one of the `instants`, with some of the pending changes."""
+    """Yield distinct states that a power loss may leave at the `instants`, for several subsets of pending changes."""
     draw, seen = random.Random(seed), set()
     for instant in instants:
         count = len(instant.pending)
@@ -223,7 +223,7 @@ def states(instants: list[Instant], seed: int = 0) -> Iterator[tuple[Instant, di
 
 
 def least_states(instants: list[Instant]) -> Iterator[tuple[Instant, dict[str, bytes | None]]]:
-    """The least that a power loss leaves at each of the `instants`: nothing but what is synced."""
+    """Yield the minimum that a power loss leaves at each of the `instants`: only what is synced."""
     before: dict[str, bytes | None] = {}
     for instant in instants:
         state = left(instant, (), "lost")

@@ -1,4 +1,4 @@
-"""The command in this process, up to where training would begin: what it would go on from, or why it refuses to."""
+"""Run the command in this process up to the start of training: what it would resume from, or why it refuses to run."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Probed(NamedTuple):
     Args:
         code: its exit code.
         console: what it printed.
-        directory: the run directory that it would train in; None if it refused the config.
-        checkpoint: the checkpoint that it would go on from; None if there is none.
-        result: the result of the run, if it is done already.
-        state: the state that it would go on from, with `deep`.
+        directory: the run directory in which it would train; None if it refused the config.
+        checkpoint: the checkpoint from which it would resume; None if there is none.
+        result: the result of the run, if it is already done.
+        state: the state from which it would resume; only with `deep`.
     """
 
     code: int
@@ -72,7 +72,7 @@ def probe(*arguments: str, cwd: Path, deep: bool = False) -> Probed:
 
 
 def in_process(arguments: list[str], cwd: Path, trained: Callable[..., Result] = trained) -> tuple[int, str]:
-    """Run the command, perhaps with another function to train; returns its exit code and what it printed."""
+    """Run the command in this process, training with `trained`; return its exit code and what it printed."""
     console = io.StringIO()
     with unchanged(), contextlib.chdir(cwd), contextlib.redirect_stdout(console), contextlib.redirect_stderr(console):
         with mock.patch("runner.cli.run_job.trained", trained), mock.patch.object(sys, "argv", ["runner"]):
@@ -82,7 +82,7 @@ def in_process(arguments: list[str], cwd: Path, trained: Callable[..., Result] =
 
 @contextlib.contextmanager
 def unchanged() -> Iterator[None]:
-    """Restore logging and Hydra's global objects."""
+    """A context that restores logging and Hydra's global objects at its end."""
     root, config = logging.getLogger(), HydraConfig.instance().cfg
     handlers, level = list(root.handlers), root.level
     GlobalHydra.instance().clear()

@@ -1,4 +1,4 @@
-"""What ranks do in the tests in place of training as they are told; imported in each of them, and so of little."""
+"""Functions that ranks run in tests, mostly instead of `train_rank`; imported in each rank, so with few imports."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from runner.tracking.log_file import LogFile
 from runner.training import train
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Changes of a session, before it trains
+# Changes of a session before training
 
 
 def stop_at(step: int, rank: int, session: Session) -> None:
-    """Send SIGTERM to `rank` at the end of `step`; −1: the last rank."""
+    """Send SIGTERM to `rank` at the end of `step`; −1 is the last rank."""
 
     def after_step(_: torch.nn.Module, now: int) -> None:
         if now == step and session.rank == rank % session.context.world_size:
@@ -64,19 +64,19 @@ def fail_at_once(rank: int, session: Session) -> None:
 
 
 def full_disk(rank: int, num_bytes: int, session: Session) -> None:
-    """No file of this rank may grow beyond `num_bytes`: to a program that is a full disk."""
+    """Limit the size of the files of `rank` to `num_bytes`, so that writing fails as on a full disk."""
     if session.rank == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In place of `runner.training.train_rank`
+# Replacements of `runner.training.train_rank`
 
 
 def train_changed(
     change: Callable[[Session], Any], config: dict[str, Any], directory: Path, process: Process
 ) -> Result:
-    """Train as `train_rank` does, after a `change` of the session."""
+    """Train like `train_rank`, after applying `change` to the session."""
     session = build_run(config).prepare(process)
     change(session)
     with LogFile(directory, process.rank_info.rank):
@@ -84,7 +84,7 @@ def train_changed(
 
 
 def count_and_fail(config: dict[str, Any], directory: Path, process: Process) -> None:
-    """Note each attempt, and fail."""
+    """Record each attempt in a file, and fail on rank 1."""
     if process.rank_info.rank == 1:
         with (directory / "attempts").open("a") as file:
             print(os.getpid(), file=file)
@@ -93,8 +93,8 @@ def count_and_fail(config: dict[str, Any], directory: Path, process: Process) ->
 
 
 def stop_late(config: dict[str, Any], directory: Path, process: Process) -> int:
-    """Receive a stop signal after training, while a thread that was started during training does not block it."""
-    process.collectives.barrier()  # as in training: gloo fails on a rank that still connects while another one ends
+    """Send this process SIGUSR1 after training, while a thread that was started during training has it unblocked."""
+    process.collectives.barrier()  # as in training: gloo fails on a rank that still connects when another one exits
     done = threading.Event()
     with StopRequest():
         thread = threading.Thread(target=done.wait)
@@ -106,7 +106,7 @@ def stop_late(config: dict[str, Any], directory: Path, process: Process) -> int:
 
 
 def rank_infos(config: dict[str, Any], directory: Path, process: Process) -> list[dict[str, Any]]:
-    """What each rank is told of itself."""
+    """Return the environment variables, `RankInfo` and process group that each rank gets."""
     names = ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
     own = {name: os.environ.get(name) for name in names} | {"rank_info": process.rank_info}
     own |= {"group": (torch.distributed.get_rank(), torch.distributed.get_world_size())}
@@ -114,16 +114,16 @@ def rank_infos(config: dict[str, Any], directory: Path, process: Process) -> lis
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In processes that are started in another way
+# Functions for processes that are started in another way
 
 
 def threads(pipe: Connection, asked: str | None, config: dict[str, Any], rank_info: RankInfo) -> None:
-    """Report how many threads the operations of a rank use while it trains, where OMP_NUM_THREADS is `asked`."""
+    """Report the number of threads that operations use during training if OMP_NUM_THREADS is `asked`."""
     report = start_heartbeat(pipe)
     os.environ.pop("OMP_NUM_THREADS", None)
     if asked:
         os.environ["OMP_NUM_THREADS"] = asked
-        torch.set_num_threads(int(asked))  # as torch does at its import
+        torch.set_num_threads(int(asked))  # as torch does when it is imported
     cpu = torch.device("cpu")
     init_rank(rank_info, cpu, 60, external=False)
     with build_run(config).device.settings(cpu, deterministic=False):
@@ -131,10 +131,10 @@ def threads(pipe: Connection, asked: str | None, config: dict[str, Any], rank_in
 
 
 def jobs(configs: list[dict[str, Any]], directory: Path) -> list[str]:
-    """The jobs of a sweep, one after another in processes that another launcher started; in the second, rank 1 fails.
+    """Run the jobs of a sweep in turn, in processes that another launcher started; rank 1 fails in the second job.
 
     Returns:
-        What became of each on this rank.
+        The status of each job on this rank, or its error.
     """
     return [job(config, directory / str(number), fails=number == 1) for number, config in enumerate(configs)]
 
@@ -149,7 +149,7 @@ def job(config: dict[str, Any], directory: Path, fails: bool) -> str:
     with launcher.connect() as process:
         session = run.prepare(process)
         if fails:
-            held.append(torch.distributed.group.WORLD)  # as a replica in a traceback may: nothing frees the group
+            held.append(torch.distributed.group.WORLD)  # keeps the group alive, as a replica in a traceback may
             fail_at(1, 5, ValueError("only here"), session)
         with LogFile(directory, process.rank_info.rank):
             try:
@@ -168,23 +168,23 @@ CPU = torch.device("cpu")
 
 
 def info(rank: int, port: int) -> RankInfo:
-    """One of two ranks of this machine."""
+    """The `RankInfo` of one of two ranks on this machine."""
     return RankInfo(rank, 2, rank, 2, process_group.HOST, port)
 
 
 def form_and_leave(pipe: Connection, rank: int, port: int) -> None:
-    """Report the sum over both ranks, and whether there is a group at the end."""
+    """Initialize and destroy a process group; report the sum over both ranks, and whether a group is left."""
     report = start_heartbeat(pipe)
     process_group.init_process_group(info(rank, port), CPU, 300, external=False)
     tensor = torch.tensor(float(rank + 1))
     torch.distributed.all_reduce(tensor)
     process_group.destroy_process_group()
-    process_group.destroy_process_group()  # there is none any more
+    process_group.destroy_process_group()  # a second call does nothing
     report(Report(value=(float(tensor), torch.distributed.is_initialized())))
 
 
 def abort_or_wait(pipe: Connection, rank: int, port: int) -> None:
-    """Rank 0 aborts the group while rank 1 waits in a collective, which has an hour's time."""
+    """Rank 0 aborts the process group while rank 1 waits in a collective whose timeout is an hour."""
     report = start_heartbeat(pipe)
     process_group.init_process_group(info(rank, port), CPU, 3600, external=False)
     torch.distributed.barrier()
@@ -200,7 +200,7 @@ def abort_or_wait(pipe: Connection, rank: int, port: int) -> None:
 
 
 def form_three_groups() -> list[float]:
-    """In processes that another launcher started: what is broadcast from rank 0 in one group after the other."""
+    """Create three process groups in turn between externally launched ranks; return what rank 0 broadcasts in each."""
     rank_info, received = external_rank_info(), []
     assert rank_info is not None
     for _ in range(3):

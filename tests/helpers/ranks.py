@@ -1,4 +1,4 @@
-"""Ranks that stay: processes that join one run after another, which takes a tenth of a second each, not two."""
+"""Persistent ranks: processes that train one run after another, each of which starts in 0.1 s instead of 2 s."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from runner.parallel.launch import processes
 from runner.system.forkserver import METHOD, start_server
 
 PATIENCE = 300.0
-"""Seconds that a job may take."""
+"""Timeout in seconds of a call."""
 
 
 class Ranks:
-    """`count` processes as torchrun starts them: with their ranks in the environment, and one store.
+    """`count` processes in the environment of torchrun: with their ranks in environment variables, and a shared store.
 
     Modes join such processes instead of starting their own, and keep their process group from run to run.
     """
@@ -46,7 +46,7 @@ class Ranks:
                 "LOCAL_WORLD_SIZE": str(self.count),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self.store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here, not in rank 0
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is in this process, not in rank 0
                 "OMP_NUM_THREADS": "1",
             }
             context: Any = multiprocessing.get_context(METHOD)
@@ -57,7 +57,7 @@ class Ranks:
             self.pipes.append(ours)
 
     def do(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What `function(*arguments)` returns in each of them; an error in one ends all, until the next call."""
+        """Return the result of `function(*arguments)` on each rank. After an error, the next call starts new ranks."""
         if not self.processes:
             self.start()
         for pipe in self.pipes:
@@ -82,7 +82,7 @@ class Ranks:
         return [answers[pipe] for pipe in self.pipes]
 
     def _lost(self, pipe: Connection) -> RuntimeError:
-        """An error that says how the rank behind `pipe` ended. The next call starts other ranks."""
+        """Return an error that says how the rank behind `pipe` ended. The next call starts new ranks."""
         rank = self.pipes.index(pipe)
         process = self.processes[rank]
         process.join(PATIENCE)
@@ -90,7 +90,7 @@ class Ranks:
         return RuntimeError(f"rank {rank} ended with exit code {process.exitcode}")
 
     def train(self, config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None = None) -> Any:
-        """Rank 0's result of the run of `config` in `directory`; `change` is called with each rank's session."""
+        """Train the run of `config` in `directory`, and return rank 0's result; `change` gets each rank's session."""
         directory.mkdir(exist_ok=True)
         return self.do(train, config, directory, change)[0]
 
@@ -105,7 +105,7 @@ class Ranks:
 
 @contextmanager
 def connected(config: dict[str, Any]) -> Iterator[Any]:
-    """A context that gives the session of `config` in this process, joined with the others."""
+    """A context that yields the session of `config` in this process, connected to the other ranks."""
     from runner.run import build_run
 
     run = build_run(config)
@@ -114,7 +114,7 @@ def connected(config: dict[str, Any]) -> Iterator[Any]:
 
 
 def train(config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None = None) -> Any:
-    """A run from its config to its result in one of several processes, as the command does it."""
+    """Train a run in one of several processes, from its config to its result, as the command does."""
     from helpers.compose import train_in
     from runner.parallel.launch.cluster import external_rank_info
     from runner.run import build_run
@@ -130,7 +130,7 @@ def _serve(pipe: Connection, variables: dict[str, str]) -> None:
 
     os.environ.update(variables)
     torch.set_num_threads(1)
-    gc.freeze()  # a run collects garbage before its first step: nothing of torch's million objects is any
+    gc.freeze()  # a run collects garbage before its first step, which would visit torch's million objects
     with tempfile.TemporaryFile() as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

@@ -1,4 +1,4 @@
-"""`python -m helpers.reading exit|endless` reads with two workers, whose process ids it prints once they have begun."""
+"""`python -m helpers.reading exit|endless` reads with two workers; prints their process ids after the first item."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.data.workers import Workers
 
 
 class Echo:
-    """The number itself, after a millisecond."""
+    """A dataset whose items are their indices, each available after a millisecond."""
 
     def __getitem__(self, number: int) -> int:
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""What runs leave behind, and what they hold while they go on."""
+"""Inspect the files of runs and the resources that running processes hold, and create inputs of runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TWO = (*FAST, "parallel=ddp", "parallel.processes=2")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What runs leave behind
+# Files of a run
 
 
 def only_run(cwd: Path) -> Path:
@@ -35,7 +35,7 @@ def newest_checkpoint(run: Path) -> Path:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    """Step, weights and optimizer state of the newest checkpoint of `run`, flat."""
+    """The step, weights and optimizer state of the newest checkpoint of `run`, in a flat dict."""
     newest = newest_checkpoint(run)
     optimizer_state = torch.load(newest / "state.pt", weights_only=True)["optimizer"]
     flat = {f"{key} of {name}": tensor for name, state in optimizer_state.items() for key, tensor in state.items()}
@@ -44,7 +44,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_bitwise(run: Path, wanted: dict[str, torch.Tensor]) -> None:
-    """Fail unless `weights(run)` are `wanted`, bit for bit."""
+    """Fail unless `weights(run)` equals `wanted`, bit for bit."""
     got = weights(run)
     assert got.keys() == wanted.keys()
     for name, tensor in got.items():
@@ -52,7 +52,7 @@ def assert_bitwise(run: Path, wanted: dict[str, torch.Tensor]) -> None:
 
 
 def outcome(path: Path) -> dict[str, Any]:
-    """All that the run at `path` computed: weights, optimizer and random state, curves, images; no times, no memory."""
+    """All results of the run at `path`: weights, optimizer and random state, curves, images; no times, no memory."""
     newest = newest_checkpoint(path)
     state = torch.load(newest / "state.pt", weights_only=True)
     read = events(path)
@@ -86,7 +86,7 @@ def assert_same(got: Any, wanted: Any, where: str = "") -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What they hold while they go on
+# Resources of running processes
 
 
 def held_in(cwd: Path) -> tuple[set[str], set[str]]:
@@ -110,24 +110,24 @@ def listening_addresses(cwd: Path) -> set[tuple[str, int]]:
 
 
 def listening() -> set[str]:
-    """Inodes of the TCP sockets of this machine that listen."""
+    """Inodes of the listening TCP sockets of this machine."""
     lines = "".join(Path(f"/proc/net/{family}").read_text() for family in ("tcp", "tcp6")).splitlines()
     return {line.split()[9] for line in lines if line.split()[3] == "0A"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What they are given
+# Inputs of a run
 
 
 def free_port() -> int:
-    """A port that nothing listened at a moment ago."""
+    """A port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def write_images(root: Path) -> None:
-    """A data set of two classes of random images, as PNG files."""
+    """Write a dataset with two classes of random images as PNG files."""
     generator = torch.Generator().manual_seed(0)
     for split, count in (("train", 20), ("val", 4)):
         for name in ("cat", "dog"):

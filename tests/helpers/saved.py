@@ -1,4 +1,4 @@
-"""Run directories and sweeps that are written by hand, so that every number in them is known."""
+"""Write run directories, checkpoints and sweeps without training, so that every number in them is known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.storage.run_directory import step_name, write_config
 
 
 def save_run(path: Path, *overrides: str, **result: Any) -> Path:
-    """A run directory like one that the command leaves, with these entries in its `result.json`; without any, none."""
+    """Write a run directory like those of the command; `result` is the content of `result.json`, omitted if empty."""
     (path / "checkpoints" / "step_00000007").mkdir(parents=True)
     (path / "checkpoints" / "step_00000007" / "model.safetensors").write_bytes(bytes(10_000))
     write_config(path, composed(*overrides), list(overrides))
@@ -25,7 +25,7 @@ def save_run(path: Path, *overrides: str, **result: Any) -> Path:
 
 
 def evaluated(best: float, last: float, metric: str = "eval/accuracy", **more: Any) -> dict[str, Any]:
-    """The entries of the result of a run that was evaluated."""
+    """The entries of `result.json` for a run that was evaluated."""
     return {"best": {"metric": metric, "value": best, "step": 5}, "metrics": {metric: last}, **more}
 
 
@@ -37,7 +37,7 @@ def save_now(checkpoints: Checkpoints, content: Checkpoint, best_step: int | Non
 
 
 def save_ledger(sweep: Path, *jobs: dict[str, Any], complete: bool = False) -> Path:
-    """The ledger of a sweep in the directory `sweep`, with a lock file and the consoles of its jobs."""
+    """Write the ledger of a sweep to the directory `sweep`, with a lock file and the console output of its jobs."""
     (sweep / "console").mkdir(parents=True, exist_ok=True)
     entries = {str(number): {"config_hash": "a"} | job for number, job in enumerate(jobs)}
     for number in range(len(jobs)):
@@ -48,7 +48,7 @@ def save_ledger(sweep: Path, *jobs: dict[str, Any], complete: bool = False) -> P
 
 
 def make_older(path: Path, days: float) -> Path:
-    """Set the times of everything in a run directory back by some days."""
+    """Set the modification times of a run directory and its files to `days` ago."""
     then = time.time() - days * 86400
     for file in (*path.rglob("*"), path):
         os.utime(file, (then, then))

@@ -1,4 +1,4 @@
-"""An environment whose episodes end by a script, and what the steps in it amount to, computed the slow way."""
+"""An environment with scripted episode ends, and a simple, slow computation of its n-step transitions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from runner.workloads.dqn.replay import Replay, unpack
 
 
 class Scripted(gymnasium.Env):
-    """Episodes of 1, 2, 3, … steps, from where the seed says; they end and are cut off by turns.
+    """Episodes of 1, 2, …, 9 steps in rotation, which are terminated, truncated, or both.
 
-    An observation is (environment, episode, step), so that each is the only one of its kind. All is written down.
+    An observation is (environment, episode, step) and therefore unique. `diary` records all transitions.
     """
 
     observation_space = gymnasium.spaces.Box(0, 1e6, (3,), np.float32)
@@ -43,7 +43,7 @@ class Scripted(gymnasium.Env):
         self.now += 1
         length = (self.name + self.episode) % 9 + 1
         over, kind = self.now == length, (self.name + self.episode // 2) % 3
-        terminated, truncated = over and kind != 1, over and kind != 0  # ended, cut off, or both at once
+        terminated, truncated = over and kind != 1, over and kind != 0  # terminated, truncated, or both
         reward = float(10 * self.name + self.episode + self.now**2 + 1) * (-1) ** self.now
         self.diary[self.name][-1].append((before, int(action), reward, self.seen(), terminated))
         return self.seen(), reward, terminated, truncated, {}
@@ -57,7 +57,7 @@ def scripted_actor(
     capacity: int = 10_000,
     longest_repeat: int = 1,
 ) -> Actor:
-    """An actor in so many of them, which combines `length` steps."""
+    """An actor in `num_envs` scripted environments, whose transitions combine `length` steps."""
     spec = EnvSpec("Scripted-v0", Scripted, disable_env_checker=True)
     monkeypatch.setitem(gymnasium.registry, "Scripted-v0", spec)
     env = Env("Scripted-v0", num_envs)
@@ -68,7 +68,7 @@ def scripted_actor(
 
 
 def reference(length: int, discount: float) -> dict[tuple, tuple]:
-    """What the environments' diary amounts to, by window: {observation: (action, return, next, discount)}."""
+    """The n-step transitions that the diary implies: {observation: (action, return, next observation, discount)}."""
     wanted = {}
     for episodes in Scripted.diary.values():
         for number, steps in enumerate(episodes):

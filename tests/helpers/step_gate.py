@@ -1,10 +1,10 @@
-"""A gate before a training step, at which a run or the jobs of a sweep wait while a test needs them in training.
+"""A gate before a training step, at which a run or the jobs of a sweep wait while a test needs them to be training.
 
-Importing this module puts it into the training loop of this process and those forked from it; a fresh interpreter does
-so if `command.GATED` is on PYTHONPATH. `STEP_GATE=30:FILE` in the environment closes it: a run waits before its step 30
-until there is FILE, or until it was asked to stop.
+Importing this module installs the gate in the training loop of this process and those forked from it; a fresh
+interpreter imports it if `command.GATED` is on PYTHONPATH. `STEP_GATE=30:FILE` in the environment closes the gate: a
+run waits before step 30 until FILE exists or the run is asked to stop.
 
-A rank of number N hangs before its step 14 if there is a file `rank_N_hangs` in its working directory.
+Rank N hangs before step 14 or a later one if there is a file `rank_N_hangs` in its working directory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _gated(state: Any, batches: Any, step: Any, log_due: bool) -> Any:
         time.sleep(3600)
     number, _, file = os.environ.get("STEP_GATE", "").partition(":")
     if number and step.number == int(number):
-        request = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)  # not in a rank, which its parent stops
+        request = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)  # none in a rank, which its parent stops
         while not getattr(request, "received", 0) and not Path(file).exists():
             time.sleep(0.005)
     return _train_step(state, batches, step, log_due)

@@ -1,4 +1,4 @@
-"""`python -m helpers.storage_work create|hold`: what several processes do in one directory at once."""
+"""`python -m helpers.storage_work create|hold` is run by several processes at once, in the same directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECOND = "2026-01-02_03-04-05"
 
 
 def create(count: int = 5) -> None:
-    """Create `count` run directories once a line is read, and print them; all in the same second."""
+    """Read a line, then create `count` run directories, all named for the same second, and print them."""
     run_directory.time.strftime = lambda *_: SECOND
     print("ready", flush=True)
     sys.stdin.readline()
@@ -21,7 +21,7 @@ def create(count: int = 5) -> None:
 
 
 def hold() -> None:
-    """Lock the current directory, say whether that worked, and hold it until standard input is closed."""
+    """Lock the current directory, print whether that worked, and hold the lock until standard input is closed."""
     lock = run_directory.lock(Path())
     print(lock is not None, flush=True)
     sys.stdin.read()

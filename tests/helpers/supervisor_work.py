@@ -1,4 +1,4 @@
-"""What the processes of a supervisor do in the tests; imported in each of them, and so of little."""
+"""Functions that the processes of a supervisor run in tests; imported in each of them, so with few imports."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from runner.parallel.launch.supervisor import Report, report_of, start_heartbeat
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
 LONG = 600.0
-"""Seconds for which a rank does nothing, until it is killed."""
+"""Seconds for which a rank sleeps; it is killed before that."""
 
 
 def does(pipe: Connection, what: Callable[[], Any], reported: Path | None = None) -> None:
-    """A rank that does one thing, and reports.
+    """Call `what` in a rank, and report its return value or its error.
 
     Args:
-        reported: a file that is made after the report of an error.
+        reported: a file that is created after an error is reported.
     """
     report = start_heartbeat(pipe)
     try:
@@ -46,7 +46,7 @@ def hang() -> None:
 
 
 def fail(error: BaseException, after: Path | None = None) -> None:
-    """Raise `error`, once the file `after` is there."""
+    """Raise `error` once the file `after` exists."""
     wait_for(after)
     raise error
 
@@ -66,13 +66,13 @@ def exit_with(code: int) -> None:
 
 
 def wait_for_signal() -> str:
-    """The name of a signal of those that the supervisor's processes begin with blocked."""
+    """Wait for one of the signals that a supervisor's processes block from their start, and return its name."""
     received = signal.sigwait({signal.SIGUSR1, signal.SIGTERM, signal.SIGINT})
     return signal.Signals(received).name
 
 
 def say_nothing(pipe: Connection, _: Any) -> None:
-    """No heartbeat, no report."""
+    """Send neither heartbeats nor a report."""
     threading.Event().wait(LONG)
 
 

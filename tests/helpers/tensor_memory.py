@@ -1,4 +1,4 @@
-"""Measured memory of tensors: what the allocator says, as the profiler records it."""
+"""Measure the memory of tensors from the allocations that the profiler records."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from runner.training import prepare, train_step
 
 @contextmanager
 def recorded() -> Iterator[list[int]]:
-    """A context, at whose end the list holds the sizes of all allocations, and those of all releases as negatives."""
+    """A context; at its end, the list holds the sizes of all allocations and the negative sizes of all releases."""
     sizes: list[int] = []
-    gc.collect()  # what an earlier recording has seen allocated, and this one would see released
+    gc.collect()  # or this recording would contain releases of earlier allocations
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         yield sizes
     results: Any = recording.profiler
@@ -28,7 +28,7 @@ def recorded() -> Iterator[list[int]]:
 
 
 def peak_of(sizes: list[int]) -> int:
-    """The most that was allocated at any time."""
+    """The largest number of bytes that were allocated at the same time."""
     most = now = 0
     for size in sizes:
         now += size
@@ -37,10 +37,10 @@ def peak_of(sizes: list[int]) -> int:
 
 
 def measured_peak(config: dict[str, Any], directory: Path, process: Process | None = None) -> int:
-    """The largest memory of tensors in bytes of the first two steps of the run of `config` on this process's rank.
+    """The peak memory of tensors, in bytes, during the first two steps of the run of `config` on this rank.
 
     Args:
-        process: what this process is; None: as its launcher says.
+        process: describes this process; None to get it from the launcher.
     """
     run = build_run(config)
     connected = nullcontext(process) if process else run.parallel.launcher(run.device).connect()

@@ -1,4 +1,4 @@
-"""The first steps of `runner.tools.verify` of narrow networks, also in processes that stay."""
+"""Record the first steps for `runner.tools.verify` with narrow networks, also in persistent ranks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from runner.tools.verify_steps import Steps
 
 
 def narrow_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps are those of networks of half the width."""
+    """Make `verify_steps` use networks of half the width."""
     monkeypatch.setattr(verify_steps, "build_run", lambda config: narrowed(build_run(config)))
 
 
 def record_here(configs: list[dict[str, Any]], directory: Path) -> list[Steps] | None:
-    """What `first_steps` returns of the runs of `configs`, in one of several processes; of rank 0, where it is.
+    """Do in one of several processes what `first_steps` does for the runs of `configs`; return the steps on rank 0.
 
     Args:
-        directory: for files; packages that are declared there may hold components.
+        directory: for files; it may contain packages with components.
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.syspath_prepend(str(directory))

@@ -1,4 +1,4 @@
-"""Parallel modes and workloads that do not compute what a single device computes, each in one way, and two that do."""
+"""Parallel modes and workloads with one error each, compared to a single device, and some that are correct."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Replicas(MultiProcess):
 
 @dataclass
 class NoAllReduce(Replicas):
-    """Each replica trains by itself."""
+    """Gradients are never all-reduced, so that each replica trains independently."""
 
     def reduce(self, gradients: list[torch.Tensor]) -> None:
         pass
@@ -61,7 +61,7 @@ class NoAllReduce(Replicas):
 
 @dataclass
 class SumsMeans(Replicas):
-    """The gradients of the means over the shards are added instead of averaged."""
+    """The gradients of the mean losses of the shards are summed instead of averaged."""
 
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
         weight = micro.weight * self._context.world_size
@@ -82,7 +82,7 @@ class ReducesOnce(Replicas):
 
 @dataclass
 class ClipsLocally(Replicas):
-    """Each process clips its gradient by the norm of its own."""
+    """Each process clips its own gradient, by its own norm, before the all-reduce."""
 
     def reduce(self, gradients: list[torch.Tensor]) -> None:
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -118,7 +118,7 @@ class RoundsGradients(Replicas):
 
 @dataclass
 class ForgetsBuffers(Replicas):
-    """A checkpoint has the buffers of rank 0."""
+    """A checkpoint contains the buffers of rank 0 instead of their averages over the processes."""
 
     def full_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
         return Parallel.full_state(self, model, optimizer)
@@ -134,7 +134,7 @@ class EvaluatesOwnBuffers(Replicas):
 
 @dataclass
 class EvaluatesOneShard(Replicas):
-    """The evaluation is that of rank 0's shard."""
+    """Evaluation metrics are not reduced: rank 0 returns those of its own shard."""
 
     def evaluate(self, model: nn.Module) -> tuple[dict[str, float], MetricSums]:
         with torch.inference_mode():
@@ -145,7 +145,7 @@ class EvaluatesOneShard(Replicas):
 
 @dataclass
 class UnequalShards(Replicas):
-    """The processes take a quarter and three quarters of the batch, and average the means over them."""
+    """The processes take a quarter and three quarters of the batch, but weight their mean losses equally."""
 
     def layout(self, rank_info: RankInfo) -> Layout:
         return Layout(eval_shard=(rank_info.rank, rank_info.world_size))
@@ -159,7 +159,7 @@ class UnequalShards(Replicas):
 
 @dataclass
 class UnweightedMicroBatches(Parallel):
-    """A batch is split into a quarter and three quarters, which count the same."""
+    """A batch is split into a quarter and three quarters, whose mean losses are weighted equally."""
 
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
         cut, weight = len(batch.targets) // 4, micro.weight / 2
@@ -223,7 +223,7 @@ class SameShard(Classifier):
 
 @dataclass
 class OwnSeed(Classifier):
-    """Each process draws from an order of its own."""
+    """Each process shuffles the samples with a seed of its own."""
 
     def batches(self, model: nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
         return super().batches(model, dataclasses.replace(plan, seed=plan.seed + plan.worker), after_step, device)
@@ -258,9 +258,9 @@ class Attention(nn.Module):
     """Self-attention over the rows of an image, computed in float32 in every precision.
 
     Args:
-        width: of the images.
+        width: width of the images.
         num_classes: number of classes.
-        scale: size of the mask, which is added to the scores; a large one rounds them away.
+        scale: largest value of the mask that is added to the scores; if it is large, rounding removes the scores.
     """
 
     def __init__(self, width: int, num_classes: int, scale: float):
@@ -289,7 +289,7 @@ class Float32(Classifier):
 
 @dataclass
 class Float32OwnSeed(Float32, OwnSeed):
-    """Computes in float32, and each process draws from an order of its own."""
+    """The network computes in float32, and each process shuffles the samples with a seed of its own."""
 
 
 class Chaotic(nn.Module):
@@ -305,7 +305,7 @@ class Chaotic(nn.Module):
 
 @dataclass
 class Amplifies(Classifier):
-    """Correct, but a single device rounds so much that nothing can be said in float32."""
+    """Correct, but rounding errors of a single device are too large for a comparison in float32."""
 
     def build_model(self) -> nn.Module:
         channels, height, width = self.train.shape
@@ -313,7 +313,7 @@ class Amplifies(Classifier):
 
 
 class Sealed:
-    """A batch that nothing but its workload can read."""
+    """A batch whose content only its workload can access."""
 
     __slots__ = ("batch",)
 
@@ -323,7 +323,7 @@ class Sealed:
 
 @dataclass
 class SealedOwnSeed(OwnSeed):
-    """Each process draws from an order of its own; neither its batches nor its losses per sample can be observed."""
+    """Like `OwnSeed`, but neither the batches nor the losses per sample can be observed."""
 
     def batches(self, model: nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Any]:
         return map(Sealed, super().batches(model, plan, after_step, device))
@@ -336,7 +336,7 @@ class SealedOwnSeed(OwnSeed):
 
 @dataclass
 class Diverges(Classifier):
-    """Its loss is infinite."""
+    """The loss is infinite."""
 
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return super().criterion(outputs, targets) / 0

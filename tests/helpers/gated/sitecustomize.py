@@ -1,4 +1,4 @@
-"""Run by each interpreter with this directory on PYTHONPATH: the command and its fork server get `step_gate`'s gate."""
+"""Run by each interpreter with this directory on PYTHONPATH: installs `step_gate` in commands and fork servers."""
 
 import sys
 
