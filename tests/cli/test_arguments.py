@@ -1,4 +1,4 @@
-"""Overrides and flags, as Hydra requires them."""
+"""Tests of `runner.cli.arguments`, which checks, reorders and quotes the command line before Hydra parses it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_values_are_quoted_for_hydra(typed: str, wanted: str) -> None:
     assert arguments.quoted(typed, sweep=False) == wanted
 
 
-def test_a_sweep_has_commas_where_a_run_has_a_name_with_a_comma() -> None:
+def test_a_comma_separates_values_in_a_sweep_and_is_text_in_a_single_run() -> None:
     assert arguments.quoted("name=a b,c", sweep=True) == "name='a b',c"
     assert arguments.quoted("model.weights=ü.pt,null", sweep=True) == "model.weights='ü.pt',null"
     assert arguments.quoted("optimizer.lr=0.1,0.2", sweep=True) == "optimizer.lr=0.1,0.2"
@@ -56,16 +56,16 @@ def test_a_sweep_has_commas_where_a_run_has_a_name_with_a_comma() -> None:
         ("name=range(1,3)", ["1", "2"]),
     ],
 )
-def test_functions_of_hydra_give_the_values_of_a_sweep(typed: str, values: list[str]) -> None:
+def test_hydra_functions_expand_to_the_values_of_a_sweep(typed: str, values: list[str]) -> None:
     [override] = OverridesParser.create().parse_overrides([arguments.quoted(typed, sweep=True)])
     assert list(override.sweep_string_iterator()) == values
 
 
-def test_a_single_run_has_no_functions_but_texts_with_brackets() -> None:
+def test_a_hydra_function_is_quoted_as_text_in_a_single_run() -> None:
     assert arguments.quoted("data.root=sort(y,x)", sweep=False) == "data.root='sort(y,x)'"
 
 
-def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_at_the_beginning_of_a_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/me")
     assert arguments.quoted("output_root=~/runs", sweep=False) == "output_root=/me/runs"
     assert arguments.quoted("name=~", sweep=False) == "name='~'"
@@ -80,11 +80,11 @@ def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--config-dir", "x", "a=1", "-m"], ["a=1", "--config-dir", "x", "-m"]),
     ],
 )
-def test_flags_may_stand_anywhere(typed: list[str], ordered: list[str]) -> None:
+def test_overrides_are_moved_before_flags(typed: list[str], ordered: list[str]) -> None:
     assert arguments.overrides_first(typed) == ordered
 
 
-def test_the_keys_that_a_command_line_overrides() -> None:
+def test_overridden_keys_and_override_value() -> None:
     words = ["seed=1", "++optimizer.lr=2", "~debug", "precision=16", "-m", "--cfg", "job"]
     assert arguments.overridden_keys(words) == {"seed", "optimizer.lr", "debug", "precision"}
     assert arguments.override_value(["resume=a", "seed=1", "resume='b c'"], "resume") == "b c"
@@ -92,7 +92,7 @@ def test_the_keys_that_a_command_line_overrides() -> None:
 
 
 @pytest.mark.parametrize("value", ["1.10", "1e-3", "016", "1_000", "0x10", "true", "False", "inf", "nan", "-0", ".5"])
-def test_a_text_keeps_exactly_what_was_typed(value: str) -> None:
+def test_text_options_keep_exactly_what_was_typed(value: str) -> None:
     for key in ("name", "output_root", "data.root"):
         [override] = OverridesParser.create().parse_overrides([arguments.quoted(f"{key}={value}", sweep=False)])
         assert (override.value(), type(override.value())) == (value, str)
@@ -100,7 +100,7 @@ def test_a_text_keeps_exactly_what_was_typed(value: str) -> None:
     assert list(override.sweep_string_iterator()) == [f"'{value}'", "x"] or value in ("016", "0x10")
 
 
-def test_null_and_references_to_other_keys_are_no_texts() -> None:
+def test_null_and_interpolations_are_not_quoted() -> None:
     assert arguments.quoted("model.weights=null", sweep=False) == "model.weights=null"
     assert arguments.quoted("name=${seed}", sweep=False) == "name=${seed}"
 
@@ -115,7 +115,7 @@ def test_null_and_references_to_other_keys_are_no_texts() -> None:
         "output_root=" + "a/" * 2100,
     ],
 )
-def test_a_path_that_cannot_be_one_is_refused_by_its_key(word: str) -> None:
+def test_an_invalid_path_is_refused_with_its_key(word: str) -> None:
     key, _, value = word.partition("=")
     with pytest.raises(ConfigError) as refusal:
         arguments.quoted(word, sweep=False)
@@ -123,7 +123,7 @@ def test_a_path_that_cannot_be_one_is_refused_by_its_key(word: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["~nobody-of-this-name", "x" * 300, "a\0b"])
-def test_a_path_to_resume_that_cannot_be_one_is_refused_by_its_key(value: str) -> None:
+def test_an_invalid_path_to_resume_is_refused_with_its_key(value: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         arguments.resumed([f"resume={value}"])
     assert (refusal.value.key, refusal.value.got) == ("resume", value)
@@ -143,7 +143,7 @@ def test_a_path_to_resume_that_cannot_be_one_is_refused_by_its_key(value: str) -
         "workload=a/../b",
     ],
 )
-def test_a_value_that_no_option_can_have_is_refused_by_its_key(word: str) -> None:
+def test_oversized_values_and_paths_as_option_names_are_refused_with_their_key(word: str) -> None:
     key, _, value = word.partition("=")
     with pytest.raises(ConfigError) as refusal:
         arguments.overrides_first(["seed=1", word])
@@ -151,12 +151,12 @@ def test_a_value_that_no_option_can_have_is_refused_by_its_key(word: str) -> Non
     assert max(map(len, str(refusal.value).splitlines())) <= 200
 
 
-def test_values_near_these_limits_are_accepted() -> None:
+def test_values_just_within_the_limits_are_accepted() -> None:
     words = ["model.channels=" + "[" * 20 + "]" * 20, "seed=" + "9" * 300, "name=" + "9" * 500, "model=sub/mine"]
     assert arguments.overrides_first(words) == words
 
 
-def test_groups_are_the_folders_of_conf_and_numbers_are_in_order() -> None:
+def test_groups_are_the_folders_of_conf_with_numeric_options_in_order() -> None:
     assert groups()["accumulation"] == ["1", "2", "4", "8", "16", "auto"]
     assert set(groups()) == {path.parent.name for path in CONF.glob("*/*.yaml")}
 
@@ -176,7 +176,7 @@ def test_the_value_of_a_flag(typed: list[str], value: str | None) -> None:
     assert arguments.flag_value(typed, "--config-dir", "-cd") == value
 
 
-def test_the_directory_that_is_resumed(tmp_path: Path) -> None:
+def test_resumed_returns_the_directory_that_resume_names(tmp_path: Path) -> None:
     assert arguments.resumed(["seed=1"]) is None
     assert arguments.resumed(["resume=auto"]) is None
     assert arguments.resumed([f"resume={tmp_path}"]) == tmp_path
@@ -185,7 +185,7 @@ def test_the_directory_that_is_resumed(tmp_path: Path) -> None:
     assert (refusal.value.key, refusal.value.got) == ("resume", f"{tmp_path}/absent")
 
 
-def test_a_misspelt_flag_is_told_the_nearest_one() -> None:
+def test_a_misspelled_flag_suggests_the_nearest_one() -> None:
     with pytest.raises(ConfigError) as refusal:
         arguments.overrides_first(["--run-directry=x"])
     assert (refusal.value.key, refusal.value.remedy) == ("--run-directry", "did you mean --run-directory?")

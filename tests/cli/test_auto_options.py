@@ -1,4 +1,4 @@
-"""`how=auto` and `accumulation=auto`: what is chosen, when it is measured, and how a resumed run repeats it."""
+"""Tests of `how=auto` and `accumulation=auto`: what is chosen, when it is measured, and that resumed runs reuse it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LONG = (*FAST, "steps=1000000")
 
 
 class Measured:
-    """Stands for `measured_choice`: a step takes `step_seconds`, and the choice is `overrides`.
+    """A replacement for `measured_choice`: a step takes `step_seconds`, and the fastest overrides are `overrides`.
 
     Args:
-        step_seconds: seconds of a step of the run as it is.
-        overrides: the choice.
+        step_seconds: the time of a step with the config as typed, in seconds.
+        overrides: the overrides that are chosen, unless the budget is 0.
     """
 
     def __init__(self, step_seconds: float, overrides: list[str]):
@@ -68,7 +68,7 @@ def choose(*typed: str, auto: Sequence[str] = ("how=auto",), directory: Path | N
 
 
 def begun(job: Job, parent: Path) -> Path:
-    """The directory in `parent` of a run that `job` has begun."""
+    """Create a run directory in `parent` with the config of `job`, and return its path."""
     directory = run_directory.create(parent)
     run_directory.write_config(directory, job.config, job.overrides)
     return directory
@@ -83,29 +83,35 @@ def test_a_long_run_is_measured_once(measured: Measured, capsys: pytest.CaptureF
     assert len(measured.budgets) == 1
 
 
-def test_a_short_run_is_trained_as_it_is(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_run_is_trained_with_the_config_as_typed(
+    measured: Measured, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = choose(*FAST, "steps=100")
     assert job.config == composed(*FAST, "steps=100") | {"how": []}
     assert measured.budgets == [0]
     assert "too short" in capsys.readouterr().err
-    assert choose(*LONG).config["how"] == DDP  # of which nothing was kept in the cache
+    assert choose(*LONG).config["how"] == DDP  # for the short run, no choice was cached
 
 
 @pytest.mark.parametrize(("step_seconds", "budget"), [(0.001, 60.0), (0.01, 500.0), (1.0, 600.0)])
-def test_measuring_takes_a_part_of_the_run(measured: Measured, step_seconds: float, budget: float) -> None:
+def test_measuring_takes_5_percent_of_the_run_within_limits(
+    measured: Measured, step_seconds: float, budget: float
+) -> None:
     measured.step_seconds = step_seconds
     choose(*LONG)
     assert measured.budgets == [pytest.approx(budget)]
 
 
-def test_that_nothing_is_faster_is_kept_too(measured: Measured) -> None:
+def test_the_result_that_nothing_is_faster_is_cached_too(measured: Measured) -> None:
     measured.overrides = []
     assert choose(*LONG).config["how"] == []
     assert choose(*LONG).config["how"] == []
     assert len(measured.budgets) == 1
 
 
-def test_a_choice_of_another_version_is_measured_again(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_choice_cached_by_another_torch_version_is_measured_again(
+    measured: Measured, capsys: pytest.CaptureFixture[str]
+) -> None:
     choose(*LONG)
     entry = ChoiceCache(composed(*LONG), LONG)
     entry.path.write_text(entry.path.read_text().replace('"torch": "', '"torch": "0'))
@@ -114,26 +120,26 @@ def test_a_choice_of_another_version_is_measured_again(measured: Measured, capsy
     assert "another machine or version (torch) and is ignored" in capsys.readouterr().err
 
 
-def test_a_run_that_cannot_be_measured_is_trained_as_it_is(measured: Measured) -> None:
+def test_a_run_that_cannot_be_measured_is_trained_with_the_config_as_typed(measured: Measured) -> None:
     measured.error = TrialError("its process ended: SIGKILL")
     assert choose(*LONG).config == composed(*LONG) | {"how": []}
 
 
-def test_a_run_that_is_refused_is_refused(measured: Measured) -> None:
+def test_a_config_that_is_refused_during_measuring_is_a_config_error(measured: Measured) -> None:
     measured.error = TrialError("batch_size: got 63", refused=True)
     with pytest.raises(ConfigError, match="batch_size: got 63"):
         choose(*LONG)
 
 
 OTHER = ["parallel=fsdp"]
-"""What is chosen for `LONG` once `other_choice` has been called."""
+"""The choice that `other_choice` writes to the cache."""
 
 
 def other_choice(typed: Sequence[str]) -> None:
     ChoiceCache(composed(*typed), typed).write(Choice(OTHER, 1.1, "2026-01-31"))
 
 
-def test_a_run_that_has_begun_keeps_its_choice(measured: Measured, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_choice(measured: Measured, tmp_path: Path) -> None:
     directory = begun(choose(*LONG), tmp_path)
     other_choice(LONG)
     job = choose(*LONG, "resume=auto", directory=directory)
@@ -142,18 +148,18 @@ def test_a_run_that_has_begun_keeps_its_choice(measured: Measured, tmp_path: Pat
     assert choose(*LONG).config["how"] == OTHER
 
 
-def test_the_unfinished_run_of_a_config_is_found_by_its_choice(measured: Measured, tmp_path: Path) -> None:
+def test_resume_auto_finds_the_unfinished_run_and_reuses_its_choice(measured: Measured, tmp_path: Path) -> None:
     typed = (*LONG, f"output_root={tmp_path / 'runs'}")
     directory = begun(choose(*typed), tmp_path / "runs" / "test")
     other_choice(typed)
     assert choose(*typed, "resume=auto").config["how"] == DDP
     assert choose(*typed, "resume=never").config["how"] == OTHER
-    assert choose(*typed, "resume=auto", "seed=5").config["how"] == OTHER  # of which no run has begun
+    assert choose(*typed, "resume=auto", "seed=5").config["how"] == OTHER  # there is no run with this config
     (directory / run_directory.RESULT).write_text(json.dumps({"status": "done", "steps": 1_000_000}))
     assert choose(*typed, "resume=auto").config["how"] == OTHER
 
 
-def test_runs_that_cannot_be_listed_are_not_taken_for_none(measured: Measured, tmp_path: Path) -> None:
+def test_resume_auto_is_refused_if_the_runs_cannot_be_listed(measured: Measured, tmp_path: Path) -> None:
     (tmp_path / "runs" / "test").mkdir(parents=True)
     with mode(tmp_path / "runs", 0), pytest.raises(ConfigError) as refusal:
         choose(*LONG, f"output_root={tmp_path / 'runs'}", "resume=auto")
@@ -161,10 +167,10 @@ def test_runs_that_cannot_be_listed_are_not_taken_for_none(measured: Measured, t
 
 
 @pytest.mark.parametrize("forged", ["seed=5", "hydra.searchpath=[/tmp]", "parallel=../x", "data.size='9'", 3])
-def test_a_run_directory_sets_only_what_a_choice_may_contain(
+def test_choices_in_a_run_directory_that_set_other_options_are_ignored(
     forged: object, measured: Measured, tmp_path: Path
 ) -> None:
-    """It may come from somebody else."""
+    """A run directory may come from an untrusted source."""
     seen: list[object] = []
 
     def compose(words: Sequence[str]) -> Job:
@@ -178,7 +184,7 @@ def test_a_run_directory_sets_only_what_a_choice_may_contain(
 
 
 @pytest.mark.parametrize("how", [(), ("how=auto",)], ids=["accumulation", "both"])
-def test_a_run_that_is_continued_keeps_its_micro_batches(
+def test_a_resumed_run_keeps_its_number_of_micro_batches(
     how: tuple[str, ...], measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed, auto = (*LONG, f"output_root={tmp_path / 'runs'}"), ("accumulation=auto", *how)
@@ -187,16 +193,14 @@ def test_a_run_that_is_continued_keeps_its_micro_batches(
     first = choose(*typed, auto=auto)
     assert first.config["accumulation"]["steps"] == 4
     begun(first, tmp_path / "runs" / "test")
-    fitting[0] = 8  # another program now takes more memory
+    fitting[0] = 8  # as if another program now used more memory
     again = choose(*typed, "resume=auto", auto=auto)
     assert again.config == first.config | {"resume": "auto"}
     assert choose(*typed, auto=auto).config["accumulation"]["steps"] == 8
     assert choose(*typed, "resume=auto", "seed=5", auto=auto).config["accumulation"]["steps"] == 8
 
 
-def test_processes_that_were_started_elsewhere_cannot_choose(
-    measured: Measured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_auto_is_refused_under_torchrun(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
@@ -205,7 +209,7 @@ def test_processes_that_were_started_elsewhere_cannot_choose(
         choose(*LONG)
 
 
-def test_the_choice_is_no_part_of_the_identity_of_a_run() -> None:
+def test_the_choice_does_not_change_the_config_hash() -> None:
     typed = composed(*FAST, *DDP)
     assert config_hash(typed | {"how": DDP}) == config_hash(typed)
     assert build_run(typed | {"how": DDP}).how == DDP

@@ -1,4 +1,4 @@
-"""Hydra only composes: what would make it run code, or write files, is refused before anything happens."""
+"""Tests of `runner.cli.composition`: Hydra only composes configs, and must not run code or write files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOREIGN = [
 ADDED = ["hydra.job.env_set.X=1", "hydra.callbacks.x._target_=os.system", "hydra.foo=3", "hydra/callbacks=x"]
 
 
-def test_files_that_others_inherit_are_no_options_to_complete() -> None:
+def test_shared_files_with_an_underscore_are_not_listed_as_options() -> None:
     loader = Composer()._loader
     assert {"ddp", "pipeline"} <= {*loader.get_group_options("parallel")}
     found = [name for group in groups() for name in loader.get_group_options(group)]
@@ -40,7 +40,7 @@ def test_files_that_others_inherit_are_no_options_to_complete() -> None:
 
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
 @pytest.mark.parametrize("word", [*FOREIGN, *ADDED])
-def test_a_key_of_hydra_is_refused_as_a_word_whatever_its_prefix(word: str, prefix: str) -> None:
+def test_a_hydra_key_is_refused_with_any_prefix(word: str, prefix: str) -> None:
     key, _, value = f"{prefix}{word}".partition("=")
     for words in ([f"{prefix}{word}"], ["-m", "seed=1", f"{prefix}{word}"]):
         with pytest.raises(ConfigError) as refusal:
@@ -49,7 +49,7 @@ def test_a_key_of_hydra_is_refused_as_a_word_whatever_its_prefix(word: str, pref
 
 
 @pytest.mark.parametrize("word", ["~hydra/launcher", "~hydra", "~hydra.callbacks"])
-def test_a_key_of_hydra_cannot_be_deleted(word: str) -> None:
+def test_a_hydra_key_cannot_be_deleted(word: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         overrides_first([word])
     assert refusal.value.key == word
@@ -67,7 +67,7 @@ def test_a_flag_that_would_run_or_compose_something_else_is_refused(flag: str) -
     "words",
     [["--experimental-rerun=x.pickle"], ["hydra/launcher=joblib"], ["-m", "seed=1,2", "+hydra.job.env_set.A=b"]],
 )
-def test_the_command_refuses_them_and_writes_nothing(words: list[str], tmp_path: Path) -> None:
+def test_the_command_refuses_hydra_keys_and_flags_and_writes_nothing(words: list[str], tmp_path: Path) -> None:
     code, told = run_command(*words, cwd=tmp_path, kind="no-torch")
     assert code == 2
     assert len(told.splitlines()) == 2
@@ -75,7 +75,7 @@ def test_the_command_refuses_them_and_writes_nothing(words: list[str], tmp_path:
 
 
 def options(directory: Path, name: str, text: str) -> Composer:
-    """A composer with the option file `name` in a directory like that of `--config-dir`."""
+    """Write the option file `name` to `directory`, and return a composer with `--config-dir=directory`."""
     path = directory / f"{name}.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(f"# @package _global_\n{text}\n")
@@ -100,7 +100,7 @@ SECTIONS = {
 
 @pytest.mark.parametrize("section", SECTIONS)
 @pytest.mark.parametrize("group", ["local", "experiment"])
-def test_a_file_that_sets_a_key_of_hydra_is_refused(section: str, group: str, tmp_path: Path) -> None:
+def test_an_option_file_that_sets_a_hydra_key_is_refused(section: str, group: str, tmp_path: Path) -> None:
     composer = options(tmp_path, f"{group}/default", section)
     words = ["experiment=default"] if group == "experiment" else []
     with pytest.raises(ConfigError) as refusal:
@@ -111,7 +111,7 @@ def test_a_file_that_sets_a_key_of_hydra_is_refused(section: str, group: str, tm
     assert refusal.value.key.startswith(SECTIONS[section])
 
 
-def test_what_hydra_is_used_for_is_allowed(tmp_path: Path) -> None:
+def test_hydra_verbose_searchpath_and_sweeper_params_are_allowed(tmp_path: Path) -> None:
     composer = options(tmp_path, "experiment/mine", "hydra: {verbose: false, sweeper: {params: {seed: '3,4'}}}")
     assert composer.run(["experiment=mine", "hydra.verbose=false"]).config["seed"] == 0
     assert [job[0] for job in SweepJobs(composer, ["experiment=mine"])] == ["seed=3", "seed=4"]
@@ -119,7 +119,7 @@ def test_what_hydra_is_used_for_is_allowed(tmp_path: Path) -> None:
     assert (job.config["name"], job.overrides) == ("runner", ["experiment=mine", "name=${hydra:job.name}"])
 
 
-def test_references_are_resolved_by_each_job_and_not_by_the_sweep() -> None:
+def test_interpolations_are_resolved_by_each_job_and_not_by_the_sweep() -> None:
     jobs = SweepJobs(Composer(), ["seed=1,2", "name=run-${seed}", "output_root=${oc.env:NO_SUCH_VARIABLE}"])
     assert [job[1:] for job in jobs] == [["name=run-${seed}"]] * 2
     assert jobs.common == ["output_root=${oc.env:NO_SUCH_VARIABLE}"]
@@ -128,13 +128,13 @@ def test_references_are_resolved_by_each_job_and_not_by_the_sweep() -> None:
     assert [jobs.compose(i, job).config["name"] for i, job in enumerate(jobs)] == ["job-0-1", "job-1-2"]
 
 
-def test_of_several_errors_of_unknown_kind_the_first_is_named() -> None:
+def test_of_several_errors_that_hydra_reports_without_a_key_one_is_named() -> None:
     with pytest.raises(ConfigError) as refusal:
         Composer().run(["seed=1", "accumulation=[16]", "model=[17]"])
     assert refusal.value.key in ("accumulation", "model")
 
 
-def test_the_jobs_of_a_sweep() -> None:
+def test_the_jobs_of_a_sweep_are_all_combinations_of_the_values() -> None:
     jobs = SweepJobs(Composer(), ["seed=range(0,3)", "optimizer=sgd,adam", "batch_size=8"])
     assert list(jobs.samples()) == [["seed=0", f"optimizer={name}", "batch_size=8"] for name in ("sgd", "adam")]
     assert len(jobs) == 6
@@ -154,33 +154,35 @@ def test_a_sweep_of_too_many_jobs_is_refused_without_listing_them(values: str) -
 
 
 @pytest.mark.parametrize("values", ["interval(0,1)", "range(0,3,0)", "range(0,inf)"])
-def test_a_sweep_without_a_list_of_values_is_refused(values: str) -> None:
+def test_a_sweep_over_an_interval_or_an_endless_range_is_refused(values: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         SweepJobs(Composer(), [f"seed={values}"])
     assert (refusal.value.key, refusal.value.got) == ("seed", values)
 
 
-def test_an_error_of_unknown_kind_names_the_override_that_causes_it() -> None:
+def test_an_error_that_hydra_reports_without_a_key_names_the_override() -> None:
     with pytest.raises(ConfigError) as refusal:
         Composer().run(["seed=1", "accumulation=[16]", "batch_size=8"])
     assert (refusal.value.key, refusal.value.got) == ("accumulation", "[16]")
 
 
 @pytest.mark.parametrize("name", ["", "/nowhere", "~nobody-of-this-name/x", "x" * 5000])
-def test_a_config_dir_that_is_none_is_refused(name: str) -> None:
+def test_a_config_dir_that_does_not_exist_is_refused(name: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         Composer(name)
     assert (refusal.value.key, refusal.value.got) == ("--config-dir", name)
 
 
 def test_a_config_dir_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))  # root may read all
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))  # root can read any directory
     with pytest.raises(ConfigError) as refusal:
         Composer(str(tmp_path))
     assert (refusal.value.key, refusal.value.got) == ("--config-dir", str(tmp_path))
 
 
-def test_nothing_of_hydras_launcher_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_composing_writes_no_files_and_imports_no_hydra_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = set(sys.modules)
     monkeypatch.chdir(tmp_path)
     Composer().run(["seed=1"])

@@ -1,4 +1,4 @@
-"""The config loader against Hydra's own: the same configs and the same errors, whether options are kept or not."""
+"""Tests of `runner.cli.config_loader`: same configs and errors as Hydra's own loader, with and without the cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MISTAKES = [
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without the configs that earlier tests have left, and with Hydra's global objects restored."""
+    """Start each test with an empty cache, and restore Hydra's global `ConfigStore` after it."""
     monkeypatch.setattr(config_loader, "_kept", {})
     monkeypatch.setattr(OptionFiles, "sets_hydra", False)
     Composer()  # registers Hydra's own options
@@ -47,7 +47,7 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def outcome(loader: ConfigLoaderImpl, overrides: list[str], mode: RunMode = RunMode.RUN) -> Any:
-    """What `loader` composes, or the error with which it fails."""
+    """Return the config that `loader` composes and its flags, or the type and message of the error that it raises."""
     try:
         config = loader.load_configuration("config", overrides, mode)
     except (HydraException, ValueError) as error:
@@ -60,20 +60,20 @@ def hydras_own(loader: ConfigLoader) -> ConfigLoaderImpl:
 
 
 @pytest.mark.parametrize("overrides", [*LINES, *([word] for word in MISTAKES)], ids=" ".join)
-def test_what_is_composed_is_what_hydra_composes(overrides: list[str]) -> None:
+def test_configs_and_errors_are_those_of_hydras_own_loader(overrides: list[str]) -> None:
     loader = Composer()._loader
     wanted = outcome(hydras_own(loader), overrides)
     assert outcome(loader, overrides) == wanted
     assert outcome(loader, overrides) == wanted, "from what was kept"
 
 
-def test_the_config_of_a_sweep_is_kept_beside_that_of_a_run() -> None:
+def test_configs_of_a_sweep_and_of_a_run_are_cached_separately() -> None:
     loader, words = Composer()._loader, ["optimizer=adam", "seed=3"]
     for mode in (RunMode.MULTIRUN, RunMode.RUN, RunMode.MULTIRUN):
         assert outcome(loader, words, mode) == outcome(hydras_own(loader), words, mode)
 
 
-def test_a_list_of_trackers_is_short_for_several() -> None:
+def test_a_list_of_trackers_is_expanded_to_tracking_several() -> None:
     short, full = Composer().run(["seed=1", "tracking=[csv,tensorboard]"]), ["tracking.names=[csv,tensorboard]"]
     assert short == Composer().run(["seed=1", "tracking=several", *full])
     assert short.config["tracking"]["names"] == ["csv", "tensorboard"]
@@ -81,8 +81,8 @@ def test_a_list_of_trackers_is_short_for_several() -> None:
     assert Composer().job(sweep, 0, ["seed=1", "tracking=[csv]"]).config["tracking"]["names"] == ["csv"]
 
 
-def test_mistakes_are_mistakes_in_lines_whose_options_are_fine() -> None:
-    """And lines that are fine do not fail after those that are not."""
+def test_a_misspelled_key_is_refused_although_the_options_are_cached() -> None:
+    """Valid overrides must still be accepted after invalid ones with the same options."""
     loader = Composer()._loader
     good = outcome(loader, ["optimizer=adam", "seed=1"])
     assert outcome(loader, ["optimizer=adam", "seeed=1"]) == outcome(hydras_own(loader), ["optimizer=adam", "seeed=1"])
@@ -90,7 +90,7 @@ def test_mistakes_are_mistakes_in_lines_whose_options_are_fine() -> None:
 
 
 def count_compositions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that gets an item for each option file that is read."""
+    """Return a list to which the name of each option file is appended when it is read."""
     read: list[str] = []
     load = OptionFiles.load_config
 
@@ -118,7 +118,7 @@ def test_options_are_composed_once_for_all_values(monkeypatch: pytest.MonkeyPatc
     assert read
 
 
-def test_a_composed_config_can_be_changed() -> None:
+def test_changing_a_composed_config_does_not_change_the_cache() -> None:
     loader = Composer()._loader
     config = loader.load_configuration("config", [], RunMode.RUN)
     config.optimizer.lr = 77
@@ -127,7 +127,7 @@ def test_a_composed_config_can_be_changed() -> None:
     assert loader.load_configuration("config", [], RunMode.RUN).optimizer.lr != 77
 
 
-def test_few_configs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_cached_configs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_loader, "_MAX_KEPT", 2)
     lines = [["optimizer=adam"], ["optimizer=sgd"], ["optimizer=adamw"]]
     values = [Composer().run(line).config for line in lines]
@@ -136,7 +136,7 @@ def test_few_configs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a config depends on
+# What a cached config depends on
 
 
 def option(directory: Path, name: str, text: str) -> Path:
@@ -168,32 +168,36 @@ def test_a_changed_added_or_removed_option_file_is_noticed(tmp_path: Path) -> No
     assert seed() == 0
 
 
-def test_a_file_of_hydras_keys_is_refused_each_time(tmp_path: Path) -> None:
+def test_an_option_file_with_hydra_keys_is_refused_each_time(tmp_path: Path) -> None:
     from runner.config.errors import ConfigError
 
     option(tmp_path, "local/default", "# @package _global_\nhydra: {run: {dir: x}}\n")
     for _ in range(2):
-        OptionFiles.sets_hydra = False  # as in another process
+        OptionFiles.sets_hydra = False  # as in a new process
         with pytest.raises(ConfigError) as refusal:
             Composer(str(tmp_path)).run([])
         assert refusal.value.key == "hydra.run.dir"
 
 
-def test_references_in_a_defaults_list_are_resolved_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpolations_in_a_defaults_list_are_resolved_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     option(tmp_path, "local/default", "# @package _global_\ndefaults: [/optimizer@extra: '${oc.env:MINE}']\n")
     for name, target in (("adam", "Adam"), ("sgd", "SGD")):
         monkeypatch.setenv("MINE", name)
         assert Composer(str(tmp_path)).run([]).config["extra"]["_target_"] == f"runner.optimizer.{target}"
 
 
-def test_options_that_are_registered_are_noticed() -> None:
+def test_changed_options_in_the_config_store_are_noticed() -> None:
     for seed in (5, 6):
         ConfigStore.instance().store(group="local", name="default", package="_global_", node={"seed": seed})
         assert Composer().run([]).config["seed"] == seed
 
 
-def test_a_directory_of_many_files_is_read_each_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where looking at all files may take longer than composing."""
+def test_configs_from_a_directory_with_many_files_are_not_cached(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Checking whether the files have changed could take longer than composing."""
     monkeypatch.setattr(config_loader, "_MAX_ENTRIES", 100)
     for number in range(101):
         (tmp_path / f"{number}.txt").touch()
@@ -205,8 +209,8 @@ def test_a_directory_of_many_files_is_read_each_time(monkeypatch: pytest.MonkeyP
         assert read
 
 
-def test_options_are_kept_after_hydra_has_imported_its_plugins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does when its global objects are restored: the class of a config is then not the one in its module."""
+def test_the_cache_works_after_hydra_has_imported_its_plugins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra does so when its singletons are reset: the class of a cached config is then not the one in its module."""
     wanted = Composer().run(["seed=1", "name=kept"]).config
     monkeypatch.setattr(config_loader, "_kept", {})
     monkeypatch.setattr(basic_launcher, "BasicLauncherConf", type("BasicLauncherConf", (), {}))

@@ -1,4 +1,4 @@
-"""Experiments that are written from overrides: composed, they are what the overrides are."""
+"""Tests of `runner.cli.experiment_file`: the experiment written for a list of overrides composes to the same config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def written(overrides: list[str], directory: Path, config_dir: str | None = None
     return file.read_text(encoding="utf-8")
 
 
-def test_overrides_as_a_file() -> None:
+def test_overrides_are_written_as_a_defaults_list_and_values() -> None:
     overrides = ["optimizer=adamw", "precision='16'", "optimizer.lr=0.001", "+x=[1,2]", "name='a, b'", "seed=3"]
     overrides += ["~model", "~data=digits", "~max_grad_norm", "optimizer=adam"]
     text = experiment_file(overrides, ["the best", "of all"])
@@ -60,13 +60,13 @@ def test_overrides_as_a_file() -> None:
     ],
     ids=" ".join,
 )
-def test_an_experiment_is_composed_to_what_the_overrides_are(overrides: list[str], tmp_path: Path) -> None:
+def test_a_written_experiment_composes_to_the_config_of_its_overrides(overrides: list[str], tmp_path: Path) -> None:
     written(overrides, tmp_path)
     typed = Composer().run([quoted(text, sweep=False) for text in overrides]).config
     assert Composer(str(tmp_path)).run(["experiment=best"]).config == typed
 
 
-def test_groups_of_ones_own_are_chosen_in_the_experiment(tmp_path: Path) -> None:
+def test_options_of_user_defined_groups_are_written_to_the_experiment(tmp_path: Path) -> None:
     file = tmp_path / "mine" / "mine.yaml"
     file.parent.mkdir()
     file.write_text("a: 1\nb: 2\n")

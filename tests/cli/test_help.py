@@ -1,4 +1,4 @@
-"""`--help` and `--version`, which need no torch."""
+"""Tests of `--help` and `--version`, which do not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.config.options import description, option_files
 
 @pytest.fixture
 def more(tmp_path: Path) -> Path:
-    """A directory of options as for `--config-dir`."""
+    """Create a directory of options for `--config-dir`, and return its path."""
     (tmp_path / "more" / "model").mkdir(parents=True)
     (tmp_path / "more" / "flavor").mkdir()
     (tmp_path / "more" / "model" / "mine.yaml").write_text("# python -m runner model=mine\n# A network of my own.\n")
@@ -46,10 +46,10 @@ def test_help_lists_the_options_of_a_config_dir(flag: list[str], more: Path, tmp
     assert "mine" not in help_text()
 
 
-def test_help_names_the_flags_of_the_command_itself() -> None:
+def test_help_lists_the_flags() -> None:
     for flag in (SUMMARY, RUN_DIRECTORY, "--cfg", "--config-dir", "--version", "--hydra-help"):
         assert f"{flag} " in help_text() or f"{flag}\n" in help_text(), flag
 
 
-def test_version_is_that_of_this_project(tmp_path: Path) -> None:
+def test_version_prints_the_version_of_this_project(tmp_path: Path) -> None:
     assert run_command("--version", cwd=tmp_path, kind="no-torch") == (0, f"runner {__version__}\n")

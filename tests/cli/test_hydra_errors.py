@@ -1,4 +1,4 @@
-"""Errors of Hydra in words of ours; each kind is typed in test_main.py."""
+"""Tests of the translation of Hydra's errors; test_main.py has an example of each kind of error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_an_unknown_error_of_hydra_is_cut_to_eight_lines() -> None:
     assert explain(HydraException("")) == ""
 
 
-def test_an_unknown_key_lists_those_of_the_option_that_is_chosen() -> None:
+def test_an_unknown_key_lists_the_keys_of_the_chosen_option() -> None:
     with pytest.raises(HydraException) as refusal:
         Composer().run(["data.zzz=1"])
     error = config_error(refusal.value)
@@ -25,7 +25,7 @@ def test_an_unknown_key_lists_those_of_the_option_that_is_chosen() -> None:
     assert (error.key, error.remedy) == ("data.zzz", f"choose from: {', '.join(f'data.{key}' for key in keys)}")
 
 
-def test_a_key_like_one_of_another_option_is_told_that_one() -> None:
+def test_a_misspelled_key_of_another_option_suggests_that_key() -> None:
     with pytest.raises(HydraException) as refusal:
         Composer().run(["schedule.milestons=[0.5]"])
     error = config_error(refusal.value)

@@ -1,4 +1,4 @@
-"""What a person types, as they type it, and what they are told: the answers to mistakes come without torch."""
+"""Tests of the command with arguments as users type them; most mistakes are reported without importing torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from helpers.compose import FAST
 
 from runner.config.options import CONF
 
-# What is typed, words apart by two blanks: what the answer must say. The first is the key, or the word, that is wrong.
+# Arguments, separated by two spaces, and texts that the output must contain. A line must begin with the first text,
+# which is the wrong key or argument.
 REFUSED = {
-    # Misspelt keys and options
+    # Misspelled keys and options
     "optimizer.lrr=1": ["optimizer.lrr:", "did you mean optimizer.lr?"],
     "optimzer=sgd": ["optimzer:", "did you mean optimizer?"],
     "optimzer.lr=1": ["optimzer.lr:", "did you mean optimizer.lr?"],
@@ -55,7 +56,7 @@ REFUSED = {
     "~optimizer": ["optimizer: got null", "nothing is chosen"],
     "~optimizer.lr": ["optimizer.lr: it has no value", "give it one; see the comments in conf/optimizer/sgd.yaml"],
     "optimizer.lr=???": ["optimizer.lr: it has no value"],
-    # Values: a few of each kind; tests/test_config.py has them all
+    # Values: a few of each kind; tests/config/test_schema.py has all of them
     "optimizer.lr=abc": ["optimizer.lr: got 'abc'", "a number", "conf/optimizer/sgd.yaml"],
     "optimizer.lr=": ["optimizer.lr: got ''", "a number", "conf/optimizer/sgd.yaml"],
     "optimizer.lr=nan": ["optimizer.lr: got nan", "finite"],
@@ -75,7 +76,7 @@ REFUSED = {
     "resume=": ["resume: got ''", "no such directory"],
     "resume=atuo": ["resume: got 'atuo'", "no such directory", "auto, never"],
     "resume=.": ["resume: got '.'", "no run"],
-    # What is no override at all
+    # Arguments that are not valid overrides or flags
     "optimizer.lr=[1": ["optimizer.lr=[1:", "pairs"],
     "optimizer.lr=1]": ["optimizer.lr=1]:", "pairs"],
     'optimizer.lr="1': ['optimizer.lr="1:', "pairs"],
@@ -106,7 +107,7 @@ REFUSED = {
     "--config-dir=": ["--config-dir: got ''", "no such directory"],
     "--config-name=nope": ["--config-name:", "conf/config.yaml"],
     "--experimental-rerun=x": ["--experimental-rerun:", "resume=DIR"],
-    # Sweeps, and what should have been one
+    # Sweeps, and sweeps typed without -m
     "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "add -m; for a list: optimizer.lr=[1,2]"],
     "precision=16,32": ["precision: got '16,32'", "for a sweep, add -m"],
     "-m  optimizer=sgdd,sgde": ["optimizer: got 'sgdd'", "did you mean sgd?"],
@@ -121,7 +122,7 @@ REFUSED = {
     "optimizer.lr=interval(1,2)": ["optimizer.lr:", "a single value", "add -m"],
     "-m  seed=range(0,10001)": ["seed:", "10,001 jobs, more than 10,000"],
     "-m  seed=range(0.0,1.0,0.3)": ["4 jobs", "job 0: seed=0.0", "seed: got 0.0", "3 more jobs refused", "as job 0"],
-    # What Hydra says of them names no key
+    # Errors that Hydra reports without the key
     "+seed=1": ["seed:", "without the +: seed=…"],
     "++model=tiny": ["model:", "without the ++: model=…"],
     "~model=qnet": ["model:", "nothing is chosen in this group"],
@@ -134,7 +135,7 @@ REFUSED = {
     f"model.channels={'[' * 50}{']' * 50}": ["model.channels: got '[[[", "nested"],
     f"seed={'9' * 5000}": ["seed: got '999", "digits"],
     f"optimizer={'x' * 3000}": ["optimizer: got 'xxx", "sgd"],
-    # Values that OmegaConf would take for others
+    # Values that OmegaConf would convert to other values, and invalid values in sweeps
     "seed=016": ["seed: got '016'", "a whole number"],
     "seed=12:30": ["seed: got '12:30'", "a whole number"],
     "optimizer.lr=01.5": ["optimizer.lr: got '01.5'", "a number"],
@@ -150,7 +151,7 @@ REFUSED = {
     "-m  seed=0,1  sweep.trials=3": ["sweep.trials: got 3", "add sweep.search=tpe"],
     "-m  seed=0,1  sweep.prune=median": ["sweep.prune: got 'median'", "add sweep.search=tpe"],
     "-m  seed=0,1  p=zip()": ["p: got 'zip()'", "'' is not of the form KEY=[VALUE,VALUE]"],
-    # Where it is written
+    # Run directory
     "seed=1  --run-directory=": ["--run-directory: it has no value", "--run-directory=DIR"],
     "seed=1  --run-directory": ["--run-directory: it has no value", "--run-directory=DIR"],
     "-m  seed=0,1  --run-directory=x": ["--run-directory: got 'x'", "a sweep chooses"],
@@ -158,7 +159,7 @@ REFUSED = {
 
 
 def refusal(arguments: list[str], cwd: Path, kind: str) -> str:
-    """What is printed, once it is checked for what holds for every refusal."""
+    """Run a command, check what every refusal has in common, and return what the command printed."""
     code, told = run_command(*arguments, cwd=cwd, kind=kind)
     assert code == 2, told
     assert "Traceback" not in told
@@ -168,14 +169,14 @@ def refusal(arguments: list[str], cwd: Path, kind: str) -> str:
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_a_mistake_is_refused_without_torch_and_leaves_nothing(line: str, tmp_path: Path) -> None:
+def test_a_mistake_is_refused_without_torch_and_leaves_no_files(line: str, tmp_path: Path) -> None:
     told = refusal(line.split("  "), tmp_path, "no-torch")
     assert any(text.startswith(REFUSED[line][0]) for text in told.splitlines()), told
     for words in REFUSED[line]:
         assert words in told
 
 
-# These can only be told when torch is there: data are loaded with it, devices found.
+# Mistakes that are found only after torch is imported, because it loads the data and lists the devices.
 REFUSED_LATER = {
     "batch_size=999999": ["batch_size: got 999999", "1438 training samples", "at most batch_size=1438"],
     "data.size=8": ["model.kernel_size: got 5", "too small", "model=tiny"],
@@ -189,13 +190,13 @@ if not torch.cuda.is_available():
 
 
 @pytest.mark.parametrize("line", REFUSED_LATER)
-def test_a_mistake_found_in_data_or_device_leaves_nothing_either(line: str, tmp_path: Path) -> None:
+def test_a_mistake_found_in_data_or_device_is_refused_and_leaves_no_files(line: str, tmp_path: Path) -> None:
     told = refusal(line.split("  "), tmp_path, "ranks")
     for words in REFUSED_LATER[line]:
         assert words in told
 
 
-def test_a_current_directory_that_was_deleted_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_deleted_current_directory_is_refused_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     words = ["sh", "-c", 'rmdir ../gone && exec "$0" -m runner seed=1', sys.executable]
     done = subprocess.run(words, cwd=tmp_path / "gone", env=environment(), capture_output=True, text=True)
@@ -204,7 +205,7 @@ def test_a_current_directory_that_was_deleted_is_refused_in_words(tmp_path: Path
     assert len(done.stderr.splitlines()) == 2
 
 
-# Content of DIR/local/default.yaml: what the answer must say.
+# Contents of DIR/local/default.yaml, and texts that the output must contain.
 REFUSED_FILES = {
     "seed: 016": ["seed: got '016'", "mine/local/default.yaml, line 2"],
     "seed: 12:30": ["seed: got '12:30'", "mine/local/default.yaml, line 2"],
@@ -253,7 +254,7 @@ def test_a_folder_in_the_place_of_an_option_file_is_refused_by_its_name(tmp_path
     assert told.startswith("mine/local/default.yaml: an option is a file, this is a directory\n")
 
 
-def test_a_sweep_says_first_how_many_jobs_it_has(tmp_path: Path) -> None:
+def test_a_sweep_prints_the_number_of_jobs_first(tmp_path: Path) -> None:
     code, told = run_command("-m", "seed=-1,-2", "steps=1,2", cwd=tmp_path, kind="no-torch")
     assert (code, told.splitlines()[0]) == (2, "4 jobs")
     assert told.count("seed: got -") == 1
@@ -261,7 +262,7 @@ def test_a_sweep_says_first_how_many_jobs_it_has(tmp_path: Path) -> None:
     assert "0 of 4 jobs done" in told
 
 
-def test_the_answer_is_the_same_from_a_process_of_its_own(tmp_path: Path) -> None:
+def test_an_error_message_is_the_same_in_a_fresh_interpreter(tmp_path: Path) -> None:
     process = run_fresh("optimizer.lrr=1", cwd=tmp_path)
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == "optimizer.lrr: there is no such key;\n  did you mean optimizer.lr?\n"
@@ -269,7 +270,7 @@ def test_the_answer_is_the_same_from_a_process_of_its_own(tmp_path: Path) -> Non
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Asking
+# Help, the composed config, and other output of flags
 
 
 def test_help_shows_every_option_and_every_key_without_torch(tmp_path: Path) -> None:
@@ -285,7 +286,7 @@ def test_help_shows_every_option_and_every_key_without_torch(tmp_path: Path) -> 
     assert leftovers(tmp_path) == set()
 
 
-def test_the_composed_config_is_shown_as_typed_in_any_order_without_torch(tmp_path: Path) -> None:
+def test_cfg_prints_the_composed_config_without_torch_wherever_the_flag_stands(tmp_path: Path) -> None:
     code, told = run_command("seed=1", "--cfg", "job", "precision=16", "accumulation=4", cwd=tmp_path, kind="no-torch")
     shown = yaml.safe_load(told)
     assert code == 0
@@ -300,7 +301,7 @@ def test_the_composed_config_is_shown_as_typed_in_any_order_without_torch(tmp_pa
 
 
 @pytest.mark.parametrize("flags", ["--version", "--hydra-help", "--info", "--info  defaults", "--cfg  hydra"])
-def test_hydras_own_answers_are_there(flags: str, tmp_path: Path) -> None:
+def test_hydras_own_flags_work_without_torch(flags: str, tmp_path: Path) -> None:
     code, told = run_command(*flags.split("  "), cwd=tmp_path, kind="no-torch")
     assert (code, "Traceback" in told) == (0, False)
     assert len(told) > 10
@@ -308,8 +309,8 @@ def test_hydras_own_answers_are_there(flags: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["--help", "--cfg  job", " ".join(FAST).replace(" ", "  ") + "  steps=1"])
-def test_nobody_need_read_the_answer_to_its_end(line: str, tmp_path: Path) -> None:
-    """As behind `| head`."""
+def test_a_closed_pipe_on_stdout_is_not_an_error(line: str, tmp_path: Path) -> None:
+    """For example, with `| head`."""
     reading, writing = os.pipe()
     os.close(reading)
     process = start_fresh(*line.split("  "), cwd=tmp_path, stdout=writing)
@@ -319,15 +320,15 @@ def test_nobody_need_read_the_answer_to_its_end(line: str, tmp_path: Path) -> No
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Runs and sweeps, as typed
+# Runs and sweeps
 
 
 def results(cwd: Path) -> dict[str, dict]:
-    """What each job of the sweeps under `cwd` left, by its directory's name."""
+    """Return the contents of result.json of each job of the sweeps under `cwd`, by the name of the run directory."""
     return {path.parent.name: json.loads(path.read_text()) for path in cwd.glob("**/sweeps/*/*/*/result.json")}
 
 
-def test_a_run_as_typed(tmp_path: Path) -> None:
+def test_a_run_has_a_labeled_directory_with_the_composed_config(tmp_path: Path) -> None:
     code, told = run_command("precision=16", "accumulation=4", "steps=2", *FAST, cwd=tmp_path)
     assert code == 0, told
     [path] = tmp_path.glob("outputs/classifier/*")
@@ -338,7 +339,7 @@ def test_a_run_as_typed(tmp_path: Path) -> None:
     assert f"run: outputs/classifier/{path.name}\n" in told
 
 
-def test_a_sweep_has_a_labelled_directory_for_each_job_and_nothing_else(tmp_path: Path) -> None:
+def test_a_sweep_has_a_labeled_directory_for_each_job_and_no_other_files(tmp_path: Path) -> None:
     code, told = run_command(*FAST, "steps=1", "-m", "precision=16,32,bf16", cwd=tmp_path)
     assert code == 0, told
     [sweep] = tmp_path.glob("outputs/sweeps/classifier/*")
@@ -363,7 +364,7 @@ def test_a_job_that_is_refused_or_diverges_does_not_end_the_others(tmp_path: Pat
     assert "Traceback" not in told
 
 
-def test_options_that_do_not_fit_together_are_one_refused_job(tmp_path: Path) -> None:
+def test_a_sweep_refuses_only_the_job_whose_options_are_incompatible(tmp_path: Path) -> None:
     words = ("optimizer=sgd,adam", "optimizer.momentum=0.9", "steps=1")
     code, told = run_command(*FAST, "-m", *words, cwd=tmp_path)
     assert code == 2, told
@@ -392,7 +393,7 @@ def test_a_job_that_is_killed_does_not_end_the_others(retries: int, tmp_path: Pa
         assert "everything it printed: outputs/sweeps/classifier/" in told
 
 
-def test_a_swept_name_is_each_jobs_own_in_one_sweep(tmp_path: Path) -> None:
+def test_jobs_with_different_names_are_in_one_sweep_directory(tmp_path: Path) -> None:
     code, told = run_command(*FAST, "-m", "name=a,b c", "output_root=y=z", "steps=1", cwd=tmp_path)
     assert code == 0, told
     found = sorted(tmp_path.glob("y=z/sweeps/a/*/0*/config.yaml"))
@@ -411,7 +412,7 @@ def test_saved_overrides_are_those_that_were_typed(tmp_path: Path) -> None:
     ]
 
 
-def test_a_batch_that_has_no_variance_is_refused_in_words(tmp_path: Path) -> None:
+def test_batch_norm_with_one_value_per_channel_is_refused_without_a_traceback(tmp_path: Path) -> None:
     few = ("model=resnet18", "data.size=32", "device=cpu", "device.threads=1", "steps=1", "batch_size=1")
     code, said = run_command(*few, cwd=tmp_path)
     assert code == 2

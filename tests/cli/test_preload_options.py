@@ -1,4 +1,4 @@
-"""What the fork server of a sweep composes before the jobs."""
+"""Tests of `runner.cli.preload_options`, with which the fork server of a sweep composes options before the jobs run."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def preload(monkeypatch: pytest.MonkeyPatch, overrides: list[str], config_dir: s
     runpy.run_module("runner.cli.preload_options")
 
 
-def test_another_job_with_the_same_options_is_not_composed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_with_the_same_options_uses_the_cached_config(monkeypatch: pytest.MonkeyPatch) -> None:
     words = [*CHOICES, "seed=1", "optimizer.lr=0.5"]
     expected = compose(words)
     config_loader._kept.clear()
     preload(monkeypatch, [*CHOICES, "seed=0"])
     [kept] = config_loader._kept
-    job = compose_run(composer_of(words, None), words)  # as the command does
+    job = compose_run(composer_of(words, None), words)  # as the command composes it
     assert job.config == expected
     assert list(config_loader._kept) == [kept]
 
 
-def test_options_of_the_user_are_composed_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_options_from_a_config_dir_are_cached_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "small.yaml").write_text("defaults: [tiny]\nwidth: 3\n")
     preload(monkeypatch, ["model=small", "seed=0"], str(tmp_path))
@@ -50,20 +50,22 @@ def test_options_of_the_user_are_composed_too(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize("overrides", [["model=nope"], ["seed="], ["--cfg", "job"], ["optimizer.lr=1,2"]])
-def test_what_cannot_be_composed_is_left_to_the_job(
+def test_an_error_in_composing_is_silent_because_the_job_reports_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], overrides: list[str]
 ) -> None:
     preload(monkeypatch, overrides)
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_study_is_composed_silently(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_experiment_with_sweep_params_is_composed_silently(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     preload(monkeypatch, ["experiment=split_size"])
     assert len(config_loader._kept) == 1
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_overrides_are_passed_to_the_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_overrides_are_in_the_environment_of_the_fork_server_only(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(local, "start_server", lambda *modules: seen.append(os.environ[FIRST_JOB]))
     Local().prepare(["model=tiny"], "mine")

@@ -1,4 +1,4 @@
-"""Sweeps and searches as they are typed, stopped and typed again."""
+"""Tests of sweeps and searches as users type, stop and resume them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_impossible_searches_are_refused_and_leave_nothing(line: str, tmp_path: Path) -> None:
+def test_invalid_searches_are_refused_and_leave_no_files(line: str, tmp_path: Path) -> None:
     code, told = run_command("-m", *line.split("  "), cwd=tmp_path)
     assert code == 2, told
     for words in REFUSED[line]:
@@ -47,7 +47,7 @@ def test_pairs_are_refused_in_a_single_run(tmp_path: Path) -> None:
     assert (code, "add -m" in told) == (2, True)
 
 
-def test_a_search_ends_with_the_best_as_an_experiment_that_can_be_run(tmp_path: Path) -> None:
+def test_a_search_prints_a_command_that_reproduces_the_best_trial(tmp_path: Path) -> None:
     words = (*FAST, "-m", LR, "optimizer=sgd,adamw", "steps=3", "sweep.search=random", "sweep.trials=3")
     code, told = run_command(*words, cwd=tmp_path)
     assert code == 0, told
@@ -63,7 +63,7 @@ def test_a_search_ends_with_the_best_as_an_experiment_that_can_be_run(tmp_path: 
     assert read_result(single)["best"]["value"] == max(values.values()), "the same run"
 
 
-def test_trials_that_diverge_are_no_failure_of_a_search(tmp_path: Path) -> None:
+def test_a_search_succeeds_although_a_trial_diverges(tmp_path: Path) -> None:
     wild = ("data.crop=0", "schedule=constant", "batch_size=32", "steps=40")
     words = (*FAST, "-m", "optimizer.lr=0.1,900", *wild, "log_every=10")
     for search, wanted in ((["sweep.search=grid"], 0), ([], 3)):
@@ -83,7 +83,7 @@ def test_a_metric_that_is_not_measured_stops_the_search(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Stopped, and gone on with
+# Stopped and resumed
 
 STOPPED = {
     "a sweep": ("seed=0,1",),
@@ -92,7 +92,8 @@ STOPPED = {
 """Sweeps of two jobs."""
 
 
-# The tool types the command in a fresh interpreter, whichever signal came: each kind and each signal once is enough.
+# `runner.tools.sweep --resume` runs the command in a fresh interpreter after either signal. Therefore, it is enough to
+# test it once with each kind and each signal.
 @pytest.mark.parametrize(
     ("kind", "sent", "by_tool"),
     [
@@ -101,17 +102,17 @@ STOPPED = {
         ("a search", signal.SIGTERM, True),
     ],
 )
-def test_a_stopped_sweep_goes_on_where_it_was_stopped(
+def test_a_stopped_sweep_resumes_where_it_was_stopped(
     kind: str, sent: signal.Signals, by_tool: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first command has no `resume=auto`: its jobs are found all the same, in their directories."""
+    """The jobs of the first command are found by their directories, although it was typed without `resume=auto`."""
     monkeypatch.chdir(tmp_path)
     words = (*FAST, "-m", *STOPPED[kind], "steps=60", "save_every=20", "eval_every=0", "output_root=runs")
     command = Command(tmp_path, *words, STEP_GATE=f"50:{tmp_path / 'go'}")
     until(lambda: command.code is not None or len(glob(tmp_path, "runs/sweeps/*/*/00*/checkpoints/step_????????")) > 1)
     command.kill(sent)
     assert command.wait()[0] == (75 if sent == signal.SIGTERM else -signal.SIGKILL), command.console
-    (tmp_path / "go").touch()  # the jobs of a command that was killed go on
+    (tmp_path / "go").touch()  # the jobs keep running after the command was killed
     [path] = tmp_path.glob("runs/sweeps/*/*")
     before = sorted(job.name for job in path.glob("0*"))
     if by_tool:

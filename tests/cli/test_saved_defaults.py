@@ -1,4 +1,4 @@
-"""A run that is resumed by its path: its saved config is data, and the overrides of the command are on top of it."""
+"""Tests of `resume=PATH`: the saved config, which is untrusted, gives the defaults, and typed overrides change them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = ("steps=4", "save_every=2", "eval_every=0", "log_every=1")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of four steps with options that are not the defaults."""
+    """Train a run of four steps with options that are not the defaults, and return its directory."""
     cwd = tmp_path_factory.mktemp("trained")
     succeed(cwd, *FAST, *STEPS, "optimizer=adam", "optimizer.lr=0.002", "name=first")
     [path] = cwd.glob("outputs/first/*")
@@ -30,12 +30,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it, as somebody else might have sent it."""
+    """Return a copy of the run directory, as if it came from an untrusted source."""
     return Path(shutil.copytree(trained, tmp_path / "theirs" / trained.name))
 
 
 def show(cwd: Path, *arguments: str, **variables: str) -> Any:
-    """The config that a command composes."""
+    """Return the config that a command composes."""
     code, console = run_command(*arguments, "--cfg", "job", cwd=cwd, **variables)
     assert code == 0, console
     return yaml.safe_load(console)
@@ -47,7 +47,7 @@ def saved(run: Path) -> dict[str, Any]:
 
 
 def change(run: Path, **values: Any) -> None:
-    """Write the saved config with other values, as by the project itself."""
+    """Change values of the saved config, and write it with a valid SHA-256."""
     (run / "config.yaml").write_text(config_text(saved(run) | values))
 
 
@@ -64,7 +64,7 @@ def test_the_saved_values_are_the_defaults(run: Path, tmp_path: Path) -> None:
     assert (shown["optimizer"]["lr"], shown["name"], shown["steps"]) == (0.002, "first", 4)
 
 
-def test_overrides_are_on_top(run: Path, tmp_path: Path) -> None:
+def test_overrides_change_the_saved_values(run: Path, tmp_path: Path) -> None:
     shown = show(tmp_path, f"resume={run}", "optimizer.lr=0.1", "parallel=ddp", "parallel.processes=3", "steps=9")
     before = saved(run)
     assert shown["optimizer"] == before["optimizer"] | {"lr": 0.1}
@@ -74,15 +74,15 @@ def test_overrides_are_on_top(run: Path, tmp_path: Path) -> None:
     assert shown["steps"] == 9
 
 
-def test_a_config_without_a_group_has_its_default(run: Path, tmp_path: Path) -> None:
-    """That of an earlier version, which had no such group."""
+def test_a_group_that_the_saved_config_lacks_has_its_default(run: Path, tmp_path: Path) -> None:
+    """A config saved by an earlier version may lack groups that were added later."""
     config = saved(run)
     del config["tracking"]
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     assert show(tmp_path, f"resume={run}")["tracking"] == composed()["tracking"]
 
 
-def test_the_overrides_of_all_sessions_are_shown_and_never_read(run: Path, tmp_path: Path) -> None:
+def test_saved_overrides_are_appended_to_but_not_applied(run: Path, tmp_path: Path) -> None:
     (run / "overrides.yaml").write_text("- seed=5\n- --experimental-rerun=x\n- steps=4\n- hydra.run.dir=/nowhere\n")
     succeed(tmp_path, f"resume={run}", "steps=5")
     listed = ["seed=5", "--experimental-rerun=x", "hydra.run.dir=/nowhere", f"resume='{run}'", "steps=5"]
@@ -133,7 +133,7 @@ def test_a_hostile_config_is_refused_and_nothing_is_written(values: dict[str, An
 
 
 def test_a_download_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
-    """It would write files to any directory."""
+    """Otherwise, a saved config could write files to any directory."""
     mnist = {"_target_": "runner.data.torchvision_data.Mnist", "root": str(tmp_path / "elsewhere"), "download": True}
     change(run, data=mnist)
     assert show(tmp_path, f"resume={run}")["data"] == mnist | {"download": False}
@@ -143,7 +143,7 @@ def test_a_download_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_module_of_an_environment_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
+def test_the_module_of_an_environment_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
     change(run, env={"_target_": "runner.env.base.Env", "id": "mine:Game-v0"})
     assert show(tmp_path, f"resume={run}", "env.id='yours:Game-v0'")["env"]["id"] == "yours:Game-v0"
 
@@ -168,7 +168,7 @@ def test_a_secret_in_a_list_is_not_shown(value: Any, run: Path, tmp_path: Path) 
     assert (code, "treasure" in console) == (2, False), console
 
 
-def test_a_secret_in_the_environment_is_not_shown(run: Path, tmp_path: Path) -> None:
+def test_an_environment_variable_in_a_saved_config_is_not_printed_or_saved(run: Path, tmp_path: Path) -> None:
     config = saved(run)
     change(run, model=config["model"] | {"weights": "${oc.env:SECRET}"})
     code, console = run_command(f"resume={run}", "steps=5", cwd=tmp_path, SECRET="hidden treasure")
@@ -177,7 +177,7 @@ def test_a_secret_in_the_environment_is_not_shown(run: Path, tmp_path: Path) -> 
     assert "treasure" not in console + "".join(map(str, tree(run).values()))
 
 
-def test_a_value_that_was_not_saved_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
+def test_a_value_from_an_environment_variable_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
     config = saved(run)
     change(run, optimizer=config["optimizer"] | {"eps": "${oc.env:EPS}"})
     code, console = run_command(f"resume={run}", "steps=5", cwd=tmp_path, EPS="1e-9")
@@ -186,7 +186,7 @@ def test_a_value_that_was_not_saved_has_to_be_typed_again(run: Path, tmp_path: P
     assert saved(run)["optimizer"]["eps"] == 1e-9
 
 
-def test_a_variable_of_the_environment_is_used_and_not_saved(tmp_path: Path) -> None:
+def test_an_environment_variable_is_used_but_its_value_is_not_saved(tmp_path: Path) -> None:
     typed = (*FAST, *STEPS, "optimizer.weight_decay=${oc.env:DECAY}")
     code, console = run_command(*typed, cwd=tmp_path, DECAY="0.2516273")
     assert code == 0, console
@@ -232,7 +232,9 @@ SPOILT = [link_checkpoints, link_log, link_part, link_new_directory, pipe_result
 
 
 @pytest.mark.parametrize("spoil", SPOILT)
-def test_a_directory_with_links_or_pipes_is_refused(spoil: Callable[[Path], None], run: Path, tmp_path: Path) -> None:
+def test_a_run_directory_with_symlinks_or_pipes_is_refused(
+    spoil: Callable[[Path], None], run: Path, tmp_path: Path
+) -> None:
     spoil(run)
     before = tree(tmp_path)
     code, console = run_command(f"resume={run}", "steps=5", cwd=tmp_path / "cwd")

@@ -1,4 +1,4 @@
-"""Secrets are not printed with an error, which ends up in the logs of clusters and CI."""
+"""Tests that secrets are removed from error messages, which end up in the logs of clusters and CI."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from runner.config.errors import ConfigError
         (OSError("https://ann:s3cret@host/x: no answer"), 1, "OSError: https://ann:***@host/x: no answer"),
     ],
 )
-def test_secrets_in_errors(error: Exception, code: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_secrets_in_errors_are_masked(
+    error: Exception, code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report_error(error) == code
     said = capsys.readouterr().err
     assert words in said
     assert "s3cret" not in said
 
 
-def test_secrets_in_the_overrides_of_a_sweep_and_in_its_files(tmp_path: Path) -> None:
+def test_secrets_in_the_overrides_of_a_sweep_are_neither_printed_nor_written(tmp_path: Path) -> None:
     secret = ("data=synthetic", "+data.token=s3cret", "seed=1,2", "steps=1")
     code, console = run_command(*FAST, "-m", *secret, "name=https://ann:s3cret@host", cwd=tmp_path)
     assert code == 2, console  # there is no such option

@@ -1,4 +1,4 @@
-"""The values that a sweep combines."""
+"""Tests of `runner.cli.sweep_jobs`: lists, paired values, ranges and intervals in the overrides of a sweep."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def jobs(*overrides: str) -> SweepJobs:
         ("p=zip(a=choice([1,2],[3,4]),b=[{x:1},{x:2}])", ["a=[1,2],[3,4]", "b={x:1},{x:2}"]),
     ],
 )
-def test_the_members_of_a_zip(word: str, members: list[str]) -> None:
+def test_parse_zip_returns_the_name_and_the_members(word: str, members: list[str]) -> None:
     assert parse_zip(word) == ("p", members)
 
 
 @pytest.mark.parametrize("word", ["seed=1,2", "p=zipped(a=[1],b=[2])", "zip(a=[1],b=[2])", "p=[zip]"])
-def test_other_overrides_are_no_zip(word: str) -> None:
+def test_parse_zip_returns_none_for_other_overrides(word: str) -> None:
     assert parse_zip(word) is None
 
 
@@ -72,7 +72,7 @@ def test_options_that_are_numbers_can_be_paired() -> None:
         (["p=zip(seed=range(0,100000),batch_size=range(0,100000))"], "seed", "100,000 jobs, more than"),
     ],
 )
-def test_pairs_that_are_none_are_refused(overrides: list[str], key: str, words: str) -> None:
+def test_invalid_pairs_are_refused(overrides: list[str], key: str, words: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         jobs(*overrides)
     assert refusal.value.key == key
@@ -82,13 +82,13 @@ def test_pairs_that_are_none_are_refused(overrides: list[str], key: str, words: 
 @pytest.mark.parametrize(
     ("typed", "values"),
     [
-        ("range(0,0.4,0.1)", [0, 0.1, 0.2, 0.3, 0.4]),  # Hydra rounds the last one down, below the end
+        ("range(0,0.4,0.1)", [0, 0.1, 0.2, 0.3, 0.4]),  # Hydra rounds the last value down, to less than the end
         ("range(0,0.3,0.1)", [0, 0.1, 0.2]),
         ("range(5)", [0, 1, 2, 3, 4]),
         ("range(6,1,-2)", [6, 4, 2]),
     ],
 )
-def test_a_range_is_paired_with_as_many_values_as_it_has(typed: str, values: list[float]) -> None:
+def test_a_paired_range_has_as_many_values_as_hydra_lists(typed: str, values: list[float]) -> None:
     seeds = list(range(len(values)))
     sweep = jobs(f"p=zip(optimizer.lr={typed},seed={seeds})".replace(" ", ""))
     assert [float(lr.partition("=")[2]) for lr, _ in sweep] == pytest.approx(values)
@@ -121,7 +121,7 @@ def test_ranges_that_are_too_long_are_refused_without_being_listed(typed: str, w
         ("int(interval(1,9))", Interval(1, 9, whole=True)),
     ],
 )
-def test_the_intervals_of_a_search(typed: str, interval: Interval) -> None:
+def test_intervals_of_a_search_are_parsed(typed: str, interval: Interval) -> None:
     sweep = jobs(f"optimizer.lr={typed}", "optimizer=sgd,adam", "sweep.search=tpe")
     [found] = [each for each in sweep.dimensions if each.interval]
     assert (found.keys, found.interval) == (("optimizer.lr",), interval)
@@ -156,7 +156,7 @@ def test_the_metric_of_a_search_is_known_even_if_its_first_sample_is_refused(wor
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Devices that only the machines of a cluster have
+# Jobs for GPUs that only the machines of a cluster have
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
@@ -164,7 +164,7 @@ def test_the_metric_of_a_search_is_known_even_if_its_first_sample_is_refused(wor
 @pytest.mark.parametrize(
     "device", [["device=cuda"], ["device=cuda", "device.index=3"], ["parallel=ddp", "device=cuda"]]
 )
-def test_jobs_for_gpus_are_planned_on_a_machine_without(engine: str, device: list[str], tmp_path: Path) -> None:
+def test_jobs_for_gpus_are_planned_on_a_machine_without_gpus(engine: str, device: list[str], tmp_path: Path) -> None:
     planner = Planner(jobs("seed=0,1", *device, f"sweep={engine}", "sweep.gpus=2", "device.threads=3"), None)
     planner.path = tmp_path
     planned = planner.plan(1, ["seed=1", *device, "device.threads=3"])

@@ -1,4 +1,4 @@
-"""Config errors: which key, what was got, why it cannot be, and what to type instead."""
+"""Tests of `runner.config.errors`: an error states the key, the value, the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_check_raises_unless_ok() -> None:
     assert (error.key, error.got, error.why, error.remedy) == ("key", 1, "why", "do")
 
 
-def test_an_error_is_the_same_in_another_process() -> None:
-    """A rank sends it to the process that started it: by pickle, where `ABSENT` must stay the same object."""
+def test_an_error_is_unchanged_by_pickling_and_copying() -> None:
+    """A rank pickles an error to send it to the parent process; `ABSENT` must stay the same object."""
     for error in (ConfigError("key", ABSENT, "why", "do"), ConfigError("key", [1, None], "why", "do")):
         for copied in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
             assert type(copied) is ConfigError
@@ -41,7 +41,7 @@ def test_an_error_is_the_same_in_another_process() -> None:
             assert (copied.got is ABSENT) == (error.got is ABSENT)
 
 
-def test_a_message_names_no_more_than_a_thousand_names() -> None:
+def test_a_message_lists_at_most_a_thousand_names() -> None:
     names = [f"c{i:05}" for i in range(100_000)]
     assert did_you_mean("zz", names) == f"choose from: {', '.join(names[:1000])}, …"
     assert did_you_mean("zz", names[:1000]) == f"choose from: {', '.join(names[:1000])}"
@@ -53,7 +53,7 @@ def test_see_comments_names_the_file_that_explains_a_component() -> None:
     assert "conf/config.yaml" in see_comments(Run)
 
 
-def test_errors_carry_the_path_of_their_key() -> None:
+def test_errors_under_prepends_the_path_to_the_key() -> None:
     with pytest.raises(ConfigError) as refusal, errors_under("a"), errors_under("b"):
         raise ConfigError("c", 1, "no", "yes")
     assert (refusal.value.key, str(refusal.value)) == ("a.b.c", "a.b.c: got 1: no\n  yes")
@@ -73,12 +73,12 @@ def test_control_characters_are_escaped_and_long_keys_shortened() -> None:
     assert str(ConfigError("k" * 1000, ABSENT, "why", "do")) == f"{'k' * 79}…: why\n  do"
 
 
-def test_a_number_that_python_does_not_write_is_shown_in_words() -> None:
+def test_an_integer_with_too_many_digits_to_print_is_described() -> None:
     assert str(ConfigError("key", 10**5000, "why", "do")).startswith("key: got a number of thousands of digits: why")
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400)])
-def test_an_integer_beyond_all_floats_is_out_of_range(value: int) -> None:
+def test_an_integer_too_large_for_a_float_is_out_of_range(value: int) -> None:
     with pytest.raises(ConfigError, match="≥ 1 and ≤ 3"):
         check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", least=1, most=3)
 
@@ -100,7 +100,7 @@ def test_a_number_without_bounds_must_be_finite() -> None:
     assert refusal.value.why == "it must be a finite number"
 
 
-def test_an_open_end_is_excluded() -> None:
+def test_the_bound_above_is_exclusive() -> None:
     with pytest.raises(ConfigError, match="> 0"):
         check_range(dataclasses.make_dataclass("C", ["x"])(0), "x", above=0)
 

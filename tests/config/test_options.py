@@ -1,4 +1,4 @@
-"""The options: each alone, every two of different groups together, and what each file says of itself."""
+"""Tests of the options in conf/: each alone, all pairs from different groups, and the content of the option files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from runner.config.schema import build, load_class, option_fields, typed_values
 from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Result, Run
 from runner.sweep.engines.base import Engine
 
-# What an option needs beside itself to be tried.
+# Further overrides that an option needs.
 SMALL = ["data.num_samples=64", "data.num_classes=10", "data.size=32"]
 WITH = {
     "model=torchvision": ["model.name=shufflenet_v2_x0_5"],
@@ -36,7 +36,7 @@ WITH = {
     "data=tabular": ["workload=regression"],
 }
 
-# What cannot be on this machine: the key and the value got with which the refusal begins, and an essential word of it.
+# Options that are not available on this machine: the beginning of the error message, and a text that it contains.
 ABSENT_HERE = {
     "data=mnist": ("data.root: got 'data'", "data/MNIST/raw/train-images"),
     "data=fashion_mnist": ("data.root: got 'data'", "data/FashionMNIST/raw/train-images"),
@@ -53,7 +53,7 @@ if torch.cuda.is_available():
 if torch.backends.mps.is_available():
     del ABSENT_HERE["device=mps"]
 
-# Two options that do not go together: the key and the value got with which the refusal begins, and an essential word.
+# Incompatible pairs of options: the beginning of the error message, and a text that it contains.
 REFUSED: dict[frozenset[str], tuple[str, str]] = {
     frozenset(("workload=dqn", f"model={name}")): (f"model: got '{kind}'", "CartPole-v1")
     for name, kind in {
@@ -66,7 +66,7 @@ REFUSED: dict[frozenset[str], tuple[str, str]] = {
     }.items()
 }
 IMAGE_NETWORKS = {option: refusal[0] for pair, refusal in REFUSED.items() for option in pair if "model=" in option}
-for option, begins in IMAGE_NETWORKS.items():  # a row of a table is no image
+for option, begins in IMAGE_NETWORKS.items():  # a row of a table is not an image
     REFUSED[frozenset(("workload=regression", option))] = (begins, "the shape [10]")
     REFUSED[frozenset(("data=tabular", option))] = (begins, "the shape [10]")
 for name in ("classifier", "resnet50"):
@@ -88,7 +88,7 @@ if torch.backends.mps.is_available():
 
 FILES = sorted(CONF.glob("*/[!_]*.yaml"))
 INHERITED = sorted(CONF.glob("*/_*.yaml"))
-# An experiment or a local file is complete by itself, not to be combined with others.
+# Experiments and local files are not combined with other options, because they set keys of the whole config.
 CROSSED = {group: options for group, options in groups().items() if group not in ("experiment", "local")}
 if find_spec("timm") is None:
     CROSSED["model"].remove("timm")
@@ -98,7 +98,7 @@ HERE = {group: [o for o in options if f"{group}={o}" not in ABSENT_HERE] for gro
 
 
 def pairs_of(factors: dict[str, list[str]]) -> set[frozenset[str]]:
-    """Every two options, `group=option`, of different groups."""
+    """Return all pairs of options from different groups; an option is written as `group=option`."""
     named = [[f"{group}={option}" for option in options] for group, options in factors.items()]
     return {frozenset(pair) for two in itertools.combinations(named, 2) for pair in itertools.product(*two)}
 
@@ -106,10 +106,15 @@ def pairs_of(factors: dict[str, list[str]]) -> set[frozenset[str]]:
 def covering_rows(
     factors: dict[str, list[str]], without: Iterable[frozenset[str]] = (), elsewhere: Iterable[frozenset[str]] = ()
 ) -> list[list[str]]:
-    """Few rows, of one option a group, in which every pair comes together but those of `without`, which never do.
+    """Return a few rows that contain all pairs of options from different groups; a row has one option per group.
 
-    Greedy: a row begins with a pair that is still missing, and each further group adds what covers most. The pairs of
-    `elsewhere` need not come together, as they do in other rows.
+    The algorithm is greedy: a row begins with a pair that no row contains yet, and each further group adds the option
+    that covers the most missing pairs.
+
+    Args:
+        factors: the names of the options, by group.
+        without: incompatible pairs, which no row may contain.
+        elsewhere: pairs that need not be covered, because other rows contain them.
     """
     left, never = sorted(map(sorted, pairs_of(factors) - {*without, *elsewhere})), set(without)
     rows = []
@@ -127,10 +132,10 @@ def covering_rows(
 
 
 def tried(options: Iterable[str], *more: str) -> Run:
-    """The run of `options`, prepared if this machine has them all, and its network laid out without memory.
+    """Build the run of `options`. If all of them are available here, prepare it and build its model on the meta device.
 
     Raises:
-        ConfigError: as the command would.
+        ConfigError: if the command would refuse the options.
     """
     options = list(options)
     chosen = {option.partition("=")[0] for option in options}
@@ -139,7 +144,7 @@ def tried(options: Iterable[str], *more: str) -> Run:
     for option in options:
         group, _, name = option.partition("=")
         target = option_node(group, name).get("_target_")
-        if group == "sweep":  # no part of a run
+        if group == "sweep":  # its options are not part of a run
             assert build(option_node(group, name), Engine, "sweep")
             continue
         assert target is None or run.config[group]["_target_"] == target, f"{option} was not chosen"
@@ -151,7 +156,7 @@ def tried(options: Iterable[str], *more: str) -> Run:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Each, and every two
+# Each option, and all pairs of options
 
 
 @pytest.mark.skipif(find_spec("timm") is not None, reason="timm is installed")
@@ -166,7 +171,7 @@ ALONE = CROSSED | {group: groups()[group] for group in ("experiment", "local") i
 
 
 @pytest.mark.parametrize("option", [f"{group}={name}" for group, names in ALONE.items() for name in names])
-def test_every_option_is_built_and_prepared_or_says_what_is_absent(option: str) -> None:
+def test_every_option_is_prepared_or_refused_if_it_is_not_available_here(option: str) -> None:
     run = tried([option])
     if option in ABSENT_HERE:
         with pytest.raises(ConfigError) as refusal:
@@ -177,27 +182,27 @@ def test_every_option_is_built_and_prepared_or_says_what_is_absent(option: str) 
 
 
 def together(rows: list[list[str]]) -> set[frozenset[str]]:
-    """Every two options that are in the same row."""
+    """Return all pairs of options that are in the same row."""
     return {frozenset(pair) for row in rows for pair in itertools.combinations(row, 2)}
 
 
 ROWS_HERE = covering_rows(HERE, REFUSED)
 ROWS_ABSENT = covering_rows(CROSSED, REFUSED, pairs_of(HERE))
-"""With something that this machine lacks: built, and not prepared."""
+"""Rows with an option that is not available here: their runs are built, but not prepared."""
 
 
-def test_the_rows_have_every_two_options() -> None:
+def test_the_rows_contain_all_compatible_pairs_of_options() -> None:
     assert together(ROWS_HERE) == pairs_of(HERE) - REFUSED.keys()
     assert together(ROWS_HERE) | together(ROWS_ABSENT) == pairs_of(CROSSED) - REFUSED.keys()
 
 
 @pytest.mark.parametrize("rows", [ROWS_ABSENT, ROWS_HERE], ids=["built", "prepared"])
-def test_every_two_options_go_together(rows: list[list[str]]) -> None:
+def test_runs_with_all_compatible_pairs_of_options_are_built(rows: list[list[str]]) -> None:
     for row in rows:
         tried(row)
 
 
-def test_two_options_that_do_not_go_together_are_refused_by_key() -> None:
+def test_incompatible_pairs_of_options_are_refused_by_key() -> None:
     for pair, (begins, word) in REFUSED.items():
         with pytest.raises(ConfigError) as refusal:
             tried(pair)
@@ -207,19 +212,19 @@ def test_two_options_that_do_not_go_together_are_refused_by_key() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", sorted(map(sorted, pairs_of(CROSSED) - REFUSED.keys())), ids=" ".join)
-def test_every_two_options_alone_go_together(pair: list[str]) -> None:
+def test_each_compatible_pair_of_options_is_built_alone(pair: list[str]) -> None:
     tried(pair)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS_HERE, ids=" ".join)
-def test_every_two_options_train_together(row: list[str], tmp_path: Path) -> None:
+def test_runs_with_all_compatible_pairs_of_options_train(row: list[str], tmp_path: Path) -> None:
     run = tried(row, "steps=2", "log_every=1", "eval_every=0", "batch_size=64", "device.threads=1")
     result = train_in(tmp_path, run).result
     assert (result.status, result.steps) == ("done", 2)
 
 
-def test_the_covering_rows_cover() -> None:
+def test_covering_rows_contain_all_allowed_pairs() -> None:
     factors = {"a": ["1", "2", "3"], "b": ["1", "2"], "c": ["1", "2"], "d": ["1"]}
     without = {frozenset(("a=1", "b=2"))}
     rows = covering_rows(factors, without)
@@ -232,7 +237,7 @@ def test_the_covering_rows_cover() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The files
+# The option files
 
 
 def name_of(path: Path) -> str:
@@ -240,20 +245,20 @@ def name_of(path: Path) -> str:
 
 
 def lines_of(path: Path) -> list[str]:
-    """The lines of an option's file, without the one that says where it is put."""
+    """Return the lines of an option file without `# @package _global_`."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return lines[1:] if lines[0] == "# @package _global_" else lines
 
 
 def values_of(override: Override) -> list[Any]:
-    """The values of an override in a sweep; of an interval, its lower bound."""
+    """Return the values of an override in a sweep; for an interval, only its lower bound."""
     if isinstance(interval := override.value(), IntervalSweep):
         return [interval.start]
     return list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]
 
 
 def commands(typed: str) -> list[list[str]]:
-    """The overrides of each run that `python -m runner …` stands for: several where it is a sweep."""
+    """Return the overrides of each run that a command `python -m runner …` starts; a sweep starts several runs."""
     words = shlex.split(typed)[3:]
     if "-m" not in words:
         return [words]
@@ -263,7 +268,7 @@ def commands(typed: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_file_opens_with_the_command_that_uses_it_and_a_sentence(path: Path) -> None:
+def test_an_option_file_begins_with_a_command_that_uses_it_and_a_sentence(path: Path) -> None:
     command, sentence = lines_of(path)[:2]
     assert re.fullmatch(r"# python -m runner( .+)?", command)
     assert re.fullmatch(r"# (?!python).+\.", sentence)
@@ -277,14 +282,14 @@ def test_a_file_opens_with_the_command_that_uses_it_and_a_sentence(path: Path) -
 def test_every_key_has_a_comment(path: Path) -> None:
     ours = path.read_text(encoding="utf-8").partition("\nhydra:")[0]
     for line in ours.splitlines():
-        opens_a_group = re.fullmatch(r" *\w+:( +#.*)?", line)  # its keys carry the comments
+        opens_a_group = re.fullmatch(r" *\w+:( +#.*)?", line)  # the comments are at its keys
         if line.startswith(("#", "_target_:", "defaults:", "  - ")) or not line.strip() or opens_a_group:
             continue
         assert re.search(r"\S +# \S", line), line
         assert len(line) <= 160, line
 
 
-# A file for the whole config says only in what it differs from a component's.
+# Option files of components. A file with `# @package _global_` is left out, because it sets only a few keys.
 COMPONENTS = [
     path
     for path in FILES
@@ -294,7 +299,7 @@ COMPONENTS = [
 
 
 @pytest.mark.parametrize("path", COMPONENTS, ids=name_of)
-def test_a_component_lists_every_field_in_its_type(path: Path) -> None:
+def test_an_option_file_lists_every_field_with_a_value_of_its_type(path: Path) -> None:
     node = option_node(path.parent.name, path.stem)
     cls = load_class(node.pop("_target_"), object)
     assert sorted(node) == sorted(option_fields(cls)), "every field is listed"
@@ -303,14 +308,14 @@ def test_a_component_lists_every_field_in_its_type(path: Path) -> None:
 
 
 def assert_typed(node: dict[str, Any], values: dict[str, Any]) -> None:
-    """What stands in the file is what the class gets: nothing is converted, but for 1 to 1.0 and lists to tuples."""
+    """Check that the class gets the values in the file unconverted, except integers as floats and lists as tuples."""
     for key, value in node.items():
         got = list(values[key]) if isinstance(values[key], tuple) else values[key]
         assert got == value, key
         assert type(got) is type(value) or (type(got), type(value)) == (float, int), key
 
 
-def test_resnet50_is_the_articles_network_batch_and_images() -> None:
+def test_resnet50_has_25557032_parameters_and_trains_18_steps_of_120_images() -> None:
     run = built("workload=resnet50")
     session, samples = prepared(run), run.workload.train
     assert (run.batch_size, session.num_steps, samples.shape, samples.num_classes) == (120, 18, (3, 128, 128), 1000)
@@ -320,7 +325,7 @@ def test_resnet50_is_the_articles_network_batch_and_images() -> None:
 
 
 @pytest.mark.parametrize("choices", [["debug=smoke"], ["precision=16", "epochs=1"]], ids=" ".join)
-def test_resnet50_trains_with_what_is_chosen_beside_it(choices: list[str], tmp_path: Path) -> None:
+def test_resnet50_trains_with_other_options(choices: list[str], tmp_path: Path) -> None:
     tiny = ["data.size=32", "data.num_samples=8", "data.holdout=4", "batch_size=4"]
     result = train_resnet50(tmp_path, *tiny, *choices)
     assert (result.status, result.steps) == ("done", 2)
@@ -343,7 +348,7 @@ def test_resnet50_trains_on_real_images(tmp_path: Path) -> None:
     assert result.metrics["eval/accuracy"] in (0, 0.5, 1)
 
 
-def test_the_root_lists_every_scalar_and_every_group() -> None:
+def test_the_root_config_lists_every_scalar_and_every_group() -> None:
     root = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
     defaults, scalars = root.pop("defaults"), {key: value for key, value in root.items() if key != "hydra"}
     assert sorted(scalars) == sorted(set(option_fields(Run)))
@@ -358,7 +363,7 @@ def test_the_root_lists_every_scalar_and_every_group() -> None:
             assert option in groups()[group]
 
 
-def test_the_default_run_is_the_one_that_the_files_describe() -> None:
+def test_the_default_run_has_the_values_of_the_root_config() -> None:
     run, root = built(), yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
     assert [type(part).__name__ for part in (run.optimizer, run.schedule, run.precision)] == [
         "SGD",
@@ -380,14 +385,14 @@ def test_every_experiment_is_composed_and_built() -> None:
             built(*overrides)
 
 
-def test_ten_epochs_is_what_it_says() -> None:
+def test_ten_epochs_has_225_steps_and_a_constant_learning_rate() -> None:
     run = built("experiment=ten_epochs")
     assert prepared(run).num_steps == 225  # 10 · 1,438 / 64, rounded up
     assert [run.schedule.factor(update, 225) for update in (0, 112, 224)] == [1, 1, 1]
     assert (run.optimizer.lr, run.optimizer.momentum) == (0.02, 0.9)
 
 
-def test_precisions_sweeps_both_on_three_seeds(tmp_path: Path) -> None:
+def test_experiment_precisions_sweeps_two_precisions_and_three_seeds(tmp_path: Path) -> None:
     code, told = run_command("-m", "experiment=precisions", *FAST, "steps=1", cwd=tmp_path)
     assert code == 0, told
     configs = [OmegaConf.load(path) for path in tmp_path.glob("outputs/sweeps/precisions/*/*/config.yaml")]
@@ -402,7 +407,7 @@ def test_precisions_sweeps_both_on_three_seeds(tmp_path: Path) -> None:
         ("split_size", {"parallel.split_size": "1,3,5,8,10,12,20,40,60"}),
     ],
 )
-def test_the_resnet50_studies_repeat_what_the_articles_measured(name: str, swept: dict[str, str]) -> None:
+def test_the_resnet50_experiments_sweep_modes_and_split_sizes_on_three_seeds(name: str, swept: dict[str, str]) -> None:
     node = option_node("experiment", name)
     assert node["hydra"]["sweeper"]["params"] == swept | {"seed": "0,1,2"}
     [(key, values)] = swept.items()
@@ -412,14 +417,14 @@ def test_the_resnet50_studies_repeat_what_the_articles_measured(name: str, swept
         assert (run.batch_size, session.num_steps, run.workload.train.shape) == (120, 5, (3, 128, 128))
 
 
-def test_debug_smoke_runs_every_part(trained) -> None:
+def test_debug_smoke_trains_evaluates_and_saves(trained) -> None:
     run = trained("debug=smoke")
     assert (run.result.status, run.result.steps) == ("done", 2)
     assert run.result.metrics.keys() == {"train/loss", "train/accuracy", "eval/loss", "eval/accuracy"}
     assert {path.name for path in (run.directory / "checkpoints").glob("step_*")} == {"step_00000001", "step_00000002"}
 
 
-def test_debug_overfit_learns_a_batch_by_heart(trained) -> None:
+def test_debug_overfit_memorizes_a_batch(trained) -> None:
     run = trained("debug=overfit")
     assert run.result.status == "done"
     assert run.result.metrics["train/accuracy"] == 1.0
@@ -431,7 +436,7 @@ def test_every_debug_option_is_run_above() -> None:
     assert [name for name in groups()["debug"] if f'trained("debug={name}")' not in source] == []
 
 
-def test_the_readme_types_what_can_be_typed() -> None:
+def test_every_command_in_the_readme_can_be_composed() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     typed = re.findall(r"^python -m runner(?: .*?)?(?=  +#|$)", readme, re.MULTILINE)
     assert len(typed) > 10

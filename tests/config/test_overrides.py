@@ -1,4 +1,4 @@
-"""The parts of an override."""
+"""Tests of `runner.config.overrides`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""References to environment variables are kept in the config, and resolved in the components alone."""
+"""Tests of `runner.config.plain_values`: all interpolations are resolved except references to environment variables."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def test_references_to_the_environment_are_kept(
     assert resolved(OmegaConf.create(config)) == wanted
 
 
-def test_what_cannot_be_resolved_is_an_error() -> None:
+def test_an_interpolation_that_cannot_be_resolved_is_an_error() -> None:
     with pytest.raises(InterpolationResolutionError):
         resolved(OmegaConf.create({"a": "${oc.env:SURELY_NOT_SET}", "b": "${oc.decode:${oc.env:SURELY_NOT_SET}}"}))

@@ -1,4 +1,4 @@
-"""Configs that an earlier version saved name classes where they are now."""
+"""Tests of `runner.config.renamed_classes`: class names in configs of earlier versions are replaced by current ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_no_current_name_was_renamed_again() -> None:
     assert not RENAMED.keys() & RENAMED.values()
 
 
-def test_targets_are_renamed_and_all_else_stays() -> None:
+def test_targets_are_renamed_and_all_other_values_are_unchanged() -> None:
     saved = {
         "name": "runner.model.ResNet",
         "model": {"_target_": "runner.model.ResNet", "depth": 50, "inner": {"_target_": "runner.qnet.QNet"}},

@@ -1,4 +1,4 @@
-"""From a YAML node to a component: what is accepted and converted, and what is refused, by key."""
+"""Tests of `runner.config.schema`, which builds components from YAML nodes: conversions and errors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from runner.config.schema import build
 from runner.run import build_run
 from runner.workloads.base import Workload
 
-# What is typed in place of the default: the key and the value got with which the message begins, and the essential
-# words of the reason or the remedy. Errors that only the parser sees, and misspelled keys and options, are in
-# tests/cli/test_main.py.
+# Overrides, separated by two spaces: the beginning of the error message, and texts that it contains. Errors in parsing,
+# and misspelled keys and options, are in tests/cli/test_main.py.
 OPTIMIZER = "runner.optimizer.Optimizer"
 REFUSED: dict[str, tuple[str, ...]] = {
-    # Another type
+    # Wrong type
     "optimizer.lr=abc": ("optimizer.lr: got 'abc'", "number"),
     "optimizer.lr=": ("optimizer.lr: got ''", "number"),
     "optimizer.lr=null": ("optimizer.lr: got null", "number"),
@@ -53,7 +52,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "device.indices=3": ("device.indices: got 3", "list", "whole number"),
     "device.indices=[a]": ("device.indices: got ['a']", "list", "whole number"),
     "model.channels=20": ("model.channels: got 20", "list", "whole number"),
-    # What OmegaConf would take for another value
+    # Values that OmegaConf would convert to other values
     "seed=016": ("seed: got '016'", "whole number"),
     "seed='1_000'": ("seed: got '1_000'", "whole number"),
     "optimizer.lr=012.5": ("optimizer.lr: got '012.5'", "number"),
@@ -93,7 +92,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "device.threads=0": ("device.threads: got 0", "≥ 1", "≤ 1024"),
     "data.size=3": ("data.size: got 3", "≥ 8", "≤ 512"),
     "device.kind=gpu": ("device.kind: got 'gpu'", "auto, cpu, cuda, mps"),
-    # Two that do not go together
+    # Incompatible values
     "steps=null  epochs=null": ("steps: got null", "epochs="),
     "accumulation.steps=5": ("batch_size: got 64", "5 micro-batches", "accumulation.steps"),
     "accumulation.steps=128": ("batch_size: got 64", "batch_size=128"),
@@ -114,7 +113,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "output_root=": ("output_root: got ''", "output_root=."),
     "output_root='a\nb'": ("output_root: got 'a\\nb'", "output_root=."),
     "model.weights=/nowhere.pt": ("model.weights: got '/nowhere.pt'", "no such file"),
-    # Code
+    # Classes
     "optimizer._target_=os.system": ("optimizer._target_: got 'os.system'", "runner.components"),
     "optimizer._target_=torch.load": ("optimizer._target_: got 'torch.load'", "runner.components"),
     "optimizer._target_=builtins.eval": ("optimizer._target_: got 'builtins.eval'", "runner.components"),
@@ -151,7 +150,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 def typed(line: str) -> dict[str, Any]:
-    """The default config with the overrides in `line`, apart by two blanks, read as Hydra reads them."""
+    """Return the default config with the overrides in `line`, which two spaces separate, as Hydra parses them."""
     found = OmegaConf.create(composed())
     for override in OverridesParser.create().parse_overrides(line.split("  ") if "'  '" not in line else [line]):
         OmegaConf.update(found, override.key_or_group, override.value(), merge=False, force_add=True)
@@ -212,12 +211,12 @@ def test_a_missing_value_and_a_missing_group_are_refused_by_key() -> None:
 
 @dataclass
 class Part:
-    """Stands for the base class of a config group."""
+    """The base class of a config group."""
 
 
 @dataclass
 class Whole(Part):
-    """A component with one of every kind of field."""
+    """A component with a field of every kind."""
 
     part: Part
     number: float
@@ -233,7 +232,7 @@ class Whole(Part):
 
 @dataclass
 class Special(Whole):
-    number: float = 0.5  # a default of its own, in the place of its base's
+    number: float = 0.5  # the base class has no default
 
 
 def whole(**values: Any) -> Part:
@@ -245,7 +244,7 @@ def _whole_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "runner.tests", sys.modules[__name__])
 
 
-def test_values_are_converted_defaults_filled_in_and_parts_handed_over() -> None:
+def test_build_converts_values_fills_in_defaults_and_passes_parts_on() -> None:
     part = Part()
     node = {"_target_": "runner.tests.Whole", "number": 2, "numbers": [1, 2]}
     built = build(node, Part, "whole", part=part, other=Part())
@@ -280,7 +279,7 @@ def test_fields_are_values_or_components() -> None:
         ({"number": "???"}, "whole.number: it has no value"),
     ],
 )
-def test_the_builder_is_strict(values: dict, told: str) -> None:
+def test_build_refuses_wrong_types_unknown_keys_and_missing_values(values: dict, told: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         whole(**values)
     assert str(refusal.value).startswith(told)
@@ -294,7 +293,7 @@ def test_the_builder_is_strict(values: dict, told: str) -> None:
         ({"number": 1, "numbers": ["${oc.env:MINE}"]}, "it must be a list"),
     ],
 )
-def test_the_value_of_an_environment_variable_is_in_no_message(
+def test_an_error_does_not_contain_the_value_of_an_environment_variable(
     values: dict, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MINE", "hunter2")
@@ -316,7 +315,7 @@ def test_an_environment_variable_that_is_not_set_is_named() -> None:
 
 @dataclass
 class Opening(Part):
-    """A component that opens the file `path`; `label` is a text, too."""
+    """A component that opens the file `path`; `label` is another text option."""
 
     label: str
     path: str
@@ -325,7 +324,7 @@ class Opening(Part):
         Path(self.path).read_text()
 
 
-def test_a_path_that_cannot_be_looked_up_is_refused_by_its_own_key(tmp_path: Path) -> None:
+def test_an_os_error_is_refused_by_the_key_of_the_path(tmp_path: Path) -> None:
     path = str(tmp_path / "absent")
     with pytest.raises(ConfigError) as refusal:
         build({"_target_": "runner.tests.Opening", "label": "a", "path": path}, Part, "opening")
@@ -333,12 +332,12 @@ def test_a_path_that_cannot_be_looked_up_is_refused_by_its_own_key(tmp_path: Pat
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whose code may be named
+# Packages whose classes may be named
 
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package `plugin`, importable, that declares no entry point."""
+    """Create an importable package `plugin` without an entry point, and return its directory."""
     shutil.copy(ROOT / "tests" / "helpers" / "plugin_component.py", tmp_path / "plugin.py")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "plugin", raising=False)
@@ -353,8 +352,8 @@ def test_a_package_without_an_entry_point_is_not_even_imported(plugin: Path) -> 
     assert not (plugin / "ran").exists()
 
 
-def test_a_package_that_is_not_installed_is_to_be_installed() -> None:
-    """As for a run that is resumed in an environment without the package of its workload."""
+def test_the_remedy_for_a_missing_package_is_to_install_it() -> None:
+    """For example, a run is resumed in an environment without the package of its workload."""
     with pytest.raises(ConfigError, match="no package absent is installed here") as refusal:
         build_run(typed("optimizer._target_=absent.module.Mine"))
     assert "install it" in refusal.value.remedy
@@ -380,7 +379,7 @@ def test_an_abstract_class_is_refused_by_its_key(group: str) -> None:
         assert method in refusal.value.why
 
 
-def test_an_abstract_class_of_a_package_is_refused_too() -> None:
+def test_an_abstract_subclass_is_refused_by_its_key() -> None:
     with pytest.raises(ConfigError) as refusal:
         build({"_target_": "runner.workloads.base.SupervisedWorkload"}, Workload, "workload")
     assert (refusal.value.key, refusal.value.got) == ("workload._target_", "runner.workloads.base.SupervisedWorkload")

@@ -1,4 +1,4 @@
-"""Option files are read strictly: plain values, and only numbers that mean the same on the command line."""
+"""Tests of `runner.config.yaml_file`: plain values are read; numbers that mean something else if typed are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read(directory: Path, content: str | bytes) -> dict:
         ("{a: {b: 1}}", {"a": {"b": 1}}),
     ],
 )
-def test_plain_values_are_read_as_before(text: str, value: object, tmp_path: Path) -> None:
+def test_plain_values_are_read(text: str, value: object, tmp_path: Path) -> None:
     assert read(tmp_path, f"# a comment\nseed: {text}\n") == {"seed": value}
 
 
@@ -45,7 +45,7 @@ def test_plain_values_are_read_as_before(text: str, value: object, tmp_path: Pat
 @pytest.mark.parametrize(
     ("layout", "key"), [("seed: {}", "seed"), ("a:\n  b: {}", "a.b"), ("a: [1, {}]", "a"), ("a: [{{b: {}}}]", "a.b")]
 )
-def test_a_number_that_yaml_reads_otherwise_is_refused_by_its_key(
+def test_a_number_that_yaml_reads_differently_is_refused_by_its_key(
     text: str, layout: str, key: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
@@ -68,7 +68,7 @@ def test_a_number_that_yaml_reads_otherwise_is_refused_by_its_key(
         ("a: {? [x] : 2}", "a", "line 1"),
     ],
 )
-def test_what_is_no_plain_value_is_refused_by_its_key(content: str, key: str, line: str, tmp_path: Path) -> None:
+def test_a_value_that_is_not_plain_is_refused_by_its_key(content: str, key: str, line: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
         read(tmp_path, content)
     assert refusal.value.key == key
@@ -82,7 +82,7 @@ def test_what_is_no_plain_value_is_refused_by_its_key(content: str, key: str, li
         *(b"seed: \xff", b"seed: \x00", "a: " + "[" * 3000, "a: ${", "a: ${b", "<<: 3"),
     ],
 )
-def test_what_is_no_mapping_of_plain_yaml_is_refused_by_the_name_of_the_file(
+def test_a_file_that_is_not_a_valid_mapping_is_refused_by_its_path(
     content: str | bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -92,7 +92,7 @@ def test_what_is_no_mapping_of_plain_yaml_is_refused_by_the_name_of_the_file(
     assert len(str(refusal.value).splitlines()) == 2
 
 
-def test_a_file_that_cannot_be_read_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_refused_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.yaml").mkdir()
     for name in ("folder.yaml", "absent.yaml"):

@@ -1,4 +1,4 @@
-"""torchvision's policies and random erasing: drawn for each (seed, epoch, sample), however batches are divided."""
+"""Tests of `runner.data.auto_augment`: torchvision's policies and random erasing, seeded by (seed, epoch, sample)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def workload(*overrides: str) -> Any:
 @pytest.mark.parametrize(
     ("policy", "cls"), [("randaugment", v2.RandAugment), ("trivialaugment", v2.TrivialAugmentWide)]
 )
-def test_a_policy_is_torchvisions_after_seeding(policy: str, cls: Any) -> None:
+def test_policies_are_bitwise_those_of_torchvision(policy: str, cls: Any) -> None:
     seeds = [3, 1 << 40, 5, 3, 9, 11]
     got = Augment(policy)(IMAGES, seeds)
     for image, seed, transformed in zip(IMAGES, seeds, got, strict=True):
@@ -48,7 +48,7 @@ def test_erased_rectangles_have_the_mean_color() -> None:
         assert colors == {(51, 102, 153)}
 
 
-def test_random_numbers_of_the_run_are_not_consumed() -> None:
+def test_augmentation_does_not_change_the_global_rng_state() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     Augment("trivialaugment", 0.5, (0.5,) * 3)(IMAGES, range(6))
@@ -94,7 +94,7 @@ def test_held_out_images_are_not_augmented() -> None:
     assert got.equal(wanted)
 
 
-def test_a_gray_image_stays_gray_and_nothing_is_the_default() -> None:
+def test_grayscale_images_keep_one_channel_and_the_default_does_nothing() -> None:
     for policy in POLICIES[1:]:
         assert Augment(policy, 0.5, (0.1,))(IMAGES[:, :1], range(6)).shape == (6, 1, 16, 16)
     assert not NO_AUGMENT

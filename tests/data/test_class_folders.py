@@ -1,4 +1,4 @@
-"""Which images lie in a folder, by their names alone."""
+"""Tests of `runner.data.class_folders`, which finds the images of each class by their file names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def below(root: Path, files: Files) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation", "test"])
-def test_a_folder_that_says_which_images_are_held_out(tmp_path, name):
+def test_a_validation_or_test_folder_has_the_held_out_images(tmp_path, name):
     make(tmp_path, "train/b/1.png", "train/a/2.JPG", "train/a/1.jpeg", f"{name}/a/3.webp", f"{name}/b/deep/er/4.png")
     train, held_out = training_and_held_out(tmp_path, 0.5)
     assert below(tmp_path, train) == {"a": ["train/a/1.jpeg", "train/a/2.JPG"], "b": ["train/b/1.png"]}
@@ -47,7 +47,7 @@ def test_of_several_held_out_folders_the_validation_set_is_taken(tmp_path, caplo
     assert "test/" not in caplog.text
 
 
-def test_a_share_of_each_class_is_held_out_the_same_wherever_the_folder_lies(tmp_path):
+def test_the_split_of_each_class_does_not_depend_on_the_path_of_the_folder(tmp_path):
     splits = []
     for place in ("here", "there"):
         root = make(tmp_path / place, *many("cat", 100), *many("dog", 10), *many("eel", 2))
@@ -59,12 +59,12 @@ def test_a_share_of_each_class_is_held_out_the_same_wherever_the_folder_lies(tmp
             assert len(both) == len(set(both)) == {"cat": 100, "dog": 10, "eel": 2}[name]
     assert splits[0] == splits[1]
     held_out_cats = splits[0][1]["cat"]
-    assert held_out_cats[0] < "cat/020.jpg" < "cat/080.jpg" < held_out_cats[-1]  # from all over
+    assert held_out_cats[0] < "cat/020.jpg" < "cat/080.jpg" < held_out_cats[-1]  # spread over all file names
     larger = below(tmp_path / "here", training_and_held_out(tmp_path / "here", 0.5)[1])
     assert set(held_out_cats) < set(larger["cat"])
 
 
-def test_a_new_image_moves_no_more_than_one_other(tmp_path):
+def test_adding_an_image_moves_at_most_one_other_out_of_the_held_out_set(tmp_path):
     root = make(tmp_path, *many("cat", 50), *many("dog", 50))
     before = set(training_and_held_out(root, 0.2)[1]["cat"])
     make(root, "cat/new.jpg")
@@ -91,7 +91,7 @@ def test_other_files_are_left_out_and_counted(tmp_path, caplog):
     assert "(2 .txt, 2 hidden, 1 without extension)" in caplog.text
 
 
-def test_links_are_followed_but_not_in_circles(tmp_path):
+def test_symlinks_are_followed_but_not_in_cycles(tmp_path):
     make(tmp_path / "elsewhere", *many("cats", 2))
     root = make(tmp_path / "root", *many("dog", 2))
     (root / "cat").symlink_to(tmp_path / "elsewhere" / "cats")
@@ -100,11 +100,11 @@ def test_links_are_followed_but_not_in_circles(tmp_path):
     assert [len(train["cat"] + held_out["cat"]), len(train["dog"] + held_out["dog"])] == [2, 2]
 
 
-def test_a_link_to_a_parent_brings_no_images_of_other_classes(tmp_path):
+def test_a_symlink_to_a_parent_adds_no_images_of_other_classes(tmp_path):
     root = make(tmp_path / "root", *many("cat", 2), *many("dog", 2))
     (root / "dog" / "up").symlink_to("..")
     (root / "dog" / "further").symlink_to(tmp_path)
-    (root / "dog" / "loop.jpg").symlink_to("loop.jpg")  # is an image that cannot be read
+    (root / "dog" / "loop.jpg").symlink_to("loop.jpg")  # counts as an image, although it cannot be read
     train, held_out = training_and_held_out(root, 0.5)
     assert [len(train["cat"] + held_out["cat"]), len(train["dog"] + held_out["dog"])] == [2, 3]
 
@@ -126,7 +126,7 @@ def test_train_may_be_the_name_of_a_class(tmp_path):
 
 
 BOTH = [f"root/{part}/1.jpg" for part in ("train/a", "train/b", "val/a", "val/b")]
-REFUSED: dict[str, tuple[list[str], str, list[str]]] = {  # files, data.root, essential words of the reason
+REFUSED: dict[str, tuple[list[str], str, list[str]]] = {  # files, data.root, texts in the reason
     "absent": ([], "nowhere", ["there is no"]),
     "a file": (["file"], "file", ["it is a file"]),
     "no class": (["root/1.jpg"], "root", [" 0 class"]),
@@ -153,7 +153,7 @@ def test_an_unusable_directory_is_refused_by_key(tmp_path, case):
     assert refused.value.remedy
 
 
-def test_where_only_train_lies_it_is_told_how_to_use_it(tmp_path):
+def test_the_remedy_for_train_without_val_is_to_use_train_as_the_root(tmp_path):
     make(tmp_path, *many("train/a", 2), *many("train/b", 2))
     with pytest.raises(ConfigError) as refused:
         training_and_held_out(tmp_path, 0.2)

@@ -1,4 +1,4 @@
-"""The contract of a data set: what all collections share."""
+"""Tests of `runner.data.base`, the base classes of data sets."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def test_shards_cover_all_samples_evenly(length, count):
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_a_data_error_says_what_why_and_what_to_do():
+def test_a_data_error_states_what_why_and_the_remedy():
     error = DataError("a/b.jpg", "it is empty", "data.on_error=skip goes on without it")
     assert str(error) == "a/b.jpg: it is empty\n  data.on_error=skip goes on without it"
 
 
 class NoSamples(Samples):
-    """As little as a subclass must define."""
+    """A minimal subclass, without samples."""
 
     def __len__(self) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""The files of options: each builds, and lists and explains every field."""
+"""Tests of the option files in conf/data/: each can be built, and lists and explains every field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES = sorted((CONF / "data").glob("[!_]*.yaml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_file_of_options_builds_and_lists_every_field(path):
+def test_an_option_file_can_be_built_and_lists_every_field(path):
     node = option_node("data", path.stem)
     cls = load_class(node["_target_"], Data)
     assert sorted(node) == sorted(["_target_", *(field.name for field in dataclasses.fields(cls))])

@@ -1,4 +1,4 @@
-"""One image file: what comes out of every format, and where it is cut."""
+"""Tests of `runner.data.decode`: formats, orientation and crops of image files, and files that must be refused."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_270,
 }
-"""How the sensor lay, by EXIF orientation (https://exiftool.org/TagNames/EXIF.html)."""
+"""How the stored image is transposed, by EXIF orientation (https://exiftool.org/TagNames/EXIF.html)."""
 
 WHOLE = ImageReader(size=16, augment="none", least_area=0.08, centre=1.0)
 
 
 def picture(width: int = 16, height: int = 16) -> Image.Image:
-    """Red grows to the right, green downwards; blue is a spot at the top left."""
+    """Return an image whose red increases to the right and green downward, with a blue spot at the top left."""
     red, green = numpy.meshgrid(numpy.linspace(0, 255, width), numpy.linspace(0, 255, height))
     blue = numpy.zeros((height, width))
     blue[: height // 4, : width // 4] = 255
@@ -47,7 +47,7 @@ def largest_difference(a: torch.Tensor, b: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("extension", ["png", "bmp", "ppm", "tif", "gif", "webp"])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L", "LA", "1", "CMYK"])
-def test_any_mode_becomes_what_pillow_says_it_looks_like(tmp_path, extension, mode):
+def test_every_mode_is_converted_to_rgb_as_by_pillow(tmp_path, extension, mode):
     path = tmp_path / f"x.{extension}"
     image = picture().convert(mode)
     try:
@@ -61,7 +61,7 @@ def test_any_mode_becomes_what_pillow_says_it_looks_like(tmp_path, extension, mo
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_jpeg_of_any_mode(tmp_path, mode):
+def test_jpeg_files_of_every_mode_are_read(tmp_path, mode):
     picture(64, 64).convert(mode).save(tmp_path / "x.jpg", quality=95)
     reader = ImageReader(64, "none", 0.08, 1.0)
     expected = pixels(picture(64, 64).convert(mode).convert("RGB"))
@@ -69,7 +69,7 @@ def test_jpeg_of_any_mode(tmp_path, mode):
 
 
 @pytest.mark.parametrize("transparency", [3, bytes(range(256))])
-def test_a_palette_with_transparency_gives_its_colours_and_no_warning(tmp_path, transparency):
+def test_a_palette_with_transparency_gives_its_colors_and_no_warning(tmp_path, transparency):
     image = picture().convert("P")
     image.save(tmp_path / "x.png", transparency=transparency)
     assert torch.equal(WHOLE(str(tmp_path / "x.png"), None), pixels(picture().convert("P").convert("RGB")))
@@ -90,8 +90,8 @@ def test_floating_point_pixels_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_it_is_turned_as_the_camera_was_held(tmp_path, orientation):
-    """The stored image is the upright one, turned as EXIF says that it must be turned back."""
+def test_the_exif_orientation_is_applied(tmp_path, orientation):
+    """The stored image is transposed; reading it must undo the transposition that its EXIF orientation states."""
     upright = picture(48, 32)
     stored = upright if orientation == 1 else upright.transpose(TURNS[orientation])
     exif = Image.Exif()
@@ -108,7 +108,7 @@ def test_a_damaged_file_is_an_error_never_a_wrong_image(tmp_path, extension, con
     picture(64, 64).save(path)
     whole = path.read_bytes()
     path.write_bytes({"truncated": whole[: len(whole) // 2], "empty": b"", "text": b"no image at all"}[content])
-    with pytest.raises(Exception):  # noqa: B017  # each decoder has types of its own
+    with pytest.raises(Exception):  # noqa: B017  # each decoder raises its own types
         WHOLE(str(path), None)
 
 
@@ -117,7 +117,7 @@ def eps(path: Path) -> None:
 
 
 def bomb(width: int, height: int) -> Callable[[Path], object]:
-    """A file of a few bytes that says it has width×height pixels."""
+    """Return a function that writes a file of a few bytes whose header states width×height pixels."""
     return lambda path: path.write_bytes(b"P6 %d %d 255\n" % (width, height))
 
 
@@ -151,11 +151,11 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a few more pixels than allowed": (bomb(9460, 9460), "exceeds limit of 89478485 pixels"),
     "a decompression bomb": (bomb(2**31 - 1, 2**31 - 1), "exceeds limit of"),
 }  # fmt: skip
-"""Kind of file -> how it is made, and the words of the error."""
+"""For each kind of file: a function that creates it, and a text in the error message."""
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_file_is_an_error_and_starts_nothing(kind, tmp_path, monkeypatch):
+def test_a_hostile_file_is_an_error_and_does_not_start_ghostscript(kind, tmp_path, monkeypatch):
     ghostscript, started = tmp_path / "bin" / "gs", tmp_path / "started"
     ghostscript.parent.mkdir()
     ghostscript.write_text(f"#!/bin/sh\ntouch {started}\n")
@@ -168,8 +168,8 @@ def test_a_hostile_file_is_an_error_and_starts_nothing(kind, tmp_path, monkeypat
     assert not started.exists()
 
 
-def test_ghostscript_would_have_been_started(tmp_path, monkeypatch):
-    """What the formats prevent."""
+def test_pillow_would_start_ghostscript_for_an_eps_file(tmp_path, monkeypatch):
+    """This is why `ImageReader` restricts the formats."""
     calls = []
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: calls.append(1) or picture(64, 64).im)
     eps(tmp_path / "x.jpg")
@@ -179,7 +179,7 @@ def test_ghostscript_would_have_been_started(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("extension", ["bmp", "gif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"])
-def test_a_format_is_recognized_under_any_name_and_through_a_link(tmp_path, extension):
+def test_a_format_is_recognized_under_any_file_name_and_through_a_symlink(tmp_path, extension):
     image = picture().convert("L") if extension == "pgm" else picture()
     image.save(tmp_path / f"x.{extension}")
     (tmp_path / f"x.{extension}").rename(tmp_path / "elsewhere")
@@ -189,18 +189,18 @@ def test_a_format_is_recognized_under_any_name_and_through_a_link(tmp_path, exte
     assert torch.equal(WHOLE(str(tmp_path / "x.jpg"), None), wanted)
 
 
-def test_as_many_pixels_as_allowed_can_be_read(tmp_path):
+def test_an_image_just_below_the_pixel_limit_is_read(tmp_path):
     Image.new("1", (9459, 9459), 1).save(tmp_path / "x.png")
     assert WHOLE(str(tmp_path / "x.png"), None).eq(255).all()
 
 
-def test_photographs_of_cameras_with_several_images_are_read(tmp_path):
+def test_multi_picture_jpeg_files_are_read(tmp_path):
     picture(64, 64).save(tmp_path / "x.jpg", "MPO", save_all=True, append_images=[picture(64, 64)])
     assert WHOLE(str(tmp_path / "x.jpg"), None).shape == (3, 16, 16)
 
 
 @pytest.mark.parametrize("orientation", [0, 9, 65535])
-def test_an_orientation_that_does_not_exist_turns_nothing(tmp_path, orientation):
+def test_an_invalid_exif_orientation_is_ignored(tmp_path, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     picture(32, 16).save(tmp_path / "x.png", exif=exif)
@@ -208,7 +208,7 @@ def test_an_orientation_that_does_not_exist_turns_nothing(tmp_path, orientation)
     assert torch.equal(read, pixels(picture(32, 16))[:, :, 8:24])
 
 
-def test_the_centre_is_cut_out_and_scaled_as_pillow_does(tmp_path):
+def test_the_center_crop_is_resized_as_by_pillow(tmp_path):
     image = Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=numpy.uint8))
     image.save(tmp_path / "x.png")
     read = ImageReader(20, "crop", 0.08, 0.8)(str(tmp_path / "x.png"), None)  # 0.8 · 60 = 48 pixels
@@ -216,7 +216,7 @@ def test_the_centre_is_cut_out_and_scaled_as_pillow_does(tmp_path):
     assert largest_difference(read, pixels(expected)) <= 1
 
 
-def test_a_random_part_is_cut_out_scaled_and_mirrored(tmp_path):
+def test_a_random_crop_is_resized_and_mirrored(tmp_path):
     image = Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=numpy.uint8))
     image.save(tmp_path / "x.png")
     reader = ImageReader(20, "crop", 0.08, 0.8)
@@ -230,7 +230,7 @@ def test_a_random_part_is_cut_out_scaled_and_mirrored(tmp_path):
 @pytest.mark.parametrize(
     ("augment", "mirror", "mirrored"), [("flip", 0.2, True), ("flip", 0.7, False), ("none", 0.2, False)]
 )
-def test_without_a_random_part_the_centre_is_shown(tmp_path, augment, mirror, mirrored):
+def test_without_random_crops_the_center_crop_is_used(tmp_path, augment, mirror, mirrored):
     picture(30, 20).save(tmp_path / "x.png")
     reader = ImageReader(16, augment, 0.08, 0.8)
     plain = reader(str(tmp_path / "x.png"), None)
@@ -239,28 +239,28 @@ def test_without_a_random_part_the_centre_is_shown(tmp_path, augment, mirror, mi
 
 
 @pytest.mark.parametrize("orientation", [1, 6])
-def test_a_large_jpeg_decoded_at_a_fraction_looks_the_same(tmp_path, orientation):
+def test_a_large_jpeg_decoded_at_a_lower_resolution_looks_the_same(tmp_path, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     picture(1600, 1200).save(tmp_path / "x.jpg", quality=95, exif=exif)
-    picture(1600, 1200).save(tmp_path / "x.png", exif=exif)  # always decoded whole
+    picture(1600, 1200).save(tmp_path / "x.png", exif=exif)  # always decoded at full resolution
     reader = ImageReader(64, "crop", 0.3, 0.9)
     for draws in (None, torch.rand(reader.num_draws).tolist()):
         a, b = (reader(str(tmp_path / name), draws) for name in ("x.jpg", "x.png"))
         assert (a.float() - b.float()).abs().mean() < 2
     with Image.open(tmp_path / "x.jpg") as image:
         reader._scaled(image, None)
-        assert image.size[0] * image.size[1] < 1600 * 1200 / 4  # it was not decoded whole
+        assert image.size[0] * image.size[1] < 1600 * 1200 / 4  # it was decoded at a lower resolution
 
 
-def test_the_central_square():
+def test_central_box():
     assert central_box(90, 60, 1.0) == (15, 0, 75, 60)
     assert central_box(60, 90, 0.5) == (15, 30, 45, 60)
     assert central_box(1, 1, 0.1) == (0, 0, 1, 1)
     assert central_box(224, 224, 0.875) == (14, 14, 210, 210)
 
 
-def test_random_parts_lie_inside_and_have_allowed_areas_and_ratios():
+def test_random_boxes_fit_into_the_image_with_allowed_areas_and_ratios():
     for width, height in ((500, 375), (375, 500), (32, 32), (1000, 60), (60, 1000), (1, 1), (3, 200)):
         for draws in torch.rand(300, ImageReader.num_draws, dtype=torch.float64).tolist():
             left, top, right, bottom = random_box(width, height, draws, 0.25)
@@ -272,14 +272,14 @@ def test_random_parts_lie_inside_and_have_allowed_areas_and_ratios():
                 assert 3 / 4 * 0.93 <= w / h <= 4 / 3 * 1.07  # sides are whole pixels
 
 
-def test_random_parts_reach_every_edge():
+def test_random_boxes_reach_every_edge():
     some = [0.3] * (ImageReader.num_draws - 3)
     left, top, right, bottom = random_box(50, 40, [*some, 0.0, 0.0, 0.5], 0.2)
     assert (left, top) == (0, 0)
     assert random_box(50, 40, [*some, 0.999, 0.999, 0.5], 0.2) == (50 - right, 40 - bottom, 50, 40)
 
 
-def test_random_parts_are_distributed_as_torchvisions():
+def test_random_boxes_are_distributed_as_in_torchvision():
     from torchvision.transforms.v2 import RandomResizedCrop
 
     n, width, height = 4000, 500, 300
@@ -296,10 +296,10 @@ def test_random_parts_are_distributed_as_torchvisions():
         gap = (
             torch.searchsorted(ours.sort()[0], grid) - torch.searchsorted(torchvisions.sort()[0], grid)
         ).abs().max() / n
-        assert gap < 1.95 * math.sqrt(2 / n)  # 1 in 1,000 above
+        assert gap < 1.95 * math.sqrt(2 / n)  # critical value for a probability of 1/1,000
 
 
-def test_a_shape_that_allows_no_ratio_gives_the_largest_central_part():
+def test_if_no_random_box_fits_the_largest_central_box_is_used():
     draws = [0.999] * ImageReader.num_draws
     assert random_box(1000, 30, draws, 0.9) == (480, 0, 520, 30)
     assert random_box(30, 1000, draws, 0.9) == (0, 480, 30, 520)

@@ -1,4 +1,4 @@
-"""The digits that scikit-learn ships."""
+"""Tests of `data=digits`, the digits that scikit-learn contains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def loaded(**options) -> tuple[TensorSamples, TensorSamples]:
 
 
 def images(samples: TensorSamples) -> list[tuple[int, ...]]:
-    """Images and classes as scikit-learn has them: 64 pixels from 0 to 16, and the class."""
+    """Return each sample in the format of scikit-learn: 64 pixels from 0 to 16, and the class."""
     levels = ((samples.inputs * samples.std[0] + samples.mean[0]) * 16).round().long().flatten(1)
     return [tuple(row) for row in torch.cat((levels, samples.targets[:, None]), 1).tolist()]
 
@@ -32,18 +32,18 @@ def test_they_are_scikit_learns():
     assert sorted(images(train) + images(held_out)) == sorted(expected)
 
 
-def test_the_split_is_the_same_in_every_run_and_of_the_asked_size():
+def test_the_split_is_the_same_in_every_run_and_has_the_requested_size():
     (train, held_out), again = loaded(size=8), loaded(size=8)
     assert (len(train), len(held_out)) == (1438, 359)
     assert torch.equal(held_out.inputs, again[1].inputs)
     smaller = set(images(loaded(size=8, holdout=0.1)[1]))
     assert smaller < set(images(held_out))
-    assert len(loaded(size=8, holdout=0.0001)[1]) == 1  # never none: an evaluation needs a sample
+    assert len(loaded(size=8, holdout=0.0001)[1]) == 1  # at least one, because an evaluation needs a sample
     assert set(held_out.targets.tolist()) == set(range(10))
 
 
 @pytest.mark.parametrize("size", [8, 28])
-def test_inputs_are_normalized_and_of_the_asked_size(size):
+def test_inputs_are_normalized_and_have_the_requested_size(size):
     train, held_out = loaded(size=size)
     inputs = torch.cat((train.inputs, held_out.inputs))
     assert train.shape == (1, size, size) == tuple(inputs.shape[1:])
@@ -52,9 +52,9 @@ def test_inputs_are_normalized_and_of_the_asked_size(size):
     assert train.class_names == [str(digit) for digit in range(10)]
 
 
-def test_scaling_keeps_the_picture():
+def test_enlarged_images_look_like_the_original_images():
     small, large = loaded(size=8)[0], loaded(size=32)[0]
-    halves = torch.nn.functional.avg_pool2d(large.inputs, 4)  # the mean of what a pixel became
+    halves = torch.nn.functional.avg_pool2d(large.inputs, 4)  # mean of the pixels into which a pixel was enlarged
     pairs = torch.stack((small.inputs.flatten(), halves.flatten()))
     assert torch.corrcoef(pairs)[0, 1] > 0.95
     assert torch.equal(small.targets, large.targets)

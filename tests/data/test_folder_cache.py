@@ -1,4 +1,4 @@
-"""The cached listing of a data set: used where nothing has changed, and never where anything might have."""
+"""Tests of `runner.data.folder_cache`: a cached listing is used only if no directory can have changed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def images(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own, which also keeps listings of few files and of directories that have just changed."""
+    """Use an empty cache, which also accepts small listings and listings of directories that have just changed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(folder_cache, "_LEAST_FILES", 0)
     monkeypatch.setattr(folder_cache, "_QUIET", -1e9)
@@ -42,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The directories that are walked."""
+    """Return a list to which the name of each directory is appended when `os.walk` starts there."""
     walked: list[str] = []
     walk = os.walk
 
@@ -55,12 +55,12 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def fresh(root: Path) -> tuple[Files, Files]:
-    """What is there, without the cache."""
+    """List the images without the cache."""
     train, held_out, _ = class_folders._listed(root, 0.2).values
     return class_folders._joined(root, train), class_folders._joined(root, held_out)
 
 
-def test_a_listing_is_used_again_and_is_the_same(
+def test_a_cached_listing_is_used_and_is_the_same(
     images: Path, walks: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -74,12 +74,12 @@ def test_a_listing_is_used_again_and_is_the_same(
     assert "1 .txt" in told
     assert caplog.text == told
     monkeypatch.chdir(images.parent)
-    train, _ = training_and_held_out(Path("images"), 0.2)  # by another name
+    train, _ = training_and_held_out(Path("images"), 0.2)  # by a relative path
     assert walks == []
     assert {os.path.join(images.parent, path) for paths in train.values() for path in paths} == {
         path for paths in first[0].values() for path in paths
     }
-    assert training_and_held_out(images, 0.5) == training_and_held_out(images, 0.5)  # another split is another listing
+    assert training_and_held_out(images, 0.5) == training_and_held_out(images, 0.5)  # another split has its own listing
     assert sorted(walks) == ["a", "b"]
 
 
@@ -96,13 +96,15 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("times_restored", [False, True])
-def test_a_change_of_any_directory_is_seen(images: Path, change: str, times_restored: bool) -> None:
+def test_a_change_in_any_directory_invalidates_the_cached_listing(
+    images: Path, change: str, times_restored: bool
+) -> None:
     (images / "b/er").mkdir()
     (images / "b/er/6.png").touch()
     before = training_and_held_out(images, 0.2)
     times = {path: path.stat().st_mtime_ns for path in (images, *images.rglob("*"))}
     CHANGES[change](images)
-    if times_restored:  # as archivers do: `st_ctime` cannot be set
+    if times_restored:  # as archiving tools do; `st_ctime` cannot be set
         for path, time in times.items():
             if path.exists():
                 os.utime(path, ns=(time, time))
@@ -111,7 +113,9 @@ def test_a_change_of_any_directory_is_seen(images: Path, change: str, times_rest
     assert found != before
 
 
-def test_a_change_while_the_directories_are_listed_is_seen(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_during_the_listing_invalidates_the_cached_listing(
+    images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed = class_folders._listed
 
     def late(root: Path, holdout: float) -> folder_cache.Listing:
@@ -126,7 +130,7 @@ def test_a_change_while_the_directories_are_listed_is_seen(images: Path, monkeyp
 
 
 @pytest.mark.parametrize("link", ["directory", "file"])
-def test_links_are_not_cached(images: Path, cache: Path, tmp_path: Path, link: str) -> None:
+def test_listings_with_symlinks_are_not_cached(images: Path, cache: Path, tmp_path: Path, link: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/8.png").touch()
     target = tmp_path / "elsewhere" if link == "directory" else images / "a/notes.txt"
@@ -137,7 +141,7 @@ def test_links_are_not_cached(images: Path, cache: Path, tmp_path: Path, link: s
     assert training_and_held_out(images, 0.2) == fresh(images)
 
 
-def test_directories_that_have_just_changed_are_not_cached(
+def test_listings_of_directories_that_have_just_changed_are_not_cached(
     images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_cache, "_QUIET", 10.0)
@@ -146,7 +150,7 @@ def test_directories_that_have_just_changed_are_not_cached(
 
 
 @pytest.mark.parametrize("damage", ["one character", "half", "empty", "no JSON", "other directories"])
-def test_a_damaged_cache_changes_nothing(images: Path, cache: Path, damage: str) -> None:
+def test_a_damaged_cache_file_is_ignored(images: Path, cache: Path, damage: str) -> None:
     before = training_and_held_out(images, 0.2)
     (file,) = cache.glob("*.json")
     text = file.read_text()
@@ -167,7 +171,7 @@ def _of_another_key(text: str) -> str:
     return f"{folder_cache._checksum(body)}\n{body}"
 
 
-def test_a_cache_that_cannot_be_written_to_is_no_error(images: Path, cache: Path) -> None:
+def test_a_cache_that_cannot_be_written_to_is_not_an_error(images: Path, cache: Path) -> None:
     cache.parent.parent.mkdir(parents=True)
-    cache.parent.touch()  # a file where the directory would be
+    cache.parent.touch()  # a file in place of the directory
     assert training_and_held_out(images, 0.2) == training_and_held_out(images, 0.2) == fresh(images)

@@ -1,4 +1,4 @@
-"""Samples in files: the same batches from any number of workers, and what becomes of files that cannot be read."""
+"""Tests of `runner.data.image_files`: the same batches with any number of workers, and files that cannot be read."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from runner.seeds import uniforms
 
 CPU = torch.device("cpu")
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores: it is a test
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # tests may use more workers than cores
 
 
 class Flat:
-    """Reads a made-up file: an image of one level, its number, in red; its draws in green and blue."""
+    """A reader without files: it returns an image of one color, whose channels are the file's number and the draws."""
 
     num_draws = 2
 
@@ -71,7 +71,7 @@ def take(samples: Samples, plan: Plan, after_step: int, count: int) -> list[Batc
 
 
 def levels(batch: Batch) -> torch.Tensor:
-    """The bytes that inputs were made of: [n, 3], of one-level images."""
+    """Return the colors of images of one color, before their normalization, int64 [n, 3]."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
     return ((batch.inputs * std + mean) * 255).round().long()[:, :, 0, 0]
 
@@ -83,10 +83,10 @@ def assert_same(batches: list[Batch], others: list[Batch]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A pure function of (seed, step)
+# Batches are a pure function of (seed, step)
 
 
-def test_every_row_is_its_sample_augmented_by_its_own_draws():
+def test_every_row_is_its_sample_augmented_with_its_own_random_numbers():
     order = SampleOrder(20, seed=3)
     for micro, batch in zip(Plan(12, seed=3).stream(0), take(made_up(), Plan(12, seed=3), 0, 7), strict=False):
         indices, epochs = order.indices(micro.start, micro.stop), order.epochs(micro.start, micro.stop)
@@ -104,7 +104,7 @@ def test_any_number_of_workers_gives_bitwise_the_same_batches(photos, workers):
 
 
 @pytest.mark.parametrize(("accumulation", "world_size"), [(3, 1), (1, 4), (2, 3)])
-def test_batches_do_not_depend_on_how_they_are_cut(photos, accumulation, world_size):
+def test_batches_do_not_depend_on_how_they_are_divided(photos, accumulation, world_size):
     samples = photographed(photos, 0)
     for step, whole in enumerate(take(samples, Plan(12), 0, 3)):
         parts = [take(samples, Plan(12, accumulation, (r, world_size)), step, accumulation) for r in range(world_size)]
@@ -119,7 +119,7 @@ def test_augmentation_differs_from_epoch_to_epoch_and_from_seed_to_seed(photos):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_streams_leave_the_global_generators_alone(photos, workers):
+def test_streams_do_not_change_the_global_rng_states(photos, workers):
     before = torch.get_rng_state(), numpy.random.get_state()[1].copy()
     take(photographed(photos, workers), Plan(6), 0, 5)
     assert torch.equal(torch.get_rng_state(), before[0])
@@ -127,24 +127,24 @@ def test_streams_leave_the_global_generators_alone(photos, workers):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In order
+# Samples in order
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 30])
-def test_shards_in_order_hold_each_sample_once_as_it_is(count):
+def test_shards_in_order_have_each_sample_once_without_augmentation(count):
     batches = [batch for index in range(count) for batch in made_up().in_order(4, (index, count), CPU)]
     assert torch.cat([levels(batch) for batch in batches]).tolist() == [[i, 0, 0] for i in range(20)]
     assert torch.cat([batch.targets for batch in batches]).tolist() == [i % 4 for i in range(20)]
     assert max(len(batch.targets) for batch in batches) <= 4
 
 
-def test_workers_read_in_order_too(photos):
+def test_workers_give_the_same_batches_in_order(photos):
     alone, with_two = ([*photographed(photos, workers).in_order(6, (0, 1), CPU)] for workers in (0, 2))
     assert [len(batch.targets) for batch in alone] == [6, 6, 6, 2]
     assert_same(with_two, alone)
 
 
-def test_inputs_are_bytes_made_floats_and_normalized(photos):
+def test_inputs_are_normalized_pixels(photos):
     samples = photographed(photos, 0)
     (batch,) = samples.in_order(20, (0, 1), CPU)
     pictures = samples.display_images(list(range(20)))
@@ -169,7 +169,7 @@ def test_by_default_the_first_file_that_cannot_be_read_ends_the_run(how):
     assert "data.on_error=skip" in raised.value.remedy
 
 
-def test_in_training_the_next_readable_sample_takes_its_place():
+def test_in_training_the_next_readable_sample_replaces_an_unreadable_one():
     damaged = (4, 7, 8, 19)
     instead = {4: 5, 7: 9, 8: 9, 19: 0}
     whole, holed = take(made_up(), Plan(6), 0, 20), take(made_up(damaged=damaged), Plan(6), 0, 20)
@@ -177,10 +177,10 @@ def test_in_training_the_next_readable_sample_takes_its_place():
         numbers = [instead.get(number, number) for number in levels(a)[:, 0].tolist()]
         assert levels(b)[:, 0].tolist() == numbers
         assert b.targets.tolist() == [number % 4 for number in numbers]
-        assert torch.equal(levels(b)[:, 1:], levels(a)[:, 1:])  # augmented as the lost one would have been
+        assert torch.equal(levels(b)[:, 1:], levels(a)[:, 1:])  # same draws as for the unreadable sample
 
 
-def test_they_are_left_out_of_an_evaluation():
+def test_unreadable_samples_are_left_out_of_an_evaluation():
     samples = made_up(damaged=(0, 7, 8, 19))
     batches = list(samples.in_order(4, (0, 1), CPU))
     left = [i for i in range(20) if i not in (0, 7, 8, 19)]
@@ -198,12 +198,12 @@ def test_batches_in_order_come_with_the_indices_of_their_samples(count):
     assert torch.cat([indices for indices, _ in pairs]).tolist() == [i for i in range(20) if i not in (0, 7, 8, 19)]
 
 
-def test_a_batch_of_which_nothing_is_left_is_left_out():
+def test_a_batch_without_readable_samples_is_left_out():
     batches = list(made_up(damaged=(4, 5, 6, 7)).in_order(4, (0, 1), CPU))
     assert [len(batch.targets) for batch in batches] == [4] * 4
 
 
-def test_each_is_told_once_and_counted_once(caplog):
+def test_each_unreadable_file_is_logged_once_and_counted_once(caplog):
     unreadable = Unreadable(skip=True)
     train = made_up(damaged=tuple(range(25, 50)), count=60, unreadable=unreadable)
     held_out = made_up(damaged=(1,), count=5, unreadable=unreadable)
@@ -222,7 +222,7 @@ def test_each_is_told_once_and_counted_once(caplog):
 NAME = os.fsdecode(b"a\xff\n.png")
 
 
-def test_a_name_that_is_not_utf_8_is_spelled_out_in_the_result_and_the_log(caplog):
+def test_a_name_that_is_not_utf_8_is_escaped_in_the_result_and_the_log(caplog):
     unreadable = Unreadable(skip=True)
     unreadable.add(NAME, "damaged")
     result = made_up(unreadable=unreadable).extra_results()
@@ -233,7 +233,7 @@ def test_a_name_that_is_not_utf_8_is_spelled_out_in_the_result_and_the_log(caplo
     assert error.value.what == "a\\xff\n.png"
 
 
-def test_a_reader_may_fail_with_a_name_that_is_not_utf_8():
+def test_a_name_that_is_not_utf_8_is_escaped_in_the_error_of_a_reader():
     class Failing(Flat):
         def __call__(self, path, draws):
             raise OSError(f"cannot read {path}")
@@ -243,7 +243,7 @@ def test_a_reader_may_fail_with_a_name_that_is_not_utf_8():
 
 
 @pytest.mark.parametrize("how", ["training", "in order"])
-def test_where_none_can_be_read_the_run_ends(how):
+def test_if_no_file_can_be_read_the_run_ends(how):
     samples = made_up(damaged=tuple(range(20)))
     batches = samples.in_order(8, (0, 1), CPU) if how == "in order" else samples.batches(Plan(20).stream(0), 0, CPU)
     with pytest.raises(DataError, match="none of them can be read"):
@@ -257,7 +257,7 @@ def test_a_shard_without_a_readable_file_is_empty():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_real_file_that_is_cut_short(photos, tmp_path, workers):
+def test_a_truncated_image_file_is_an_error_or_is_skipped(photos, tmp_path, workers):
     bad = tmp_path / "cut.jpg"
     bad.write_bytes(Path(photos[0]).read_bytes()[:300])
     files = [*photos[:5], str(bad), *photos[5:]]
@@ -268,7 +268,7 @@ def test_a_real_file_that_is_cut_short(photos, tmp_path, workers):
     assert {len(batch.targets) for batch in skipping} == {7}
 
 
-def test_pinned_memory_is_for_cuda_alone(photos, caplog):
+def test_pin_memory_without_cuda_has_no_effect_and_logs_one_warning(photos, caplog):
     samples = photographed(photos, 0)
     samples.pin_memory = True
     assert_same(take(samples, Plan(6), 0, 2), take(photographed(photos, 0), Plan(6), 0, 2))
@@ -280,7 +280,7 @@ def test_pinned_memory_is_for_cuda_alone(photos, caplog):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 2])
-def test_on_a_device_the_batches_are_the_same_up_to_rounding(photos, workers):
+def test_batches_on_a_gpu_are_the_same_up_to_rounding(photos, workers):
     stream = photographed(photos, workers).batches(Plan(6).stream(0), 0, torch.device("cuda"))
     for ours, reference in zip(itertools.islice(stream, 9), take(photographed(photos, 0), Plan(6), 0, 9), strict=True):
         assert ours.inputs.device.type == "cuda"

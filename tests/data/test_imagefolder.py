@@ -1,4 +1,4 @@
-"""Any folder of images: from the options to the batches, and from the command to its last words."""
+"""Tests of `data=imagefolder`: options, batches, and runs of the command."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ REAL = ROOT.parent / "shared" / "data" / "cifar10_subset.zip"
 
 
 def component(root: Path, **options) -> Data:
-    """Built as the command builds it, from the file of options."""
+    """Build the data set from its option file, as the command does."""
     node = OmegaConf.to_container(OmegaConf.load(CONF / "data" / "imagefolder.yaml"))
     return build({**node, "root": str(root), "workers": 0} | options, Data, "data")  # pyright: ignore[reportCallIssue]
 
 
 def paint(root: Path, classes: dict[str, tuple[int, int, int]], count: int, size: int = 12) -> Path:
-    """Noisy images of one colour a class."""
+    """Write `count` noisy images in the color of each class, and return `root`."""
     generator = numpy.random.default_rng(0)
     for name, colour in classes.items():
         (root / name).mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def paint(root: Path, classes: dict[str, tuple[int, int, int]], count: int, size
 COLOURS = {"blue": (40, 40, 200), "green": (40, 200, 40), "red": (200, 40, 40)}
 
 
-def test_options_come_from_the_file_and_the_folder_says_the_rest(tmp_path):
+def test_classes_come_from_the_folder_and_sizes_from_the_options(tmp_path):
     train, held_out = component(paint(tmp_path, COLOURS, 10), size=8, holdout=0.3).load()
     assert (len(train), len(held_out)) == (21, 9)
     assert train.class_names == held_out.class_names == ["blue", "green", "red"]
@@ -53,11 +53,11 @@ def test_options_come_from_the_file_and_the_folder_says_the_rest(tmp_path):
     assert train.shape == (3, 8, 8)
     (batch,) = held_out.in_order(9, (0, 1), CPU)
     assert batch.targets.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    brightest = batch.inputs.mean((2, 3)).argmax(1)  # of red, green, blue
+    brightest = batch.inputs.mean((2, 3)).argmax(1)  # channels: red, green, blue
     assert brightest.tolist() == [2, 2, 2, 1, 1, 1, 0, 0, 0]
 
 
-def test_the_split_does_not_depend_on_the_runs_seed_nor_the_order_on_the_workers(tmp_path):
+def test_batches_do_not_depend_on_the_number_of_workers(tmp_path):
     paint(tmp_path, COLOURS, 8)
     streams = []
     for workers in (0, 2):
@@ -69,7 +69,7 @@ def test_the_split_does_not_depend_on_the_runs_seed_nor_the_order_on_the_workers
 
 
 @pytest.mark.parametrize("augment", ["none", "flip", "crop"])
-def test_augmentation_is_for_training_alone(tmp_path, augment):
+def test_only_training_images_are_augmented(tmp_path, augment):
     paint(tmp_path / "train", COLOURS, 1, size=32)
     paint(tmp_path / "val", COLOURS, 1, size=32)
     train, held_out = component(tmp_path, size=16, augment=augment).load()
@@ -82,7 +82,7 @@ def test_augmentation_is_for_training_alone(tmp_path, augment):
             assert any(torch.equal(row, batch.inputs[0]) for batch in shown if batch.targets[0] == target)
 
 
-def test_the_options_that_may_change_on_a_resume_are_options():
+def test_may_change_on_resume_contains_only_names_of_options():
     assert set(ImageFolder.may_change_on_resume) < {*ImageFolder.__dataclass_fields__}
 
 
@@ -100,14 +100,14 @@ def test_impossible_options_are_refused(tmp_path, key, value):
     assert refused.value.key == f"data.{key}"
 
 
-def test_without_a_root_there_is_nothing_to_read():
+def test_a_missing_root_is_refused():
     node = OmegaConf.to_container(OmegaConf.load(CONF / "data" / "imagefolder.yaml"))
     with pytest.raises(ConfigError, match=r"data\.root: it has no value"):
         build(node, Data, "data")  # pyright: ignore[reportArgumentType]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# From the command
+# Runs of the command
 
 QUICK = ("data=imagefolder", "data.size=8", "model=tiny", "device=cpu", "device.threads=1", "batch_size=12", "epochs=4")
 
@@ -119,7 +119,7 @@ def damaged(root: Path) -> Path:
     return bad
 
 
-def test_the_command_trains_on_a_folder_with_workers_and_goes_on_past_a_damaged_file(tmp_path):
+def test_the_command_trains_with_workers_and_skips_a_damaged_file(tmp_path):
     bad = damaged(tmp_path / "colours")
     words = (*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=2", "data.on_error=skip")
     code, told = run_command(*words, cwd=tmp_path)
@@ -132,7 +132,7 @@ def test_the_command_trains_on_a_folder_with_workers_and_goes_on_past_a_damaged_
     assert str(bad) in notes
 
 
-def test_the_command_ends_at_a_damaged_file_with_a_few_plain_words(tmp_path):
+def test_the_command_ends_at_a_damaged_file_without_a_traceback(tmp_path):
     bad = damaged(tmp_path / "colours")
     code, told = run_command(*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=1", cwd=tmp_path)
     assert code == 1
@@ -142,11 +142,11 @@ def test_the_command_ends_at_a_damaged_file_with_a_few_plain_words(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Real images, where they are
+# Real images, if they are available
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the sample of CIFAR-10 is not here")
-def test_real_images(tmp_path):
+def test_real_images_are_loaded_and_normalized(tmp_path):
     with zipfile.ZipFile(REAL) as archive:
         archive.extractall(tmp_path, [name for name in archive.namelist() if name[-8:-4] < "0010"])
     train, held_out = component(tmp_path / "cifar10_subset", size=32, centre=1.0, workers=1).load()

@@ -1,4 +1,4 @@
-"""Copies to the device beside its work: what is queued where, and in which order."""
+"""Tests of `runner.data.prefetch`: which copies and waits are queued on which stream, and in which order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def handed_out(number: int) -> list[tuple[Any, ...]]:
     return [("wait", "compute", number), *(("belongs", "compute", name) for name in names), ("compute", number)]
 
 
-def test_the_next_copy_is_queued_before_a_batch_is_handed_out():
+def test_the_next_copy_is_queued_before_a_batch_is_yielded():
     cuda = FakeCuda()
     for number, batch in enumerate(to_device(host(cuda, 3), CUDA, cuda), start=1):
         assert [tensor.name for tensor in batch] == [f"x{number} on the device", f"y{number} on the device"]
@@ -43,7 +43,7 @@ def test_the_next_copy_is_queued_before_a_batch_is_handed_out():
     ]
 
 
-def test_a_batch_waits_on_the_stream_that_is_current_when_it_is_asked_for():
+def test_a_batch_is_synchronized_with_the_stream_that_is_current_at_next():
     cuda = FakeCuda()
     batches = to_device(host(cuda, 2), CUDA, cuda)
     cuda.current[CUDA] = FakeStream(cuda, "another")
@@ -57,9 +57,9 @@ def test_host_memory_is_kept_until_its_copy_is_done():
     batches = to_device(host(cuda, 10), CUDA, cuda)
     batch = next(batches)
     del batch
-    next(batches)  # the third is queued; no copy is over yet
+    next(batches)  # the third copy is queued; no copy has finished
     assert {"x1", "x2", "x3"} <= FakeTensor.alive
-    assert "x1 on the device" in FakeTensor.alive  # so does the copy: it is still being written
+    assert "x1 on the device" in FakeTensor.alive  # kept, too: it is still being written
     cuda.finished |= {1, 2}
     next(batches)
     assert not {"x1", "y2", "x1 on the device"} & FakeTensor.alive
@@ -87,7 +87,7 @@ def test_on_the_cpu_batches_pass_through_one_at_a_time():
     batches = to_device(source(), torch.device("cpu"))
     for number, (x, y) in enumerate(batches):
         assert (x.item(), y.item()) == (number, -number)
-        assert taken == list(range(number + 1))  # nothing ahead: it would only take memory
+        assert taken == list(range(number + 1))  # no batch is loaded ahead, because it would only take memory
 
 
 @pytest.mark.gpu
@@ -97,7 +97,7 @@ def test_on_a_busy_device_every_batch_arrives_complete():
 
     def source():
         for number in range(count):
-            # Pinned memory is used again as soon as Python lets go of it and the allocator thinks its copy is over.
+            # Pinned memory is reused once Python has released it and the allocator assumes that its copy has finished.
             yield (torch.full((size,), number, dtype=torch.float32).pin_memory(),)
 
     weights = torch.randn(4096, 4096, device=device)
@@ -112,9 +112,9 @@ def test_on_a_busy_device_every_batch_arrives_complete():
 
 
 @pytest.mark.gpu
-def test_on_a_device_copies_overlap_with_work():
+def test_copies_overlap_with_computation():
     device = torch.device("cuda")
-    host_batch = torch.ones(1 << 26).pin_memory()  # 256 MiB: some ten milliseconds on the bus
+    host_batch = torch.ones(1 << 26).pin_memory()  # 256 MiB: copying them takes about ten milliseconds
     weights = torch.randn(4096, 4096, device=device)
 
     def milliseconds(copy: bool, work: bool) -> float:
@@ -123,7 +123,7 @@ def test_on_a_device_copies_overlap_with_work():
         begin.record()
         for _ in to_device(source, device):
             for _ in range(10 if work else 0):
-                weights @ weights  # queued; its result is not wanted
+                weights @ weights  # only queued; the result is not needed
         torch.cuda.synchronize()
         end.record()
         end.synchronize()

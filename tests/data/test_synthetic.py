@@ -1,4 +1,4 @@
-"""Random images for measuring."""
+"""Tests of `data=synthetic`, random images for benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def loaded(**options) -> tuple[TensorSamples, TensorSamples]:
-    """Both parts, with their images made."""
+    """Return training and held-out samples after generating their images."""
     train, held_out = Synthetic(**({"num_samples": 300, "holdout": 60, "size": 16, "num_classes": 5} | options)).load()
     for samples in (train, held_out):
         next(samples.in_order(1, (0, 1), CPU))
@@ -24,7 +24,7 @@ def loaded(**options) -> tuple[TensorSamples, TensorSamples]:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_there_are_as_many_as_asked_for_of_the_asked_shape(channels):
+def test_samples_have_the_requested_number_and_shape(channels):
     train, held_out = loaded(channels=channels)
     assert (len(train), len(held_out)) == (300, 60)
     assert train.shape == held_out.shape == (channels, 16, 16)
@@ -32,7 +32,7 @@ def test_there_are_as_many_as_asked_for_of_the_asked_shape(channels):
     assert set(train.targets.tolist()) == set(range(5))
 
 
-def test_they_are_the_same_in_every_run_and_whatever_the_global_generator_does():
+def test_images_are_the_same_in_every_run_and_use_no_global_random_numbers():
     before = torch.get_rng_state()
     (a, held_a), (b, held_b) = loaded(), loaded()
     assert torch.equal(torch.get_rng_state(), before)
@@ -42,7 +42,7 @@ def test_they_are_the_same_in_every_run_and_whatever_the_global_generator_does()
 
 
 @pytest.mark.parametrize("learnable", [False, True])
-def test_they_are_made_where_they_are_asked_for_and_take_no_memory_before(learnable):
+def test_images_are_generated_on_the_device_of_their_first_use(learnable):
     train, _ = Synthetic(num_samples=20, size=8, num_classes=3, learnable=learnable).load()
     assert isinstance(train, TensorSamples)
     assert train.inputs.is_meta
@@ -51,11 +51,11 @@ def test_they_are_made_where_they_are_asked_for_and_take_no_memory_before(learna
     scaled = batch.inputs[[3, 0]] * train.std[0] + train.mean[0]
     assert torch.equal((scaled * 255).round().to(torch.uint8), pictures)
     again, _ = Synthetic(num_samples=20, size=8, num_classes=3, learnable=learnable).load()
-    (other,) = again.in_order(20, (0, 1), torch.device("meta"))  # a device without numbers: nothing was made elsewhere
+    (other,) = again.in_order(20, (0, 1), torch.device("meta"))  # works on meta, too, a device without data
     assert other.inputs.is_meta
 
 
-def test_they_are_a_hash_of_their_place():
+def test_pixels_are_hashes_of_their_positions():
     train, held_out = loaded()
     for part, samples in (("train", train), ("holdout", held_out)):
         expected = random_bytes(derive(0, "synthetic", part), len(samples) * 3 * 16 * 16, CPU)
@@ -64,7 +64,7 @@ def test_they_are_a_hash_of_their_place():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("learnable", [False, True])
-def test_a_gpu_makes_the_same(learnable):
+def test_a_gpu_generates_the_same_images(learnable):
     (here, _), (there, _) = (
         Synthetic(num_samples=20, size=8, num_classes=3, learnable=learnable).load() for _ in range(2)
     )
@@ -76,7 +76,7 @@ def test_a_gpu_makes_the_same(learnable):
 
 
 @pytest.mark.parametrize("learnable", [False, True])
-def test_inputs_have_mean_zero_and_deviation_one(learnable):
+def test_inputs_have_mean_0_and_standard_deviation_1(learnable):
     train, _ = loaded(learnable=learnable)
     (batch,) = train.in_order(300, (0, 1), CPU)
     assert batch.inputs.mean().abs() < 0.05
@@ -84,7 +84,7 @@ def test_inputs_have_mean_zero_and_deviation_one(learnable):
 
 
 @pytest.mark.parametrize(("learnable", "least", "most"), [(True, 0.95, 1.0), (False, 0.0, 0.45)])
-def test_the_nearest_class_mean_tells_the_class_only_of_the_learnable(learnable, least, most):
+def test_the_nearest_class_mean_predicts_the_class_only_if_learnable(learnable, least, most):
     train, held_out = loaded(learnable=learnable)
     means = torch.stack([train.inputs[train.targets == c].float().mean(0).flatten() for c in range(5)])
     nearest = torch.cdist(held_out.inputs.float().flatten(1), means).argmin(1)
@@ -101,6 +101,6 @@ def test_impossible_options_are_refused(key, value):
     assert (refused.value.key, refused.value.got) == (key, value)
 
 
-def test_more_than_memory_is_for_is_refused_before_it_is_taken():
+def test_images_of_more_than_4_gib_are_refused_before_they_are_generated():
     with pytest.raises(ConfigError, match=r"1000128 images of this size take 45\.8 GiB"):
         Synthetic(num_samples=1_000_000)

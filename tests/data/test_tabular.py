@@ -1,4 +1,4 @@
-"""Tables: read from files as they are, standardized by the training samples, and refused by line and column."""
+"""Tests of `data=tabular`: reading and standardizing tables, and errors that name the line and the column."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_same_samples_are_held_out_in_every_run() -> None:
     assert len(both.unique(dim=0)) == 100, "each sample once"
 
 
-def test_the_function_is_friedmans() -> None:
+def test_friedman_returns_the_published_function_plus_noise() -> None:
     x, y, names = friedman(200_000)
     assert (x.shape, y.shape, names) == ((200_000, 10), (200_000, 1), ["y"])
     wanted = 10 * torch.sin(torch.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4]
@@ -148,7 +148,7 @@ def test_batches_of_any_tensors_are_rows_in_the_order_of_the_stream(kind: torch.
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -166,25 +166,25 @@ def test_batches_of_any_tensors_are_rows_in_the_order_of_the_stream(kind: torch.
         ("x,y\n1,2\n3,4\n\0", "line 4 has 1 cells"),
     ],
 )
-def test_a_csv_file_that_is_no_table_is_refused_by_line_and_column(tmp_path: Path, text: str, why: str) -> None:
+def test_an_invalid_csv_file_is_refused_by_line_and_column(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "a.csv").write_text(text)
     refused = refusal(file=str(tmp_path / "a.csv"))
     assert refused.key == "file"
     assert why in refused.why
 
 
-def test_too_few_samples_of_the_known_function_are_refused_by_the_key_of_their_number() -> None:
+def test_too_few_generated_samples_are_refused_by_the_key_num_samples() -> None:
     refused = refusal(num_samples=2, holdout=0.9)
     assert (refused.key, refused.got) == ("num_samples", 2)
 
 
-def test_the_largest_numbers_of_float32_are_read(tmp_path: Path) -> None:
+def test_the_largest_float32_numbers_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,y\n3.4028234e38,1\n-3.4028234e38,2\n")
     assert table_files.read_csv(tmp_path / "a.csv", (), (), ",").inputs.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["absent.csv", "~/absent.npz", "absent/absent.pt"])
-def test_a_file_that_is_not_there_is_refused(name: str) -> None:
+def test_a_file_that_does_not_exist_is_refused(name: str) -> None:
     refused = refusal(file=name)
     assert (refused.key, refused.got) == ("file", name)
     assert "there is no such file in /" in refused.why
@@ -198,7 +198,7 @@ def test_a_file_in_a_directory_that_may_not_be_searched_is_refused(tmp_path: Pat
     assert "Permission denied" in refused.why
 
 
-def test_columns_that_do_not_exist_are_refused_with_the_nearest(houses: str) -> None:
+def test_invalid_column_names_are_refused_with_the_nearest_one(houses: str) -> None:
     refused = refusal(file=houses, targets=("prise",))
     assert (refused.key, refused.got) == ("targets", "prise")
     assert "price" in refused.remedy
@@ -219,7 +219,7 @@ def test_columns_that_do_not_exist_are_refused_with_the_nearest(houses: str) -> 
         ({"num_samples": 1}, "num_samples"),
     ],
 )
-def test_options_are_refused_by_key(options: dict[str, Any], key: str) -> None:
+def test_invalid_options_are_refused_by_key(options: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Tabular(**options)
     assert refused.value.key == key
@@ -230,7 +230,9 @@ class Payload:
         return os.mkdir, ("ran",)
 
 
-def test_arrays_that_are_no_table_are_refused_and_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_valid_arrays_are_refused_and_run_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     ones = torch.ones(4, 2)
     contents: dict[str, Any] = {
@@ -251,9 +253,7 @@ def test_arrays_that_are_no_table_are_refused_and_run_no_code(tmp_path: Path, mo
     assert not Path("ran").exists()
 
 
-def test_arrays_that_are_far_larger_than_their_file_are_refused_before_they_are_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decompression_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zeros, targets = numpy.zeros((1000, 1000), numpy.int8), numpy.arange(1000)
     numpy.savez_compressed(tmp_path / "zeros.npz", inputs=zeros, targets=targets)
     with zipfile.ZipFile(tmp_path / "other.npz", "w", zipfile.ZIP_BZIP2) as archive:
@@ -273,7 +273,7 @@ def test_arrays_that_are_far_larger_than_their_file_are_refused_before_they_are_
 
 
 class Name(str):
-    """A name that counts how many times a name is compared."""
+    """A column name; the class counts all comparisons of its instances."""
 
     comparisons = 0
     __hash__ = str.__hash__
@@ -283,7 +283,7 @@ class Name(str):
         return str.__eq__(self, other)
 
 
-def test_the_time_to_read_a_csv_file_does_not_grow_with_the_square_of_its_columns(
+def test_the_time_to_read_a_csv_file_is_linear_in_the_number_of_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, count = tmp_path / "wide.csv", 1000

@@ -1,4 +1,4 @@
-"""Samples in memory: order, augmentation and normalization against the slow, obvious way."""
+"""Tests of `runner.data.memory`: order, augmentation and normalization against simple, slow reference code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pool(count: int = 20, height: int = 7, width: int = 5, **options) -> TensorS
 
 
 def normalized(image: torch.Tensor) -> torch.Tensor:
-    """One image, the slow way: pixel by pixel, channel by channel, in double precision."""
+    """Normalize an image pixel by pixel, in double precision."""
     result = torch.empty(image.shape, dtype=torch.float64)
     for channel, row, column in itertools.product(*map(range, image.shape)):
         result[channel, row, column] = (int(image[channel, row, column]) / 255 - MEAN[channel]) / STD[channel]
@@ -29,7 +29,7 @@ def normalized(image: torch.Tensor) -> torch.Tensor:
 
 
 def augmented(image: torch.Tensor, draws: torch.Tensor, crop: int, flip: bool) -> torch.Tensor:
-    """One image, the slow way: put on a black canvas, cut out at an offset, mirrored."""
+    """Pad an image with black, crop it at a random offset, and mirror it."""
     channels, height, width = image.shape
     canvas = torch.zeros(channels, height + 2 * crop, width + 2 * crop, dtype=torch.uint8)
     canvas[:, crop : crop + height, crop : crop + width] = image
@@ -43,7 +43,7 @@ def take(samples: TensorSamples, plan: Plan, after_step: int, count: int) -> lis
 
 
 @pytest.mark.parametrize(("crop", "flip"), [(0, False), (0, True), (2, False), (2, True), (6, True)])
-def test_every_sample_of_a_batch_is_the_slow_ones(crop, flip):
+def test_every_sample_of_a_batch_equals_that_of_the_reference_code(crop, flip):
     samples = pool(crop=crop, flip=flip)
     order = SampleOrder(20, seed=3)
     micros = list(itertools.islice(Plan(12, seed=3).stream(0), 5))  # three epochs
@@ -56,7 +56,7 @@ def test_every_sample_of_a_batch_is_the_slow_ones(crop, flip):
             torch.testing.assert_close(batch.inputs[row], expected, rtol=0, atol=2e-6)
 
 
-def test_augmentation_reaches_all_it_may_and_no_more():
+def test_all_shifts_and_flips_are_equally_frequent():
     image = torch.arange(1, 26, dtype=torch.float32).view(1, 1, 5, 5)
     samples = TensorSamples(
         image.expand(2000, 1, 5, 5).clone(), torch.zeros(2000).long(), ["x"], (0.0,), (1.0,), True, 2
@@ -81,7 +81,7 @@ def test_floats_and_bytes_give_the_same_batches():
 
 
 @pytest.mark.parametrize(("accumulation", "world_size"), [(3, 1), (1, 4), (2, 3)])
-def test_batches_do_not_depend_on_how_they_are_cut(accumulation, world_size):
+def test_batches_do_not_depend_on_how_they_are_divided(accumulation, world_size):
     samples = pool(crop=2, flip=True)
     whole = take(samples, Plan(12), 0, 4)
     for step, (inputs, targets) in enumerate(whole):
@@ -90,7 +90,7 @@ def test_batches_do_not_depend_on_how_they_are_cut(accumulation, world_size):
         assert torch.equal(torch.cat([part[1] for rank in parts for part in rank]), targets)
 
 
-def test_a_stream_that_begins_later_goes_on_the_same():
+def test_a_stream_that_begins_at_a_later_step_has_the_same_batches():
     samples = pool(crop=1, flip=True)
     whole = take(samples, Plan(12, seed=9), 0, 7)
     assert not torch.equal(whole[0][0], whole[1][0])
@@ -108,7 +108,7 @@ def test_the_seed_changes_order_and_augmentation():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_shards_in_order_hold_each_sample_once(count):
+def test_shards_in_order_have_each_sample_once(count):
     samples = pool(crop=2, flip=True)
     batches = [list(samples.in_order(4, (index, count), CPU)) for index in range(count)]
     numbered = [pair for index in range(count) for pair in samples.in_order_with_indices(4, (index, count), CPU)]
@@ -122,7 +122,7 @@ def test_shards_in_order_hold_each_sample_once(count):
     assert max(len(batch.targets) for shard in batches for batch in shard) <= 4
 
 
-def test_pictures_are_the_images_that_inputs_were_made_of():
+def test_display_images_returns_the_images_before_normalization():
     samples = pool()
     floats = torch.stack([normalized(image) for image in samples.inputs])
     other = TensorSamples(floats, samples.targets, list("abcd"), MEAN, STD)
@@ -130,14 +130,14 @@ def test_pictures_are_the_images_that_inputs_were_made_of():
     assert torch.equal(other.display_images([5, 0]), samples.inputs[[5, 0]])
 
 
-def test_a_step_may_be_asked_for_again():
+def test_a_micro_batch_can_be_requested_twice():
     samples = pool(crop=2, flip=True)
     micro = MicroBatch(30, 36, 1.0, True)
     (first,), (second,) = list(samples.batches([micro], 0, CPU)), list(samples.batches([micro], 0, CPU))
     assert torch.equal(first.inputs, second.inputs)
 
 
-def test_streams_leave_the_global_generator_alone():
+def test_streams_do_not_change_the_global_rng_state():
     samples = pool(crop=2, flip=True)
     before = torch.get_rng_state()
     take(samples, Plan(6), 0, 5)

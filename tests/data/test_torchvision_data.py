@@ -1,4 +1,4 @@
-"""The data sets that torchvision downloads, written here in their real formats, a few images each."""
+"""Tests of MNIST, Fashion-MNIST and CIFAR-10, with files that have the real formats but only a few images."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARTS = {"train": 7, "t10k": 4}
 
 
 def idx(values: torch.Tensor) -> bytes:
-    """The file format of MNIST (http://yann.lecun.com/exdb/mnist)."""
+    """Return `values` in the file format of MNIST (http://yann.lecun.com/exdb/mnist)."""
     return bytes((0, 0, 8, values.dim())) + struct.pack(f">{values.dim()}I", *values.shape) + values.numpy().tobytes()
 
 
@@ -49,7 +49,7 @@ def write_mnist(root, dataset="MNIST", packed=False) -> dict[str, tuple[torch.Te
 
 
 def as_in_2009(content: bytes) -> bytes:
-    """A pickle of an array as the NumPy of that time wrote it: its core lay elsewhere, and its flags were numbers."""
+    """Return the pickle of an array as NumPy wrote it in 2009: with another module name, and booleans as integers."""
     content = content.replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
     return content.replace(b"\x89\x88\x87", b"K\x00K\x01\x87", 1)
 
@@ -79,7 +79,7 @@ def loaded(data) -> tuple[TensorSamples, TensorSamples]:
 
 @pytest.fixture
 def _no_server(monkeypatch):
-    """An address at which nobody answers: the connection is refused at once."""
+    """Set the download addresses to a port without a server, where connections are refused at once."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}/"
@@ -139,7 +139,7 @@ def test_only_training_images_are_augmented(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("component", [Mnist, FashionMnist, Cifar10])
-def test_absent_files_are_told_with_what_to_do_and_nothing_is_fetched(tmp_path, component):
+def test_missing_files_are_refused_with_a_remedy_and_nothing_is_downloaded(tmp_path, component):
     with pytest.raises(ConfigError) as refused:
         component(root=str(tmp_path / "nowhere")).load()
     assert refused.value.key == "root"
@@ -151,7 +151,7 @@ def test_absent_files_are_told_with_what_to_do_and_nothing_is_fetched(tmp_path, 
 
 @pytest.mark.usefixtures("_no_server")
 @pytest.mark.parametrize("component", [Mnist, FashionMnist, Cifar10])
-def test_a_download_that_fails_is_told_soon_with_what_to_do(tmp_path, component, capfd):
+def test_a_failed_download_is_refused_with_a_remedy(tmp_path, component, capfd):
     with pytest.raises(ConfigError) as refused:
         component(root=str(tmp_path), download=True).load()
     assert refused.value.key == "download"
@@ -161,23 +161,23 @@ def test_a_download_that_fails_is_told_soon_with_what_to_do(tmp_path, component,
     assert socket.getdefaulttimeout() is None
 
 
-def test_a_server_that_says_nothing_is_given_up(tmp_path, monkeypatch):
+def test_a_download_from_a_server_that_does_not_respond_times_out(tmp_path, monkeypatch):
     monkeypatch.setattr(torchvision_data, "_PATIENCE", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never answers
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, but never responds
         monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"http://127.0.0.1:{silent.getsockname()[1]}/"])
         with pytest.raises(ConfigError, match="timed out"):
             Mnist(root=str(tmp_path), download=True).load()
 
 
 @pytest.mark.usefixtures("_no_server")
-def test_what_is_there_is_not_downloaded_again(tmp_path, monkeypatch):
+def test_existing_files_are_not_downloaded_again(tmp_path, monkeypatch):
     write_mnist(tmp_path)
     write_cifar(tmp_path, monkeypatch)
     assert len(loaded(Mnist(root=str(tmp_path), download=True))[0]) == 7
     assert len(loaded(Cifar10(root=str(tmp_path), download=True))[0]) == 15
 
 
-def test_a_download_brings_the_files(tmp_path, monkeypatch, capfd):
+def test_downloaded_files_are_loaded(tmp_path, monkeypatch, capfd):
     source = tmp_path / "server"
     written = write_mnist(source, packed=True)
     files = sorted((source / "MNIST" / "raw").iterdir())
@@ -247,7 +247,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, component, n
     assert refused.value.key == "root"
 
 
-def test_a_compressed_file_that_expands_without_end_is_named(tmp_path, monkeypatch):
+def test_a_decompression_bomb_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(torchvision_data, "_LIMIT_BYTES", 100_000)
     write_mnist(tmp_path, packed=True)
     path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz"
@@ -264,7 +264,7 @@ def test_images_of_another_size_are_refused(tmp_path):
         Mnist(root=str(tmp_path)).load()
 
 
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
+def test_a_pipe_in_place_of_a_file_is_refused_without_blocking(tmp_path):
     write_mnist(tmp_path)
     path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
     path.unlink()
@@ -273,7 +273,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
         Mnist(root=str(tmp_path)).load()
 
 
-def test_a_pickle_that_is_not_the_published_one_is_never_opened(tmp_path, monkeypatch):
+def test_a_pickle_with_a_wrong_checksum_is_never_loaded(tmp_path, monkeypatch):
     write_cifar(tmp_path, monkeypatch)
     trap = tmp_path / "executed"
     path = tmp_path / "cifar-10-batches-py" / "data_batch_3"
@@ -282,7 +282,7 @@ def test_a_pickle_that_is_not_the_published_one_is_never_opened(tmp_path, monkey
         Cifar10(root=str(tmp_path)).load()
     assert not trap.exists()
     pickle.loads(path.read_bytes())
-    assert trap.exists()  # it would have been
+    assert trap.exists()  # the pickle does execute code when it is loaded
 
 
 @pytest.mark.parametrize(("component", "crop"), [(Mnist, 15), (Cifar10, 17), (Cifar10, -1)])

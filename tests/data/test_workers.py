@@ -1,4 +1,4 @@
-"""Worker processes: the same results whatever their number, and an end to everything that may happen to them."""
+"""Tests of `runner.data.workers`: the same results with any number of workers, and errors if workers die or hang."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from runner.data import worker_watchdog
 from runner.data.base import DataError
 from runner.data.workers import Workers, default_count
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores: it is a test
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # tests may use more workers than cores
 
 
 class Squares:
-    """Makes of a job (number, seconds, fate) the square of the number, and says which process did it."""
+    """A loader that returns the square of a job's number, and its process id; or fails as the job's `fate` says."""
 
     def __getitem__(self, job):
         number, seconds, fate = job
@@ -43,17 +43,17 @@ def jobs(count: int, seconds: float = 0, fates: dict[int, str] | None = None):
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4])
-def test_results_come_in_order_from_as_many_processes_as_asked_for(count):
+def test_results_come_in_order_from_the_requested_number_of_processes(count):
     results = torch.stack(list(Workers(count).read(Squares(), jobs(20))))
     assert results[:, 0].tolist() == [number**2 for number in range(20)]
     pids = set(results[:, 1].tolist())
     assert len(pids) == max(1, count)
     assert (os.getpid() in pids) == (count == 0)
-    assert count == 0 or results[:, 2].tolist() == [1] * 20  # threads
+    assert count == 0 or results[:, 2].tolist() == [1] * 20  # number of threads
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_jobs_are_asked_for_as_they_are_needed(count):
+def test_jobs_are_requested_only_as_needed(count):
     asked = []
 
     def endless():
@@ -67,7 +67,7 @@ def test_jobs_are_asked_for_as_they_are_needed(count):
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_reading_leaves_the_global_generator_alone(count):
+def test_reading_does_not_change_the_global_rng_state(count):
     before = torch.get_rng_state()
     list(Workers(count).read(Squares(), jobs(5)))
     assert torch.equal(torch.get_rng_state(), before)
@@ -75,11 +75,11 @@ def test_reading_leaves_the_global_generator_alone(count):
 
 @pytest.fixture
 def others():
-    """The processes that other tests keep."""
+    """Return the child processes that earlier tests have left running."""
     return set(multiprocessing.active_children())
 
 
-def test_a_reading_that_is_left_ends_its_workers(others):
+def test_closing_the_generator_ends_the_workers(others):
     results = Workers(2).read(Squares(), jobs(100))
     next(results)
     assert len(set(multiprocessing.active_children()) - others) == 2
@@ -88,7 +88,7 @@ def test_a_reading_that_is_left_ends_its_workers(others):
 
 
 def read_to_the_end(results, first: int = 0) -> tuple[DataError, float]:
-    """The error that ends the reading, and the seconds that it took to come."""
+    """Read until a `DataError` is raised; return the error, and the seconds since the last result."""
     since = time.monotonic()
     try:
         for number, result in enumerate(results, start=first):
@@ -100,7 +100,7 @@ def read_to_the_end(results, first: int = 0) -> tuple[DataError, float]:
 
 
 @pytest.mark.parametrize("fate", ["SIGKILL", "SIGBUS"])
-def test_a_worker_that_dies_ends_the_reading_at_once(fate, others):
+def test_a_killed_worker_raises_an_error_at_once(fate, others):
     error, _ = read_to_the_end(Workers(2, timeout=2 * PATIENCE).read(Squares(), jobs(1000, 0.01, {20: fate})))
     assert fate in error.why
     assert "data.workers=0" in error.remedy, "not the timeout's"
@@ -108,7 +108,7 @@ def test_a_worker_that_dies_ends_the_reading_at_once(fate, others):
 
 
 def spied(monkeypatch) -> list[worker_watchdog.Watch]:
-    """The watches over workers, as they are made: their timeout may be shortened once the workers have started."""
+    """Return a list of all new watches, so that a test can shorten their timeout after the workers have started."""
     watches: list[worker_watchdog.Watch] = []
 
     def made(*arguments):
@@ -119,7 +119,7 @@ def spied(monkeypatch) -> list[worker_watchdog.Watch]:
     return watches
 
 
-def test_a_stopped_worker_ends_the_reading_after_the_timeout(others, monkeypatch):
+def test_a_suspended_worker_raises_an_error_after_the_timeout(others, monkeypatch):
     watches = spied(monkeypatch)
     results = Workers(2).read(Squares(), jobs(1000, 0.01, {20: "SIGSTOP"}))
     assert next(results)[0] == 0
@@ -131,13 +131,13 @@ def test_a_stopped_worker_ends_the_reading_after_the_timeout(others, monkeypatch
     assert set(multiprocessing.active_children()) <= others
 
 
-def test_stopped_workers_with_batches_on_their_way_end_the_reading(others, monkeypatch):
+def test_workers_suspended_while_they_send_batches_raise_an_error(others, monkeypatch):
     watches = spied(monkeypatch)
     results = Workers(2).read(Squares(), jobs(1000))
     next(results)
     [watching] = watches
-    watching.timeout = 3  # only now that the workers have started, however long that took
-    time.sleep(0.5)  # the next ones are announced; their memory is still the workers' to hand over
+    watching.timeout = 3  # set only after the workers have started, which may take long
+    time.sleep(0.5)  # the next batches are announced, but the file descriptors of their memory are not yet sent
     for worker in set(multiprocessing.active_children()) - others:
         os.kill(worker.pid, signal.SIGSTOP)  # pyright: ignore[reportArgumentType]
     with pytest.raises(DataError) as raised:
@@ -148,7 +148,7 @@ def test_stopped_workers_with_batches_on_their_way_end_the_reading(others, monke
 
 
 def test_a_slow_worker_is_waited_for():
-    results = list(Workers(2, timeout=PATIENCE).read(Squares(), jobs(2, 0.8)))  # longer than a poll
+    results = list(Workers(2, timeout=PATIENCE).read(Squares(), jobs(2, 0.8)))  # longer than `POLL`
     assert [int(result[0]) for result in results] == [0, 1]
 
 
@@ -160,17 +160,20 @@ def test_only_waiting_counts_towards_the_timeout(monkeypatch):
         for pause in seconds:
             yield killed.wait(pause)
 
-    watching = worker_watchdog.Watch([SimpleNamespace(kill=killed.set)], timeout=0.4)  # pyright: ignore[reportArgumentType]
+    watching = worker_watchdog.Watch(
+        [SimpleNamespace(kill=killed.set)],  # pyright: ignore[reportArgumentType]
+        timeout=0.4,
+    )
     source = batches(0.2, 0.2, 0.2, 0.2, 10)
     for _ in range(4):
         assert not watching.next(source)
-        assert not killed.wait(0.2)  # the training's own time
+        assert not killed.wait(0.2)  # time of training, which does not count
     assert watching.next(source)
     watching.end()
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_mistake_in_the_reader_is_raised_as_it_is(count):
+def test_an_exception_in_the_loader_is_raised_unchanged(count):
     with pytest.raises(ValueError, match="no square of 3"):
         list(Workers(count).read(Squares(), jobs(10, 0, {3: "raise"})))
 
@@ -188,12 +191,12 @@ def test_the_default_leaves_a_core_to_each_training_process(monkeypatch, cores, 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What becomes of the workers of a process that ends
+# Workers of a process that ends
 
 
 @pytest.fixture
 def program():
-    """Start a process that reads with two workers; gives it, and the ids of its workers and of their server."""
+    """Return a function that starts a process with two workers; it returns the process, and the ids of its children."""
     started: list[tuple[subprocess.Popen[str], list[int]]] = []
 
     def start(what: str) -> tuple[subprocess.Popen[str], list[int]]:
@@ -207,7 +210,7 @@ def program():
         return started[-1]
 
     yield start
-    for process, pids in started:  # what a failed test has left
+    for process, pids in started:  # processes that a failed test has left
         process.kill()
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -216,7 +219,7 @@ def program():
 
 
 def status(pid: int) -> list[str]:
-    """The process's fields in /proc after its name: state, parent, …; none where there is no such process."""
+    """Return the fields of /proc/PID/stat after the name: state, parent, …; an empty list if there is no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError:
@@ -240,7 +243,7 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="look
 
 
 @on_linux
-def test_a_signal_to_all_is_the_runs_to_answer_and_no_worker_outlives_it(program):
+def test_workers_ignore_signals_and_end_when_their_run_is_killed(program):
     process, pids = program("endless")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         for pid in pids:
@@ -253,7 +256,7 @@ def test_a_signal_to_all_is_the_runs_to_answer_and_no_worker_outlives_it(program
 
 
 @on_linux
-def test_a_run_that_leaves_its_reading_open_exits_all_the_same(program):
+def test_a_run_exits_with_its_workers_although_the_generator_is_open(program):
     process, pids = program("exit")
     assert process.wait(PATIENCE) == 0
     assert left_after(pids, PATIENCE) == []

@@ -1,4 +1,4 @@
-"""Networks of torchvision and timm by name."""
+"""Tests of `model=torchvision` and `model=timm`, which build networks by their names."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_vision_transformer_has_the_size_of_the_images() -> None:
     assert model.get_submodule("encoder.dropout").p == 0.25
 
 
-def test_every_network_is_laid_out_without_memory_and_has_typed_options() -> None:
+def test_networks_are_built_on_the_meta_device_and_have_typed_options() -> None:
     names = torchvision_network.names()
     assert len(names) >= 80
     with torch.device("meta"):
@@ -64,13 +64,13 @@ def test_every_network_is_laid_out_without_memory_and_has_typed_options() -> Non
     assert "num_classes" not in torchvision_network.options_of("vit_b_16")
 
 
-def test_a_network_whose_widths_torchvision_computes_with_tensors_is_planned() -> None:
+def test_a_network_whose_widths_are_computed_with_tensors_works_with_fake_tensors() -> None:
     with fake_tensors():
         model = Torchvision(name="regnet_y_400mf").build((3, 64, 64), 10)
         assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 10)
 
 
-def test_a_wrong_name_is_refused_with_the_nearest() -> None:
+def test_a_wrong_name_is_refused_with_the_nearest_one() -> None:
     error = refusal(name="vit_b16")
     assert (error.key, error.got) == ("name", "vit_b16")
     assert "vit_b_16" in error.remedy
@@ -102,7 +102,7 @@ def test_images_that_a_network_cannot_process_are_refused(name: str, shape: tupl
     assert "×".join(map(str, shape)) in error.why
 
 
-def test_activations_are_recomputed_where_there_are_blocks() -> None:
+def test_checkpoint_activations_needs_a_network_with_blocks() -> None:
     model = Torchvision(name=SMALL, checkpoint_activations=True).build((3, 32, 32), 10)
     assert model.get_submodule("stage2.1").checkpoint_activations
     assert refusal((3, 64, 64), name="alexnet", checkpoint_activations=True).key == "checkpoint_activations"
@@ -114,7 +114,7 @@ def test_activations_are_recomputed_where_there_are_blocks() -> None:
 
 @pytest.fixture
 def timm(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """A package with timm's two functions, and the calls of `create_model`."""
+    """Install a fake package `timm` with two functions, and return the list of the calls of `create_model`."""
     calls: list[dict[str, Any]] = []
 
     def create_model(name: str, **options: Any) -> torch.nn.Module:
@@ -130,12 +130,12 @@ def timm(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def test_timm_builds_without_a_download_for_the_classes_and_channels_of_the_data(timm: list[dict[str, Any]]) -> None:
+def test_timm_networks_have_the_classes_and_channels_of_the_data_and_no_download(timm: list[dict[str, Any]]) -> None:
     Timm(options={"drop_rate": 0.1}).build((1, 8, 8), 10)
     assert timm == [{"name": "resnet18", "pretrained": False, "num_classes": 10, "in_chans": 1, "drop_rate": 0.1}]
 
 
-def test_timms_wrong_names_and_arguments_are_refused(timm: list[dict[str, Any]]) -> None:
+def test_wrong_names_and_arguments_of_timm_are_refused(timm: list[dict[str, Any]]) -> None:
     for options, key in (
         ({"name": "hf-hub:someone/resnet18"}, "name"),
         ({"options": {"pretrained": True}}, "options.pretrained"),

@@ -1,4 +1,4 @@
-"""Parameters that are not trained, and the batch normalization among them."""
+"""Tests of `runner.model.freezing`: frozen parameters, and batch normalization with frozen parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def network() -> ResNet:
 
 
 def frozen(patterns: list[str], exceptions: list[str] | None = None) -> set[str]:
-    """The names of frozen parameters."""
+    """Return the names of the parameters that `freeze` freezes."""
     model = network()
     freeze(model, patterns, exceptions or [])
     return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -72,14 +72,14 @@ def test_frozen_batch_normalization_keeps_its_statistics_and_uses_them() -> None
     assert list(model.state_dict()) == list(reference.state_dict())
 
 
-def test_batch_normalization_that_is_trained_in_part_is_not_frozen() -> None:
+def test_batch_normalization_with_a_trained_parameter_is_not_frozen() -> None:
     model = network()
     freeze(model, ["*.bias", "layer1"], [])
     assert type(model.bn1) is nn.BatchNorm2d
     assert isinstance(model.get_submodule("layer1.0.bn1"), FrozenBatchNorm)
 
 
-def test_modes_leave_frozen_batch_normalization_as_it_is() -> None:
+def test_parallel_modes_do_not_convert_frozen_batch_normalization() -> None:
     model = network()
     freeze(model, ["layer1"], [])
     convert_sync_batch_norm(model, torch.device("cpu"))

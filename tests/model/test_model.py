@@ -26,7 +26,7 @@ SHAPE = (1, 28, 28)
 
 
 def option(name: str, **changes: object) -> Model:
-    """The component that conf/model/`name`.yaml describes."""
+    """Return the component that conf/model/`name`.yaml describes, with `changes`."""
     return build(option_node("model", name) | changes, Model, "model")
 
 
@@ -50,7 +50,7 @@ def refusal(**options: object) -> str:
         ("resnet50", (3, 64, 64), 1000, 25_557_032),
     ],
 )
-def test_options_build_the_networks_that_they_name(name: str, shape: tuple, classes: int, count: int) -> None:
+def test_option_files_build_the_networks_of_their_names(name: str, shape: tuple, classes: int, count: int) -> None:
     network = option(name).build(shape, classes)
 
     assert sum(p.numel() for p in network.parameters()) == count
@@ -69,7 +69,7 @@ def test_option_files_list_every_field(name: str) -> None:
         )
 
 
-def test_options_reach_the_network() -> None:
+def test_options_are_passed_to_the_network() -> None:
     net = option("convnet", dropout=0.5, checkpoint_activations=True).build(SHAPE, 10)
     deep = option("resnet18", stem="cifar", norm="group", checkpoint_activations=True).build((2, 32, 32), 10)
 
@@ -118,7 +118,7 @@ def test_an_invalid_value_is_refused_by_its_key(cls: type[Model], options: dict,
     assert error.value.key == key
 
 
-def test_choices_are_those_of_the_networks() -> None:
+def test_all_depths_stems_and_norms_of_the_network_are_accepted() -> None:
     for depth in DEPTHS:
         ResNet(depth=depth)
     for stem in STEMS:
@@ -142,7 +142,7 @@ def test_inputs_that_are_too_small_are_refused_by_key() -> None:
 
 
 def spelled(folder: Path, spelling: str, state: dict[str, torch.Tensor]) -> str:
-    """A file that holds `state` the way that `spelling` names."""
+    """Write `state` in the format of the file name `spelling`, and return the path of the file."""
     wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
     contents = {
         "plain.pt": state,
@@ -178,13 +178,13 @@ def spelled(folder: Path, spelling: str, state: dict[str, torch.Tensor]) -> str:
         "half.pt",
     ],
 )
-def test_weights_load_in_every_spelling(tmp_path: Path, spelling: str) -> None:
+def test_weights_load_from_every_supported_format(tmp_path: Path, spelling: str) -> None:
     saved = small(seed=4).state_dict()
     path = spelled(tmp_path, spelling, saved)
 
     loaded = ConvNet(weights=path).build(SHAPE, 10).state_dict()
 
-    assert list(read_weights(path)) == list(saved) or spelling.endswith(".safetensors")  # which sorts
+    assert list(read_weights(path)) == list(saved) or spelling.endswith(".safetensors")  # which sorts the names
     for name, tensor in saved.items():
         assert loaded[name].dtype == torch.float32
         assert torch.equal(loaded[name], tensor.half().float() if spelling == "half.pt" else tensor)
@@ -200,7 +200,7 @@ def test_weights_of_torch_modules_that_were_wrapped_load(tmp_path: Path) -> None
         assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), network.parameters(), strict=True))
 
 
-def test_torchvisions_weights_load_with_and_without_the_counts_of_old(tmp_path: Path) -> None:
+def test_torchvision_weights_load_with_and_without_num_batches_tracked(tmp_path: Path) -> None:
     theirs = torchvision.models.resnet18(weights=None)
     theirs.bn1.running_mean.fill_(0.25)
     state = theirs.state_dict()
@@ -212,7 +212,7 @@ def test_torchvisions_weights_load_with_and_without_the_counts_of_old(tmp_path: 
         assert all(torch.equal(ours[key], state[key]) for key in state)
 
 
-def test_a_head_of_other_classes_is_refused_and_may_be_left_fresh(tmp_path: Path) -> None:
+def test_a_head_for_other_classes_is_refused_unless_reset_head_is_set(tmp_path: Path) -> None:
     state = small(classes=7, seed=4).state_dict()
     path = spelled(tmp_path, "dataparallel.pt", state)
 
@@ -226,7 +226,7 @@ def test_a_head_of_other_classes_is_refused_and_may_be_left_fresh(tmp_path: Path
         assert torch.equal(tensor, fresh[name] if name.startswith("head.") else state[name])
 
 
-def test_reset_head_is_of_the_last_layer_alone_in_a_resnet(tmp_path: Path) -> None:
+def test_reset_head_resets_only_the_last_layer_of_a_resnet(tmp_path: Path) -> None:
     torch.manual_seed(1)
     state = torchvision.models.resnet18(weights=None).state_dict()
     torch.save(state, tmp_path / "imagenet.pth")
@@ -236,7 +236,7 @@ def test_reset_head_is_of_the_last_layer_alone_in_a_resnet(tmp_path: Path) -> No
     assert all(torch.equal(model.state_dict()[name], state[name]) for name in state if not name.startswith("fc."))
 
 
-def test_a_head_of_the_same_classes_is_left_fresh_too(tmp_path: Path) -> None:
+def test_reset_head_resets_a_head_for_the_same_classes_too(tmp_path: Path) -> None:
     path = spelled(tmp_path, "plain.pt", small(seed=4).state_dict())
     torch.manual_seed(0)
 
@@ -246,7 +246,7 @@ def test_a_head_of_the_same_classes_is_left_fresh_too(tmp_path: Path) -> None:
     )
 
 
-def test_weights_for_images_of_other_channels_are_refused_with_their_number(tmp_path: Path) -> None:
+def test_weights_for_other_numbers_of_channels_are_refused_with_the_number(tmp_path: Path) -> None:
     path = tmp_path / "imagenet.pth"
     torch.save(torchvision.models.shufflenet_v2_x0_5(num_classes=7).state_dict(), path)
     for reset_head in (False, True):
@@ -257,14 +257,14 @@ def test_weights_for_images_of_other_channels_are_refused_with_their_number(tmp_
         assert "images of 3 channels" in refused.value.remedy
 
 
-def test_weights_of_auxiliary_classifiers_are_left_out(tmp_path: Path) -> None:
+def test_weights_of_auxiliary_classifiers_are_ignored(tmp_path: Path) -> None:
     network = ConvNet().build(SHAPE, 10)
     path = spelled(tmp_path, "plain.pt", network.state_dict() | {"AuxLogits.fc.weight": torch.zeros(3)})
     loaded = ConvNet(weights=path).build(SHAPE, 10)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), network.parameters(), strict=True))
 
 
-def test_reset_head_needs_a_network_that_names_its_head(tmp_path: Path) -> None:
+def test_reset_head_needs_a_network_with_blocks(tmp_path: Path) -> None:
     class Bare(Model):
         def network(self, shape: tuple[int, int, int], num_classes: int) -> torch.nn.Module:
             return torch.nn.Linear(3, num_classes)
@@ -290,7 +290,7 @@ def test_weights_of_another_network_are_refused_with_three_names_each(tmp_path: 
     assert "reset_head" not in message
 
 
-def test_a_refusal_names_the_key_and_the_file(tmp_path: Path) -> None:
+def test_an_error_names_the_key_and_the_file(tmp_path: Path) -> None:
     path = spelled(tmp_path, "plain.pt", {"fc.weight": torch.zeros(2)})
 
     assert refusal(weights=path).startswith("weights: got '")
@@ -300,7 +300,7 @@ def test_a_refusal_names_the_key_and_the_file(tmp_path: Path) -> None:
 
 
 class Marker:
-    """What a pickle that runs code would make."""
+    """A class that is not allowed in a weights file, because unpickling it may run code."""
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ class Marker:
         (torch.zeros(3), "state_dict"),
     ],
 )
-def test_a_file_of_something_else_is_refused(tmp_path: Path, content: object, why: str) -> None:
+def test_a_file_without_a_state_dict_is_refused(tmp_path: Path, content: object, why: str) -> None:
     torch.save(content, tmp_path / "weights.pt")
 
     path = str(tmp_path / "weights.pt")
@@ -337,7 +337,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes) ->
 
 
 def test_options_and_their_errors_do_not_import_torch() -> None:
-    """As under `python -m runner`, where torch is loaded at its first use."""
+    """As in `python -m runner`, torch is imported lazily."""
     words = [sys.executable, "-m", "helpers.model_options"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
 

@@ -1,4 +1,4 @@
-"""The table of a network."""
+"""Tests of `runner.model.table`, the table of a network that `--summary` prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.model.base import without_memory
 from runner.model.table import Row, formatted, parameter_rows, rows_of, table_of
 
 
-def test_a_row_for_each_block_and_their_sum() -> None:
+def test_the_table_has_a_row_for_each_block_and_a_total() -> None:
     model = without_memory(lambda: ConvNet(1, 8, 8, 10, channels=(16, 32), kernel_size=3, padding=1, hidden=64))
     model.get_submodule("conv1").requires_grad_(False)
     assert rows_of(model, (1, 8, 8)) == [
@@ -48,7 +48,7 @@ def test_a_network_without_blocks_has_a_row_for_each_child() -> None:
 
 
 class Counting(torch.nn.Module):
-    """A network that counts its calls in a buffer, and fails for more than three inputs."""
+    """A network that counts its calls in a buffer, and fails unless a sample has three values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Counting(torch.nn.Module):
         return self.norm(self.linear(x))
 
 
-def test_the_table_of_a_run_leaves_its_network_as_it_is() -> None:
+def test_the_table_does_not_change_the_network() -> None:
     model = Counting()
     model.norm.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -78,7 +78,7 @@ def test_the_table_of_a_run_leaves_its_network_as_it_is() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_network_that_refuses_zeros_has_a_table_of_parameters() -> None:
+def test_a_network_whose_forward_pass_fails_has_a_table_of_parameters() -> None:
     model = Counting()
     assert table_of(model, (4,)) == table_of(model, None) == formatted(parameter_rows(model))
     assert (model.calls, model.training) == (0, True)
@@ -107,7 +107,7 @@ def test_columns_are_aligned() -> None:
 
 
 @pytest.mark.parametrize("words", [FAST, ("workload=dqn",)], ids=["classifier", "dqn"])
-def test_the_command_prints_the_table_and_leaves_nothing_behind(
+def test_the_command_prints_the_table_and_writes_no_files(
     words: tuple[str, ...], tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -125,6 +125,6 @@ def _model(words: tuple[str, ...]) -> torch.nn.Module:
     return run.workload.build_model()
 
 
-def test_a_sweep_has_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_is_refused_for_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["-m", "seed=0,1", "--summary"]) == 2
     assert "--summary --multirun" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Files of initial weights, which somebody else may have written."""
+"""Tests of `runner.model.weights`: initial weights from files, which may come from an untrusted source."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from runner.storage.safe_torch_load import UnusualFileError, load_tensors
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
-def test_a_link_to_a_file_is_followed(tmp_path: Path, name: str) -> None:
-    """The cache of a model hub consists of links."""
+def test_a_symlink_to_a_weights_file_is_followed(tmp_path: Path, name: str) -> None:
+    """The cache of a model hub consists of symbolic links."""
     tensors, blob = {"w": torch.arange(3.0)}, tmp_path / "blob"
     save_file(tensors, blob) if name.endswith("safetensors") else torch.save(tensors, blob)
     (tmp_path / name).symlink_to(blob)
@@ -26,7 +26,7 @@ def test_a_link_to_a_file_is_followed(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
 @pytest.mark.parametrize("kind", ["a pipe", "a link to a device", "a link to itself", "empty"])
-def test_anything_but_a_file_of_weights_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+def test_anything_but_a_weights_file_is_refused(tmp_path: Path, name: str, kind: str) -> None:
     path = tmp_path / name
     if kind == "a pipe":
         os.mkfifo(path)
@@ -39,8 +39,8 @@ def test_anything_but_a_file_of_weights_is_refused(tmp_path: Path, name: str, ki
     assert (refused.value.key, refused.value.got) == ("weights", str(path))
 
 
-def test_an_archive_that_only_torch_takes_for_one_is_refused(tmp_path: Path) -> None:
-    """With a comment at its end, Python does not find the directory of the archive; torch does."""
+def test_a_zip_archive_that_only_torch_recognizes_is_refused(tmp_path: Path) -> None:
+    """Because of a comment at its end, Python does not find the central directory of the archive, but torch does."""
     path = tmp_path / "weights.pt"
     torch.save({"a": torch.zeros(3)}, path)
     content = path.read_bytes()
@@ -49,7 +49,7 @@ def test_an_archive_that_only_torch_takes_for_one_is_refused(tmp_path: Path) -> 
         load_tensors(path)
 
 
-def test_a_compressed_file_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
+def test_a_compressed_file_is_refused_before_it_is_decompressed(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(10_000_000)}, tmp_path / "plain.pt")
     with (
         zipfile.ZipFile(tmp_path / "plain.pt") as plain,
@@ -73,7 +73,7 @@ def test_a_compressed_file_is_refused_before_it_takes_memory(tmp_path: Path) -> 
     ],
     ids=["a large shape", "more than the file", "reversed", "twice the same bytes", "negative", "deep"],
 )
-def test_a_safetensors_file_cannot_claim_more_than_it_has(tmp_path: Path, header: bytes) -> None:
+def test_a_safetensors_header_that_does_not_match_the_data_is_refused(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / "weights.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     with pytest.raises(ConfigError):
@@ -84,7 +84,7 @@ def test_a_safetensors_file_cannot_claim_more_than_it_has(tmp_path: Path, header
 
 
 class EndsWithoutParameters(torch.nn.Module):
-    """Its last block only reshapes."""
+    """A network whose last block has no parameters."""
 
     def __init__(self, num_outputs: int):
         super().__init__()

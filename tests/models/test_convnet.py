@@ -8,7 +8,7 @@ from models.convnet import ConvNet, smallest_side
 
 
 def by_hand(weights: dict[str, torch.Tensor], x: torch.Tensor, padding: int = 0) -> torch.Tensor:
-    """The network's forward pass in plain functions."""
+    """Compute the forward pass of the network with functions of torch."""
     for conv in ("conv1", "conv2"):
         x = F.conv2d(x, weights[f"{conv}.conv.weight"], weights[f"{conv}.conv.bias"], padding=padding)
         x = F.max_pool2d(F.relu(x), 2)
@@ -17,7 +17,7 @@ def by_hand(weights: dict[str, torch.Tensor], x: torch.Tensor, padding: int = 0)
     return x @ weights["head.fc.weight"].T + weights["head.fc.bias"]
 
 
-def test_is_the_20_20_50_10_network() -> None:
+def test_the_default_network_has_layers_of_20_20_50_and_10_outputs() -> None:
     shapes = {name: list(p.shape) for name, p in ConvNet(1, 28, 28, 10).named_parameters() if name.endswith("weight")}
 
     assert shapes == {
@@ -37,7 +37,7 @@ def test_is_the_20_20_50_10_network() -> None:
         ((1, 8, 8), {"channels": (16, 32), "kernel_size": 3, "padding": 1, "hidden": 64}),
     ],
 )
-def test_computes_what_is_written_by_hand(shape: tuple[int, int, int], options: dict) -> None:
+def test_outputs_equal_those_of_plain_torch_functions(shape: tuple[int, int, int], options: dict) -> None:
     torch.manual_seed(0)
     network = ConvNet(*shape, 10, **options)
     x = torch.randn(4, *shape)
@@ -47,13 +47,13 @@ def test_computes_what_is_written_by_hand(shape: tuple[int, int, int], options: 
     torch.testing.assert_close(network(x), expected)
 
 
-def test_benchmark_network_is_128_wide_before_its_hidden_layer() -> None:
+def test_the_hidden_layer_of_the_benchmark_network_has_128_inputs() -> None:
     network = ConvNet(1, 8, 8, 10, channels=(16, 32), kernel_size=3, padding=1, hidden=64)
 
     assert network.state_dict()["hidden.fc.weight"].shape == (64, 2 * 2 * 32)
 
 
-def test_one_three_and_uneven_convolutions_fit() -> None:
+def test_one_or_three_convolutions_and_nonsquare_inputs_work() -> None:
     assert ConvNet(1, 9, 12, 7, channels=(4,))(torch.randn(2, 1, 9, 12)).shape == (2, 7)
     assert ConvNet(1, 36, 40, 7, channels=(4, 5, 6))(torch.randn(2, 1, 36, 40)).shape == (2, 7)
 
@@ -71,11 +71,11 @@ def test_smallest_input_leaves_one_pixel_and_a_smaller_one_is_refused(
         ConvNet(1, least, least - 1, 10, **options)
 
 
-def test_the_smallest_input_of_the_20_20_50_10_network_is_16() -> None:
+def test_the_smallest_input_of_the_default_network_is_16() -> None:
     assert smallest_side(2, 5, 0) == 16
 
 
-def test_stages_are_the_forward_pass_and_hold_every_parameter_once() -> None:
+def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once() -> None:
     network, x = ConvNet(1, 28, 28, 10), torch.randn(3, 1, 28, 28)
     expected = network(x)
 
@@ -98,7 +98,7 @@ def test_channels_last_memory_gives_the_same_values() -> None:
     torch.testing.assert_close(got, expected)
 
 
-def test_dropout_drops_its_share_of_the_hidden_layer_in_training_alone() -> None:
+def test_dropout_zeroes_its_fraction_of_hidden_units_in_training_only() -> None:
     torch.manual_seed(0)
     network = ConvNet(1, 28, 28, 10, hidden=1000, dropout=0.25)
     x = torch.randn(8, 1, 28, 28)
@@ -119,7 +119,7 @@ def test_without_dropout_no_random_number_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_checkpointed_gradients_are_bitwise_the_same(dropout: float) -> None:
+def test_gradients_with_activation_checkpointing_are_bitwise_the_same(dropout: float) -> None:
     x, y = torch.randn(16, 1, 28, 28), torch.randint(10, (16,))
     gradients = {}
     for again in (False, True):

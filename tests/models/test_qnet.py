@@ -1,4 +1,4 @@
-"""The networks of action values, against plain torch."""
+"""Tests of the Q-networks against plain torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from models.qnet import Duelling, QNet, WithTarget
 
 
-def test_duelling_values_are_state_value_plus_centred_advantages() -> None:
+def test_duelling_values_are_state_value_plus_centered_advantages() -> None:
     head = Duelling(2, 3)
     x = torch.randn(5, 2)
     value, advantages = head.value(x).tolist(), head.advantage(x).tolist()

@@ -13,7 +13,7 @@ from models.resnet import ResNet
 
 
 def training(network: nn.Module, dtype: torch.dtype | None = None, steps: int = 2) -> list[torch.Tensor]:
-    """Losses, weights, gradients and statistics of a few steps, the last one's gradients kept."""
+    """Train for a few steps; return all losses, the gradients of the last step, the weights and the buffers."""
     torch.manual_seed(5)
     x, y = torch.randn(4, 3, 32, 32), torch.randint(10, (4,))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
@@ -41,21 +41,21 @@ def resnet(depth: int, again: bool, **options) -> ResNet:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize(("depth", "norm"), [(18, "batch"), (18, "group"), (50, "batch")])
-def test_training_is_bitwise_the_same(depth: int, norm: str, dtype: torch.dtype | None) -> None:
-    """Losses, gradients, weights, and batch normalization's means, variances and counts."""
+def test_training_with_recomputation_is_bitwise_the_same(depth: int, norm: str, dtype: torch.dtype | None) -> None:
+    """Compares losses, gradients, weights, and the running statistics of batch normalization."""
     assert same(training(resnet(depth, False, norm=norm), dtype), training(resnet(depth, True, norm=norm), dtype))
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_statistics_are_noted_once_however_far_the_second_pass_runs(early_stop: bool) -> None:
+def test_running_statistics_are_updated_once_with_and_without_early_stop(early_stop: bool) -> None:
     with set_checkpoint_early_stop(early_stop):
         again = training(resnet(18, True))
 
     assert same(again, training(resnet(18, False)))
 
 
-def test_torchs_own_checkpoint_notes_them_twice() -> None:
-    """The error that is put right here: were it gone from torch, so could be the code."""
+def test_torch_checkpoint_updates_running_statistics_twice() -> None:
+    """`models.recompute` prevents this; if torch fixes it, that code can be removed."""
     layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     checkpoint(layers, torch.randn(2, 3, 8, 8), use_reentrant=False).sum().backward()
 
@@ -63,7 +63,7 @@ def test_torchs_own_checkpoint_notes_them_twice() -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_retained_graph_may_be_gone_through_twice(momentum: float | None) -> None:
+def test_a_retained_graph_can_be_backpropagated_twice(momentum: float | None) -> None:
     results = {}
     for again in (False, True):
         torch.manual_seed(0)
@@ -77,8 +77,8 @@ def test_a_retained_graph_may_be_gone_through_twice(momentum: float | None) -> N
     assert results[True][-1] == 1
 
 
-def test_statistics_stay_the_same_tensors() -> None:
-    """A shared or sharded buffer must not be exchanged for another."""
+def test_running_statistics_stay_the_same_tensors() -> None:
+    """A shared or sharded buffer must not be replaced by another tensor."""
     network = resnet(18, True)
     before = {name: buffer.data_ptr() for name, buffer in network.named_buffers()}
 
@@ -87,7 +87,7 @@ def test_statistics_stay_the_same_tensors() -> None:
     assert {name: buffer.data_ptr() for name, buffer in network.named_buffers()} == before
 
 
-def test_an_error_in_the_second_pass_leaves_the_statistics_in_place() -> None:
+def test_an_error_in_the_recomputation_leaves_the_statistics_unchanged() -> None:
     class Fragile(nn.Module):
         calls = 0
 
@@ -107,7 +107,7 @@ def test_an_error_in_the_second_pass_leaves_the_statistics_in_place() -> None:
     assert all(p == q and torch.equal(a, b) for (p, a), (q, b) in zip(before, after, strict=True))
 
 
-def test_infinite_statistics_are_bitwise_the_same() -> None:
+def test_infinite_running_statistics_are_bitwise_the_same() -> None:
     results = {}
     for again in (False, True):
         stage = Block(again, bn=nn.BatchNorm2d(1))
@@ -118,8 +118,8 @@ def test_infinite_statistics_are_bitwise_the_same() -> None:
     assert torch.equal(results[False], results[True])
 
 
-def test_a_frozen_normalization_computes_with_its_statistics() -> None:
-    """One in evaluation mode inside a network that trains."""
+def test_batch_norm_in_evaluation_mode_is_bitwise_the_same() -> None:
+    """All batch normalization layers are in evaluation mode, while the network is trained."""
     results = {}
     for again in (False, True):
         network = resnet(18, again)
@@ -132,13 +132,13 @@ def test_a_frozen_normalization_computes_with_its_statistics() -> None:
     assert same(results[False], results[True])
 
 
-def test_dropout_drops_the_same_both_times() -> None:
+def test_recomputation_uses_the_same_dropout_mask() -> None:
     results = {}
     for again in (False, True):
         torch.manual_seed(0)
         stage = Block(again, fc=nn.Linear(6, 50), dropout=nn.Dropout(0.5), out=nn.Linear(50, 2))
         stage(torch.randn(4, 6)).sum().backward()
-        results[again] = [*(p.grad for p in stage.parameters()), torch.rand(3)]  # and the stream goes on as it would
+        results[again] = [*(p.grad for p in stage.parameters()), torch.rand(3)]  # and the next random numbers
 
     assert same(results[False], results[True])
 
@@ -154,7 +154,7 @@ def test_evaluation_runs_each_layer_once() -> None:
 
 
 def test_hooks_on_a_block_fire_once_and_those_inside_twice() -> None:
-    """A mode that gathers weights around a block must not do so within the backward pass again."""
+    """A parallel mode that gathers weights in the hooks of a block must not gather them again to recompute it."""
     network, calls = resnet(18, True), []
     network.layer2[0].register_forward_hook(lambda *_: calls.append("block"))
     network.layer2[0].conv1.register_forward_hook(lambda *_: calls.append("layer"))
@@ -165,9 +165,9 @@ def test_hooks_on_a_block_fire_once_and_those_inside_twice() -> None:
 
 
 def saved_bytes(network: nn.Module, x: torch.Tensor) -> int:
-    """Bytes kept for the backward pass, each memory once, beside the network's own."""
+    """Return the bytes saved for the backward pass, without the network's own tensors; each storage counts once."""
     own = {tensor.untyped_storage().data_ptr() for tensor in network.state_dict().values()}
-    saved: dict[int, torch.UntypedStorage] = {}  # held, so that no address is given out twice
+    saved: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is reused
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
@@ -179,12 +179,12 @@ def saved_bytes(network: nn.Module, x: torch.Tensor) -> int:
     return sum(storage.nbytes() for address, storage in saved.items() if address not in own)
 
 
-def test_resnet50_keeps_less_than_a_third() -> None:
-    """Measured: 14.3 MB and 3.8 MB for two images of 64×64."""
+def test_resnet50_saves_less_than_a_third_of_the_activations() -> None:
+    """Measured for two images of 64×64: 14.3 MB without activation checkpointing, and 3.8 MB with it."""
     x = torch.randn(2, 3, 64, 64)
     without, with_ = saved_bytes(resnet(50, False), x), saved_bytes(resnet(50, True), x)
 
-    # What is kept are the stages' inputs: the image, three outputs of 64 to 256 channels at 16×16, …
+    # Only the inputs of the blocks are saved: the image, then 1 × 64 channels at 16×16, 3 × 256 channels at 16×16, …
     sides = [(64, 16, 1), (256, 16, 3), (512, 8, 4), (1024, 4, 6), (2048, 2, 3)]
     borders = 2 * 4 * (3 * 64 * 64 + sum(channels * side**2 * count for channels, side, count in sides))
     assert with_ == pytest.approx(borders, rel=0.01)

@@ -21,7 +21,7 @@ REFERENCES = {
 
 
 @pytest.mark.parametrize("depth", REFERENCES)
-def test_names_and_shapes_are_torchvisions(depth: int) -> None:
+def test_names_and_shapes_are_those_of_torchvision(depth: int) -> None:
     with torch.device("meta"):
         ours, theirs = ResNet(depth), REFERENCES[depth](weights=None)
 
@@ -39,7 +39,7 @@ def test_number_of_parameters_is_the_published_one(depth: int, count: int) -> No
 
 
 @pytest.mark.parametrize("depth", [18, 50])
-def test_outputs_gradients_and_statistics_are_torchvisions(depth: int) -> None:
+def test_outputs_gradients_and_statistics_are_those_of_torchvision(depth: int) -> None:
     torch.manual_seed(0)
     ours, theirs = ResNet(depth, num_classes=10), REFERENCES[depth](weights=None, num_classes=10)
     ours.load_state_dict(theirs.state_dict())
@@ -57,7 +57,7 @@ def test_outputs_gradients_and_statistics_are_torchvisions(depth: int) -> None:
     assert all(p.grad is not None for p in ours.parameters())
 
 
-def test_fresh_weights_are_those_that_torchvision_draws_from_the_seed() -> None:
+def test_initial_weights_are_those_of_torchvision_with_the_same_seed() -> None:
     torch.manual_seed(3)
     ours = ResNet(18).state_dict()
     torch.manual_seed(3)
@@ -66,7 +66,7 @@ def test_fresh_weights_are_those_that_torchvision_draws_from_the_seed() -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_stages_are_stem_blocks_and_head_in_order() -> None:
+def test_blocks_are_stem_residual_blocks_and_head_in_order() -> None:
     network = ResNet(50)
     blocks = [f"layer{i}.{j}" for i, count in enumerate((3, 4, 6, 3), start=1) for j in range(count)]
 
@@ -75,7 +75,7 @@ def test_stages_are_stem_blocks_and_head_in_order() -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_stages_are_the_forward_pass_and_hold_every_parameter_once(again: bool) -> None:
+def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once(again: bool) -> None:
     network, x = ResNet(18, num_classes=10, checkpoint_activations=again), torch.randn(2, 3, 40, 40)
     expected = network(x)
 
@@ -87,7 +87,7 @@ def test_stages_are_the_forward_pass_and_hold_every_parameter_once(again: bool) 
     assert in_stages == [id(p) for p in network.parameters()]
 
 
-def test_stages_follow_a_layer_that_is_replaced() -> None:
+def test_blocks_contain_a_replaced_layer() -> None:
     network = nn.SyncBatchNorm.convert_sync_batchnorm(ResNet(18))
     stages = dict(network.blocks())
 
@@ -96,7 +96,7 @@ def test_stages_follow_a_layer_that_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda network: pickle.loads(pickle.dumps(network))])
-def test_a_copy_runs_on_its_own_weights(copied) -> None:
+def test_a_copy_uses_its_own_weights(copied) -> None:
     network, x = ResNet(18, num_classes=10), torch.randn(2, 3, 32, 32)
     twin, expected = copied(network), network.eval()(x)
     nn.init.zeros_(network.conv1.weight)
@@ -108,30 +108,30 @@ def test_a_copy_runs_on_its_own_weights(copied) -> None:
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("stem", STEMS)
 @pytest.mark.parametrize("norm", NORMS)
-def test_takes_any_channels_with_any_stem_and_norm(channels: int, stem: str, norm: str) -> None:
+def test_any_number_of_channels_works_with_any_stem_and_norm(channels: int, stem: str, norm: str) -> None:
     network = ResNet(18, channels, 7, stem, norm)
 
     assert network(torch.randn(2, channels, 32, 32)).shape == (2, 7)
     assert network.conv1.weight.shape[1] == channels
 
 
-def test_cifar_stem_keeps_the_size_and_is_initialised_as_the_rest() -> None:
+def test_cifar_stem_keeps_the_size_and_has_he_initialization() -> None:
     torch.manual_seed(0)
     network = ResNet(18, stem="cifar")
     stem = dict(network.blocks())["stem"]
 
     assert stem(torch.randn(2, 3, 32, 32)).shape == (2, 64, 32, 32)
-    # He initialisation over the outputs: a variance of 2 / (64 channels × 3×3)
+    # He initialization with fan-out: a variance of 2 / (64 channels × 3×3)
     assert network.conv1.weight.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)
 
 
-def test_imagenet_stem_on_grey_images_is_initialised_as_the_rest() -> None:
+def test_imagenet_stem_for_grayscale_images_has_he_initialization() -> None:
     torch.manual_seed(0)
 
     assert ResNet(18, 1).conv1.weight.std().item() == pytest.approx((2 / (64 * 49)) ** 0.5, rel=0.05)
 
 
-def test_group_normalization_treats_each_sample_alone() -> None:
+def test_group_normalization_is_independent_of_other_samples() -> None:
     network, x = ResNet(18, num_classes=10, stem="cifar", norm="group"), torch.randn(4, 3, 16, 16)
 
     torch.testing.assert_close(network(x), torch.cat([network(x[:1]), network(x[1:])]))

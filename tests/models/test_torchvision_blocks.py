@@ -1,4 +1,4 @@
-"""torchvision's networks as chains of blocks: block after block they compute what the whole network computes."""
+"""Tests of `models.torchvision_blocks`: the blocks of a network, run in sequence, compute the same as the network."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SMALLEST = {
 
 @functools.cache
 def network(name: str) -> nn.Module:
-    """The network whose biases, tokens and running statistics are not all zero or one."""
+    """Return the network `name` with noise added to constant tensors, such as biases and running statistics."""
     torch.manual_seed(0)
     side = SMALLEST[name]
     model = torchvision_network.create(name, (2, side, side), 5, {})
@@ -53,13 +53,13 @@ def inputs(name: str) -> torch.Tensor:
     return torch.randn(2, 2, SMALLEST[name], SMALLEST[name], generator=torch.Generator().manual_seed(1))
 
 
-def test_there_is_a_network_of_each_class() -> None:
+def test_there_is_a_test_network_of_each_supported_class() -> None:
     assert {type(network(name)).__mro__[1] for name in SMALLEST} == set(CHAINS)
 
 
 @pytest.mark.parametrize("name", SMALLEST)
-def test_block_after_block_computes_what_the_network_computes(name: str) -> None:
-    """In float64, in which the outputs of all networks show which of the two inputs they are of."""
+def test_blocks_in_sequence_equal_the_network(name: str) -> None:
+    """In float64, the two samples have different outputs with every network."""
     model, x = copy.deepcopy(network(name)).double(), inputs(name).double()
     with torch.no_grad():
         wanted = model(x)
@@ -86,7 +86,7 @@ def test_every_parameter_is_in_one_block_and_the_head_is_last(name: str) -> None
 
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_block_takes_inputs_that_require_gradients(name: str) -> None:
-    """As at the beginning of a stage: nothing may change them in place."""
+    """The first block of a pipeline stage has such inputs, and must not change them in place."""
     x = inputs(name)
     for _, block in blocks_of(network(name)):
         own = x.detach().requires_grad_()
@@ -95,15 +95,15 @@ def test_a_block_takes_inputs_that_require_gradients(name: str) -> None:
         assert own.grad is not None
 
 
-def test_a_network_that_is_no_chain_lists_no_blocks() -> None:
-    """It has a submodule of the name `blocks`."""
+def test_a_network_that_is_not_a_chain_of_blocks_lists_no_blocks() -> None:
+    """MaxViT even has a submodule that is named `blocks`."""
     model = torchvision_network.create("maxvit_t", (3, 224, 224), 5, {})
     assert isinstance(model.get_submodule("blocks"), nn.ModuleList)
     assert blocks_of(model) == []
 
 
 @pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "vit_b_32"])
-def test_recomputed_activations_change_nothing(name: str) -> None:
+def test_recomputing_activations_changes_neither_gradients_nor_buffers(name: str) -> None:
     plain, x = copy.deepcopy(network(name)).train(), inputs(name)
     recomputed = copy.deepcopy(plain)
     assert checkpoint_activations(recomputed) > 10
@@ -117,7 +117,7 @@ def test_recomputed_activations_change_nothing(name: str) -> None:
     assert [block for block, _ in blocks_of(recomputed)] == [block for block, _ in blocks_of(plain)]
 
 
-def test_frozen_batch_normalization_begins_no_block() -> None:
+def test_freezing_batch_normalization_does_not_change_the_blocks() -> None:
     model = copy.deepcopy(network("resnet18"))
     before = [name for name, _ in blocks_of(model)]
     for module in model.modules():
